@@ -26,6 +26,7 @@ __all__ = [
     "W4Weight",
     "W8Weight",
     "fused_experts",
+    "fused_experts_masked",
     "fused_experts_reference",
     "fused_experts_workspace_bytes",
     "gemm_w4a8_bf16_nt",
@@ -84,12 +85,12 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     )
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
+    from jitgemm.moe.masked import fused_experts_masked
     from jitgemm.weight.pack import pack_w4
     from jitgemm.weight.pack8 import pack_w8
     from jitgemm.weight.packed import W4Weight, W8Weight
     from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
-    import_module("jitgemm.moe.masked")  # its operator
     import_module("jitgemm.graph")  # its pass, where something traces the operators
 
 

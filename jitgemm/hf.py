@@ -29,8 +29,8 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.load import fill_tensors, make_layer, plan_for, read_tensor, warn_of
-from jitgemm.nn.load.plan import Plan, never_saved
+from jitgemm.nn.load.load import fill_tensors, make_layer, read_tensor, warn_of
+from jitgemm.nn.load.plan import Plan, never_saved, plan_for
 from jitgemm.nn.quantize.quantize import check_options, choose, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.report import Report
@@ -79,24 +79,19 @@ def config(
     if not isinstance(folder, (str, PathLike)):
         raise TypeError(f"folder: expected a path, or a name on the hub, got {type(folder).__name__}")
     said = JitGemmConfig(
-        activation=activation,
-        modules_to_not_convert=modules_to_not_convert,
-        strict=strict,
-        allow_missing=allow_missing,
-        format=format,
-    )
+        activation=activation, modules_to_not_convert=modules_to_not_convert, strict=strict,
+        allow_missing=allow_missing, format=format,
+    )  # fmt: skip
     try:
         found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
     except OSError as error:
         if Path(folder).exists():
             raise
-        raise OSError(
-            f"folder: expected one that is here, or a name on the hub, got {str(folder)!r}: {error}"
-        ) from error
+        wanted = "one that is here, or a name on the hub"
+        raise OSError(f"folder: expected {wanted}, got {str(folder)!r}: {error}") from error
     if unknown:
-        raise TypeError(
-            f"config: expected arguments of its own or of AutoConfig.from_pretrained, got {', '.join(unknown)}"
-        )
+        wanted = "arguments of its own or of AutoConfig.from_pretrained"
+        raise TypeError(f"config: expected {wanted}, got {', '.join(unknown)}")
     found.quantization_config = said.to_dict()  # transformers takes a dict for one that stood in the file
     return found
 
@@ -135,25 +130,21 @@ class JitGemmConfig(QuantizationConfigMixin):
         quant_method: str = NAME,
     ):
         check_options(bits, lm_head)
-        if bits == 8 and (group_size, symmetric, scale_dtype) != (128, True, "bfloat16"):
-            raise ValueError(
-                "group_size, symmetric, scale_dtype: expected none with bits=8, a scale per row in fp32, got "
-                f"{group_size}, {symmetric}, {scale_dtype!r}"
-            )
+        given = group_size, symmetric, scale_dtype
+        if bits == 8 and given != (128, True, "bfloat16"):
+            wanted, got = "none with bits=8, a scale per row in fp32", f"{group_size}, {symmetric}, {scale_dtype!r}"
+            raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
         if check_group_size(group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
-            raise ValueError(
-                f"group_size: expected one of {GROUP_SIZES}, or in_features or more for a scale per row, got {group_size}"
-            )
-        for name, flag in (("symmetric", symmetric), ("strict", strict)):
-            check_flag(name, flag)
+            wanted = f"one of {GROUP_SIZES}, or in_features or more for a scale per row"
+            raise ValueError(f"group_size: expected {wanted}, got {group_size}")
+        check_flag("symmetric", symmetric)
+        check_flag("strict", strict)
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:
             activation_named(activation)
-        for name, patterns in (
-            ("modules_to_not_convert", modules_to_not_convert),
-            ("allow_missing", allow_missing),
-        ):
+        lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
+        for name, patterns in lists.items():
             if isinstance(patterns, str):
                 raise ValueError(f"{name}: expected a list of patterns, got {patterns!r}")
         self.quant_method: Any = quant_method
@@ -173,16 +164,9 @@ class JitGemmConfig(QuantizationConfigMixin):
     @property
     def quantising(self) -> dict[str, Any]:
         """Options of `quantised`."""
-        activation = self.activation or "e4m3"
-        if self.bits == 8:
-            return {"bits": 8, "activation": activation}
-        return {
-            "bits": 4,
-            "activation": activation,
-            "group_size": self.group_size,
-            "symmetric": self.symmetric,
-            "scale_dtype": getattr(torch, self.scale_dtype),
-        }
+        options = {"bits": self.bits, "activation": self.activation or "e4m3"}
+        four = {"group_size": self.group_size, "symmetric": self.symmetric}
+        return options if self.bits == 8 else options | four | {"scale_dtype": getattr(torch, self.scale_dtype)}
 
 
 @register_quantizer(NAME)
@@ -275,8 +259,7 @@ class JitGemmQuantizer(HfQuantizer):
         """Bytes that the layer of that name takes, about."""
         plan, layer = self._plan, self._plan.layers.get(name)
         if layer is not None:
-            names = layer.names.values() if layer.form is None else layer.files
-            infos = [plan.checkpoint.info(each) for each in names]
+            infos = [plan.checkpoint.info(name) for name in layer.files]
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
         tensors = _tensors(plan.model.get_submodule(name)).values()
         if name in self._chosen:
@@ -328,10 +311,10 @@ class JitGemmQuantizer(HfQuantizer):
             and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
         ]
         fill_tensors(plan, rest, lambda name, tensor: devices[_owner(name)])
-        for place in devices:
-            module = model.get_submodule(place)
-            if division is not None and isinstance(module, torch.nn.Linear):
-                division.divide(place, module)
+        if division is not None:
+            for place in devices:
+                if isinstance(module := model.get_submodule(place), torch.nn.Linear):
+                    division.divide(place, module)
         model._keys_to_ignore_on_load_unexpected = self._unexpected
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
@@ -351,13 +334,11 @@ def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan)
     """Warns of patterns that are no layer's: transformers' own quantizers take parts of names."""
     places = plan.replaceable.places
     layers = [name for name, module in model.named_modules() if name in places or not any(module.children())]
-    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
+    idle = [repr(pattern) for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
     if idle:
-        warnings.warn(
-            "modules_to_not_convert: expected patterns of layers' whole names, such as '*.o_proj' or "
-            f"'model.layers.0.*', got {', '.join(map(repr, idle))}, of which there are none",
-            stacklevel=2,
-        )
+        wanted = "patterns of layers' whole names, such as '*.o_proj' or 'model.layers.0.*'"
+        text = f"modules_to_not_convert: expected {wanted}, got {', '.join(idle)}, of which there are none"
+        warnings.warn(text, stacklevel=2)
 
 
 def _check_parallel(model: PreTrainedModel) -> None:

@@ -29,7 +29,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 
 from benchmark_lib import layer as one_layer
 from benchmark_lib.divided import DIVIDED, Cells, on_ranks, time_divided

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds jitgemm/select/registers.py against the compiler: `python scripts/register_bound.py --help` teaches."""
+"""Holds jitgemm/select/legal.py against the compiler: `python scripts/register_bound.py --help` teaches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.devices import DeviceSpec, device_spec
-from jitgemm.select.registers import registers_needed
-from jitgemm.select.legal import legal_kernels, refused_kernels
+from jitgemm.select.legal import legal_kernels, refused_kernels, registers_needed
 
 FORMATS = (
     "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",
@@ -140,7 +139,7 @@ def register_bound(
     """Compile a sample of kernels near the limit on registers: which of them spill?
 
     \b
-    jitgemm/select/registers.py adds up what a kernel needs, so that the
+    jitgemm/select/legal.py adds up what a kernel needs, so that the
     selector refuses what would spill badly. This command asks the NVRTC at
     hand. It needs no GPU and leaves the kernel cache alone. Run it when
     headers or shapes of tiles change, and with a new NVRTC.

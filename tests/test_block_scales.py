@@ -15,7 +15,7 @@ from test_grouped import weight_of_experts
 import jitgemm
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.e8m0 import fp32_scales, pack_e8m0
+from jitgemm.gemm.problem import fp32_scales, pack_e8m0
 from jitgemm.gemm.problem import Groups
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import Problem, WeightFormat

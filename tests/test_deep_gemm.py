@@ -14,7 +14,7 @@ from builders import same_bits
 
 import jitgemm
 from jitgemm import deep_gemm
-from jitgemm.gemm.e8m0 import fp32_scales
+from jitgemm.gemm.problem import fp32_scales
 from jitgemm.gemm.grouped import rows_of_m_indices
 
 M, N, K, E = 7, 200, 416, 3

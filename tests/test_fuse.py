@@ -6,10 +6,12 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
 import shutil
 import sys
+import weakref
 
 import builders
 import pytest
@@ -24,7 +26,7 @@ from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fuse import fuse
 from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, MergedLinear, ProjectionView
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.warm.warm import kernels
 
 transformers = pytest.importorskip("transformers")
@@ -692,6 +694,14 @@ def test_unfuse_goes_back_bit_for_bit(family):
     assert "fronts" not in vars(model.model.layers[0].mlp.down_proj)
     assert unfuse_(model) == []
     assert fuse_(model) == report  # and again
+
+
+def test_a_fused_shared_expert_keeps_none_of_its_linears():
+    model = quantised("Qwen2Moe", **MOE)
+    gate = weakref.ref(model.model.layers[0].mlp.shared_expert.gate_proj)
+    fuse_(model)
+    gc.collect()
+    assert gate() is None
 
 
 def test_nothing_is_resident_twice():

@@ -15,7 +15,7 @@ from jitgemm.activations.reference import gated
 from jitgemm.moe.kernel import layer_specs
 from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.experts import packed_experts
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.warm import warm
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for

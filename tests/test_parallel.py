@@ -26,7 +26,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.quantize import quantize_w8
 

@@ -21,8 +21,7 @@ from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.registers import registers_needed
-from jitgemm.select.legal import illegal
+from jitgemm.select.legal import illegal, registers_needed
 
 H200 = DEVICES["h200"]
 

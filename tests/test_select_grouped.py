@@ -16,7 +16,7 @@ from jitgemm.dtypes import LHS_TYPES
 from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div, tuned_order
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import direct_lhs, multiply_widths, prefetch_stages
-from jitgemm.select import routings, legal
+from jitgemm.select import cost, legal
 from jitgemm.select.choose import band_end, bands, candidates, choose, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.cost import predict
@@ -153,21 +153,21 @@ def test_a_layer_with_any_routing_takes_a_few_kernels():
 @relaxed
 @given(count=experts, total=rows)
 def test_routings_give_every_row_to_an_expert(count, total):
-    for routing in routings.routings(count, total):
+    for routing in cost.routings(count, total):
         assert sum(routing) == total and 1 <= len(routing) <= min(count, total) and min(routing) >= 1
-    assert 1 <= routings.weights_read(count, total) <= min(count, total)
-    assert routings.most_rows(count, total) >= ceil_div(total, count)
+    assert 1 <= cost.weights_read(count, total) <= min(count, total)
+    assert cost.most_rows(count, total) >= ceil_div(total, count)
 
 
 def test_without_experts_and_with_one_all_rows_belong_to_one_weight():
     for count in (0, 1):
-        assert routings.routings(count, 300) == ((300,),)
-        assert routings.token_tiles(count, 300, 64) == (5,)
+        assert cost.routings(count, 300) == ((300,),)
+        assert cost.token_tiles(count, 300, 64) == (5,)
 
 
 @pytest.mark.parametrize("count", [8, 32, 128, 512])
 def test_more_rows_reach_more_experts(count):
-    hit = [routings.weights_read(count, last) for _, last in bands(20 * count, count)]
+    hit = [cost.weights_read(count, last) for _, last in bands(20 * count, count)]
     assert all(a <= b + 0.02 * count for a, b in zip(hit, hit[1:]))
     assert hit[0] == 1 and hit[-1] == count
 
@@ -176,7 +176,7 @@ def test_more_rows_reach_more_experts(count):
 def test_rows_scatter_as_those_of_a_multinomial_draw(total):
     """Drawn one by one or from a normal distribution: variance = mean, about."""
     mean = total / 128
-    counts = [count for routing in routings.routings(128, total) for count in routing]
+    counts = [count for routing in cost.routings(128, total) for count in routing]
     variance = sum((count - mean) ** 2 for count in counts) / len(counts)
     assert variance == pytest.approx(mean, rel=0.2)
 
@@ -187,7 +187,7 @@ def test_rows_scatter_as_those_of_a_multinomial_draw(total):
     [(128, 8, 8, 52.5), (128, 8, 32, 113.0), (8, 2, 8, 7.4), (128, 4, 8, 29.1), (128, 4, 32, 80.4)],
 )
 def test_experts_that_have_rows_are_as_many_as_when_tokens_choose_distinct_ones(count, drawn, tokens, hit):
-    assert routings.weights_read(count, drawn * tokens) == pytest.approx(hit, rel=0.1)
+    assert cost.weights_read(count, drawn * tokens) == pytest.approx(hit, rel=0.1)
 
 
 @given(count=st.integers(1, 300), total=st.integers(1, 3000), seed=st.integers(0, 1000))
@@ -218,7 +218,7 @@ def test_decode_is_predicted_by_the_weights_that_it_reads():
         problem = Problem(total, 4096, 14336, "e4m3", FP8, experts=8)
         best = candidates(problem, H200)[0]
         record = 64 * 128 // 2 + 64 * 2
-        moved = routings.weights_read(8, total) * 64 * 112 * record + total * (14336 + 2 * 4096)
+        moved = cost.weights_read(8, total) * 64 * 112 * record + total * (14336 + 2 * 4096)
         assert best.terms["memory"] == pytest.approx(moved / H200.hbm_bytes_per_us)
         assert best.terms["memory"] < best.predicted_us < 1.15 * best.terms["memory"] + 3.5
 
@@ -227,9 +227,9 @@ def test_a_tile_multiplies_no_more_tokens_than_it_needs():
     widths = multiply_widths(KernelSpec("e4m3", FP8, block_m=144, block_n=128, stages=5, experts=64))
     assert widths == (48, 80, 112, 128, 144)
     assert multiply_widths(KernelSpec("e4m3", FP8, block_m=144, block_n=128, stages=5)) == (144,)
-    assert routings.filled(1, 144, widths) == 1 and routings.filled(1, 145, widths) == (144 + 48) / 288
-    assert routings.filled(1, 100, widths) == 112 / 144 and routings.filled(1, 1, (144,)) == 1
-    assert 0.8 < routings.filled(32, 32 * 128, widths) < 0.95
+    assert cost.filled(1, 144, widths) == 1 and cost.filled(1, 145, widths) == (144 + 48) / 288
+    assert cost.filled(1, 100, widths) == 112 / 144 and cost.filled(1, 1, (144,)) == 1
+    assert 0.8 < cost.filled(32, 32 * 128, widths) < 0.95
 
 
 def test_an_expert_is_predicted_as_a_dense_gemm_but_for_prefetch_and_table():
@@ -248,7 +248,7 @@ def test_candidates_are_sorted_and_none_beats_memory_or_tensor_cores(problem, de
     assert found[0].kernel == choose(problem, device)
     assert [c.predicted_us for c in found] == sorted(c.predicted_us for c in found)
     last = band_end(problem.m, problem.experts)
-    code_bytes = routings.weights_read(problem.experts, last) * problem.n * problem.k / 2
+    code_bytes = cost.weights_read(problem.experts, last) * problem.n * problem.k / 2
     operations = 2 * last * problem.n * problem.k
     floor_us = max(code_bytes / device.hbm_bytes_per_us, operations / device.tensor_ops_per_us)
     assert found[0].predicted_us >= 0.99 * floor_us
@@ -287,12 +287,12 @@ def test_a_batch_invariant_layer_sums_k_in_one_order_for_any_rows(n, k, count):
 
 def test_other_processes_draw_and_choose_alike():
     script = """
-from jitgemm.select import routings
+from jitgemm.select import cost
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.kernel.formats import Problem, WeightFormat
 for rows in (8, 1000, 40000):
-    print(routings.routings(128, rows))
+    print(cost.routings(128, rows))
     print(choose(Problem(rows, 1536, 2048, "e4m3", WeightFormat(64, True, "fp16"), experts=128), DEVICES["h200"]))
 """
 

@@ -1,4 +1,13 @@
-"""The `jitgemm` command: warm-up, cache inspection, explanations of a choice, and the environment. None needs a GPU.
+"""The `jitgemm` command. No part of it needs a GPU.
+
+Files::
+
+    app      the commands, put together
+    warmup   compiling what layers can need
+    cache    looking into the cache, checking and pruning it
+    explain  why a kernel is chosen
+    env      versions and folders, for a bug report
+    common   output, exit codes, and the options that describe a layer
 
 Data goes to stdout, progress and notes to stderr, so that output can be piped. Typer and rich are imported by these
 modules and nowhere else in the package.

@@ -25,7 +25,7 @@ from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightForm
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
-"""Exit codes beside 0: a check found something, wrong arguments, the work failed."""
+"""Exit codes other than 0: a check found something, wrong arguments, the work failed."""
 
 LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 """Types of activations: the names that people use, and the package's."""
@@ -54,7 +54,7 @@ HELP = {
 
 
 def layer_option(flag: str, more: str = "", **options: Any) -> Any:
-    """One of HELP's options. more: what the command says of it besides."""
+    """One of HELP's options; more: help that is the command's own."""
     return typer.Option(flag, help=HELP[flag] + more, **options)
 
 
@@ -101,11 +101,11 @@ def table(
     """
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     folds = {column: column in left and column not in _WHOLE for column in columns}
-    widths = {column: max(cell_len(text) for text in texts) for column, *texts in zip(columns, columns, *cells)}
+    widths = {column: max(map(cell_len, texts)) for column, *texts in zip(columns, columns, *cells)}
+    widths |= {column: min(widths[column], _FOLDED) for column in columns if folds[column]}
     shown = list(columns)
     for column in drop:
-        needed = sum(min(widths[name], _FOLDED) if folds[name] else widths[name] for name in shown)
-        if needed + 2 * (len(shown) - 1) <= out().width:
+        if sum(widths[name] + 2 for name in shown) - 2 <= out().width:
             break
         shown.remove(column)
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -141,13 +141,13 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def note(message: str, style: str = "dim") -> None:
+    err().print(message, style=style, markup=False, soft_wrap=True)
+
+
 def fail(message: str, code: int) -> None:
-    err().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    note(f"error: {message}", "red")
     raise typer.Exit(code)
-
-
-def note(message: str) -> None:
-    err().print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def weight_format(
@@ -191,23 +191,25 @@ def parse_shape(text: str) -> tuple[int, int]:
     return n, k
 
 
+_SIZES = {"t": 1 << 40, "g": 1 << 30, "m": 1 << 20, "k": 1 << 10, "": 1}
+_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
 def parse_size(text: str) -> int:
     """Bytes from "500M", "2GiB" or a plain number; units are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"--max-size: expected a size such as 500M or 2G, got {text!r}")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+    return int(_amount(text, r"([kmgt]?)(?:i?b)?", _SIZES, "--max-size: expected a size such as 500M or 2G"))
 
 
 def parse_age(text: str) -> float:
     """Seconds from "30d", "12h", "90m", "2w" or "45s"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip(), re.IGNORECASE)
+    return _amount(text, r"([smhdw])", _AGES, "--older-than: expected an age such as 30d, 12h or 90m")
+
+
+def _amount(text: str, unit: str, units: Mapping[str, int], expected: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
     if not match:
-        raise ValueError(f"--older-than: expected an age such as 30d, 12h or 90m, got {text!r}")
-    return float(match[1]) * _AGES[match[2].lower()]
+        raise ValueError(f"{expected}, got {text!r}")
+    return float(match[1]) * units[match[2]]
 
 
 def show_spills(spill_bytes: int | None, serialised: str | None) -> int | str | None:
@@ -217,11 +219,9 @@ def show_spills(spill_bytes: int | None, serialised: str | None) -> int | str | 
 
 def show_size(size: int) -> str:
     """Bytes for people."""
-    value, units = float(size), ["GiB", "MiB", "KiB", "B"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop()
-    return f"{value:.{0 if units[-1] == 'B' or value >= 100 else 1}f} {units[-1]}"
+    unit = next((unit for unit, bytes in _SIZES.items() if size >= bytes), "")
+    value = size / _SIZES[unit]
+    return f"{value:.{0 if not unit or value >= 100 else 1}f} {unit.upper() + 'iB' if unit else 'B'}"
 
 
 def show_age(stamp: float | None, now: float | None = None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jitgemm import settings
 from jitgemm.cli import common
+from jitgemm.select.devices import DEVICES, DeviceSpec
 
 _PACKAGES = (
     "jitgemm torch cuda-bindings cuda-python nvidia-cuda-nvrtc nvidia-cuda-nvrtc-cu12 filelock safetensors typer rich"
@@ -87,25 +88,22 @@ def _driver() -> str:
 def _devices() -> list[str]:
     import torch
 
+    from jitgemm.errors import UnsupportedDeviceError
+    from jitgemm.runtime.device import device_of
+
     found = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
-        found.append(
-            f"{index}: {props.name}, sm_{props.major}{props.minor}, {props.multi_processor_count} SMs, "
-            f"{common.show_size(props.total_memory)}; {_figures(index)}"
-        )
+        name = f"{index}: {props.name}, sm_{props.major}{props.minor}, {props.multi_processor_count} SMs"
+        try:
+            figures = _figures(device_of(index))
+        except UnsupportedDeviceError:
+            figures = "no Hopper"
+        found.append(f"{name}, {common.show_size(props.total_memory)}; {figures}")
     return found
 
 
-def _figures(index: int) -> str:
-    from jitgemm.errors import UnsupportedDeviceError
-    from jitgemm.runtime.device import device_of
-    from jitgemm.select.devices import DEVICES
-
-    try:
-        spec = device_of(index)
-    except UnsupportedDeviceError:
-        return "no Hopper"
+def _figures(spec: DeviceSpec) -> str:
     if spec.name in DEVICES:
         return f"kernels are chosen for {spec.name}"
     rates = f"{spec.hbm_bytes_per_us / 1e6:.2g} TB/s, {spec.tensor_ops_per_us / 1e9:.2g} POP/s"

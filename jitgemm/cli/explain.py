@@ -12,7 +12,7 @@ from jitgemm.cli.common import layer_option
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Problem
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import pick_device
-from jitgemm.select import routings
+from jitgemm.select import cost
 from jitgemm.select.choose import Candidate, bands, candidates
 
 _EXPERTS = "A grouped GEMM of so many weights; M tokens choose experts."
@@ -92,7 +92,7 @@ def explain(
     common.out().print(common.table(columns, rows, left=("", "kernel", "bound by"), drop=drop))
     routed = ""
     if experts:
-        hit, most = routings.weights_read(experts, last), routings.most_rows(experts, last)
+        hit, most = cost.weights_read(experts, last), cost.most_rows(experts, last)
         routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"

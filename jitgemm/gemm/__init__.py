@@ -8,7 +8,6 @@ Files::
     launch        from a checked GEMM to a launch
     grouped       others' ways to say which rows are which expert's
     int8_out      a GEMM whose result is 8-bit again
-    e8m0          scales of activations that are powers of two
     reference     the exact GEMM, which CPU tensors run
     bound         how far a result may be from the exact one
 """

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, lhs_group_of, split_lhs
-from jitgemm.gemm.e8m0 import with_fp32_scales
+from jitgemm.gemm.problem import Lhs, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.codes import CODES, Code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
@@ -68,7 +67,8 @@ def gemm_w4a8_bound(
     check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
-    x, x_scale, x_zero = split_lhs(with_fp32_scales(lhs, rhs.k))
+    x, x_scale, x_zero = split_lhs(lhs)
+    x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
     m, k = x.shape
     run = BLOCK_K if rhs.groups == 1 else min(rhs.group_size, BLOCK_K)
@@ -84,7 +84,7 @@ def gemm_w4a8_bound(
     for strip in range(0, strips, strip_step):
         end = min(strip + strip_step, strips)
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
-        d, scale, offset = integers(rhs, strip, end)
+        d, scale, offset = integers(rhs.packed, strip, end)
         d = _by_run(d, runs, run)
         # [runs, 1, n]: the scale and offset of each run.
         group = torch.arange(runs, device=d.device) * run // max(rhs.group_size, run)

@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.gemm.e8m0 import pack_e8m0
-from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups
-from jitgemm.gemm.problem import as_rows, check_types, check_weight, experts_of, split_lhs
+from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups, as_rows, check_types, check_weight
+from jitgemm.gemm.problem import experts_of, pack_e8m0, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_tensor
-from jitgemm.weight.packed import AnyWeight, Weight, as_weight
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
     from jitgemm.gemm.launch import GemmLaunch
+    from jitgemm.weight.packed import AnyWeight
 
 
 class _Call(Gemm):
@@ -39,19 +38,9 @@ class _Call(Gemm):
     __slots__ = ()
 
     def run_reference(self, operands: Sequence[torch.Tensor | None]) -> None:
-        from jitgemm.gemm.reference import gemm_w4a8_reference, write_grouped_reference
+        from jitgemm.gemm.reference import write_reference
 
-        out, groups = self.out, self.groups
-        if groups is None:
-            weight = as_weight(self.weight)
-            out.copy_(gemm_w4a8_reference(self.lhs, weight, bias=self.bias, out_dtype=out.dtype))
-            return
-        first = torch.arange(len(groups.sizes)) * groups.rows_of_expert if groups.rows_of_expert else None
-        rows = self._replace(x_scale=self.x_scale.flatten(0, 1)) if self.x_scale.dim() == 3 else self
-        write_grouped_reference(
-            rows.lhs, self.weight, out, groups.sizes, first=first, row_index=groups.row_index, bias=self.bias,
-            most=groups.rows_of_expert or out.shape[0],
-        )  # fmt: skip
+        write_reference(self)
 
     def prepare(self, operands: Sequence[torch.Tensor | None]) -> GemmLaunch:
         from jitgemm.gemm.launch import GemmLaunch
@@ -60,12 +49,12 @@ class _Call(Gemm):
 
 
 def gemm(
-    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: Weight, out: torch.Tensor,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, bias: torch.Tensor | None = None,
+    batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`gemm_w4a8_nt` for a weight of this class; `Weight` for both."""
-    if type(rhs) is not kind:
-        check_weight(rhs, kind)
+    """`gemm_w4a8_nt` for a weight whose codes have one of these numbers of bits."""
+    if getattr(rhs, "bits", 0) not in bits:
+        check_weight(rhs, bits)
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
@@ -107,13 +96,13 @@ def _run(
 
 
 def contiguous(
-    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
+    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
     bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
     batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this class; `Weight` for both."""
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have one of these numbers of bits."""
     x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs, kind)
+    experts = experts_of(rhs, bits)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
@@ -122,12 +111,12 @@ def contiguous(
 
 
 def masked(
-    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
+    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight of this class; `Weight` for both."""
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have one of these numbers of bits."""
     x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs, kind)
+    experts = experts_of(rhs, bits)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")

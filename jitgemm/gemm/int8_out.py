@@ -5,18 +5,21 @@ Composes two public calls; knows nothing of kernels.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from jitgemm.activations.arguments import check_out
+from jitgemm.activations.arguments import activation_of, check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.problem import POINTERS, X, X_SCALE, X_ZERO, Lhs, Gemm, check_types, check_weight, split_lhs
 from jitgemm.gemm.names import gemm_w4a8_nt
+from jitgemm.gemm.problem import POINTERS, W4, X, X_SCALE, X_ZERO, Gemm, Lhs, check_types, check_weight
+from jitgemm.gemm.problem import split_lhs
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.checks import Pointer
 from jitgemm.runtime.launch import check_addresses_once
-from jitgemm.weight.packed import W4Weight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import W4Weight
 
 _POINTERS = (
     *POINTERS[:-1],
@@ -79,14 +82,15 @@ def gemm_w4a8_int8_nt(
     x, x_scale, x_zero = split_lhs(lhs)
     if x.dim() != 2:
         raise ValueError(f"{X}: expected shape [m, k], got {list(x.shape)}")
-    if check_weight(rhs, W4Weight).n % K_ALIGNMENT:
+    if check_weight(rhs, W4).n % K_ALIGNMENT:
         raise ValueError(f"rhs: expected n to be a multiple of {K_ALIGNMENT} for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     if out is not None:
-        rows = check_out(out, result, torch.int8, affine, False)
+        rows = check_out(out, result, activation_of(torch.int8, "token", affine))
         gemm = Gemm(x, x_scale, x_zero, rhs, result, bias, None, batch_invariant)
         check_types(gemm)
-        check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*gemm.operands()[:-1], *rows))
+        if not torch.compiler.is_compiling():
+            check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*gemm.operands()[:-1], *rows))
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"
     return quantize_activations(result, torch.int8, scheme=scheme, affine=affine, scale=scale, zero=zero, out=out)

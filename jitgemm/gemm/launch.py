@@ -8,6 +8,7 @@ checks when it first meets them; everything else `problem.py` has checked.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +27,9 @@ from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.legal import launched_clusters, most_units, units_of_work
 from jitgemm.tensors import TYPE_NAMES
-from jitgemm.weight.packed import AnyWeight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import AnyWeight
 
 VALUES = dict(
     lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
@@ -113,29 +116,29 @@ class GemmLaunch(Launch):
         self, x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight,
         out: torch.Tensor, bias: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """`launch`, unrolled for calls that come again: the addresses of `Gemm.operands`, in that order.
+        """`launch`, unrolled for calls that come again.
 
         If the weight is settled, the kernel may start before the kernel before it ends. A grouped one always may: it
         reads nothing of the device's memory until that has.
         """
         blocks, channel_scale = weight.blocks, weight.channel_scale
         records = blocks.data_ptr()
-        addresses = (
+        key = (
             x.data_ptr(),
-            records,
-            0 if channel_scale is None else channel_scale.data_ptr(),
             x_scale.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
             0 if x_zero is None else x_zero.data_ptr(),
             0 if x_zero is None else weight.row_sum.data_ptr(),  # type: ignore[union-attr]
+            records,
+            0 if channel_scale is None else channel_scale.data_ptr(),
             out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
             self.number,
         )
         settled_at = weight.settled_at
         # In this order: inference tensors, which are never settled, have no version to ask for.
         settled = settled_at is not None and settled_at == (records, blocks._version)
-        if not self.run(addresses, settled):
-            self.run(addresses, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
+        if not self.run(key, settled):
+            self.run(key, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
 
 
 def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from jitgemm.gemm.problem import Lhs
-from jitgemm.gemm.call import gemm
-from jitgemm.gemm.call import contiguous, masked
+from jitgemm.gemm.call import contiguous, gemm, masked
+from jitgemm.gemm.problem import W4, W8, Lhs
 from jitgemm.tensors import check_tensor, dtype_name
-from jitgemm.weight.packed import W4Weight, W8Weight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import W4Weight, W8Weight
 
 
 def gemm_w4a8_bf16_nt(
@@ -23,7 +26,7 @@ def gemm_w4a8_bf16_nt(
     kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants; TypeError for another out."""
-    gemm(W4Weight, lhs, rhs, _bf16(out), bias, batch_invariant, kernel)
+    gemm(W4, lhs, rhs, _bf16(out), bias, batch_invariant, kernel)
 
 
 def gemm_w4a8_nt(
@@ -81,7 +84,7 @@ def gemm_w4a8_nt(
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W4, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def gemm_w8a8_bf16_nt(
@@ -89,7 +92,7 @@ def gemm_w8a8_bf16_nt(
     kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`gemm_w8a8_nt` into bfloat16; TypeError for another out."""
-    gemm(W8Weight, lhs, rhs, _bf16(out), bias, batch_invariant, kernel)
+    gemm(W8, lhs, rhs, _bf16(out), bias, batch_invariant, kernel)
 
 
 def gemm_w8a8_nt(
@@ -110,7 +113,7 @@ def gemm_w8a8_nt(
     Raises:
         As `gemm_w4a8_nt`.
     """
-    gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W8, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_bf16_nt_contiguous(
@@ -119,7 +122,7 @@ def m_grouped_gemm_w4a8_bf16_nt_contiguous(
     kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    contiguous(W4Weight, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel)
+    contiguous(W4, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_contiguous(
@@ -157,7 +160,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
         CacheMissError, CompileError, DriverError, UnsupportedDeviceError: as `gemm_w4a8_nt`.
     """
-    contiguous(W4Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+    contiguous(W4, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_contiguous(
@@ -166,7 +169,7 @@ def m_grouped_gemm_w8a8_bf16_nt_contiguous(
     kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w8a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    contiguous(W8Weight, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel)
+    contiguous(W8, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_nt_contiguous(
@@ -175,7 +178,7 @@ def m_grouped_gemm_w8a8_nt_contiguous(
     kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
-    contiguous(W8Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+    contiguous(W8, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_bf16_nt_masked(
@@ -183,7 +186,7 @@ def m_grouped_gemm_w4a8_bf16_nt_masked(
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
-    masked(W4Weight, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W4, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_masked(
@@ -205,7 +208,7 @@ def m_grouped_gemm_w4a8_nt_masked(
     Raises:
         As `m_grouped_gemm_w4a8_nt_contiguous`.
     """
-    masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_masked(
@@ -213,7 +216,7 @@ def m_grouped_gemm_w8a8_bf16_nt_masked(
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w8a8_nt_masked` into bfloat16; TypeError for another out."""
-    masked(W8Weight, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W8, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_nt_masked(
@@ -221,7 +224,7 @@ def m_grouped_gemm_w8a8_nt_masked(
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
-    masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W8, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def _bf16(out: torch.Tensor) -> torch.Tensor:

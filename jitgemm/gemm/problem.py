@@ -7,43 +7,42 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import (
-    check_dtype,
-    check_flag,
-    check_plain,
-    check_tensor,
-    shapes_differ,
-    dtype_name,
-    statically_true,
-)
-from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
-from jitgemm.weight.parts import PackedWeight, count_experts
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name, shapes_differ
+from jitgemm.tensors import statically_true
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import AnyWeight, Weight
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 X, X_SCALE, X_ZERO = "lhs[0] (x)", "lhs[1] (x_scale)", "lhs[2] (x_zero)"
 
-POINTERS = (
-    Pointer("lhs", X, ALIGNMENT),
-    Pointer("records", "rhs.blocks", ALIGNMENT),
-    Pointer("channel_scale", "rhs.channel_scale", 4),  # copied so many bytes at a time
-    Pointer("lhs_scale", X_SCALE),
-    Pointer("bias", "bias"),
-    Pointer("lhs_zero", X_ZERO),
-    Pointer("row_sum", "rhs.row_sum"),
-    Pointer(None, "out", ALIGNMENT, written=True),
-)
-GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
-"""What a launch has addresses of, in the order of `Args` and of `GroupedArgs` in include/jitgemm/gemm/types.cuh. out has
-no field there."""
+_POINTERS = {
+    "groups.sizes": Pointer("sizes", "offsets or masked_m"),
+    "groups.row_index": Pointer("row_index", "row_index"),
+    "x": Pointer("lhs", X, ALIGNMENT),
+    "weight.blocks": Pointer("records", "rhs.blocks", ALIGNMENT),
+    "weight.channel_scale": Pointer("channel_scale", "rhs.channel_scale", 4),  # copied so many bytes at a time
+    "x_scale": Pointer("lhs_scale", X_SCALE),
+    "bias": Pointer("bias", "bias"),
+    "x_zero": Pointer("lhs_zero", X_ZERO),
+    "row_sum": Pointer("row_sum", "rhs.row_sum"),
+    "out": Pointer(None, "out", ALIGNMENT, written=True),
+}
+"""What a launch has addresses of, by attributes of `Gemm`, in the order of `GroupedArgs` in
+include/jitgemm/gemm/types.cuh; a dense one's `Args` start with x. out has no field there."""
+GROUPED_POINTERS = tuple(_POINTERS.values())
+POINTERS = GROUPED_POINTERS[2:]
+_grouped_operands, _dense_operands = attrgetter(*_POINTERS), attrgetter(*list(_POINTERS)[2:])
 
 
 class Groups(NamedTuple):
@@ -100,13 +99,17 @@ class Gemm(NamedTuple):
         return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
 
     @property
-    def pointers(self) -> Sequence[Pointer]:
+    def row_sum(self) -> torch.Tensor | None:
+        """The weight's, where zero points need it."""
+        return None if self.x_zero is None else self.weight.row_sum
+
+    @property
+    def pointers(self) -> tuple[Pointer, ...]:
         return POINTERS if self.groups is None else GROUPED_POINTERS
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
-        x, x_scale, x_zero, weight, out, bias, groups = self[:7]
-        dense = x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, weight.row_sum, out
-        return dense if groups is None else (groups.sizes, groups.row_index, *dense)
+        """What the pointers point to."""
+        return _dense_operands(self) if self.groups is None else _grouped_operands(self)
 
     @property
     def empty(self) -> bool:
@@ -126,9 +129,8 @@ class Gemm(NamedTuple):
 
 def check_types(gemm: Gemm) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
-    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = (
-        gemm  # compilers up to torch 2.8 follow no method
-    )
+    # Compilers up to torch 2.8 follow no method.
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = gemm
     for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
         check_tensor(name, tensor)
     for name, given in ((X_ZERO, x_zero), ("bias", bias)):
@@ -138,9 +140,8 @@ def check_types(gemm: Gemm) -> None:
         check_weight(weight)
     check_flag("batch_invariant", batch_invariant)
     if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(
-            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
-        )
+        got = type(kernel).__name__
+        raise TypeError(f"kernel: expected a label as `jitgemm explain` prints it, or None, got {got}")
 
 
 def split_lhs(lhs: object, name: str = "lhs") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -162,17 +163,21 @@ def lhs_group_of(x_scale: torch.Tensor) -> int:
     return LHS_GROUP if per_block else 0
 
 
-def check_weight(rhs: object, kind: type[Weight] = Weight) -> Weight:
-    """The call's second argument, if it is a packed weight of this kind."""
-    if not isinstance(rhs, kind):
-        names = [f"a {each.__name__} from pack_w{each.bits}" for each in (W4Weight, W8Weight) if issubclass(each, kind)]
-        raise TypeError(f"rhs: expected {' or '.join(names)}, got {type(rhs).__name__}")
-    return rhs
+W4, W8, ANY = (4,), (8,), (4, 8)
+"""Bits of codes that a call takes."""
 
 
-def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
+def check_weight(rhs: object, bits: tuple[int, ...] = ANY) -> Weight:
+    """The call's second argument, if it is a packed weight with such codes."""
+    if not isinstance(rhs, WeightBase) or rhs.bits not in bits:
+        names = " or ".join(f"a W{each}Weight from pack_w{each}" for each in bits)
+        raise TypeError(f"rhs: expected {names}, got {type(rhs).__name__}")
+    return rhs  # type: ignore[return-value]
+
+
+def experts_of(rhs: AnyWeight, bits: tuple[int, ...] = ANY) -> int:
     if not isinstance(rhs, PackedWeight):
-        check_weight(rhs, kind)
+        check_weight(rhs, bits)
     count = count_experts(rhs.blocks)
     if count is None:
         raise ValueError(
@@ -313,3 +318,33 @@ def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) 
         if shapes_differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
             raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
         check_device("row_index", row_index, "lhs[0] (x)", device)
+
+
+# ---- scales in e8m0 --------------------------------------------------------------------------------------------------
+#
+# Per token and 128 k, eight bits e that stand for 2^(e - 127), or NaN where e is 255. Kernels read them packed, as
+# DeepGEMM makes them: int32 [..., ceil(k / 512)] of any strides. A word holds the exponents of four consecutive blocks
+# of 128 k, the first in its lowest byte; of bytes past the last block it does not matter what they hold.
+
+
+def pack_e8m0(x_scale: torch.Tensor) -> torch.Tensor:
+    """float8_e8m0fnu [..., blocks] as packed words: its own memory where rows are whole words, else a copy."""
+    bits = x_scale.view(torch.uint8)
+    *rows, blocks = bits.shape
+    steps = blocks, bits.storage_offset(), *bits.stride()[:-1]
+    if bits.stride(-1) != 1 or any(step % 4 for step in steps):
+        whole = bits.new_empty(*rows, 4 * ceil_div(blocks, 4))
+        whole[..., :blocks] = bits
+        bits = whole
+    return bits.view(torch.int32)
+
+
+def fp32_scales(scale: torch.Tensor, k: int) -> torch.Tensor:
+    """Scales per 128 k as fp32, exactly: packed ones, float8_e8m0fnu, or others, which are returned as they are."""
+    if scale.dtype == torch.int32:
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
+        bits = (scale[..., None] >> shifts & 255).flatten(-2).to(torch.uint8)
+        blocks = ceil_div(k, LHS_GROUP)
+        bits = bits[..., :blocks] if ceil_div(blocks, 4) == scale.shape[-1] else bits
+        scale = bits.contiguous().view(torch.float8_e8m0fnu)
+    return scale.float() if scale.dtype == torch.float8_e8m0fnu else scale

@@ -1,6 +1,6 @@
 """The exact GEMM that the kernels are held against, and what calls on CPU tensors run.
 
-Written to be right and easy to check, in float64 on any device. Knows the packed weight only through `Weight.rows`.
+Written to be right and easy to check, in float64 on any device. Knows the packed weight only through `PackedWeight.rows`.
 
     out[i, j] = x_scale[i] * sum over groups g of sum over k in g of
                     (x[i, k] - x_zero[i]) * ((q[j, k] - zero[j, g]) * scale[j, g] + offset[j, g])
@@ -11,19 +11,20 @@ With x_scale [m, ceil(k / 128)], x_scale[i, k / 128] * x[i, k] stands for x[i, k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.e8m0 import with_fp32_scales
-from jitgemm.gemm.problem import GROUPED_POINTERS, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs
-from jitgemm.gemm.problem import check_groups, check_scales, check_weight, experts_of, lhs_group_of, split_lhs
+from jitgemm.gemm.problem import GROUPED_POINTERS, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, check_groups, check_scales
+from jitgemm.gemm.problem import check_weight, experts_of, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
-from jitgemm.weight.packed import AnyWeight, Weight, as_weight, check_packed
-from jitgemm.weight.parts import dequantize_groups
+from jitgemm.weight.parts import PackedWeight, check_packed, dequantize_groups, group_count
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import Weight
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -57,10 +58,8 @@ def gemm_w4a8_reference(
     """
     check_packed(check_weight(rhs), "rhs.", experts=False)
     m = _check(lhs, rhs, bias, (rhs.n,), out_dtype)
-    lhs = with_fp32_scales(lhs, rhs.k)
     out = torch.empty((m, rhs.n), dtype=out_dtype, device=rhs.device)
-    for rows, columns, ref in _tiles(lhs, rhs, bias):
-        out[rows, columns] = round_fp64(ref, out_dtype)
+    write_reference(Gemm(*split_lhs(lhs), rhs.packed, out, bias))
     return out
 
 
@@ -96,41 +95,37 @@ def m_grouped_gemm_w4a8_reference(
     if tuple(out.shape) != (rows, rhs.n) or not out.is_floating_point():
         raise ValueError(f"out: expected a float type and shape {[rows, rhs.n]}, got {describe(out)}")
     check_device("out", out, "rhs", rhs.device)
-    check_addresses(GROUPED_POINTERS, Gemm(*split_lhs(lhs), rhs, out, bias, groups).operands())
-    write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
+    gemm = Gemm(*split_lhs(lhs), rhs.packed, out, bias, groups)
+    check_addresses(GROUPED_POINTERS, gemm.operands())
+    write_reference(gemm)
     return out
 
 
-def write_grouped_reference(
-    lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, sizes: torch.Tensor, *, most: int,
-    first: torch.Tensor | None = None, row_index: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Into the experts' rows of out. Sizes are clamped to 0..most; with `first` they are numbers of rows."""
-    sizes = sizes.cpu().long().clamp(0, most)
-    if first is not None:
-        ranges = [(int(begin), int(begin + count)) for begin, count in zip(first, sizes)]
+def write_reference(gemm: Gemm) -> None:
+    """Into out, of checked arguments. Rows of experts are clamped to those that out, or an expert, has."""
+    x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
+    weight = weight if isinstance(weight, PackedWeight) else weight.packed
+    x_scale = fp32_scales(x_scale, weight.k)
+    if groups is None:
+        _write(x, x_scale, x_zero, weight, out, bias)
+        return
+    sizes, row_index, rows_of_expert, _ = groups
+    sizes = sizes.cpu().long().clamp(0, rows_of_expert or out.shape[0])
+    if rows_of_expert:
+        ranges = [(e * rows_of_expert, e * rows_of_expert + count) for e, count in enumerate(sizes.tolist())]
     else:
-        pairs = sizes if sizes.dim() == 2 else torch.stack((sizes[:-1], sizes[1:]), 1)
-        ranges = [(begin, max(begin, end)) for begin, end in pairs.tolist()]
-    tensors = with_fp32_scales(lhs, rhs.k)
-    tokens = tensors[0].shape[0]
+        ranges = (sizes if sizes.dim() == 2 else torch.stack((sizes[:-1], sizes[1:]), 1)).tolist()
+    x_scale = x_scale.flatten(0, 1) if x_scale.dim() == 3 else x_scale
     for expert, (begin, end) in enumerate(ranges):
-        if begin == end:
+        if begin >= end:
             continue
         rows: slice | torch.Tensor = slice(begin, end)
         if row_index is not None:
             index = row_index[rows].long()
-            rows = torch.where((index >= 0) & (index < tokens), index, tokens - 1)
-        part = take_rows(tensors[0], rows), *(each if each.numel() == 1 else each[rows] for each in tensors[1:])
-        weight, row = _dense(rhs, expert), None if bias is None else bias[expert]
-        out[begin:end] = gemm_w4a8_reference(part, weight, bias=row, out_dtype=out.dtype)
-
-
-def _dense(weight: AnyWeight, expert: int) -> Weight:
-    """One expert's weight."""
-    if isinstance(weight, Weight):
-        return weight[expert]
-    return as_weight(weight.expert(expert))
+            rows = torch.where((index >= 0) & (index < x.shape[0]), index, x.shape[0] - 1)
+        scale, zero = (each if each is None or each.numel() == 1 else each[rows] for each in (x_scale, x_zero))
+        row = None if bias is None else bias[expert]
+        _write(take_rows(x, rows), scale, zero, weight.expert(expert), out[begin:end], row)
 
 
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -172,17 +167,19 @@ def _check(
     return x.shape[0]
 
 
-def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Tile by tile: rows of m, columns of n, fp64 result."""
-    x, x_scale, x_zero = split_lhs(lhs)
+def _write(
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, rhs: PackedWeight, out: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """The dense GEMM tile by tile, with scales that are no e8m0."""
     m, k = x.shape
-    group = lhs_group_of(x_scale)
+    group, group_size = lhs_group_of(x_scale), rhs.format.group_size or k
     x_scale = x_scale.to(torch.float64)
     if not group:
         x_scale = x_scale.reshape(-1, 1).expand(m, 1)
     if x_zero is not None:
         x_zero = x_zero.to(torch.float64).reshape(-1, 1).expand(m, 1)
-    grouped = x.dtype == torch.int8 and rhs.groups > 1
+    groups = group_count(k, group_size) if x.dtype == torch.int8 else 1
     strips = ceil_div(rhs.n, STRIP_ROWS)
     strip_step = max(1, _BUDGET // (k * STRIP_ROWS))
     for strip in range(0, strips, strip_step):
@@ -190,8 +187,8 @@ def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[s
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
         d, scale, offset = integers(rhs, strip, end)
         if x.dtype == torch.float8_e4m3fn:  # at most 29 bits, so that weight times scale is exact
-            dequantize_groups(d, rhs.group_size, scale, offset=offset)
-        widest = max(k, d.shape[0] * (rhs.groups if grouped else 1))
+            dequantize_groups(d, group_size, scale, offset=offset)
+        widest = max(k, d.shape[0] * groups)
         m_step = max(1, _BUDGET // widest)
         for first in range(0, m, m_step):
             rows = slice(first, min(first + m_step, m))
@@ -199,24 +196,24 @@ def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[s
             if group:
                 x_rows *= x_scale[rows].repeat_interleave(LHS_GROUP, 1)[:, :k]
             if x.dtype == torch.int8:
-                ref = _int8_tile(x_rows, d, scale, offset, rhs.group_size)
+                ref = _int8_tile(x_rows, d, scale, offset, group_size)
                 if x_zero is not None:
                     ones = torch.ones_like(x_rows[:1])
-                    ref = ref - x_zero[rows] * _int8_tile(ones, d, scale, offset, rhs.group_size)
+                    ref = ref - x_zero[rows] * _int8_tile(ones, d, scale, offset, group_size)
             else:
                 ref = x_rows @ d.T
             if not group:
                 ref = ref * x_scale[rows]
             if bias is not None:
                 ref = ref + bias[columns].to(torch.float64)
-            yield rows, columns, ref
+            out[rows, columns] = round_fp64(ref, out.dtype)
 
 
-def integers(rhs: Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def integers(rhs: PackedWeight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q - zero (e4m3: no integers), scale and offset of some strips, in fp64: [rows, k], twice [rows, groups]."""
     q, scale, zero, offset = rhs.rows(strip, end)
     d = q.to(torch.float64)
-    dequantize_groups(d, rhs.group_size, zero=zero)
+    dequantize_groups(d, rhs.format.group_size or rhs.k, zero=zero)
     return d, scale.to(torch.float64), None if offset is None else offset.to(torch.float64)
 
 

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -144,7 +144,7 @@ class KernelCache:
                     lock.release()
 
     def _store(self, key: str, metadata: dict, cubin: bytes) -> Entry:
-        """Write the entry beside its final name and rename it there, in the first root that takes it; else warn once
+        """Write the entry next to its final name and rename it, in the first root that takes it; else warn once
         and keep it in memory."""
         data = encode_entry(metadata, cubin)
         failed: dict[Path, str] = {}
@@ -178,16 +178,12 @@ class KernelCache:
 
     def entries(self) -> Iterator[EntryInfo]:
         """Every entry of every root, hidden ones too: a key may stand in two roots. Reads no cubin."""
-        for root in self.roots:
-            yield from _describe(root, _ENTRY)
+        return _describe(self.roots, _ENTRY)
 
     def read(self, key_or_prefix: str) -> Entry:
         """The entry whose key starts so; leaves its last use alone. JitGemmError if none, several or a bad one does."""
-        paths: dict[str, Path] = {}
-        for root in self.roots:
-            for path in _files(root, _ENTRY):
-                if path.name.startswith(key_or_prefix):
-                    paths.setdefault(path.stem, path)
+        found = [path for path in _files(self.roots, _ENTRY) if path.name.startswith(key_or_prefix)]
+        paths = {path.stem: path for path in reversed(found)}  # of two roots the first one's
         if not paths:
             raise JitGemmError(f"no kernel in the cache has a key that starts with {key_or_prefix!r}")
         if len(paths) > 1:
@@ -212,7 +208,11 @@ class KernelCache:
         return results
 
     def prune(
-        self, older_than_s: float | None = None, max_bytes: int | None = None, dry_run: bool = False
+        self,
+        older_than_s: float | None = None,
+        max_bytes: int | None = None,
+        dry_run: bool = False,
+        leftovers_after_s: float = STALE_AFTER_S,
     ) -> list[EntryInfo]:
         """Remove entries of the writable root that were not used for `older_than_s`, then the least recently used ones
         until `max_bytes` hold the rest. Bad and set-aside entries and what dead processes left always go.
@@ -224,18 +224,21 @@ class KernelCache:
         if root is None:
             return []
         now, used_bytes, doomed = time.time(), 0, []
-        for info in sorted(_own_files(root), key=lambda info: info.last_used, reverse=True):
+        own = [info for info in _describe([root], _ENTRY_OR_SET_ASIDE) if not info.foreign]
+        for info in sorted(own, key=lambda info: info.last_used, reverse=True):
             if info.ok and (older_than_s is None or now - info.last_used <= older_than_s):
                 used_bytes += info.size
                 if max_bytes is None or used_bytes <= max_bytes:
                     continue
             doomed.append(info)
-        return doomed if dry_run else _remove(root, doomed, STALE_AFTER_S)
+        if dry_run:
+            return doomed
+        _remove_leftovers(root, leftovers_after_s)
+        return [info for info in doomed if _removed(info.path)]
 
     def clear(self) -> list[EntryInfo]:
         """Remove every entry of the writable root, set-aside ones, locks and temporary files; return the entries."""
-        root = self.writable_root()
-        return [] if root is None else _remove(root, _own_files(root), 0.0)
+        return self.prune(max_bytes=0, leftovers_after_s=0.0)
 
 
 process_cache = KernelCache()
@@ -272,45 +275,36 @@ def _dump(request: KernelSource, key: str, compiled: Compiled) -> None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         files = {"cu": request.source.encode(), "log": compiled.log.encode(), "cubin": compiled.cubin}
-        if compiled.built is not None:
-            files["unpatched.cubin"] = compiled.built
-        for suffix, data in files.items():
-            (folder / f"{request.label}-{key[:12]}.{suffix}").write_bytes(data)
+        for suffix, data in (files | {"unpatched.cubin": compiled.built}).items():
+            if data is not None:
+                (folder / f"{request.label}-{key[:12]}.{suffix}").write_bytes(data)
     except OSError as error:
         warnings.warn(f"JITGEMM_DUMP_DIR: {error}", stacklevel=4)
 
 
-def _files(root: Path, name: re.Pattern[str]) -> list[Path]:
-    try:
-        return sorted(path for path in root.iterdir() if name.fullmatch(path.name) and path.is_file())
-    except OSError:
-        return []
-
-
-def _describe(root: Path, name: re.Pattern[str]) -> Iterator[EntryInfo]:
-    for path in _files(root, name):
+def _files(roots: Iterable[Path], name: re.Pattern[str]) -> Iterator[Path]:
+    for root in roots:
         with suppress(OSError):
-            yield describe_entry(root, path)
+            yield from sorted(path for path in root.iterdir() if name.fullmatch(path.name) and path.is_file())
 
 
-def _own_files(root: Path) -> list[EntryInfo]:
-    """Entries of a folder that may be removed, set-aside ones too."""
-    return [info for info in _describe(root, _ENTRY_OR_SET_ASIDE) if not info.foreign]
-
-
-def _remove(root: Path, doomed: list[EntryInfo], leftovers_after_s: float) -> list[EntryInfo]:
-    _remove_leftovers(root, leftovers_after_s)
-    removed = []
-    for info in doomed:
+def _describe(roots: Iterable[Path], name: re.Pattern[str]) -> Iterator[EntryInfo]:
+    for path in _files(roots, name):
         with suppress(OSError):
-            info.path.unlink()
-            removed.append(info)
-    return removed
+            yield describe_entry(path)
 
 
 def _remove_leftovers(root: Path, older_than_s: float) -> None:
     """Remove temporary files and locks that no living process can still want."""
-    for path in _files(root, _LEFTOVER):
+    for path in _files([root], _LEFTOVER):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= older_than_s:
                 path.unlink()
+
+
+def _removed(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True

@@ -15,7 +15,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,9 +74,9 @@ class EntryInfo:
     root: Path
     size: int
     last_used: float
-    problem: str | None = None
-    foreign: bool = False
-    metadata: dict = field(default_factory=dict)
+    problem: str | None
+    foreign: bool
+    metadata: dict
 
     @property
     def ok(self) -> bool:
@@ -129,8 +129,8 @@ def _checksum(text: bytes, cubin: bytes) -> bytes:
     return hashlib.sha256(struct.pack("<Q", len(text)) + text + cubin).digest()
 
 
-def _read_metadata(file: BinaryIO) -> tuple[bytes, bytes]:
-    """(metadata, expected sha256) of an open entry, left at its cubin. Raises BadEntry."""
+def _read_metadata(file: BinaryIO, key: str) -> tuple[dict, bytes, bytes]:
+    """(metadata, as text too, expected sha256) of an open entry, left at its cubin. Raises BadEntry."""
     head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
         raise BadEntry("not a kernel cache entry")
@@ -139,10 +139,7 @@ def _read_metadata(file: BinaryIO) -> tuple[bytes, bytes]:
     expected, size = _HEADER.size + text_bytes + cubin_bytes, os.fstat(file.fileno()).st_size
     if size != expected:
         raise BadEntry(f"{size} bytes long, {expected} expected")
-    return file.read(text_bytes), digest
-
-
-def _parse_metadata(text: bytes, key: str) -> dict:
+    text = file.read(text_bytes)
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -151,18 +148,19 @@ def _parse_metadata(text: bytes, key: str) -> dict:
         raise BadEntry("metadata of another schema")
     if metadata.get("key") != key:
         raise BadEntry("holds another kernel than its name says")
-    wrong = [name for name, kind in _FIELDS.items() if not isinstance(metadata.get(name), kind)]
-    wrong += [] if isinstance(metadata.get("serialised", ""), str) else ["serialised"]
-    if wrong or not isinstance(metadata["nvrtc"].get("build"), str):
-        raise BadEntry(f"metadata without a proper {wrong[0] if wrong else 'nvrtc.build'}")
-    return metadata
+    values: dict[str, Any] = {"serialised": ""} | metadata
+    values["nvrtc.build"] = values["nvrtc"].get("build") if isinstance(values.get("nvrtc"), dict) else None
+    for name, kind in _FIELDS.items():
+        if not isinstance(values.get(name), kind):
+            raise BadEntry(f"metadata without a proper {name}")
+    return metadata, text, digest
 
 
 _FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("label", "source", "log"), str),
-    **dict.fromkeys(("spec", "nvrtc"), dict),
+    **dict.fromkeys(("label", "source", "log", "serialised", "nvrtc.build"), str),
     **dict.fromkeys(("registers", "spill_bytes", "stack_bytes"), int),
     **dict.fromkeys(("seconds", "created"), (int, float)),
+    "spec": dict,
 }
 """Metadata that is read again, by type. `serialised` may be missing."""
 
@@ -175,11 +173,11 @@ def load_entry(path: Path, *, aside: bool = False) -> Entry:
     key = path.name.partition(".")[0]
     with _opened(path) as file:
         try:
-            text, digest = _read_metadata(file)
+            metadata, text, digest = _read_metadata(file, key)
             cubin = file.read()
             if _checksum(text, cubin) != digest:
                 raise BadEntry("checksum mismatch")
-            return Entry(key, path, _parse_metadata(text, key), cubin)
+            return Entry(key, path, metadata, cubin)
         except BadEntry as problem:
             with suppress(OSError):
                 if aside and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
@@ -189,19 +187,19 @@ def load_entry(path: Path, *, aside: bool = False) -> Entry:
             raise
 
 
-def describe_entry(root: Path, path: Path) -> EntryInfo:
+def describe_entry(path: Path) -> EntryInfo:
     """What a file of the cache says of itself. Raises OSError when it is gone."""
     key, status = path.name.partition(".")[0], path.stat()
-    base = EntryInfo(key, path, root, status.st_size, status.st_mtime)
+    metadata, problem, foreign = {}, None, False
     try:
         if path.name.endswith(SET_ASIDE):
             raise BadEntry("set aside")
         with _opened(path) as file:
-            data = _parse_metadata(_read_metadata(file)[0], key)
-        return replace(base, metadata={name: data[name] for name in data if name not in ("source", "log")})
+            read = _read_metadata(file, key)[0]
+        metadata = {name: read[name] for name in read if name not in ("source", "log")}
     except (BadEntry, OSError) as error:
-        foreign = isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
-        return replace(base, problem=str(error), foreign=foreign)
+        problem, foreign = str(error), isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
+    return EntryInfo(key, path, path.parent, status.st_size, status.st_mtime, problem, foreign, metadata)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import site
 import sys
 import threading
 import time
@@ -24,8 +23,8 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.errors import CompileError
 
-# Where NVIDIA's wheels put the library and what they are called, in the order in which cuda.pathfinder looks: the wheel
-# of CUDA 13 wins even under cuda-bindings 12.
+# Where NVIDIA's wheels put the library and what they are called. CUDA 13's wins even under cuda-bindings 12, as the
+# bindings themselves look.
 _WHEELS = {
     "nvidia/cu13/lib/libnvrtc.so.13": "nvidia_cuda_nvrtc",
     "nvidia/cuda_nvrtc/lib/libnvrtc.so.12": "nvidia_cuda_nvrtc_cu12",
@@ -48,7 +47,7 @@ class NvrtcInfo:
         version: (major, minor).
         build: full version, such as "12.9.86". Where only (major, minor) is known, the library's size stands in for the
             rest, as "12.9+106244480".
-        library: path of the shared library, or None when it could not be told.
+        library: path of the shared library, or None where it is not known.
     """
 
     version: tuple[int, int]
@@ -58,9 +57,9 @@ class NvrtcInfo:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and what ptxas said of it: registers of the hungriest entry; bytes of spills, of stack and of static
-    shared memory; what it said of serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`,
-    the cubin before yield hints were set in it, or None where none were."""
+    """A cubin and what ptxas reported: registers of the hungriest entry; bytes of spills, of stack and of static shared
+    memory; its line on serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`, the cubin
+    before yield hints were set in it, or None where none were."""
 
     cubin: bytes
     log: str
@@ -83,7 +82,8 @@ def nvrtc_info() -> NvrtcInfo:
     library = _mapped_library() or _wheel_library()
     build = _build_of(library)
     if not build:  # toolkits, conda and broken installations: only the library knows
-        version = "{}.{}".format(*_call(_load(), "Version"))
+        with _gate:
+            version = "{}.{}".format(*_call(_load(), "Version"))
         library = _mapped_library()
         build = _build_of(library)
         if not build.startswith(version + "."):
@@ -95,8 +95,7 @@ def nvrtc_info() -> NvrtcInfo:
 # A fork while a thread is inside NVRTC leaves the child with NVRTC's own locks held for ever. So a fork waits a second
 # for those threads, and holds back others meanwhile; a child of one that waited in vain compiles nothing.
 _FORK_TIMEOUT_S = 1.0
-_load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
-_locks_held = False
+_gate, _idle, _in_flight, _locks_held = threading.RLock(), threading.Condition(), 0, False
 
 
 def _before_fork() -> None:
@@ -106,9 +105,8 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _load_lock, _gate, _idle, _in_flight, _locks_held
-    _locks_held = _locks_held or _in_flight > 0
-    _load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
+    global _gate, _idle, _in_flight, _locks_held
+    _gate, _idle, _in_flight, _locks_held = threading.RLock(), threading.Condition(), 0, _locks_held or _in_flight > 0
 
 
 @lru_cache(maxsize=1)
@@ -128,6 +126,7 @@ def _compiling() -> Iterator[None]:
         )
     with _gate, _idle:
         _watch_forks()
+        _load()
         _in_flight += 1
     try:
         yield
@@ -150,7 +149,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         name: what messages and kept files call the kernel; does not reach the cubin.
 
     Raises:
-        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
+        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or does not compile the source, which is kept;
             the message says where. Or the process was forked while its parent compiled for more than a second.
     """
     nvrtc = _load()
@@ -189,21 +188,21 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
     )
 
 
+@lru_cache(maxsize=1)
 def _load() -> Any:
-    """cuda.bindings.nvrtc with its library loaded."""
+    """cuda.bindings.nvrtc with its library loaded; threads come here through the gate at first."""
     try:
         from cuda.bindings import nvrtc
 
-        with _load_lock:
-            library = None if _mapped_libraries() else _wheel_library()
-            if library and not library.startswith(tuple(os.path.join(folder, "") for folder in _site_folders())):
-                ctypes.CDLL(library)  # the bindings take what is loaded, and do not look there themselves
-            nvrtc.nvrtcVersion()  # loading happens at the first call, and threads would race through it
+        library = None if _mapped_libraries() else _wheel_library()
+        if library:
+            ctypes.CDLL(library)  # the bindings take what is loaded, and look in fewer folders themselves
+        nvrtc.nvrtcVersion()  # the bindings load at the first call
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library
         raise CompileError(
             f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error}). NVRTC's wheel was looked for in "
-            f"{', '.join(_folders()) or 'no folder'}, then its library by the dynamic linker, which LD_LIBRARY_PATH "
-            "sends to other folders"
+            f"{', '.join(filter(None, sys.path)) or 'no folder'}, then its library by the dynamic linker, which "
+            "LD_LIBRARY_PATH sends to other folders"
         ) from error
     return nvrtc
 
@@ -211,7 +210,7 @@ def _load() -> Any:
 def _check_is_reported(nvrtc: Any) -> None:
     """CompileError instead of a kernel under the name of an NVRTC that did not compile it."""
     info, version = nvrtc_info(), tuple(_call(nvrtc, "Version"))
-    mapped = _mapped_libraries()  # other libraries may have loaded an NVRTC of their own beside ours
+    mapped = _mapped_libraries()  # other libraries may have loaded an NVRTC of their own, too
     with suppress(OSError):  # replaced on disk since it was loaded
         ours = not (mapped and info.library) or any(os.path.samefile(each, info.library) for each in mapped)
         if ours and version == info.version:
@@ -236,23 +235,10 @@ def _mapped_library() -> str | None:
     return max(_mapped_libraries(), key=os.path.basename, default=None)
 
 
-def _site_folders() -> list[str]:
-    """Where the bindings look for wheels, in their order."""
-    folders = list(site.getsitepackages())
-    if site.ENABLE_USER_SITE:
-        folders.insert(1 if sys.prefix != sys.base_prefix else 0, site.getusersitepackages())
-    return folders
-
-
-def _folders() -> list[str]:
-    """Where this module looks: behind the bindings' folders all that Python imports from, such as .pth files' folders."""
-    return list(dict.fromkeys([*_site_folders(), *filter(None, sys.path)]))
-
-
 def _wheel_library() -> str | None:
-    """The library of a wheel that the bindings find, or else that Python would import from."""
-    searches = _site_folders(), _folders()
-    paths = (os.path.join(at, relative) for folders in searches for relative in _WHEELS for at in folders)
+    """The library of the first wheel where Python imports from."""
+    folders = [os.path.abspath(folder) for folder in sys.path if folder]
+    paths = (os.path.join(folder, relative) for relative in _WHEELS for folder in folders)
     return next(filter(os.path.exists, paths), None)
 
 

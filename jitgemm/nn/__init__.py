@@ -6,6 +6,16 @@ In three lines::
     jitgemm.nn.quantize_(model)            # or, from a quantised checkpoint: jitgemm.nn.load_(model, folder)
     jitgemm.nn.fuse_(model)                # norms, quantisers and projections of a block in fewer kernels
     jitgemm.nn.warmup(model, max_m=8192)   # compiles every kernel that the model can need
+
+Packages and files::
+
+    layers    the layers
+    quantize  replacing a model's layers, from floats
+    load      filling a model from a quantised checkpoint
+    fuse      fewer kernels for a block
+    parallel  layers and models divided among ranks
+    warm      compiling ahead
+    report    what the calls say of layers
 """
 
 from __future__ import annotations

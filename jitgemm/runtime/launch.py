@@ -122,7 +122,7 @@ class ArgumentBlock:
         self._struct = struct.Struct("<" + "".join(self.fields.values()))
 
     def pack(self, addresses: Sequence[int], values: Mapping[str, float]) -> bytes:
-        """The struct; addresses in the order of `pointers`, which may be followed by others."""
+        """The struct; addresses in the order of `pointers`."""
         count = len(self.fields) - len(self._names)
         return self._struct.pack(*addresses[:count], *(values[name] for name in self._names))
 
@@ -140,7 +140,7 @@ class Launch:
         maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
 
     Attributes:
-        number: tells this launch's addresses from others' in the launch cache; the last of a call's `addresses`.
+        number: tells this launch's addresses from others' in the launch cache.
     """
 
     __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
@@ -163,39 +163,40 @@ class Launch:
         self._device, self._block, self._values, self._maps = kernel.device, block, values, maps
         self._driver, self._bound, self._remembered = driver, driver.bound, this_thread.cache.parameters.values
 
-    def run(self, addresses: tuple[int, ...], dependent: bool, tensors: Operands | None = None) -> bool:
+    def run(self, key: tuple[int, ...], dependent: bool, tensors: Operands | None = None) -> bool:
         """Launches on the current stream of the kernel's device; says whether it did.
 
         Args:
-            addresses: of the block's pointers, in their order, 0 where the call does without; and then `number`.
+            key: the addresses of a call's tensors, 0 where it does without, in an order of its own, and `number`.
             dependent: the kernel may start before the kernel before it ends.
-            tensors: what is at the addresses, None where nothing is. New addresses are not launched without them, and
-                raise ValueError where a tensor is misaligned, or one that is written overlaps another.
+            tensors: what the block's pointers point to, in their order. New addresses are not launched without them,
+                and raise ValueError where a tensor is misaligned, or one that is written overlaps another.
         """
         device = self._device
         if current_device() != device:
             with torch.cuda.device(device):
                 self._driver.use_context(device)
-                return self.run(addresses, dependent, tensors)
+                return self.run(key, dependent, tensors)
         if self._bound.device != device:
             self._driver.bind(device)
-        parameters = self._remembered.get(addresses)
+        parameters = self._remembered.get(key)
         if parameters is not None:
-            self._remembered.move_to_end(addresses)
+            self._remembered.move_to_end(key)
         elif tensors is None:
             return False
         else:
             check_addresses(self._block.pointers, tensors)
+            addresses = [address_of(tensor) or 0 for tensor in tensors]
             # The device's context is current: tensor maps need it.
             encoded = {tile_map: tile_map.encode(addresses[i]) for i, tile_map in self._maps}
             maps = [encoded[tile_map] for _, tile_map in self._maps]
             parameters = self._driver.Parameters(self._block.pack(addresses, self._values), maps)
-            this_thread.cache.parameters.add(addresses, parameters)
+            this_thread.cache.parameters.add(key, parameters)
         self._launch.run(parameters, current_stream(device), dependent)
         return True
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:
-        """Launches with the tensors' addresses, in the block's order; it may start before the kernel before it ends."""
-        addresses = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
-        if not self.run(addresses, True):
-            self.run(addresses, True, tensors)
+        """Launches with the tensors, in the block's order; it may start before the kernel before it ends."""
+        key = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
+        if not self.run(key, True):
+            self.run(key, True, tensors)

@@ -2,10 +2,8 @@
 
 Files::
 
-    choose     the choice
-    legal      the kernels that exist
-    registers  about how many registers a kernel takes
-    cost       how long a kernel takes
-    routings   how many rows experts get
-    devices    figures of the GPUs
+    choose   the choice
+    legal    the kernels that exist
+    cost     how long a kernel takes
+    devices  figures of the GPUs
 """

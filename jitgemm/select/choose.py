@@ -3,7 +3,7 @@
 Pure functions of a problem's band over m and a device's figures; no torch, no driver, no table of tuned shapes.
 
 A grouped GEMM (`Problem.experts`) is chosen for the rows that all its experts have together: how many each one has is
-known to the device alone, so that the prediction is the mean over a few routings (`routings`).
+known to the device alone, so that the prediction is the mean over a few routings (`cost.routings`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
-from jitgemm.select import cost, legal, routings
+from jitgemm.select import cost, legal
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.cost import Candidate, Costs
 
@@ -61,7 +61,7 @@ def _costed(
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
     order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
-    rows = routings.most_rows(problem.experts, problem.m)
+    rows = cost.most_rows(problem.experts, problem.m)
     for block_m in legal.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
 from typing import NamedTuple
 
 from jitgemm.dtypes import DTYPES
@@ -19,7 +21,6 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
 from jitgemm.kernel.tactics import engine_stages, token_widths, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.routings import filled, token_tiles, weights_read
 from jitgemm.select.legal import launched_clusters, units_along_n
 
 TILE_US = 0.979
@@ -247,3 +248,73 @@ def candidate(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec)
 def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
     """Predicted time of `problem` on `device` with this kernel."""
     return candidate(spec, costs(spec, device), problem, device)
+
+
+# ---- routings --------------------------------------------------------------------------------------------------------
+#
+# How many rows the experts of a grouped GEMM get, which only the device knows: a few routings, uniform over the experts,
+# drawn by seed. The same routings in every process and on every machine.
+
+ROUTINGS = 8
+DRAWN_ROWS = 16
+"""Up to so many rows an expert, the rows are drawn one by one; above, an expert's rows from a normal distribution."""
+
+
+@lru_cache(maxsize=1024)
+def routings(experts: int, rows: int) -> tuple[tuple[int, ...], ...]:
+    """Rows of every expert that has some, in each routing. Without experts all rows belong to one weight."""
+    if experts <= 1:
+        return ((rows,),)
+    return tuple(_routing(experts, rows, Random(seed)) for seed in range(ROUTINGS))
+
+
+def _routing(experts: int, rows: int, random: Random) -> tuple[int, ...]:
+    counts = [0] * experts
+    if rows <= DRAWN_ROWS * experts:
+        for _ in range(rows):
+            counts[int(random.random() * experts)] += 1
+        return tuple(filter(None, counts))
+    left = rows
+    for expert in range(experts - 1):
+        # What a multinomial draw leaves for this expert of the rows that are left, by Box and Muller.
+        part = 1 / (experts - expert)
+        normal = math.sqrt(-2 * math.log(1 - random.random())) * math.cos(2 * math.pi * random.random())
+        count = round(left * part + normal * math.sqrt(left * part * (1 - part)))
+        counts[expert] = max(0, min(left, count))
+        left -= counts[expert]
+    counts[-1] = left
+    return tuple(filter(None, counts))
+
+
+@lru_cache(maxsize=4096)
+def token_tiles(experts: int, rows: int, block_m: int) -> tuple[int, ...]:
+    """Tiles of `block_m` rows in each routing; a tile holds rows of one expert."""
+    return tuple(sum(ceil_div(count, block_m) for count in routing) for routing in routings(experts, rows))
+
+
+@lru_cache(maxsize=4096)
+def filled(experts: int, rows: int, widths: tuple[int, ...]) -> float:
+    """Part of the full width that an average tile multiplies, if a tile takes the narrowest of the widths that it fits;
+    the last is the full one."""
+    if len(widths) == 1:
+        return 1.0
+    full, multiplied, tiles = widths[-1], 0, 0
+    for routing in routings(experts, rows):
+        for count in routing:
+            whole, rest = divmod(count, full)
+            multiplied += whole * full + (next(width for width in widths if rest <= width) if rest else 0)
+            tiles += whole + (rest > 0)
+    return multiplied / (tiles * full)
+
+
+@lru_cache(maxsize=1024)
+def weights_read(experts: int, rows: int) -> float:
+    """Experts that have rows, on average: weights that a call reads."""
+    found = routings(experts, rows)
+    return sum(map(len, found)) / len(found)
+
+
+@lru_cache(maxsize=1024)
+def most_rows(experts: int, rows: int) -> int:
+    """Most rows that an expert has in any of the routings."""
+    return max(map(max, routings(experts, rows)))

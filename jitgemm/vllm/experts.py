@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
-from jitgemm.nn.layers.parts import Parts
+from jitgemm.nn.layers.packed import Parts
 from jitgemm.vllm.layouts import BLOCK, Unsupported
 from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Packing
 from jitgemm.vllm.saved import SavedExperts, one_activation

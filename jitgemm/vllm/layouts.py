@@ -14,10 +14,9 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Format, Scheme
-from jitgemm.checkpoint.layouts import K, N, TensorLayout, stored
+from jitgemm.checkpoint.format import Config, Format, Scheme
+from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
-from jitgemm.checkpoint.settings import Config
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
@@ -164,14 +163,18 @@ def layout_of(
     _check(scheme, config)
     said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
     scale = _DTYPES.get(said, torch.float32 if format.name in ("w4afp8", "w8a8") else dtype)
+    columns = scheme.columns(k)
     tensors = {
-        suffix: replace(each, dtypes=(scale,)) if each.is_scale else each
-        for suffix, each in format.tensors(scheme, k).items()
+        suffix: replace(
+            each,
+            dtypes=(scale,) if each.is_scale else each.dtypes,
+            dims=tuple(1 if dim == G and not columns else dim for dim in each.dims),
+        )
+        for suffix, each in format.tensors(scheme).items()
     }
-    called = {
-        own: other for own, other in _CALLED.items() if format.name == "w8a8" and own in tensors and other in header
-    }
-    return Layout(format, scheme, tensors, scheme.columns(k), called, name=name, config=config)
+    called = {own: other for own, other in _CALLED.items() if own in tensors and other in header}
+    called = called if format.name == "w8a8" else {}
+    return Layout(format, scheme, tensors, columns, called, name=name, config=config)
 
 
 def _check(scheme: Scheme, config: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
-from jitgemm.nn.layers.parts import Parts
+from jitgemm.nn.layers.packed import Parts
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.vllm.matrix import CHILD, Matrix, Packing
 from jitgemm.vllm.saved import SavedMatrix

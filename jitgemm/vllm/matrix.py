@@ -24,7 +24,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
-from jitgemm.nn.layers.parts import LHS_DTYPES, Parts
+from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.weight.quantize import quantize_w4, quantize_w8

@@ -18,7 +18,7 @@ from vllm.model_executor import parameter as parameters
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.nn.layers.gate import decoded
-from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
+from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Matrix
 from jitgemm.weight.packed import Weight

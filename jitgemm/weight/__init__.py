@@ -5,9 +5,8 @@ pack       4-bit weights from codes, scales, zero points and offsets
 pack8      8-bit weights from codes and scales
 codes      the bytes and numbers of codes, the twin of kernel/codes.py
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
-parts      PackedWeight, their tensors unchecked, and what sizes and group sizes there are
+parts      PackedWeight, their tensors: their checks, and what sizes and group sizes there are
 state      their state dict
-stacking   experts out of dense weights
 ready      whether a kernel in flight may still write a weight
 layout     the order of bytes
 """

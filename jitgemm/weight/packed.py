@@ -15,64 +15,15 @@ import torch
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
-from jitgemm.tensors import PLAIN, check_int, check_tensor, describe, dtype_name
+from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
-from jitgemm.weight.parts import PackedWeight, RowParts, check_permutation, check_sizes, count_experts
-from jitgemm.weight.parts import dequantize_groups, format_group, group_count
-from jitgemm.weight.stacking import stack
+from jitgemm.weight.parts import PackedWeight, RowParts, WeightBase, check_packed, check_part, check_permutation
+from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
 
 
-def check_packed(weight: AnyWeight, name: str = "", *, experts: bool | None = None) -> int | None:
-    """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
-
-    Args:
-        name: what stands before a tensor's name in a message, such as "rhs.".
-        experts: True raises for dense weights, False for weights of experts; None takes both.
-    """
-    blocks = check_tensor(f"{name}blocks", weight.blocks)
-    count = count_experts(blocks)
-    if experts is not None and experts != (count is not None):
-        whole, bits = name.removesuffix(".") or "weight", weight.format.bits
-        if experts:
-            raise ValueError(f"{whole}: expected a weight of experts, got a dense one, which gemm_w{bits}a8_nt takes")
-        raise ValueError(
-            f"{whole}: expected a dense weight [n, k], got one of {count} experts, which "
-            f"m_grouped_gemm_w{bits}a8_nt_contiguous takes; {whole}[e] is the dense weight of expert e"
-        )
-    if count == 0:
-        raise ValueError(f"{name}blocks: expected at least one expert, got {describe(weight.blocks)}")
-    lead = () if count is None else (count,)
-    n, k, fmt = weight.n, weight.k, weight.format
-    check_sizes(n, k, f"{name}blocks")
-    if not fmt.group_size and fmt.tuned and k > fmt.max_int8_k:
-        raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.order!r}")
-    strips = layout.strips_of(n)
-    rows = (*lead, strips * STRIP_ROWS)
-    _check_part(weight, name, "blocks", (*lead, strips, layout.kblocks_of(k), fmt.record_bytes), torch.uint8)
-    if fmt.group_size and weight.channel_scale is not None:
-        raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
-    if not fmt.group_size:
-        if weight.channel_scale is None:
-            raise ValueError(f"{name}channel_scale: expected a tensor for a per-channel weight, got None")
-        _check_part(weight, name, "channel_scale", rows, torch_dtype(fmt.scale_type))
-    if weight.row_sum is not None:
-        _check_part(weight, name, "row_sum", rows, torch.float32)
-    return count
-
-
-def _check_part(weight: AnyWeight, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = check_tensor(name + part, getattr(weight, part))
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}{part}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}{part}: expected a contiguous tensor, got strides {list(tensor.stride())}")
-    if tensor.device != weight.blocks.device:
-        raise ValueError(f"{name}{part}: expected {weight.blocks.device}, got {tensor.device}")
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Weight:
+class Weight(WeightBase):
     """A weight [n, k], or one of E experts [E, n, k], packed for the kernel.
 
     Weight (row, column) is (q - zero) * scale + offset, with the scale, zero point and offset of its group of
@@ -116,7 +67,6 @@ class Weight:
     row_sum: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     plan_key: int = field(init=False)
-    bits: ClassVar[int] = 0
     layer: ClassVar[str] = ""
     settled_at: ready.ReadyAt | None = field(init=False, default=None)
 
@@ -134,7 +84,7 @@ class Weight:
         if self.permutation is not None:
             if self.experts is not None:
                 raise ValueError(f"permutation: expected None for {self.experts} experts, got a tensor")
-            _check_part(self, "", "permutation", (self.k,), torch.int32)
+            check_part(self, "", "permutation", (self.k,), torch.int32)
         for name, tensor in self._tensors.items():
             if tensor.is_cuda and type(tensor) in PLAIN and tensor.data_ptr() % 16:
                 address = f"{tensor.data_ptr():#x}"
@@ -186,7 +136,7 @@ class Weight:
 
     @property
     def experts(self) -> int | None:
-        return self.packed.experts
+        return count_experts(self.blocks)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -259,16 +209,40 @@ class Weight:
         if (together := check_int("together", together)) < 1 or count % together:
             raise ValueError(f"together: expected a divisor of {count} experts, got {together}")
 
-        def checked(e: int) -> tuple[PackedWeight, int]:
-            each = make(e)
-            if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
-                got = repr(each) if isinstance(each, cls) else type(each).__name__
-                error = ValueError if isinstance(each, cls) else TypeError
-                raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
-            return each.packed, each.group_size
-
-        (blocks, channel_scale, row_sum, n, k, format), group_size = stack(count, checked, together)
-        return cls(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
+        first: dict[str, Any] = {}
+        whole: dict[str, torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for e in range(0, count, together):
+                each = make(e)
+                if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
+                    got = repr(each) if isinstance(each, cls) else type(each).__name__
+                    error = ValueError if isinstance(each, cls) else TypeError
+                    raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
+                if together > 1 and each.n % (together * STRIP_ROWS):
+                    expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
+                    raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
+                tensors, common = each._tensors, each.format.for_any_values
+                facts = {"n": each.n, "k": each.k, "group_size": each.group_size, "device": each.device}
+                facts |= {"format": common, "tensors": list(tensors)}
+                if e == 0:
+                    first, format = facts, each.format
+                    whole = {
+                        name: part.new_empty((count, part.shape[0] // together, *part.shape[1:]))
+                        for name, part in tensors.items()
+                    }
+                for name, fact in facts.items():
+                    if fact != first[name]:
+                        raise ValueError(f"make({e}): expected {name} {first[name]}, as make(0) has, got {fact}")
+                for name, part in tensors.items():
+                    whole[name][e : e + together] = part.unflatten(0, (together, -1))
+                if each.format != format:
+                    blocks = whole["blocks"]
+                    for some, order in ((blocks[:e], format.order), (blocks[e : e + together], each.format.order)):
+                        layout.reorder_codes(some, format.code, order, common.order)
+                    format = common
+                del each, tensors, part  # before the next is made
+        sizes = first["n"] // together, first["k"], first["group_size"]
+        return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer that holds the weight."""

@@ -1,6 +1,7 @@
-"""PackedWeight, a packed weight's tensors and what they hold: unpacking by rows, and what sizes and formats there are.
+"""PackedWeight, a packed weight's tensors and what they hold: their checks, unpacking by rows, and what sizes and formats
+there are.
 
-Knows nothing of kernels or the driver. `packed.py` makes a checked `Weight` of it.
+What a GEMM needs of a weight; knows nothing of kernels or the driver. `packed.py` makes a checked `Weight` of it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.tensors import dtype_name
+from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.ready import ReadyAt, capturing, noted
 
@@ -53,6 +54,12 @@ RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor |
 def count_experts(blocks: torch.Tensor) -> int | None:
     """`experts` of the weight with these records: torch 2.8 cannot compile a property of a `PackedWeight`."""
     return blocks.shape[0] if blocks.dim() == 4 else None
+
+
+class WeightBase:
+    """Of `Weight`, by which the calls know one: its tensors were checked when it was made."""
+
+    bits: ClassVar[int] = 0
 
 
 class PackedWeight(NamedTuple):
@@ -169,3 +176,54 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
         if not torch.equal(indices.sort().values, torch.arange(k, device=permutation.device)):
             raise ValueError(f"permutation: expected every value of 0..{k - 1} once, got repeated or other values")
     return indices.to(torch.int32).contiguous()
+
+
+def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) -> int | None:
+    """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
+
+    Args:
+        weight: a `PackedWeight`, or what has its attributes.
+        name: what stands before a tensor's name in a message, such as "rhs.".
+        experts: True raises for dense weights, False for weights of experts; None takes both.
+    """
+    n, k, fmt = weight.n, weight.k, weight.format
+    count = count_experts(check_tensor(f"{name}blocks", weight.blocks))
+    if experts is not None and experts != (count is not None):
+        whole = name.removesuffix(".") or "weight"
+        if experts:
+            raise ValueError(
+                f"{whole}: expected a weight of experts, got a dense one, which gemm_w{fmt.bits}a8_nt takes"
+            )
+        raise ValueError(
+            f"{whole}: expected a dense weight [n, k], got one of {count} experts, which "
+            f"m_grouped_gemm_w{fmt.bits}a8_nt_contiguous takes; {whole}[e] is the dense weight of expert e"
+        )
+    if count == 0:
+        raise ValueError(f"{name}blocks: expected at least one expert, got {describe(weight.blocks)}")
+    check_sizes(n, k, f"{name}blocks")
+    if not fmt.group_size and fmt.tuned and k > fmt.max_int8_k:
+        raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.order!r}")
+    lead = () if count is None else (count,)
+    rows = (*lead, layout.strips_of(n) * STRIP_ROWS)
+    shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), fmt.record_bytes)
+    check_part(weight, name, "blocks", shape, torch.uint8)
+    if fmt.group_size and weight.channel_scale is not None:
+        raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
+    if not fmt.group_size:
+        if weight.channel_scale is None:
+            raise ValueError(f"{name}channel_scale: expected a tensor for a per-channel weight, got None")
+        check_part(weight, name, "channel_scale", rows, torch_dtype(fmt.scale_type))
+    if weight.row_sum is not None:
+        check_part(weight, name, "row_sum", rows, torch.float32)
+    return count
+
+
+def check_part(weight: Any, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises TypeError or ValueError unless this tensor of a weight is as told, contiguous, and where the blocks are."""
+    tensor = check_tensor(name + part, getattr(weight, part))
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}{part}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}{part}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+    if tensor.device != weight.blocks.device:
+        raise ValueError(f"{name}{part}: expected {weight.blocks.device}, got {tensor.device}")

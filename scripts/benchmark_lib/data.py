@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from jitgemm.gemm.e8m0 import pack_e8m0
+from jitgemm.gemm.problem import pack_e8m0
 
 from .cells import COPY_BYTES, Cell, Experts, GroupedCell
 

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 
 from .llama import ModelSizes
 from .timing import REPLAYS, ROUNDS, Launched, Timed

@@ -2,5 +2,5 @@
 
 fuse   the call and its recipes
 fused  the modules that it puts into a model
-trial  the check of a recipe on three tokens
+check  the check of a recipe on three tokens
 """

@@ -9,25 +9,26 @@ is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with
 
 What may be fused is declared by the names of a block's modules: `NORMS` and `MLPS`. Names prove nothing, so each
 fusion is checked once, before it is made: the norm's formula, the MLP's formula, and, by a run of the block with stubs
-for its packed layers (`trial.py`), that nothing else reads the norm.
+for its packed layers (`check.py`), that nothing else reads the norm.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from jitgemm.activations.scheme import Gate
-from jitgemm.nn.quantize.replaceable import check_model
-from jitgemm.nn.quantize.swap import put_module
+from jitgemm.nn.fuse.check import Call, calls_of, gate_of, norm_of, run
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
 from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.quantize.replaceable import check_model
+from jitgemm.nn.quantize.swap import put_module
 from jitgemm.nn.report import FusionReport, by_reason
-from jitgemm.nn.fuse.trial import Call, calls_of, gate_of, lists, norm_of, run, said
 
 
 class Recipe(NamedTuple):
@@ -109,17 +110,9 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
         raise ValueError(f"model: expected a module that holds packed Linears, got a {type(model).__name__}")
     report = FusionReport()
     with torch.inference_mode(False), torch.no_grad():
-        for owner, owner_name, list_name, blocks in lists(model):
-            calls = calls_of(owner, blocks)
-            for number, block in blocks.items():
-                name = ".".join(each for each in (owner_name, list_name, number) if each)
-                call = calls[number]
-                if any(isinstance(module, FUSED) for module in block.modules()):
-                    report.skipped[name] = "is fused already"
-                elif isinstance(call, str):
-                    report.skipped[name] = call
-                else:
-                    _fuse_block(name, block, call, report)
+        for owner, name, blocks in block_lists(model):
+            for number, call in calls_of(owner, blocks).items():
+                _fuse_block(f"{name}.{number}", blocks[number], call, report)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     report.sort(key=lambda name: order[name])
     if not report:
@@ -138,7 +131,7 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
         TypeError: model is no module.
     """
     check_model(model)
-    names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
+    names = [(name, module) for name, module in model.named_modules() if isinstance(module, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
         for kind in (ProjectionView, FusedMLP, FusedNorm):  # a norm's merged weights go last: views are of them
             for name, found in names:
@@ -146,6 +139,22 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
                     module: Any = model.get_submodule(name)
                     put_module(model, name, module.original())
     return [name for name, found in names if not isinstance(found, ProjectionView)]
+
+
+def block_lists(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, dict[str, torch.nn.Module]]]:
+    """The outermost ModuleLists whose elements hold packed Linears: owner, the list's name, blocks by number."""
+    inside: list[str] = []
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.ModuleList) or name.startswith(tuple(inside)):
+            continue
+        blocks = {
+            number: block
+            for number, block in module.named_children()
+            if not isinstance(block, PackedLinear) and any(isinstance(m, PackedLinear) for m in block.modules())
+        }
+        if blocks:
+            inside.append(f"{name}.")
+            yield model.get_submodule(name.rpartition(".")[0]), name, blocks
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -163,145 +172,154 @@ class _MLP(NamedTuple):
     gate: Gate
 
 
-def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionReport) -> None:
+def _fuse_block(name: str, module: torch.nn.Module, call: Call | str, report: FusionReport) -> None:
+    if any(isinstance(each, FUSED) for each in module.modules()):
+        call = "is fused already"
+    if isinstance(call, str):
+        report.skipped[name] = call
+        return
     try:
-        called = run(block, call)
+        block = _Block(module, call, dict(module.named_modules()), run(module, call))
     except Exception as error:  # noqa: BLE001 - somebody else's code
-        report.skipped[name] = f"the block does not run by itself: {said(error)}"
+        report.skipped[name] = f"the block does not run by itself: {_first_line(error)}"
         return
     # All is decided before anything is replaced: the block runs to decide.
-    skipped: dict[str, str] = {}
-    mlps = _mlps(block, call, called, skipped)
-    norms = _norms(block, call, called, mlps, skipped)
-    joined = [norm.linears for norm in norms.values()]
-    for child, mlp in list(mlps.items()):
-        reason = None if mlp.linears in joined else quantised_alike(_layers(block, mlp.linears))
-        if reason is not None:
-            skipped[child] = reason
-            del mlps[child]
-    if not norms and not mlps and not skipped:
-        skipped[""] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
-    report.skipped.update({f"{name}.{each}" if each else name: why for each, why in skipped.items()})
+    mlps = _mlps(block)
+    norms = _norms(block, mlps)
+    joined = [norm.linears for norm in norms.values() if isinstance(norm, _Norm)]
+    for child, mlp in mlps.items():
+        if isinstance(mlp, _MLP) and mlp.linears not in joined:
+            mlps[child] = quantised_alike(block.layers(mlp.linears)) or mlp
+    if not norms and not mlps:
+        report.skipped[name] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
 
-    downs = _layers(block, [mlp.down for mlp in mlps.values()])
-    replaced: dict[str, torch.nn.Module] = {}
-
-    def put(child: str, fused: Any, linears: Sequence[str], what: str) -> None:
-        for each, new in ((child, fused), *zip(linears, fused.joint.slices if linears else ())):
-            replaced[each] = block.get_submodule(each)
-            put_module(block, each, new)
+    new: dict[str, Any] = {}
+    for child, found in (*norms.items(), *mlps.items()):
+        if isinstance(found, str):
+            report.skipped[f"{name}.{child}"] = found
+            continue
+        own, old = found.linears, block.modules[child]
+        fused: Any
+        if isinstance(found, _Norm):
+            fused = FusedNorm(old, found.eps, found.one_plus, block.layers(own))
+            what = f"RMSNorm, quantiser and {_gemms(own, fused.joint)}"
+        else:
+            own, down = [] if own in joined else own, found.down.rpartition(".")[2]
+            fused = FusedMLP(old, down, found.gate, block.layers(own))
+            what = f"quantiser and {_gemms(own, fused.joint)}; " if own else ""
+            what += f"{found.gate.kind} * mul, quantiser and {down}"
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
-
+        new |= {child: fused} | dict(zip(own, fused.joint.slices if own else ()))
+    whole = [each for each in new.values() if isinstance(each, FusedMLP)]
+    # MLPs first: views go into what replaces them.
+    before = {child: module.get_submodule(child) for child in sorted(new, key=lambda child: new[child] not in whole)}
     try:
-        for child, (eps, one_plus, linears) in norms.items():
-            norm = FusedNorm(block.get_submodule(child), eps, one_plus, _layers(block, linears))
-            put(child, norm, linears, f"RMSNorm, quantiser and {_gemms(linears, norm.joint)}")
-        for child, (linears, down, gate) in mlps.items():
-            own = [] if linears in joined else linears
-            new = FusedMLP(block.get_submodule(child), _last(down), gate, _layers(block, own))
-            what = f"quantiser and {_gemms(own, new.joint)}; " if own else ""
-            put(child, new, own, f"{what}{gate.kind} * mul, quantiser and {_last(down)}")
+        for child in before:
+            put_module(module, child, new[child])
     except BaseException:  # Ctrl-C too: half of a block computes nothing
-        for child, old in reversed(replaced.items()):
-            put_module(block, child, old)
-        for layer in downs:
-            vars(layer).pop("fronts", None)
+        for child in reversed(before):
+            put_module(module, child, before[child])
         raise
+    for each in whole:
+        each.take_over()
 
 
-def _mlps(block: torch.nn.Module, call: Call, called: set[str], skipped: dict[str, str]) -> dict[str, _MLP]:
-    """MLPs whose product can be fused with the quantiser behind it."""
-    found = {}
-    for child, module in block.named_modules():
+@dataclass(frozen=True)
+class _Block:
+    """A block while it is decided what of it is fused.
+
+    Attributes:
+        called: the packed layers that a call of the block calls.
+    """
+
+    module: torch.nn.Module
+    call: Call
+    modules: Mapping[str, torch.nn.Module]
+    called: set[str]
+
+    def layers(self, names: Iterable[str]) -> list[Any]:
+        return [self.module.get_submodule(each) for each in names]
+
+    def why_kept(self, *names: str) -> str | None:
+        """Why these modules cannot be replaced, or None."""
+        places = Counter(module for _, module in self.module.named_modules(remove_duplicate=False))
+        for name, module in zip(names, self.layers(names)):
+            if places[module] > 1:
+                return f"{name} stands at several places"
+            if any(value for key, value in vars(module).items() if key.endswith("_hooks")):
+                return f"{name} has hooks, which would see other tensors"
+            if "forward" in vars(module):
+                return f"the forward of {name} was replaced"
+            if isinstance(module, PackedLinear) and module.split is not None and not module.split.plain:
+                return f"{name} changes the layout of its input or output"
+        return None
+
+    def why_failing(self, readers: Mapping[str, int], norm: str = "", width: int = 0) -> str | None:
+        """Why the block does not run with stand-ins for these, or None; arguments are those of `run`."""
+        try:
+            run(self.module, self.call, readers, norm, width)
+        except Exception as error:  # noqa: BLE001 - somebody else's code
+            return f"with it fused the block fails: {_first_line(error)}"
+        return None
+
+
+def _mlps(block: _Block) -> dict[str, _MLP | str]:
+    """MLPs whose product can be fused with the quantiser behind it, or why not."""
+    found: dict[str, _MLP | str] = {}
+    for child, mlp in block.modules.items():
         for *gates, last in MLPS:
-            children = [module._modules.get(each) for each in (*gates, last)]
             linears, down = [f"{child}.{each}" for each in gates], f"{child}.{last}"
-            if not child or down not in called or not all(isinstance(each, PackedLinear) for each in children):
+            children = [mlp._modules.get(each) for each in (*gates, last)]
+            if not child or down not in block.called or not all(isinstance(each, PackedLinear) for each in children):
                 continue
-            reason, gate = None, gate_of(module, gates, last)
+            gate = gate_of(mlp, gates, last)
             if gate is None:
-                reason = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
-            elif module._parameters or module._buffers:
-                reason = "it has tensors of its own"
+                found[child] = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
+            elif mlp._parameters or mlp._buffers:
+                found[child] = "it has tensors of its own"
             else:
-                width = block.get_submodule(down).out_features
-                reason = _untouchable(block, child, down, *linears) or _runs(block, call, mlps={child: width})
-            if reason is not None:
-                skipped[child] = reason
-            elif gate is not None:
-                found[child] = _MLP(linears, down, gate)
+                reason = block.why_kept(child, down, *linears)
+                reason = reason or block.why_failing({child: block.layers([down])[0].out_features})
+                found[child] = reason or _MLP(linears, down, gate)
     return found
 
 
-def _norms(
-    block: torch.nn.Module, call: Call, called: set[str], mlps: Mapping[str, _MLP], skipped: dict[str, str]
-) -> dict[str, _Norm]:
-    """Norms that can be fused with the Linears that read them."""
-    found: dict[str, _Norm] = {}
-    modules = dict(block.named_modules())
-    widths = {child: modules[mlp.down].out_features for child, mlp in mlps.items()}
+def _norms(block: _Block, mlps: Mapping[str, _MLP | str]) -> dict[str, _Norm | str]:
+    """Norms that can be fused with the Linears that read them, or why not."""
+    found: dict[str, _Norm | str] = {}
     for recipe in NORMS:
-        norm = next((each for each in recipe.norms if each in modules), None)
-        part = next((each for each in recipe.part if each in modules), None)
-        readers = [f"{part}.{each}" for each in recipe.projections if f"{part}.{each}" in modules]
-        linears = [each for each in readers if each in called and isinstance(modules[each], PackedLinear)]
-        if norm is None or norm in found or not linears:
+        norm = next((each for each in recipe.norms if each in block.modules), None)
+        part = next((each for each in recipe.part if each in block.modules), None)
+        readers = [name for each in recipe.projections if (name := f"{part}.{each}") in block.modules]
+        others = {name: kind for name in readers if not isinstance(kind := block.modules[name], PackedLinear)}
+        linears = [name for name in readers if name in block.called and name not in others]
+        if norm is None or isinstance(found.get(norm), _Norm) or not linears:
             continue
-        layers = _layers(block, linears)
-        others = [each for each in readers if not isinstance(modules[each], PackedLinear)]
-        width = sum(layer.out_features for layer in layers)
-        whole = [child for child, mlp in mlps.items() if mlp.linears == linears]  # given all that the norm gives
-        kind = norm_of(modules[norm])
-        reason = kind if isinstance(kind, str) else _untouchable(block, norm, *linears) or quantised_alike(layers)
+        layers, formula = block.layers(linears), norm_of(block.modules[norm])
+        if formula is None:
+            found[norm] = f"{type(block.modules[norm]).__name__} is no RMSNorm with one weight and a fixed eps"
+            continue
+        widths = {name: layer.out_features for name, layer in zip(linears, layers)}
+        width = sum(widths.values())
+        reason = block.why_kept(norm, *linears) or quantised_alike(layers)
         if reason is None and width == layers[0].in_features:
             reason = "its Linears give as many columns as they take: called by itself, one could not tell its input"
         if reason is None and others:
-            reason = f"{', '.join(f'{each} ({type(modules[each]).__name__})' for each in others)} reads it too"
-        reason = reason or _runs(block, call, widths, norm, whole or linears, width)
-        if reason is not None:
-            skipped[norm] = reason
-        elif not isinstance(kind, str):
-            found[norm] = _Norm(*kind, linears)
+            reason = f"{', '.join(f'{name} ({type(each).__name__})' for name, each in others.items())} reads it too"
+        for child, mlp in mlps.items():
+            if isinstance(mlp, _MLP) and mlp.linears == linears:  # it is given all that the norm gives
+                widths = {child: block.layers([mlp.down])[0].out_features}
+        found[norm] = reason or block.why_failing(widths, norm, width) or _Norm(*formula, linears)
     return found
 
 
-def _runs(block: torch.nn.Module, call: Call, *stubs: Any, **named: Any) -> str | None:
-    """Why the block does not run with these stubs, or None."""
-    try:
-        run(block, call, *stubs, **named)
-    except Exception as error:  # noqa: BLE001 - somebody else's code
-        return f"with it fused the block fails: {said(error)}"
-    return None
-
-
-def _untouchable(block: torch.nn.Module, *names: str) -> str | None:
-    """Why these modules cannot be replaced, or None."""
-    places = Counter(module for _, module in block.named_modules(remove_duplicate=False))
-    for name in names:
-        module = block.get_submodule(name)
-        if places[module] > 1:
-            return f"{name} stands at several places"
-        if any(value for key, value in vars(module).items() if key.endswith("_hooks")):
-            return f"{name} has hooks, which would see other tensors"
-        if "forward" in vars(module):
-            return f"the forward of {name} was replaced"
-        split = getattr(module, "split", None) if isinstance(module, PackedLinear) else None
-        if split is not None and not split.plain:
-            return f"{name} changes the layout of its input or output"
-    return None
-
-
-def _layers(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
-    """The packed Linears of these names."""
-    return [module.get_submodule(each) for each in names]
+def _first_line(error: Exception) -> str:
+    """An exception's first line, or its type."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _gemms(linears: Sequence[str], joint: Any) -> str:
-    """The GEMMs of a `FusedProjections`: "q_proj + k_proj, v_proj"."""
-    names = iter(map(_last, linears))
-    return ", ".join(" + ".join(next(names) for _ in gemm.slices) for gemm in joint.runs)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+    """The GEMMs of these Linears: "q_proj + k_proj, v_proj"."""
+    names = (each.rpartition(".")[2] for each in linears)
+    return ", ".join(" + ".join(next(names) for _ in run.slices) for run in joint.runs)

@@ -6,24 +6,22 @@ GEMM, a `MergedLinear`, whose weight is theirs one below the other. Each becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from jitgemm.activations.scheme import MUL_KEYWORDS, NORM, Gate, Prologue
+from jitgemm.activations.scheme import NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
-from jitgemm.nn.layers.parts import Parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
 
-_BY_ROW = ("blocks", "channel_scale", "row_sum", "bias")
-_SHARED = ("permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
 
 
@@ -39,10 +37,10 @@ class ProjectionView(PackedLinear):
     fronts = ()
 
     def __init__(self, linear: PackedLinear, merged: WeightFormat, start: int, width: int):
-        weight = _in_order(linear.weight, merged.order)
-        super().__init__(weight, linear.bias, activation=linear.activation, input_scale=linear.input_scale)
-        self.start, self.width, self.order, self.merged = start, width, linear.weight.format.order, merged
-        _like(self, linear)
+        parts = linear.parts
+        super().__init__(**parts._replace(weight=_in_order(parts.weight, merged.order))._asdict())
+        self.start, self.width, self.order, self.merged = start, width, parts.weight.format.order, merged
+        _set_like(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width], what `FusedProjections` gave -> [..., out_features], a view."""
@@ -57,16 +55,13 @@ class ProjectionView(PackedLinear):
         """The Linear, with tensors of its own."""
         weight = _in_order(self.weight, self.order)
         weight = weight.with_tensors(*(_clone(getattr(weight, name)) for name in TENSORS))
-        linear = PackedLinear.of_parts(Parts(weight, _clone(self.bias), self.activation, _clone(self.input_scale)))
-        return _like(linear, self)
+        parts = self.parts._replace(weight=weight, bias=_clone(self.bias), input_scale=_clone(self.input_scale))
+        return _set_like(PackedLinear.of_parts(parts), self)
 
-    def show(self, views: Mapping[str, torch.Tensor | None]) -> None:
+    def show(self, views: dict[str, torch.Tensor | None]) -> None:
         """Makes views of the merged tensors the buffers."""
         self._buffers.update(views)
-        if isinstance(self._weight, torch.Tensor):  # its description, as a copy has it
-            self._bind_described(self._weight)
-        else:
-            self._bind()
+        self._bind(self._weight if isinstance(self._weight, torch.Tensor) else None)  # its `meta`, in a copy
 
     # ---- buffers: the `MergedLinear` moves and copies them -----------------------------------------------------------
 
@@ -86,18 +81,17 @@ class ProjectionView(PackedLinear):
             error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {ADVICE}")
             return
         if prefix + "blocks" in state_dict and self._what_is_wrong(state_dict, prefix) is None:
-            weight, order = Weight.from_state_dict(state_dict, prefix), self.merged.order
-            found, problem = weight.format, None
-            if found.order != order != "any":
-                problem = f"expected codes in the order {order!r}, got {found.order!r}"
-            elif self.merged.strip_scales and not found.strip_scales:
+            weight, merged, problem = Weight.from_state_dict(state_dict, prefix), self.merged, None
+            found = weight.format
+            if found.complete and not merged.complete:
+                problem = f"expected codes in the order {merged.order!r}, got {found.order!r}"
+            elif merged.strip_scales and not found.strip_scales:
                 problem = "expected one scale for every 64 rows, as the merged weight has, got several"
             if problem is not None:
                 error_msgs.append(f"{prefix}meta: {problem}; {ADVICE}")
                 return
-            self.order, weight = found.order, _in_order(weight, order)
-            meta = weight.state_dict()["meta"]
-            state_dict = {**state_dict, prefix + "blocks": weight.blocks, prefix + "meta": meta}
+            self.order = found.order
+            state_dict = {**state_dict, **_in_order(weight, merged.order).state_dict(prefix)}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
@@ -109,32 +103,24 @@ class MergedLinear(PackedLinear):
     """
 
     def __init__(self, linears: Sequence[PackedLinear], start: int, width: int):
-        first = linears[0]
-        format = in_common([linear.weight.format for linear in linears])
-        slices = []
-        for linear in linears:
-            slices.append(ProjectionView(linear, format, start, width))
-            start += linear.out_features
-        tensors = {name: _below(slices, name) for name in _BY_ROW}
-        bias = tensors.pop("bias")
-        n = sum(linear.out_features for linear in linears)
-        weight = replace(slices[0].weight, n=n, format=format, **tensors)
-        super().__init__(weight, bias, activation=first.activation, input_scale=first.input_scale)
-        self.batch_invariant = first.batch_invariant
-        self.slices = tuple(slices)  # in a tuple: they are modules of the model elsewhere
+        first, merged = linears[0].parts, in_common([linear.weight.format for linear in linears])
+        starts = accumulate((linear.out_features for linear in linears), initial=start)
+        slices = tuple(ProjectionView(linear, merged, start, width) for linear, start in zip(linears, starts))
+        tensors = {name: _below([part._buffers[name] for part in slices]) for name in _sizes(slices)}
+        bias, n = tensors.pop("bias"), sum(part.out_features for part in slices)
+        weight = replace(slices[0].weight, n=n, format=merged, **tensors)
+        super().__init__(**first._replace(weight=weight, bias=bias)._asdict())
+        self.batch_invariant, self.slices = linears[0].batch_invariant, slices  # a tuple: they are modules elsewhere
         self._show()
 
     def _show(self) -> None:
-        shared, row = {name: self._buffers[name] for name in _SHARED}, 0
-        for part in self.slices:
-            rows = slice(row, row + part.out_features)
-            strips = slice(row // STRIP_ROWS, row // STRIP_ROWS + layout.strips_of(part.out_features))
-            padded = slice(strips.start * STRIP_ROWS, strips.stop * STRIP_ROWS)
-            places = dict(zip(_BY_ROW, (strips, padded, padded, rows)))
-            tensors = {name: self._buffers[name] for name in _BY_ROW}
-            views = {name: None if x is None else x[places[name]] for name, x in tensors.items()}
-            part.show(views | shared)
-            row = rows.stop
+        sizes = _sizes(self.slices)
+        for i, part in enumerate(self.slices):
+            views = {
+                name: tensor.split(sizes[name])[i] if name in sizes and tensor is not None else tensor
+                for name, tensor in self._buffers.items()
+            }
+            part.show(views)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MergedLinear:
         super()._apply(fn, recurse)
@@ -182,16 +168,11 @@ class FusedProjections(torch.nn.Module):
     def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
         """x [..., in_features] -> [..., width] of x's dtype, or of autocast's."""
         rows, dtype = as_rows(x, self.in_features), result_type(x)
-        first = self.runs[0]
-        lhs = first.quantise(rows if norm else rows.to(dtype), **norm)
+        lhs = self.runs[0].quantise(rows if norm else rows.to(dtype), **norm)
         out = torch.empty((rows.shape[0], self.width), dtype=dtype, device=x.device)
-        if len(self.runs) == 1:
-            first.multiply(lhs, out)
-        else:
-            start = 0
-            for run in self.runs:
-                run.multiply(lhs, out[:, start : start + run.out_features])
-                start += run.out_features
+        for run in self.runs:
+            start = run.slices[0].start
+            run.multiply(lhs, out if len(self.runs) == 1 else out[:, start : start + run.out_features])
         return out.view(*x.shape[:-1], self.width)
 
 
@@ -259,10 +240,13 @@ class FusedMLP(torch.nn.Module):
         self._modules.update(mlp._modules)
         self.down_name = down
         self._modules["joint"] = FusedProjections(linears) if linears else None
-        self.front = MUL_KEYWORDS[gate]
-        self._down.fronts = (Prologue(gate=gate),)
-        self.replaced = (mlp,)
+        self.front, self.replaced = Prologue(gate=gate), (mlp,)
         self.training = mlp.training
+
+    def take_over(self) -> None:
+        """Once it stands in the model: `replaced` holds no layers any longer, which would be resident twice."""
+        self._down.fronts = (self.front,)
+        self.replaced[0]._modules.clear()
 
     @property
     def _down(self) -> PackedLinear:
@@ -282,13 +266,12 @@ class FusedMLP(torch.nn.Module):
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {ADVICE}")
         rows = as_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
-        down.multiply(down.quantise(rows, **self.front), out)
+        down.multiply(down.quantise(rows, **self.front.keywords), out)
         return out.view(*y.shape[:-1], down.out_features)
 
     def original(self) -> torch.nn.Module:
         mlp = self.replaced[0]
         vars(self._down).pop("fronts", None)
-        mlp._modules.clear()
         mlp._modules.update({name: child for name, child in self._modules.items() if name != "joint"})
         mlp.training = self.training
         return mlp
@@ -330,22 +313,30 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
 
 def _in_order(weight: Weight, order: str) -> Weight:
     """The weight with its codes in this order, copied unless they are."""
-    if weight.format.order == order:
+    old, format = weight.format, replace(weight.format, order=order)
+    if format == old:
         return weight
     blocks = weight.blocks.clone()
-    layout.reorder_codes(blocks[None], weight.format.code, weight.format.order, order)
-    found = replace(weight, blocks=blocks, format=replace(weight.format, order=order))
+    layout.reorder_codes(blocks[None], old.code, old.order, order)
+    found = replace(weight, blocks=blocks, format=format)
     found.named(weight.layer)
     return found
 
 
-def _below(parts: Sequence[ProjectionView], name: str) -> torch.Tensor | None:
-    """This tensor of all of them, one below the other; None where they have none."""
-    tensors = [part._buffers[name] for part in parts]
+def _sizes(parts: Sequence[PackedLinear]) -> dict[str, list[int]]:
+    """How long each of the tensors is that stand one below the other, by part."""
+    rows = [part.out_features for part in parts]
+    strips = [layout.strips_of(n) for n in rows]
+    padded = [STRIP_ROWS * count for count in strips]
+    return {"blocks": strips, "channel_scale": padded, "row_sum": padded, "bias": rows}
+
+
+def _below(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """One below the other; None where there are none."""
     return tensors[0] if len(tensors) == 1 or tensors[0] is None else torch.cat(tensors)
 
 
-def _like(linear: PackedLinear, other: PackedLinear) -> PackedLinear:
+def _set_like(linear: PackedLinear, other: PackedLinear) -> PackedLinear:
     """The Linear, set as the other is."""
     linear.batch_invariant, linear.split = other.batch_invariant, other.split
     linear.named(other.weight.layer)

@@ -18,16 +18,16 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
+from jitgemm.gemm.problem import ANY
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.layers.parts import Parts, state_dict_parts
+from jitgemm.nn.layers.packed import LHS_DTYPES, Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
-from jitgemm.weight.parts import format_group
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.parts import check_packed, format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
@@ -111,17 +111,14 @@ class PackedLinear(Packed):
         """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        lhs_dtype = torch_dtype(activation_named(activation).dtype)
+        activation_named(activation)
+        if linear.weight.is_meta:
+            raise ValueError("linear: expected a weight with data, got one on the meta device")
+        device = linear.weight.device if device is None else target_device(device)
         with torch.no_grad():
-            w = linear.weight.detach()
-            if w.is_meta:
-                raise ValueError("linear: expected a weight with data, got one on the meta device")
-            bias = None if linear.bias is None else linear.bias.detach()
-            if device is not None:
-                device = target_device(device)
-                w, bias = w.to(device), None if bias is None else bias.to(device)
-            weight = quantise(w, lhs_dtype=lhs_dtype)
-            return cls(weight, None if bias is None else bias.clone(), activation=activation)
+            weight = quantise(linear.weight.detach().to(device), lhs_dtype=LHS_DTYPES[activation])
+            bias = None if linear.bias is None else linear.bias.detach().to(device, copy=True)
+        return cls(weight, bias, activation=activation)
 
     @classmethod
     def from_checkpoint(
@@ -171,13 +168,18 @@ class PackedLinear(Packed):
 
     @classmethod
     def _empty(
-        cls, weight: Weight, bias: bool | torch.dtype, activation: str, input_scale: bool, device: Device
-    ) -> Self:
-        """A layer over a weight without values."""
+        cls, k: int, n: int, group_size: int | str, scale_dtype: torch.dtype, activation: str, bias: bool | torch.dtype,
+        permutation: bool, input_scale: bool, device: Device, **format: Any,
+    ) -> Self:  # fmt: skip
+        """A layer without values; format: more of `WeightFormat`."""
+        group_size = check_group_size(group_size, k)
+        scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
+        fmt = WeightFormat(format_group(k, group_size), scale_type=scale_type, **format)
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        made = torch.empty(weight.n, dtype=bias_dtype, device=device) if bias_dtype else None
+        weight = empty_weight(k, n, group_size, fmt, permutation, device)
+        made = torch.empty(n, dtype=bias_dtype, device=device) if bias_dtype else None
         scale = torch.ones(1, device=device, dtype=torch.float32) if input_scale else None
         return cls(weight, made, activation=activation, input_scale=scale)
 
@@ -218,7 +220,7 @@ class PackedLinear(Packed):
         """
         weight = self.weight
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(Weight, lhs, weight, out, bias, self.batch_invariant)
+        gemm(ANY, lhs, weight, out, bias, self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 
@@ -277,11 +279,8 @@ class W4A8Linear(PackedLinear):
                 scale.
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
         """
-        scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-        group_size = check_group_size(group_size, in_features)
-        fmt = WeightFormat(format_group(in_features, group_size), not symmetric, scale_type, offset=offset)
-        weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
-        return cls._empty(weight, bias, activation, input_scale, device)
+        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device
+        return cls._empty(in_features, out_features, *given, zero_point=not symmetric, offset=offset)
 
 
 class W8A8Linear(PackedLinear):
@@ -310,11 +309,9 @@ class W8A8Linear(PackedLinear):
         input_scale: bool = False, device: Device = None,
     ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.empty`; group_size None is per channel."""
-        group_size = check_group_size("channel" if group_size is None else group_size, in_features)
-        scale_type, lhs = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), activation_named(activation).dtype
-        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, lhs, code=typed_code(lhs))
-        weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
-        return cls._empty(weight, bias, activation, input_scale, device)
+        group_size, lhs = "channel" if group_size is None else group_size, activation_named(activation).dtype
+        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device
+        return cls._empty(in_features, out_features, *given, zero_point=False, order=lhs, code=typed_code(lhs))
 
 
 def empty_weight(
@@ -352,18 +349,18 @@ def is_dtensor(x: torch.Tensor) -> bool:
 
 
 def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: LinearSharding | None = None) -> torch.Tensor:
-    """`jitgemm.nn.layers.dtensor.on_parts`, imported with the first DTensor."""
-    from jitgemm.nn.layers import dtensor
+    """`jitgemm.nn.layers.sharding.on_parts`, imported with the first DTensor."""
+    from jitgemm.nn.layers import sharding
 
-    return dtensor.on_parts(forward, x, split)
+    return sharding.on_parts(forward, x, split)
 
 
-def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+def as_rows(x: torch.Tensor, columns: int, name: str = "x") -> torch.Tensor:
     """x [..., columns] in two dimensions, as the quantiser takes it. Raises TypeError or ValueError for any other x."""
     if x.shape[-1:] != (columns,):
-        raise ValueError(f"x: expected shape [..., {columns}], got {list(x.shape)}")
-    check_dtype("x", x.dtype, REAL_TYPES)
-    check_no_grad("x", x)
+        raise ValueError(f"{name}: expected shape [..., {columns}], got {list(x.shape)}")
+    check_dtype(name, x.dtype, REAL_TYPES)
+    check_no_grad(name, x)
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:
         rows = rows.contiguous()

@@ -1,29 +1,91 @@
-"""Packed: what the layers are made of, a packed weight whose tensors are a module's buffers.
+"""Packed: what the layers are made of, a packed weight whose tensors are a module's buffers; its parts in a state dict.
 
-PyTorch replaces, moves, loads and copies buffers; the `Weight` is made anew over them. Knows no calls.
+PyTorch replaces, moves, loads and copies buffers; the `Weight` is made again over them. Knows no calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from jitgemm.activations.scheme import ACTIVATIONS, Activation, activation_name, activation_named
+from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_name, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
 
+LHS_DTYPES = {name: torch_dtype(activation.dtype) for name, activation in NAMED.items()}
+"""The type that holds a layer's quantised input, by the name of its activation."""
+ON_CPU = ("meta", "activation_type")
+"""What describes a packed layer in its state dict, for all its experts at once."""
 
-class Packed(torch.nn.Module):
+
+class Parts(NamedTuple):
+    """What a `PackedLinear`, or a projection of a `PackedExperts`, is made of; see their constructors."""
+
+    weight: Weight
+    bias: torch.Tensor | None = None
+    activation: str = "e4m3"
+    input_scale: torch.Tensor | None = None
+
+
+def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Parts:
+    """The parts of the layer whose `state_dict(prefix=prefix)` is among `tensors`; memory is shared.
+
+    Raises:
+        ValueError: a tensor is missing, or has the wrong shape, type or value.
+    """
+    weight = Weight.from_state_dict(tensors, prefix)
+    name = prefix + "activation_type"
+    number = tensors[name].tolist() if name in tensors else None
+    if not isinstance(number, list) or len(number) != 1 or not 0 <= number[0] < len(ACTIVATIONS):
+        raise ValueError(f"state dict: expected {name!r} to hold one of 0..{len(ACTIVATIONS) - 1}, got {number}")
+    sums = weight.row_sum
+    if sums is not None and not sums.is_meta and not bool(sums.isfinite().all()):
+        raise ValueError(
+            f"state dict: {prefix}row_sum: expected finite numbers, got others: a scale is NaN or infinite"
+        )
+    bias, input_scale = tensors.get(prefix + "bias"), tensors.get(prefix + "input_scale")
+    return Parts(weight, bias, ACTIVATIONS[int(number[0])], input_scale)
+
+
+class Described(torch.nn.Module):
+    """A module whose state dict also holds what describes it, on the CPU. No buffers, which moves would take along and
+    convert; and none may be called `meta`, which torch.export's modules have as an attribute."""
+
+    def _description(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
+        """Why these tensors are not this module's, so that nothing is copied or converted that should not be."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {prefix + name: tensor for name, tensor in self._description().items()}
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        wrong = self._what_is_wrong(state_dict, prefix)
+        if wrong is not None:
+            error_msgs.append(wrong)
+            return
+        described = {prefix + name for name in self._description()}
+        missing_keys += sorted(described - state_dict.keys()) if strict else []
+        rest = {name: tensor for name, tensor in state_dict.items() if name not in described}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+class Packed(Described):
     """A packed weight, dense or of several experts, with its bias and the kind of activations that it meets.
 
     Its buffers are those that `PackedLinear` lists. They are moved by `.to(device)`, but never converted to another
-    type, whatever the model is. What describes them is in the state dict alone: no buffer that a move would take along,
-    and none called `meta`, which torch.export's modules have as an attribute.
+    type, whatever the model is.
 
     Attributes:
         activation: one of ACTIVATIONS.
@@ -41,14 +103,13 @@ class Packed(torch.nn.Module):
         super().__init__()
         if not isinstance(weight, self.kind):
             raise TypeError(f"weight: expected a {self.kind.__name__}, got {type(weight).__name__}")
-        self.activation, scheme = activation, activation_named(activation)
+        scheme = activation_named(activation)
+        self.activation, self.lhs_dtype = activation, LHS_DTYPES[activation]
         self.scheme = scheme if input_scale is None else scheme.given
-        self.lhs_dtype = torch_dtype(scheme.dtype)
-        _check_codes(weight, activation, scheme)
-        self._weight = weight = _lasting(weight)
-        tensors = weight.state_dict()
-        buffers = {name: tensors.get(name) for name in TENSORS}
-        buffers["input_scale"] = _check_input_scale(input_scale, activation, scheme, weight.device)
+        _check_weight(weight, activation)
+        self._weight: Any = _lasting(weight)  # while a copy is made its `meta`: the buffers hold the rest of it
+        buffers = {name: getattr(self._weight, name) for name in TENSORS}
+        buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
         buffers["bias"] = _check_bias(bias, weight)
         # Absent ones last: torch.export (2.13, not strict) counts on it.
         for name, tensor in sorted(buffers.items(), key=lambda item: item[1] is None):
@@ -71,29 +132,30 @@ class Packed(torch.nn.Module):
             return weight.with_tensors(*(buffers[name] for name in TENSORS))
         return self._bind()
 
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.weight, self.bias, self.activation, self.input_scale)
+
     def named(self, layer: str) -> None:
         """Sets the name of the layer, for messages of its weight."""
         self.weight.named(layer)
 
-    # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
-
-    def take(self, other: Packed) -> None:
-        """Puts another layer's tensors in the place of this one's."""
+    def take(self, parts: Parts) -> None:
+        """Puts these in the place of its own; the activation is the same."""
+        other = type(self)(**parts._asdict())
         self._buffers, self._weight = other._buffers, other._weight
 
-    def _bind(self) -> Weight:
-        """Makes the weight anew over the buffers as they are now, which checks and settles it."""
-        return self._keep(self._weight.with_tensors(*(self._buffers[name] for name in TENSORS)))
+    # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
-    def _bind_described(self, meta: torch.Tensor) -> None:
-        """The same, from what `meta` says of the buffers."""
-        self._keep(self.kind.from_state_dict(self._buffers | {"meta": meta}))
-
-    def _keep(self, weight: Weight) -> Weight:
-        """Makes this the layer's weight, and its tensors the buffers, some of which may have been copied."""
+    def _bind(self, meta: torch.Tensor | None = None) -> Weight:
+        """Makes the weight again over the buffers as they are now, which checks and settles it; by `meta`, if given."""
+        buffers = self._buffers
+        if meta is None:
+            weight = self._weight.with_tensors(*(buffers[name] for name in TENSORS))
+        else:
+            weight = self.kind.from_state_dict(buffers | {"meta": meta})
         self._weight = weight = _lasting(weight)
-        for name in TENSORS:
-            self._buffers[name] = getattr(weight, name)
+        buffers.update({name: getattr(weight, name) for name in TENSORS})  # some may have been copied
         return weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Packed:
@@ -102,37 +164,18 @@ class Packed(torch.nn.Module):
         return self
 
     def _description(self) -> dict[str, torch.Tensor]:
-        """What the state dict holds beside the buffers, on the CPU."""
         activation_type = torch.tensor([ACTIVATIONS.index(self.activation)], device="cpu")
         return {"meta": self._weight.state_dict()["meta"], "activation_type": activation_type}
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination |= {prefix + name: tensor for name, tensor in self._description().items()}
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        wrong = self._what_is_wrong(state_dict, prefix)
-        if wrong is not None:
-            error_msgs.append(wrong)
-            return
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        error_msgs = rest[-1]
         errors = len(error_msgs)
-        described = {prefix + name for name in self._description()}
-        missing_keys += sorted(described - state_dict.keys()) if strict else []
-        rest = {name: tensor for name, tensor in state_dict.items() if name not in described}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if len(error_msgs) > errors:
-            return
-        meta = state_dict.get(prefix + "meta")
-        if meta is None or self.blocks.is_meta:
-            self._bind()
-        else:
-            self._bind_described(meta)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if len(error_msgs) == errors:
+            self._bind(None if self.blocks.is_meta else state_dict.get(prefix + "meta"))
 
     def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
-        """Why these tensors are not this layer's, so that nothing is copied or converted that should not be."""
+        mine: Any
         if prefix + "blocks" in state_dict and prefix + "meta" in state_dict:
             try:
                 other = self.kind.from_state_dict(state_dict, prefix)
@@ -140,34 +183,31 @@ class Packed(torch.nn.Module):
                 return str(error)
             mine = self._weight
             # What depends on values may differ, and takes the same room.
-            formats = {weight.format.for_any_values for weight in (mine, other)}
-            if mine.shape != other.shape or mine.group_size != other.group_size or len(formats) > 1:
+            facts = {(weight.shape, weight.group_size, weight.format.for_any_values) for weight in (mine, other)}
+            if len(facts) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
-        number = state_dict.get(prefix + "activation_type")
-        mine = [ACTIVATIONS.index(self.activation)]
+        number, mine = state_dict.get(prefix + "activation_type"), [ACTIVATIONS.index(self.activation)]
         if number is not None and number.tolist() != mine:
             return f"{prefix}activation_type: expected {mine} ({self.activation}), got {number.tolist()}"
         for name in ("input_scale", "bias"):
-            mine, other = self._buffers[name], state_dict.get(prefix + name)
-            if mine is not None and other is not None and mine.dtype != other.dtype:
-                return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(other.dtype)}"
+            mine, found = self._buffers[name], state_dict.get(prefix + name)
+            if mine is not None and found is not None and mine.dtype != found.dtype:
+                return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(found.dtype)}"
         return None
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Refuses parameters: what assigns one ties or resizes a weight, which a packed one cannot be."""
+        """Raises TypeError: what assigns a parameter ties or resizes a weight, which a packed one cannot be."""
         raise TypeError(
             f"{self._weight.layer or type(self).__name__}: expected no parameter, as packed weights are buffers, got "
             f"{name!r}; to tie or resize this weight, leave the layer out with filter=..."
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_weight"] = self._description()["meta"]  # the buffers hold the rest of it
-        return state
+        return self.__dict__ | {"_weight": self._description()["meta"]}  # the buffers hold the rest of it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._bind_described(state["_weight"])
+        self._bind(state["_weight"])
 
 
 def _lasting(weight: Weight) -> Weight:
@@ -175,7 +215,7 @@ def _lasting(weight: Weight) -> Weight:
     if not weight.blocks.is_inference():
         return weight
     with torch.inference_mode(False):
-        return weight.with_tensors(weight.blocks.clone(), weight.channel_scale, weight.row_sum, weight.permutation)
+        return weight.with_tensors(weight.blocks.clone(), *(getattr(weight, name) for name in TENSORS[1:]))
 
 
 def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -194,11 +234,13 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_codes(weight: Weight, activation: str, scheme: Activation) -> None:
-    if scheme.dtype not in weight.format.lhs_types:
+def _check_weight(weight: Weight, activation: str) -> None:
+    scheme, types = NAMED[activation], weight.format.lhs_types
+    if scheme.dtype not in types:
         either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
-        other = activation_name(weight.format.lhs_types[0])
-        raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
+        raise ValueError(
+            f"weight: expected one packed for {activation}{either}, got one for {activation_name(types[0])}"
+        )
     if scheme.affine and weight.row_sum is None:
         raise ValueError(f"weight: expected row sums, which {activation} needs, got a weight without; pack it again")
 
@@ -210,13 +252,11 @@ def _check_given(name: str, tensor: object, device: torch.device) -> None:
         raise ValueError(f"{name}: expected the weight's device {device}, got {tensor.device}")
 
 
-def _check_input_scale(
-    input_scale: torch.Tensor | None, activation: str, scheme: Activation, device: torch.device
-) -> torch.Tensor | None:
+def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device: torch.device) -> torch.Tensor | None:
     if input_scale is None:
         return None
     _check_given("input_scale", input_scale, device)
-    if scheme.block or scheme.affine:
+    if NAMED[activation].block or NAMED[activation].affine:
         raise ValueError(f"input_scale: expected None with {activation}, whose scales are found per token")
     if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
         raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")

@@ -15,8 +15,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -25,19 +27,22 @@ from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
-from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU
-from jitgemm.nn.load.layer_source import LayerSource, is_quantised, zero_bias
+from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
+from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data, zero_bias
 from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
+from jitgemm.weight.packed import Weight
 
 _EACH = ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",)))
 """What an expert's layers are called, those of w13 and that of w2."""
 _STACKED = (PARAMETERS, ("gate_up_proj_", "down_proj_"), ("w13_weight", "w2_weight"), ("w13_", "w2_"), ("w13", "w2"))
-_OURS = ("gate", *(f"{part}.{name}" for part in ("w13", "w2") for name in ("blocks", "meta")))
+_SAVED = ("gate", *(f"{part}.{name}" for part in ("w13", "w2") for name in ("blocks", "meta")))
 _STATIC = "static input scale: experts quantise every token with a scale of its own"
 _CPU = torch.device("cpu")
 
 Projection = Sequence[tuple[LayerSource, ...]]
 """For each expert the layers whose rows stand one below another: gate and up, or one."""
+Find = Callable[..., LayerSource]
+"""find(prefix, n, k, expert=None): a layer of experts."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +52,19 @@ class ExpertsSource:
     Attributes:
         prefix: the module's name in the checkpoint.
         form: how the module holds them; `gate.order` as the checkpoint's rows stand.
-        projections: w13 and w2; None for the state dict of a `PackedExperts`.
+        order: of the module's rows.
+        projections: w13 and w2; () for the state dict of a `PackedExperts`.
         biases: full names of biases [E, n] that stand beside the projections' layers.
-        activation: one of ACTIVATIONS.
-        quantised: False where the file has them in floats, each by itself.
-        files: full names of all their tensors.
-        unused: {full name: reason} of those that are not used.
+        activation: one of ACTIVATIONS; "" where the file has them in floats, each by itself.
     """
 
     checkpoint: Checkpoint = field(repr=False)
     prefix: str
     form: Form
-    projections: tuple[Projection, ...] | None
-    biases: tuple[str | None, ...]
+    order: str
+    projections: Sequence[Projection]
+    biases: Sequence[str | None]
     activation: str
-    quantised: bool
-    files: frozenset[str]
-    unused: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def find(
@@ -74,36 +75,49 @@ class ExpertsSource:
         Raises:
             ValueError: they are not complete, do not fit the module, or cannot be read exactly.
         """
-        if all(f"{prefix}.{name}" in checkpoint for name in _OURS):
-            return _ours(checkpoint, prefix, form, activation)
+        if all(f"{prefix}.{name}" in checkpoint for name in _SAVED):
+            return _saved(checkpoint, prefix, form, activation)
+        find, order = partial(_layer, checkpoint, form, activation, format), form.gate.order
         for each in _EACH:
             if any(checkpoint.layer(f"{prefix}.0.{name}") for part in each for name in part):
-                return _one_by_one(checkpoint, prefix, form, each, activation, format)
+                own = replace(form, gate=form.gate._replace(order="gate_up"))
+                return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, form, each, find))
         if f"{prefix}.{PARAMETERS[0]}_blocks" in checkpoint:
             raise ValueError(
                 f"{prefix}.{PARAMETERS[0]} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here"
             )
         for names in _STACKED:
             if all(is_quantised(checkpoint, f"{prefix}.{name}") for name in names):
-                return _all_in_one(checkpoint, prefix, form, names, activation, format)
+                layers, biases = zip(*(_all_in_one(checkpoint, prefix, form, part, names, find) for part in (0, 1)))
+                return _checked(checkpoint, prefix, form, order, layers, biases)
         return None
+
+    @property
+    def files(self) -> set[str]:
+        """Full names of all their tensors."""
+        if self.projections:
+            return {*filter(None, self.biases)}.union(*(layer.files for layer in _layers(self.projections)))
+        layers = (self.checkpoint.layer(f"{self.prefix}.{part}") for part in ("w13", "w2"))
+        return {f"{self.prefix}.gate"}.union(*(names.values() for names in layers))
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """{full name: reason} of those that are not used."""
+        return {name: why for layer in _layers(self.projections) for name, why in layer.unused.items()}
 
     @property
     def why_dense(self) -> str | None:
         """Why no `PackedExperts` can hold them; None where one can."""
-        reasons = {layer.why_dense for layer in _layers(self.projections or ())} - {None}
+        if not self.activation:
+            return "floats"
+        reasons = {layer.why_dense for layer in _layers(self.projections)} - {None}
         zeros = next((reason for reason in reasons if "zero points" in reason), None)
         sizes = "hidden or intermediate size is no multiple of 16, or the group size none of 32"
         return zeros or (sizes if reasons else None)
 
-    @property
-    def packable(self) -> bool:
-        """Whether a `PackedExperts` can hold them."""
-        return self.quantised and self.why_dense is None
-
     def check_order(self) -> None:
         """Raises ValueError where the first expert has an activation order: then most have one. Reads that expert."""
-        for projection in self.projections or ():
+        for projection in self.projections:
             if projection[0][0].expert is None and any("g_idx" in suffix for suffix in projection[0][0].names):
                 with errors_that_name(self.checkpoint, self.prefix):
                     check_order(_joined(projection[0], _CPU), 0)
@@ -117,67 +131,65 @@ class ExpertsSource:
         Raises:
             ValueError: a value is out of range, or an expert has an activation order.
         """
-        read, form = self.checkpoint.read, self.form
-        if self.projections is None:
-            start, on_cpu = self.prefix + ".", ("gate", *ON_CPU)
-            layer = PackedExperts.from_state_dict(
-                {name.removeprefix(start): read(name, _CPU if name.endswith(on_cpu) else device) for name in self.files}
-            )
+        form = self.form
+        if not self.projections:
+            places = {name: _CPU if name.endswith(("gate", *ON_CPU)) else device for name in self.files}
+            tensors = {name: self.checkpoint.read(name, where) for name, where in places.items()}
+            layer = PackedExperts.from_state_dict(tensors, self.prefix + ".")
             layer.top_k = form.top_k
             return layer
         which = range(form.experts) if which is None else which
-        weights, biases = [], []
-        for projection, beside in zip(self.projections, self.biases):
-            own: dict[int, torch.Tensor] = {}
-
-            def expert(
-                e: int, projection: Projection = projection, own: dict[int, torch.Tensor] = own
-            ) -> CanonicalWeight:
-                weight = _joined(projection[which[e]], device)
-                check_order(weight, which[e])
-                if weight.bias is not None:
-                    own[e] = weight.bias
-                return weight
-
-            with errors_that_name(self.checkpoint, self.prefix):
-                weights.append(pack_experts(len(which), expert, LHS_DTYPES[self.activation], projection[0][0].bits))
-            bias = None if beside is None else read(beside, device, None, Part(0, which.start, len(which)))
-            biases.append(torch.stack([own[e] for e in sorted(own)]) if own else bias)
+        weights = [self._weight(part, device, which) for part in (0, 1)]
+        biases = [self._bias(part, device, which) for part in (0, 1)]
         return packed_experts(*weights, *biases, gate=form.gate, activation=self.activation, top_k=form.top_k)
 
+    def _weight(self, part: int, device: torch.device, which: range) -> Weight:
+        projection = self.projections[part]
 
-@dataclass(frozen=True)
-class StackedSource:
-    """Where a stacked parameter, or its bias, comes from: experts that are dequantised, or in floats one by one.
+        def expert(e: int) -> CanonicalWeight:
+            weight = _joined(projection[which[e]], device)
+            check_order(weight, which[e])
+            return weight
 
-    order: of the module's rows of w13.
-    """
+        with errors_that_name(self.checkpoint, self.prefix):
+            return pack_experts(len(which), expert, LHS_DTYPES[self.activation], projection[0][0].bits)
 
-    experts: ExpertsSource
-    order: str
-    part: int
-    bias: bool
+    def _bias(self, part: int, device: torch.device, which: range) -> torch.Tensor | None:
+        """[E, n], rows in the file's order."""
+        read, beside = self.checkpoint.read, self.biases[part]
+        if beside is not None:
+            return read(beside, device, None, Part(0, which.start, len(which)))
+        if not self.form.bias:
+            return None
+        layers = (self.projections[part][e] for e in which)
+        return torch.stack([torch.cat([read(x.names["bias"], device, x.expert) for x in each]) for each in layers])
 
-    def dense(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
+        """{the module's parameter: its values in floats}."""
+        names = [pair[: 1 + self.form.bias] for pair in zip(PARAMETERS, BIASES) if self.projections]
+        return {
+            n: partial(self._dense, part, bool(bias)) for part, each in enumerate(names) for bias, n in enumerate(each)
+        }
+
+    def _dense(self, part: int, bias: bool, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[E, n, k] as the module has it, or [E, n]; rows of w13 in the module's order."""
-        experts, form, part = self.experts, self.experts.form, self.part
-        beside = experts.biases[part]
-        if self.bias and beside is not None:
-            return experts.checkpoint.read(beside, device).to(dtype)
+        form = self.form
+        mixed = part == 0 and self.order == "interleaved" and form.gate.order == "gate_up"
         n, k = form.sizes[part]
-        out = torch.empty((form.experts, n) if self.bias else (form.experts, n, k), dtype=dtype, device=device)
-        for e, layers in enumerate(experts.projections[part]):
-            rows = _dense(layers, device)[self.bias]
-            mixed = part == 0 and self.order == "interleaved" and form.gate.order == "gate_up"
+        out = torch.empty((form.experts, n) if bias else (form.experts, n, k), dtype=dtype, device=device)
+        found: Iterable[torch.Tensor] | None = self._bias(part, device, range(form.experts)) if bias else None
+        if found is None:
+            found = (torch.cat([layer.weight(device) for layer in each]) for each in self.projections[part])
+        for e, rows in enumerate(found):
             out[e] = interleaved(rows) if mixed else rows
-        return out.transpose(1, 2) if form.transposed and not self.bias else out
+        return out.transpose(1, 2) if form.transposed and not bias else out
 
 
-def _layers(projections: Sequence[Projection]) -> Iterator[LayerSource]:
+def _layers(projections: Iterable[Projection]) -> Iterable[LayerSource]:
     """All of them; one for all experts where these stand in the same tensors."""
-    for projection in projections:
-        for layers in projection if projection[0][0].expert is None else projection[:1]:
-            yield from layers
+    each = (layers if layers[0][0].expert is None else layers[:1] for layers in projections)
+    return chain.from_iterable(chain.from_iterable(each))
 
 
 def _joined(layers: Sequence[LayerSource], device: torch.device) -> CanonicalWeight:
@@ -187,40 +199,23 @@ def _joined(layers: Sequence[LayerSource], device: torch.device) -> CanonicalWei
         return concat(read)
 
 
-def _dense(layers: Sequence[LayerSource], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An expert's weight [n, k] in floats, and its bias."""
-    if layers[0].header is not None:
-        weight = _joined(layers, device)
-        return weight.dequantize(), weight.bias
-    weights, biases = (
-        [layer.checkpoint.read(layer.names[name], device) for layer in layers if name in layer.names]
-        for name in ("weight", "bias")
-    )
-    return torch.cat(weights), torch.cat(biases) if biases else None
-
-
-def _ours(checkpoint: Checkpoint, prefix: str, form: Form, activation: str | None) -> ExpertsSource:
-    found = [LayerSource.find(checkpoint, f"{prefix}.{name}", activation) for name in ("w13", "w2")]
+def _saved(checkpoint: Checkpoint, prefix: str, form: Form, activation: str | None) -> ExpertsSource:
     gate = decoded(checkpoint.read(f"{prefix}.gate", _CPU))
     if gate._replace(order=form.gate.order) != form.gate:
         raise ValueError(f"{prefix}.gate: expected {form.gate}, as the model has it, got {gate}")
-    for layer, size in zip(found, form.sizes):
-        if (layer.experts, layer.n, layer.k) != (form.experts, *size):
-            expected, got = [form.experts, *size], [layer.experts, layer.n, layer.k]
-            raise ValueError(f"{layer.prefix}: expected experts, n, k = {expected}, got {got}")
-    files = frozenset({f"{prefix}.gate", *(name for layer in found for name in layer.names.values())})
-    own = replace(form, gate=gate)
-    return ExpertsSource(checkpoint, prefix, own, None, (None, None), found[0].activation, True, files)
+    for part, (n, k) in zip(("w13", "w2"), form.sizes):
+        layer = f"{prefix}.{part}"
+        with errors_that_name(checkpoint, layer):
+            saved = parts_without_data(checkpoint, checkpoint.layer(layer), activation)
+        expected, got = [form.experts, n, k], [saved.weight.experts, saved.weight.n, saved.weight.k]
+        if got != expected:
+            raise ValueError(f"{layer}: expected experts, n, k = {expected}, got {got}")
+    return ExpertsSource(checkpoint, prefix, replace(form, gate=gate), gate.order, (), (None, None), saved.activation)
 
 
 def _one_by_one(
-    checkpoint: Checkpoint,
-    prefix: str,
-    form: Form,
-    names: tuple[tuple[str, ...], ...],
-    activation: str | None,
-    format: str | None,
-) -> ExpertsSource:
+    checkpoint: Checkpoint, prefix: str, form: Form, names: tuple[tuple[str, ...], ...], find: Find
+) -> list[Projection]:
     listed = [f"{prefix}.{e}.{name}" for part in names for name in part for e in range(form.experts)]
     missing = [layer for layer in listed if not checkpoint.layer(layer)]
     if missing:
@@ -232,114 +227,78 @@ def _one_by_one(
         odd = listed[quantised.index(not quantised[0])]
         kinds = ("quantised", "floats") if quantised[0] else ("floats", "quantised")
         raise ValueError(f"{odd}: expected {kinds[0]}, as {listed[0]} is, got {kinds[1]}")
-
-    def layer(name: str, k: int, n: int) -> LayerSource:
-        if all(quantised):
-            return _layer(checkpoint, name, form, k, activation, format)
-        return _in_floats(checkpoint, name, form, n, k)
-
-    # By name first, so that errors name the first expert's layer of each.
-    of_name = {
-        name: [layer(f"{prefix}.{e}.{name}", k, n // len(part)) for e in range(form.experts)]
-        for part, (n, k) in zip(names, form.sizes)
-        for name in part
-    }
-    projections = [list(zip(*(of_name[name] for name in part))) for part in names]
-    order = replace(form, gate=form.gate._replace(order="gate_up"))
-    return _checked(checkpoint, prefix, order, projections, (None, None))
+    find = find if quantised[0] else partial(_in_floats, checkpoint, form)
+    projections: list[Projection] = []
+    for part, (n, k) in zip(names, form.sizes):
+        # By name first, so that errors name the first expert's layer of each.
+        layers = [[find(f"{prefix}.{e}.{name}", n // len(part), k) for e in range(form.experts)] for name in part]
+        projections.append(list(zip(*layers)))
+    return projections
 
 
 def _all_in_one(
-    checkpoint: Checkpoint,
-    prefix: str,
-    form: Form,
-    names: tuple[str, str],
-    activation: str | None,
-    format: str | None,
-) -> ExpertsSource:
-    projections: list[Projection] = []
-    biases: list[str | None] = []
-    for name, bias, (_, k) in zip(names, BIASES, form.sizes):
-        layer = _layer(checkpoint, f"{prefix}.{name}", form, k, activation, format, expert=0)
-        if form.transposed and "_weight_qdata" in layer.names:
-            raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
-        full = f"{prefix}.{bias}"
-        beside = full if full in checkpoint and "bias" not in layer.names else None
-        if beside is not None and not form.bias:
-            layer = replace(layer, unused={**layer.unused, beside: zero_bias(checkpoint, beside)})
-            beside = None
-        count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
-        if count != form.experts:
-            raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
-        projections.append([(replace(layer, expert=e),) for e in range(count)])
-        biases.append(beside)
-    return _checked(checkpoint, prefix, form, projections, tuple(biases))
+    checkpoint: Checkpoint, prefix: str, form: Form, part: int, names: Sequence[str], find: Find
+) -> tuple[Projection, str | None]:
+    """A projection whose tensors stack the experts, and the name of the bias that stands beside it."""
+    layer = find(f"{prefix}.{names[part]}", *form.sizes[part], expert=0)
+    if form.transposed and "_weight_qdata" in layer.names:
+        raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
+    bias: str | None = f"{prefix}.{BIASES[part]}"
+    if bias not in checkpoint or "bias" in layer.names:
+        bias = None
+    elif not form.bias:
+        layer, bias = replace(layer, unused={**layer.unused, bias: zero_bias(checkpoint, bias)}), None
+    count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
+    if count != form.experts:
+        raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
+    return [(replace(layer, expert=e),) for e in range(count)], bias
 
 
 def _layer(
     checkpoint: Checkpoint,
-    prefix: str,
     form: Form,
-    k: int,
     activation: str | None,
     format: str | None,
+    prefix: str,
+    n: int,
+    k: int,
     expert: int | None = None,
 ) -> LayerSource:
     """A layer of experts, without a static scale, and without a bias of zeros where the module's experts have none."""
-    layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k)
-    layer = layer.without_input_scale(_STATIC) if layer.static else layer
+    layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
     return layer if form.bias else layer.without_bias()
 
 
-def _in_floats(checkpoint: Checkpoint, prefix: str, form: Form, n: int, k: int) -> LayerSource:
+def _in_floats(checkpoint: Checkpoint, form: Form, prefix: str, n: int, k: int) -> LayerSource:
     """The same of an expert that the file has in floats."""
     names = checkpoint.layer(prefix)
     if (got := checkpoint.info(names["weight"]).shape) != (n, k):
         raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
-    kept = {name: names[name] for name in ("weight", "bias") if name in names}
-    layer = LayerSource(checkpoint, prefix, kept, n, k, None, "", 0)
+    layer = LayerSource(checkpoint, prefix, {name: names[name] for name in ("weight", "bias") if name in names}, n, k)
     return layer if form.bias else layer.without_bias()
 
 
 def _checked(
-    checkpoint: Checkpoint,
-    prefix: str,
-    form: Form,
-    projections: Sequence[Projection],
-    biases: tuple[str | None, ...],
-) -> ExpertsSource:
-    """Experts whose layers have the module's sizes and one kind of activations."""
-    files: set[str] = {bias for bias in biases if bias is not None}
-    unused: dict[str, str] = {}
+    checkpoint: Checkpoint, prefix: str, form: Form, order: str, projections: Sequence[Projection],
+    biases: Sequence[str | None] = (None, None),
+) -> ExpertsSource:  # fmt: skip
+    """Experts whose layers have the module's sizes, one format and one kind of activations."""
     first = projections[0][0][0]
     for projection, bias, (n, k) in zip(projections, biases, form.sizes):
-        like, parts = projection[0][0], len(projection[0])
+        like, rows = projection[0][0], n // len(projection[0])
+        shared = (
+            ("group_size", "groups of {}", like, ": the experts of a layer share one format"),
+            ("bits", "{} bits", like, ": the experts of a layer share one format"),
+            ("activation", "{} activations", first, "; activation=... chooses one for all"),
+        )
         for layer in _layers([projection]):
-            if layer.n != n // parts or layer.k not in (None, k):
-                raise ValueError(f"{layer.prefix}: expected n, k = {[n // parts, k]}, got {[layer.n, layer.k]}")
+            if layer.n != rows or layer.k not in (None, k):
+                raise ValueError(f"{layer.prefix}: expected n, k = {[rows, k]}, got {[layer.n, layer.k]}")
             if form.bias and "bias" not in layer.names and bias is None:
                 raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
-            shared = {
-                f"groups of {like.group_size}": (layer.group_size, like.group_size),
-                f"{like.bits} bits": (layer.bits, like.bits),
-            }
-            for wanted, (got, expected) in shared.items():
+            for name, text, other, why in shared:
+                expected, got = getattr(other, name), getattr(layer, name)
                 if got != expected:
-                    raise ValueError(
-                        f"{layer.prefix}: expected {wanted}, as {like.prefix} has, got {got}: the experts of a layer "
-                        "share one format"
-                    )
-            if layer.activation != first.activation:
-                raise ValueError(
-                    f"{layer.prefix}: expected {first.activation} activations, as {first.prefix} has, got "
-                    f"{layer.activation}; activation=... chooses one for all"
-                )
-            files |= {*layer.names.values()}
-            if layer.header is not None:
-                start = layer.prefix if layer.prefix.endswith("_") else layer.prefix + "."
-                files |= {*checkpoint.layer(start).values()}
-            unused |= layer.unused
-    quantised = first.header is not None
-    return ExpertsSource(
-        checkpoint, prefix, form, tuple(projections), biases, first.activation, quantised, frozenset(files), unused
-    )
+                    wanted = f"{text.format(expected)}, as {other.prefix} has"
+                    raise ValueError(f"{layer.prefix}: expected {wanted}, got {got}{why}")
+    return ExpertsSource(checkpoint, prefix, form, order, projections, biases, first.activation)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,11 +17,11 @@ from jitgemm.checkpoint.format import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
-from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
-from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_weight
+from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
+from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 
-ZERO_BIAS = "a bias of zeros, where the model has none"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
+INPUT_TENSORS = (*INPUT_SCALES, *INPUT_ZERO_POINTS)
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
 
@@ -32,14 +32,12 @@ class LayerSource:
 
     Attributes:
         prefix: its name in the checkpoint.
-        names: {suffix: full name} of its tensors.
+        names: {suffix: full name} of those of its tensors that are read.
         n, k, group_size: its sizes; k and group_size are None where only the data tells.
         activation: one of ACTIVATIONS; "" of a layer in floats.
         bits: of its weight's codes; 0 in floats.
         header: how it is read; None for the state dict of a `PackedLinear`, and in floats.
-        static: whether its input scale is used.
         expert: which one it is of tensors that stack experts.
-        experts: how many a packed weight holds; None for one of a `PackedLinear`, and for all others.
         transposed: whether the module keeps its dense weight as [k, n], as transformers' Conv1D does.
         unused: {full name: reason} of its tensors that are not used.
     """
@@ -49,13 +47,11 @@ class LayerSource:
     names: Mapping[str, str]
     n: int
     k: int | None
-    group_size: int | None
-    activation: str
-    bits: int
+    group_size: int | None = None
+    activation: str = ""
+    bits: int = 0
     header: LayerHeader | None = None
-    static: bool = False
     expert: int | None = None
-    experts: int | None = None
     transposed: bool = False
     unused: Mapping[str, str] = field(default_factory=dict)
 
@@ -84,14 +80,20 @@ class LayerSource:
         """
         names = checkpoint.layer(prefix)
         with errors_that_name(checkpoint, prefix):
-            if not {"blocks", "meta"} <= set(names):
-                return _quantised(checkpoint, layer_header(checkpoint, prefix, expert, format, k), activation, expert)
-            found = parts_without_data(checkpoint, names)
-            if activation not in (None, found.activation):
-                raise ValueError(f"activation: expected {found.activation}, as the layer was saved, got {activation}")
-            weight = found.weight
-            size = weight.n, weight.k, weight.group_size
-            return cls(checkpoint, prefix, names, *size, found.activation, weight.bits, experts=weight.experts)
+            if {"blocks", "meta"} <= names.keys():
+                saved = parts_without_data(checkpoint, names, activation)
+                weight = saved.weight
+                size = weight.n, weight.k, weight.group_size
+                return cls(checkpoint, prefix, names, *size, saved.activation, weight.bits)
+            header = layer_header(checkpoint, prefix, expert, format, k)
+            chosen, static, why = _activation(header, activation)
+        code, size = CODES[header.scheme.code], header.sizes
+        layer = cls(
+            checkpoint, prefix, header.names, size.n, size.k, size.group_size, chosen, code.bits, header, expert
+        )  # fmt: skip
+        layer = layer.without(KV_CACHE_SCALES, OF_CACHE)
+        layer = layer.without(("output_scale",), "scale of output activations, which are not quantised")
+        return layer if static else layer.without(INPUT_TENSORS, f"static input scale, {why}")
 
     # ---- what it can become ------------------------------------------------------------------------------------------
 
@@ -106,29 +108,20 @@ class LayerSource:
             return None
         return "n is no multiple of 8, k none of 16 or the group size none of 32"
 
-    def without_input_scale(self, why: str) -> LayerSource:
-        """The same without a static scale of its input. It is not read either: what it holds need not be right."""
-        dropped = [suffix for suffix in (*INPUT_SCALES, *INPUT_ZERO_POINTS) if suffix in self.names]
-        return replace(self._without(dropped, why), static=False)
+    @property
+    def files(self) -> set[str]:
+        """Full names of all its tensors, whether they are read or not."""
+        return {*self.names.values(), *(self.checkpoint.layer(self.prefix).values() if self.bits else ())}
+
+    def without(self, suffixes: Iterable[str], why: str) -> LayerSource:
+        """The same without those of its tensors that have these suffixes: what they hold need not be right."""
+        unused = {self.names[suffix]: why for suffix in suffixes if suffix in self.names}
+        names = {suffix: name for suffix, name in self.names.items() if name not in unused}
+        return replace(self, names=names, unused={**self.unused, **unused})
 
     def without_bias(self) -> LayerSource:
-        """The same for a module that has no bias; itself where there is none. Reads the bias.
-
-        Raises:
-            ValueError: it is not zero.
-        """
-        if "bias" not in self.names:
-            return self
-        names = {suffix: full for suffix, full in self.names.items() if suffix != "bias"}
-        return replace(self._without(["bias"], zero_bias(self.checkpoint, self.names["bias"])), names=names)
-
-    def _without(self, suffixes: list[str], why: str) -> LayerSource:
-        unused = {**self.unused, **{self.names[suffix]: why for suffix in suffixes}}
-        header = self.header
-        if header is not None:
-            rest = {suffix: name for suffix, name in header.names.items() if suffix not in suffixes}
-            header = replace(header, names=rest)
-        return replace(self, header=header, unused=unused)
+        """The same for a module that has no bias; itself where there is none. Raises as `zero_bias`, which reads it."""
+        return self.without(["bias"], zero_bias(self.checkpoint, self.names["bias"])) if "bias" in self.names else self
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -141,7 +134,7 @@ class LayerSource:
         assert self.header is not None
         name = self.prefix if self.expert is None else f"{self.prefix}[{self.expert}]"
         with errors_that_name(self.checkpoint, name):
-            return read_header(self.checkpoint, self.header, device, self.expert, cut)
+            return read_header(self.checkpoint, replace(self.header, names=self.names), device, self.expert, cut)
 
     def read(self, device: torch.device, cut: Cut | None = None, columns: tuple[int, int] | None = None) -> Parts:
         """The layer's data, or a rank's part of it, or these columns: first, and one past the last.
@@ -155,27 +148,24 @@ class LayerSource:
                 parts = state_dict_parts(
                     {suffix: read(name, _CPU if suffix in ON_CPU else device) for suffix, name in self.names.items()}
                 )
-                if cut is None:
-                    return parts
-                part = part_of_weight(parts.weight, *cut, self.lhs_dtype)
-                return parts._replace(weight=part, bias=part_of_bias(parts.bias, *cut))
+                return parts if cut is None else part_of(parts, cut)
         weight = self.canonical(device, cut)
         with errors_that_name(self.checkpoint, self.prefix):
             weight = weight if columns is None else weight.columns(*columns)
-            packed = weight.pack(self.lhs_dtype)
-        return Parts(packed, weight.bias, self.activation, weight.input_scale if self.static else None)
+            return Parts(weight.pack(self.lhs_dtype), weight.bias, self.activation, weight.input_scale)
 
-    def dense(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight in fp32, as its module keeps it: [n, k], or [k, n]; columns in the order of its input."""
-        if self.header is not None:
-            weight = self.canonical(device)
-            with errors_that_name(self.checkpoint, self.prefix):
-                dense = weight.dequantize()
-        else:
-            packed = self.read(device).weight
-            dense = packed.dequantize()
-            if packed.permutation is not None:
-                dense = torch.empty_like(dense).index_copy_(1, packed.permutation.long(), dense)
+    @property
+    def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
+        """{the module's parameter: its values in floats}."""
+        return {"weight": self.weight}
+
+    def weight(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight as its module keeps it, [n, k] or [k, n]: in fp32, or as a layer in floats has it."""
+        if not self.bits:
+            return self.checkpoint.read(self.names["weight"], device)
+        weight = unpacked(self.read(device).weight) if self.header is None else self.canonical(device)
+        with errors_that_name(self.checkpoint, self.prefix):
+            dense = weight.dequantize()
         return dense.t().contiguous() if self.transposed else dense
 
 
@@ -195,45 +185,45 @@ def zero_bias(checkpoint: Checkpoint, name: str) -> str:
     if len(others):
         at = others[0].tolist()
         raise ValueError(f"{name}: expected no bias, as the model has it, or zeros, got {bias[tuple(at)]:g} at {at}")
-    return ZERO_BIAS
+    return "a bias of zeros, where the model has none"
 
 
-def parts_without_data(checkpoint: Checkpoint, names: Mapping[str, str]) -> Parts:
-    """A packed layer from its own state dict, on the meta device. Raises ValueError as `state_dict_parts` does."""
+def parts_without_data(checkpoint: Checkpoint, names: Mapping[str, str], activation: str | None = None) -> Parts:
+    """A packed layer from its own state dict, on the meta device.
+
+    Raises:
+        ValueError: as `state_dict_parts`, or for another activation than the layer's.
+    """
     tensors = {}
     for suffix, name in names.items():
         info = checkpoint.info(name)
         shell = torch.empty(info.shape, dtype=info.dtype, device="meta")
         tensors[suffix] = checkpoint.read(name, _CPU) if suffix in ON_CPU else shell
-    return state_dict_parts(tensors)
+    parts = state_dict_parts(tensors)
+    if activation not in (None, parts.activation):
+        raise ValueError(f"activation: expected {parts.activation}, as the layer was saved, got {activation}")
+    return parts
 
 
-def _quantised(checkpoint: Checkpoint, header: LayerHeader, activation: str | None, expert: int | None) -> LayerSource:
-    scheme, names, code = header.scheme, header.names, CODES[header.scheme.code]
+def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, bool, str]:
+    """(name of a layer's activation, whether its static scale is used, why not)."""
+    code = CODES[header.scheme.code]
     own = None if code.lhs_type is None else code.name
-    said, static = activations(scheme.inputs, activation, own)
-    unused = {name: OF_CACHE for suffix, name in names.items() if suffix in KV_CACHE_SCALES}
-    if "output_scale" in names:
-        unused[names["output_scale"]] = "scale of output activations, which are not quantised"
-    why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
-    if static and not any(suffix in names for suffix in INPUT_SCALES):
-        if activation is None:
+    said, static = activations(header.scheme.inputs, wanted, own)
+    if static and not any(suffix in header.names for suffix in INPUT_SCALES):
+        if wanted is None:
             raise ValueError(
                 "input_scale: expected the static scale that the config names, found none; "
                 f"activation={said!r} quantises per token instead"
             )
         static = False
-    chosen = activation or said or own or "e4m3"
+    chosen = wanted or said or own or "e4m3"
     if own is not None and NAMED[chosen].dtype != code.lhs_type:
-        instead = "" if activation else f", as the config says; activation={own!r} replaces that"
+        instead = "" if wanted else f", as the config says; activation={own!r} replaces that"
         raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
     if static and chosen != said:
-        static, why = False, f"calibrated for {said}"
-    size = header.sizes.n, header.sizes.k, header.sizes.group_size
-    layer = LayerSource(
-        checkpoint, header.prefix, names, *size, chosen, code.bits, header, static, expert, unused=unused
-    )  # fmt: skip
-    return layer if static else layer.without_input_scale(f"static input scale, {why}")
+        return chosen, False, f"calibrated for {said}"
+    return chosen, static, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
 
 
 def activations(inputs: Inputs | None, wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
@@ -249,23 +239,23 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     """
     if inputs is None or inputs.floats:
         return None, False
-    grouped = inputs.dynamic and inputs.strategy == "group" and inputs.group_size == LHS_GROUP
-    block = grouped and inputs.symmetric
+    dynamic, integers = inputs.dynamic, inputs.type == "int"
+    block = dynamic and inputs.symmetric and (inputs.strategy, inputs.group_size) == ("group", LHS_GROUP)
     problem = None
     if inputs.num_bits != 8:
         problem = f"num_bits 8, got {inputs.num_bits}"
     elif inputs.type not in ("int", "float"):
         problem = f"type int or float (e4m3), got {inputs.type}"
-    elif inputs.strategy != ("token" if inputs.dynamic else "tensor") and not block:
-        found = f"{'dynamic' if inputs.dynamic else 'static'} ones per {inputs.strategy}"
+    elif inputs.strategy != ("token" if dynamic else "tensor") and not block:
+        found = f"{'dynamic' if dynamic else 'static'} ones per {inputs.strategy}"
         problem = f"dynamic scales per token, or per token and 128, or a static one per tensor, got {found}"
-    elif not inputs.dynamic and not inputs.symmetric:
+    elif not dynamic and not inputs.symmetric:
         problem = "static scales to be symmetric, got symmetric: false"
-    if problem is not None:
-        if wanted is not None:
-            return wanted, False
-        instead = own or ("int8" if inputs.type == "int" else "e4m3")
-        raise ValueError(f"input_activations: expected {problem}; activation={instead!r} quantises per token instead")
-    integers = inputs.type == "int"
-    name = activation_name("s8" if integers else "e4m3", affine=integers and not inputs.symmetric, block=block)
-    return name, not inputs.dynamic
+    if problem is None:
+        return activation_name(
+            "s8" if integers else "e4m3", affine=integers and not inputs.symmetric, block=block
+        ), not dynamic
+    if wanted is not None:
+        return wanted, False
+    instead = own or ("int8" if integers else "e4m3")
+    raise ValueError(f"input_activations: expected {problem}; activation={instead!r} quantises per token instead")

@@ -1,25 +1,22 @@
-"""`load_`: a model filled from a quantised checkpoint, and its steps, which `jitgemm.hf` and warm-up take by themselves:
-`plan_for`, `make_layer`, `read_tensor`, `fill_tensors`, `warn_of`."""
+"""`load_`: a model filled from a quantised checkpoint, and its steps behind `plan_for`, which `jitgemm.hf` takes by
+themselves: `make_layer`, `read_tensor`, `fill_tensors`, `warn_of`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.checkpoint.files import Checkpoint, Source, opened
+from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.activations.scheme import activation_named
-from jitgemm.nn.fuse.fused import ADVICE, FUSED
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.plan import Plan, plan_load
+from jitgemm.nn.load.plan import Plan, plan_for
 from jitgemm.nn.load.plan_layers import LEFT_OUT
-from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import Filter, check_model
-from jitgemm.nn.quantize.stacked import PARAMETERS
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers, put_tensor
 from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
 
@@ -110,28 +107,6 @@ def load_(
     return report
 
 
-def plan_for(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    filter: Filter | None = None,
-    activation: str | None = None,
-    format: str | None = None,
-    allow_missing: Collection[str] = (),
-    strict: bool = True,
-) -> Plan:
-    """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
-    if activation is not None:
-        activation_named(activation)
-    fused = next((name for name, module in model.named_modules() if isinstance(module, FUSED)), None)
-    if fused is not None:
-        raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
-    checkpoint, heads = renamed_for(model, checkpoint)
-    tie = getattr(model, "tie_weights", None)
-    if tie is not None and any(p.is_meta for p in model.parameters()):
-        tie()  # what was made without data may not be tied yet
-    return plan_load(model, checkpoint, filter, activation, format, allow_missing, strict, heads)
-
-
 def warn_of(report: Report, call: str, where: str, instead: str) -> None:
     """Warns in the name of the caller's caller where nothing was quantised, and of what is dequantised or not filled."""
     why = f"its Linears are not quantised ({instead} does that)" if not report.skipped else "none could be"
@@ -152,9 +127,8 @@ def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan |
     model: Any = plan.model
 
     def make(name: str, old: Any) -> PackedLinear | PackedExperts:
-        held = old.w13 if isinstance(old, PackedExperts) else old
-        tensor = next(getattr(held, each) for each in ("blocks", "weight", PARAMETERS[0]) if hasattr(held, each))
-        return make_layer(plan, name, old, target or _device(tensor), division)
+        device = target or _device(next(chain(old.parameters(), old.buffers())))
+        return make_layer(plan, name, old, device, division)
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
@@ -183,7 +157,7 @@ def make_layer(
     source: Any = plan.layers[name]
     if source.form is not None:
         split = None if division is None else division.expert_split(name, source.form.experts)
-        if split is not None and source.projections is not None:
+        if split is not None and source.projections:
             experts = source.read(device, split.mine)
             experts.split = split
             return experts
@@ -205,7 +179,7 @@ def make_layer(
 def read_tensor(plan: Plan, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the model as the checkpoint has it, dequantised or stacked where need be; its type may be another."""
     origin = plan.tensors[name]
-    return plan.checkpoint.read(origin, device) if isinstance(origin, str) else origin.dense(device, dtype)
+    return plan.checkpoint.read(origin, device) if isinstance(origin, str) else origin(device, dtype)
 
 
 def fill_tensors(plan: Plan, names: Collection[str], device_of: Callable[[str, torch.Tensor], torch.device]) -> None:

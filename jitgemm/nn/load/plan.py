@@ -1,26 +1,29 @@
 """What `load_` would do to a model: a plan from config and headers, which raises before anything is changed.
 
-`plan_load` finds what becomes of quantised layers, then where every other tensor of the model comes from, then what each
+`plan_for` finds what becomes of quantised layers, then where every other tensor of the model comes from, then what each
 other tensor of the file is for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
+from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.nn.fuse.fused import ADVICE, FUSED
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.experts_source import StackedSource
-from jitgemm.nn.load.layer_source import OF_CACHE, LayerSource, is_quantised, zero_bias
-from jitgemm.nn.load.plan_layers import Layers, Sources, find_layers
+from jitgemm.nn.load.layer_source import OF_CACHE, is_quantised, zero_bias
+from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
+from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
-from jitgemm.nn.quantize.stacked import Form, form_of
+from jitgemm.nn.quantize.stacked import form_of
 from jitgemm.nn.report import some
 
 _IGNORABLE = {
@@ -33,8 +36,8 @@ _OF_QUANTISED = ("g_idx", "input_scale", "input_zero_point")
 """What says nothing of a layer that the file has in floats, and some tools write there, too."""
 _CPU = torch.device("cpu")
 
-Origin = str | LayerSource | StackedSource
-"""Where a tensor of the model comes from: its name in the checkpoint, or what is dequantised."""
+Origin = str | Dense
+"""Where a tensor of the model comes from: its name in the checkpoint, or what reads it."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +64,31 @@ class Plan:
     kept: Mapping[str, str]
 
 
-def plan_load(
+def plan_for(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
-    filter: Filter | None,
-    activation: str | None,
-    format: str | None,
-    allow_missing: Collection[str],
-    strict: bool,
-    ignored: Mapping[str, str],
+    filter: Filter | None = None,
+    activation: str | None = None,
+    format: str | None = None,
+    allow_missing: Collection[str] = (),
+    strict: bool = True,
 ) -> Plan:
-    """The plan. Arguments and errors are `load_`'s; ignored: {name: reason} of tensors of the file without a use."""
+    """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
+    if activation is not None:
+        activation_named(activation)
+    fused = next((name for name, module in model.named_modules() if isinstance(module, FUSED)), None)
+    if fused is not None:
+        raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
+    checkpoint, heads = renamed_for(model, checkpoint)
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None and any(p.is_meta for p in model.parameters()):
+        tie()  # what was made without data may not be tied yet
     replaceable = Replaceable(model)
     layers = find_layers(model, checkpoint, replaceable, filter, activation, format)
-    tensors = _find_tensors(model, checkpoint, layers, tuple(allow_missing))
-    used = layers.used | {origin for origin in tensors.origins.values() if isinstance(origin, str)}
-    ignored = {**ignored, **layers.ignored, **tensors.ignored}
-    ignored |= _find_unused(model, checkpoint, used | ignored.keys(), strict)
+    tensors = _find_tensors(model, checkpoint, layers, allow_missing)
+    ignored = {**heads, **layers.ignored, **tensors.ignored}
+    used = layers.used | ignored.keys() | {origin for origin in tensors.origins.values() if isinstance(origin, str)}
+    ignored |= _find_unused(model, checkpoint, used, strict)
     return Plan(
         model, checkpoint, replaceable, layers.sources, tensors.origins, tensors.untied, tensors.computed,
         layers.skipped, ignored, tensors.kept,
@@ -99,48 +110,41 @@ class _Tensors:
 
 
 def _find_tensors(
-    model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, allow_missing: tuple[str, ...]
+    model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, allow_missing: Iterable[str]
 ) -> _Tensors:
     """Where every tensor comes from that is in none of the layers."""
-    found = _Tensors()
-    modules = dict(model.named_modules(remove_duplicate=False))
-    state: dict[str, torch.Tensor] = {}
+    found, state = _Tensors(), _tensors_outside(model, layers.places)
     groups: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if _inside(name, layers.places) or not isinstance(tensor, torch.Tensor):
-            continue
-        packed = next((each for each in _parents(name) if isinstance(modules.get(each), PACKED)), None)
-        if packed is not None:  # one that is not loaded again: all of it is missing
-            module = modules[packed]
-            name = packed + ".weight"
-            tensor = module.blocks if isinstance(module, PackedLinear) else module.w13.blocks
-        if name not in state:
-            state[name] = tensor
-            groups.setdefault(id(tensor), []).append(name)
-    missing, never = [], never_saved(model)
-    kept = "as allow_missing says"
+    for name, tensor in state.items():
+        groups.setdefault(id(tensor), []).append(name)
+    patterns, missing, never = tuple(allow_missing), [], never_saved(model)
 
     def may_stay(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in allow_missing)
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
+    kept: list[str] = []
     for names in groups.values():
         origins = {name: _origin(model, checkpoint, layers, name, state[name]) for name in names}
         held = {name: origin for name, origin in origins.items() if origin is not None}
         found.origins.update(held)
-        if len(held) > 1:
+        if held:
             _untie(found, model, checkpoint, list(held), state[names[0]])
-        if not held and never.issuperset(names):
+        elif never.issuperset(names):
             found.computed.extend(names)
-        elif not held and any(map(may_stay, names)):
-            found.kept[names[0]] = kept
-        elif not held:
-            missing.append(names[0])
+        else:
+            (kept if any(map(may_stay, names)) else missing).append(names[0])
     if missing:
-        raise ValueError(_missing_message(model, checkpoint, layers, found, missing, state))
+        used = state.keys() | layers.used | layers.ignored.keys() | found.ignored.keys()
+        unused = [name for name in checkpoint.names() if name not in used]
+        if (otherwise := stored_otherwise(checkpoint.config, unused)) is not None:
+            raise ValueError(f"source: {otherwise}; found none for {some(missing, 5)}")
+        places = f"{some(missing, 5)}; found no place for {some(unused, 5)}" if unused else some(missing, 5)
+        why = "; ".join(_why_missing(model, checkpoint, layers, unused, missing, state))
+        raise ValueError(f"source: expected the model's tensors, found none for {places}. {why}")
     filled = {id(state[name]) for name in found.origins}
     everything = (*model.named_parameters(), *model.named_buffers())
     empty = [name for name, x in everything if x.is_meta and id(x) not in filled and not _inside(name, layers.places)]
-    found.kept.update(dict.fromkeys(filter(may_stay, empty), kept))
+    found.kept.update(dict.fromkeys((*kept, *filter(may_stay, empty)), "as allow_missing says"))
     empty = [name for name in empty if not may_stay(name)]
     if empty:
         raise ValueError(
@@ -149,6 +153,21 @@ def _find_tensors(
             "they hold data, or on a device that holds data"
         )
     return found
+
+
+def _tensors_outside(model: torch.nn.Module, places: Collection[str]) -> dict[str, torch.Tensor]:
+    """The model's tensors by name that are not in these modules; of each packed layer one, named its weight."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if _inside(name, places) or not isinstance(tensor, torch.Tensor):
+            continue
+        packed = next((each for each in _parents(name) if isinstance(modules.get(each), PACKED)), None)
+        if packed is not None:  # one that is not loaded again: all of it is missing
+            module = modules[packed]
+            name, tensor = f"{packed}.weight", (module if isinstance(module, PackedLinear) else module.w13).blocks
+        state.setdefault(name, tensor)
+    return state
 
 
 def _origin(
@@ -175,85 +194,57 @@ def _untie(
 ) -> None:
     """Of several names of one tensor that are all in the file: one is read, unless they differ."""
     first, *others = names
-
-    def same(a: Origin, b: Origin) -> bool:
-        if not isinstance(a, str) or not isinstance(b, str):
-            return False
-        return torch.equal(*(checkpoint.read(each, _CPU).to(tensor.dtype) for each in (a, b)))
-
     for name in others:
-        if same(found.origins[first], found.origins[name]):
+        both = first, name
+        plain = all(isinstance(found.origins[each], str) for each in both)
+        if plain and torch.equal(*(checkpoint.read(each, _CPU).to(tensor.dtype) for each in both)):
             del found.origins[name]
             found.ignored[name] = "the same as another name of the tied tensor"
-            continue
-        owners = [model.get_submodule(each.rpartition(".")[0]) for each in (first, name)]
-        if owners[0] is owners[1]:
+        elif len({model.get_submodule(each.rpartition(".")[0]) for each in both}) == 1:
             raise ValueError(f"source: expected {first} and {name} to be equal, as one module of the model has both")
-        found.untied.add(name)
+        else:
+            found.untied.add(name)
 
 
-def _missing_message(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    layers: Layers,
-    found: _Tensors,
-    missing: list[str],
+def _why_missing(
+    model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, unused: list[str], missing: list[str],
     state: Mapping[str, torch.Tensor],
-) -> str:
-    used = layers.used | layers.ignored.keys() | found.ignored.keys()
-    unused = [name for name in checkpoint.names() if name not in state and name not in used]
-    otherwise = stored_otherwise(checkpoint.config, unused)
-    if otherwise is not None:
-        return f"source: {otherwise}; found none for {some(missing, 5)}"
-    no_place = f"; found no place for {some(unused, 5)}" if unused else ""
-    hints = [*_causes(model, checkpoint, layers, missing, state, unused)]
-    hints.append(
-        "a tensor that may keep what it holds, which is random in a model that was just made, is named in "
-        "allow_missing=['*.name', ...]"
-    )
-    return f"source: expected the model's tensors, found none for {some(missing, 5)}{no_place}. {'; '.join(hints)}"
-
-
-def _causes(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    layers: Layers,
-    missing: list[str],
-    state: Mapping[str, torch.Tensor],
-    unused: list[str],
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Why tensors are missing: first what the config says of the file, then what is known of each tensor."""
     config = checkpoint.config or {}
     if config and not (layers.sources or layers.dense or layers.left):
         told = [f"{key} {config[key]!r}" for key in ("quant_method", "format") if isinstance(config.get(key), str)]
-        told = told or ["quantised layers"]
-        yield f"the config says {', '.join(told)}, and no layer of the file is of a format that is read here"
-    left = {name: next((each for each in _parents(name) if each in layers.left), None) for name in missing}
-    for prefix in [prefix for prefix in dict.fromkeys(left.values()) if prefix is not None][:3]:
+        says = ", ".join(told or ["quantised layers"])
+        yield f"the config says {says}, and no layer of the file is of a format that is read here"
+    left = {name: next((each for each in _parents(name) if each in layers.left), "") for name in missing}
+    for prefix in [prefix for prefix in dict.fromkeys(left.values()) if prefix][:3]:
         yield f"{prefix}: {layers.left[prefix]}"
-    missing = [name for name, prefix in left.items() if prefix is None]
+    missing = [name for name, prefix in left.items() if not prefix]
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in missing}
     packed = next((name for name in missing if name + "_blocks" in checkpoint), None)
     stacked = next((name for name in missing if "experts" in name and state[name].dim() == 3), None)
     each = next((name for name in checkpoint.names() if re.search(r"(^|\.)experts\.\d+\.", name)), None)
     if packed is not None:
         yield f"{packed} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here"
     elif stacked is not None and each is not None:
-        module = model.get_submodule(stacked.rpartition(".")[0])
-        form = form_of(module)
-        kind = f"{type(module).__name__}, with other names of their projections" if isinstance(form, Form) else form
+        kind: Any = form_of(owners[stacked]) or "stacked experts of an unknown kind"
+        if not isinstance(kind, str):
+            kind = f"{type(owners[stacked]).__name__}, with other names of their projections"
         yield (
             f"the model stacks a layer's experts in one parameter ({stacked}), and the file names each by "
-            f"itself ({each}), which fits what transformers 5 stacks; the model's are "
-            f"{kind or 'stacked experts of an unknown kind'}"
+            f"itself ({each}), which fits what transformers 5 stacks; the model's are {kind}"
         )
     for name in missing[:3]:
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, PACKED):
-            kind = type(module).__name__
+        if isinstance(owners[name], PACKED):
+            kind = type(owners[name]).__name__
             yield f"{name.rpartition('.')[0]} is a {kind}, for which the file has no quantised weight"
-    longer = next((name for name in unused if name.endswith(f".{missing[0]}")), None) if missing else None
+    longer = next((name for name in unused if missing and name.endswith(f".{missing[0]}")), None)
     if longer is not None:
         yield f"the file calls {missing[0]} {longer}: give its tensors under the model's names"
+    yield (
+        "a tensor that may keep what it holds, which is random in a model that was just made, is named in "
+        "allow_missing=['*.name', ...]"
+    )
 
 
 # ---- tensors of the file ---------------------------------------------------------------------------------------------
@@ -265,17 +256,16 @@ def _find_unused(model: torch.nn.Module, checkpoint: Checkpoint, used: Collectio
     Raises:
         ValueError: strict, and there is no reason not to use one.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    listed = {p for m in modules.values() for p in getattr(m, "_keys_to_ignore_on_load_unexpected", None) or ()}
+    rules = _IGNORABLE | dict.fromkeys(listed, "the model lists it as ignorable")
     ignored: dict[str, str] = {}
-    listed = {
-        pattern for m in model.modules() for pattern in getattr(m, "_keys_to_ignore_on_load_unexpected", None) or ()
-    }
-    rules = _IGNORABLE | {pattern: "the model lists it as ignorable" for pattern in listed}
     unknown = []
     for name in checkpoint.names():
         if name in used:
             continue
         reason = next((why for pattern, why in rules.items() if re.search(pattern, name)), None)
-        reason = reason or _idle(model, checkpoint, name)
+        reason = reason or _idle(modules, checkpoint, name)
         if reason is None and strict:
             unknown.append(name)
         else:
@@ -302,8 +292,8 @@ def _in_floats(checkpoint: Checkpoint, name: str) -> bool:
     return weight in checkpoint and not is_quantised(checkpoint, prefix)
 
 
-def _idle(model: torch.nn.Module, checkpoint: Checkpoint, name: str) -> str | None:
-    """Why a tensor without a place changes nothing; None where it may.
+def _idle(modules: Collection[str], checkpoint: Checkpoint, name: str) -> str | None:
+    """Why a tensor without a place in the model's modules changes nothing; None where it may.
 
     Raises:
         ValueError: a bias that is not zero, of a module without one.
@@ -313,15 +303,7 @@ def _idle(model: torch.nn.Module, checkpoint: Checkpoint, name: str) -> str | No
         return None
     if child in _OF_QUANTISED:
         return "of a quantised layer, where the file has the weight in floats"
-    return zero_bias(checkpoint, name) if child == "bias" and _has(model, prefix) else None
-
-
-def _has(model: torch.nn.Module, name: str) -> bool:
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
+    return zero_bias(checkpoint, name) if child == "bias" and prefix in modules else None
 
 
 def _inside(name: str, places: Collection[str]) -> bool:

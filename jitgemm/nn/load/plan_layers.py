@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from jitgemm.checkpoint.compressed_tensors_config import online_transform
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.experts_source import ExpertsSource, StackedSource
+from jitgemm.nn.load.experts_source import ExpertsSource
 from jitgemm.nn.load.layer_source import LayerSource, is_quantised
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
-from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
 from jitgemm.nn.report import some
 
 LEFT_OUT = "dequantised: left out by the filter"
@@ -22,6 +21,8 @@ _OF_LINEARS = {"qweight", "blocks"}
 
 Sources = Mapping[str, LayerSource | ExpertsSource]
 """{first name of a Linear, or of a module of stacked experts: what it becomes}."""
+Dense = Callable[[torch.device, torch.dtype], torch.Tensor]
+"""What is dequantised, or copied expert by expert, into a tensor of the model."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,45 @@ class Layers:
     Attributes:
         sources: see `Sources`.
         places: all names at which their modules stand.
-        dense: {name of a tensor of the model: what is dequantised into it, or copied expert by expert}.
+        dense: {name of a tensor of the model: what goes into it}.
         left: {prefix: why its tensors in the file are not used}.
         used: names in the checkpoint that are read, or known not to be.
+        skipped, ignored: see `Report`.
     """
 
     sources: dict[str, LayerSource | ExpertsSource] = field(default_factory=dict)
     places: set[str] = field(default_factory=set)
-    dense: dict[str, LayerSource | StackedSource] = field(default_factory=dict)
+    dense: dict[str, Dense] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
 
+    def leave(self, name: str, prefix: str, files: Iterable[str], why: str) -> None:
+        """Leaves a layer's tensors of the file unused."""
+        self.left[prefix] = self.skipped[name] = why
+        self.used.update(files)
 
-class _Unreadable(Exception):
-    """A quantised layer of the checkpoint that cannot be read, and why."""
-
-    def __init__(self, prefix: str, cause: ValueError):
-        super().__init__(str(cause))
-        self.prefix, self.cause = prefix, cause
+    def add(
+        self, names: list[str], source: LayerSource | ExpertsSource, chosen: bool, packed: bool, reason: str | None
+    ) -> None:
+        """What becomes of a module that stands at these places: whether it was chosen, is packed, or why it cannot be."""
+        name, files = names[0], source.files
+        self.ignored.update(source.unused)
+        self.used.update(files)
+        if chosen and source.why_dense is None:
+            self.sources[name] = source
+            self.places.update(names)
+            self.used.update(
+                full for each in names if each != source.prefix for full in source.checkpoint.layer(each).values()
+            )
+        elif packed or not source.dense:
+            self.leave(name, source.prefix, files, "left out by the filter")
+        else:
+            reason = source.why_dense if chosen else reason
+            if source.activation:  # else they are in floats anyway
+                self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
+            self.dense.update({f"{source.prefix}.{child}": read for child, read in source.dense.items()})
 
 
 def find_layers(
@@ -61,33 +81,39 @@ def find_layers(
     activation: str | None,
     format: str | None,
 ) -> Layers:
-    found, problems = Layers(), dict[str, ValueError]()
-    others = _other_matrices(model)
-    hidden = _beside_weights(model, others)
-    weights = checkpoint.hiding(hidden) if hidden else checkpoint
+    """Raises ValueError for layers that cannot be read, all named, and for a layer that does not fit its module."""
+    layers, problems = Layers(), dict[str, ValueError]()
+    others, hidden = _other_matrices(model)
+    weights = checkpoint.hiding(hidden)
     for name, names in (replaceable.places | others).items():
         module, form = model.get_submodule(name), replaceable.forms.get(name)
-        kind = type(module).__name__
-        if name not in others:
-            reason = replaceable.why_impossible(name)
-        else:
-            reason = "an Embedding" if kind == "Embedding" else f"{kind}, which is no torch.nn.Linear"
+        reason = _why_no_linear(module) if name in others else replaceable.why_impossible(name)
         chosen = reason is None and (filter is None or filter(name, module))
+        prefix = _quantised_name(checkpoint, weights, names, module, name not in others) if form is None else name
+        if prefix is None:
+            continue
+        source: LayerSource | ExpertsSource | None
         try:
-            if form is not None:
-                experts = _experts_source(checkpoint, name, form, chosen, activation, format)
-                if experts is not None:
-                    _plan_experts(found, names, module, form, experts, chosen)
+            if form is None:
+                transposed = name in others and _transposes(module)
+                k = module.in_features if name not in others else None if transposed else module.weight.shape[1]
+                source = LayerSource.find(weights, prefix, activation, format, k=k)
             else:
-                layer = _layer_source(checkpoint, weights, names, module, activation, format)
-                if layer is not None:
-                    _plan_layer(found, weights, names, module, layer, chosen, reason)
-        except _Unreadable as error:
+                source = ExpertsSource.find(checkpoint, name, form, activation, format)
+                if chosen and source is not None and source.why_dense is None:
+                    source.check_order()
+        except ValueError as error:
             if chosen or filter is None:
-                problems[name] = error.cause
+                problems[name] = error
             else:
-                reason = f"{reason or 'left out by the filter'}, and cannot be dequantised: {error.cause}"
-                _leave(found, checkpoint, name, error.prefix, reason, whole=form is not None)
+                files = (each for each in checkpoint.names() if each.startswith(f"{prefix}."))
+                why = f"{reason or 'left out by the filter'}, and cannot be dequantised: {error}"
+                layers.leave(name, prefix, files, why)
+            continue
+        if isinstance(source, LayerSource):
+            source = _fitting(source, name, module, name not in others)
+        if source is not None:
+            layers.add(names, source, chosen, isinstance(module, PACKED), reason)
     if problems:
         first = next(iter(problems.values()))
         count = f"{len(problems)} layers cannot be read" if len(problems) > 1 else "A layer cannot be read"
@@ -96,134 +122,55 @@ def find_layers(
             "filter=... (in transformers modules_to_not_convert=...), fill it yourself, and name its tensors in "
             "allow_missing=..."
         )
-    return found
+    return layers
 
 
-def _other_matrices(model: torch.nn.Module) -> dict[str, list[str]]:
-    """{first name: all names} of the modules with a weight [n, k] that are no Linears: embeddings, routers, Conv1D."""
+def _other_matrices(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[str]]:
+    """{first name: all names} of the modules with a weight [n, k] that are no Linears: embeddings, routers, Conv1D. And
+    names of what these hold beside their weights, which is no part of a quantised weight."""
     found: dict[torch.nn.Module, list[str]] = {}
+    hidden = set()
     for name, module in model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, *PACKED)):
             found.setdefault(module, []).append(name)
-    return {names[0]: names for names in found.values()}
+            tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            hidden |= {f"{name}.{child}" for child, _ in tensors if child != "weight"}
+    return {names[0]: names for names in found.values()}, hidden
 
 
-def _beside_weights(model: torch.nn.Module, modules: Mapping[str, list[str]]) -> set[str]:
-    """Names of what such modules hold themselves beside their weights: no part of a quantised weight."""
-    found = set()
-    for names in modules.values():
-        module = model.get_submodule(names[0])
-        tensors = {**module._parameters, **module._buffers}
-        found |= {f"{n}.{child}" for child, x in tensors.items() for n in names if x is not None and child != "weight"}
-    return found
+def _why_no_linear(module: torch.nn.Module) -> str:
+    kind = type(module).__name__
+    return "an Embedding" if kind == "Embedding" else f"{kind}, which is no torch.nn.Linear"
 
 
-def _leave(found: Layers, checkpoint: Checkpoint, name: str, prefix: str, why: str, whole: bool = False) -> None:
-    """Leaves a layer of the file unused; whole: with all layers in it."""
-    found.left[prefix] = found.skipped[name] = why
-    found.used.update(checkpoint.layer(prefix).values())
-    if whole:
-        found.used.update(each for each in checkpoint.names() if each.startswith(f"{name}."))
-
-
-def _layer_source(
-    checkpoint: Checkpoint,
-    weights: Checkpoint,
-    names: list[str],
-    module: torch.nn.Module,
-    activation: str | None,
-    format: str | None,
-) -> LayerSource | None:
-    """What the checkpoint has for a Linear, or another module with a matrix, as the module holds it; None for floats."""
-    name = names[0]
-    linear = isinstance(module, (torch.nn.Linear, PackedLinear))
+def _quantised_name(
+    checkpoint: Checkpoint, weights: Checkpoint, names: list[str], module: Any, linear: bool
+) -> str | None:
+    """Of a module's names the one of a quantised layer; None where its weight is one of floats, or as the module's."""
     prefix = next((each for each in names if is_quantised(weights, each)), None)
-    if prefix is None:
-        transform = online_transform(checkpoint.config, checkpoint.in_file(name)[0])
-        if transform is not None and linear:
-            raise ValueError(f"{name}: {transform}")
-        return None
-    weight = f"{prefix}.weight"
-    if not linear and weight in checkpoint:
-        info = checkpoint.info(weight)
-        if not info.kind and info.dtype == module.weight.dtype:  # as it is
-            return None
-    try:
-        transposed = not hasattr(module, "in_features") and _transposes(module)
-        k = getattr(module, "in_features", None) or (None if transposed else module.weight.shape[1])
-        layer = LayerSource.find(weights, prefix, activation, format, k=k)
-    except ValueError as error:
-        raise _Unreadable(prefix, error) from error
-    has_bias = False  # of others, whose bias is a tensor like any other
     if linear:
-        n, k, has_bias = module.out_features, module.in_features, module.bias is not None
-    else:
-        n, k = module.weight.shape
-        if _transposes(module) and _OF_LINEARS & layer.names.keys():
-            layer = replace(layer, transposed=True)
-            n, k = k, n
+        transform = online_transform(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else None
+        if transform is not None:
+            raise ValueError(f"{names[0]}: {transform}")
+    elif prefix is not None and (weight := f"{prefix}.weight") in checkpoint:
+        info = checkpoint.info(weight)
+        return None if not info.kind and info.dtype == module.weight.dtype else prefix
+    return prefix
+
+
+def _fitting(layer: LayerSource, name: str, module: Any, linear: bool) -> LayerSource:
+    """The layer as the module holds it. Raises ValueError for other sizes, or a bias that one of them lacks."""
+    n, k = (module.out_features, module.in_features) if linear else module.weight.shape
+    if not linear and _transposes(module) and _OF_LINEARS & layer.names.keys():
+        layer, (n, k) = replace(layer, transposed=True), (k, n)
     if layer.n != n or layer.k not in (None, k):
         raise ValueError(f"{name}: expected k, n = {k, n}, got {layer.k, layer.n}")
-    if has_bias and "bias" not in layer.names:
+    if not linear or module.bias is None:  # other modules' biases are tensors like any other
+        return layer.without_bias()
+    if "bias" not in layer.names:
         raise ValueError(f"{name}: expected a bias, as the model has it, got none")
-    return layer if has_bias else layer.without_bias()
-
-
-def _plan_layer(
-    found: Layers,
-    weights: Checkpoint,
-    names: list[str],
-    module: torch.nn.Module,
-    layer: LayerSource,
-    chosen: bool,
-    reason: str | None,
-) -> None:
-    found.ignored.update(layer.unused)
-    found.used.update(layer.names.values())
-    if chosen and layer.why_dense is None:
-        found.sources[names[0]] = layer
-        found.places.update(names)
-        found.used.update(full for each in names for full in weights.layer(each).values())
-    elif isinstance(module, PackedLinear):
-        _leave(found, weights, names[0], layer.prefix, "left out by the filter")
-    else:
-        reason = layer.why_dense if chosen else reason
-        found.skipped[names[0]] = f"dequantised: {reason}" if reason else LEFT_OUT
-        found.dense[f"{layer.prefix}.weight"] = layer
-
-
-def _experts_source(
-    checkpoint: Checkpoint, name: str, form: Form, chosen: bool, activation: str | None, format: str | None
-) -> ExpertsSource | None:
-    """What the checkpoint has for stacked experts, quantised or in floats one by one."""
-    try:
-        experts = ExpertsSource.find(checkpoint, name, form, activation, format)
-        if chosen and experts is not None and experts.packable:
-            experts.check_order()
-    except ValueError as error:
-        raise _Unreadable(name, error) from error
-    return experts
-
-
-def _plan_experts(
-    found: Layers, names: list[str], module: torch.nn.Module, form: Form, experts: ExpertsSource, chosen: bool
-) -> None:
-    name = names[0]
-    found.ignored.update(experts.unused)
-    if chosen and experts.packable:
-        found.sources[name] = experts
-        found.places.update(names)
-        found.used.update(experts.files)
-    elif isinstance(module, PACKED) or experts.projections is None:
-        _leave(found, experts.checkpoint, name, name, "left out by the filter", whole=True)
-    else:
-        found.used.update(experts.files)
-        if experts.quantised:
-            found.skipped[name] = f"dequantised: {experts.why_dense}" if chosen else LEFT_OUT
-        for part, pair in enumerate(zip(PARAMETERS, BIASES)):
-            for bias, tensor in enumerate(pair[: 1 + form.bias]):
-                found.dense[f"{name}.{tensor}"] = StackedSource(experts, form.gate.order, part, bool(bias))
+    return layer
 
 
 def _transposes(module: torch.nn.Module) -> bool:

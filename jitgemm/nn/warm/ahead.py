@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.fuse.fuse import fuse_
+from jitgemm.nn.fuse.fuse import block_lists, fuse_
 from jitgemm.nn.fuse.fused import in_common
-from jitgemm.nn.fuse.trial import lists
 from jitgemm.nn.layers.shard_weight import Cut
-from jitgemm.nn.load.load import plan_for
+from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look
@@ -220,7 +219,7 @@ def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
 
 def _fill_blocks(model: torch.nn.Module) -> None:
     """Gives what stands in blocks beside packed layers some values, as `fuse_` runs them."""
-    inside = {m for _, _, _, blocks in lists(model) for block in blocks.values() for m in block.modules()}
+    inside = {m for _, _, blocks in block_lists(model) for block in blocks.values() for m in block.modules()}
     draw = torch.Generator().manual_seed(1)
     for module in model.modules():
         for name, old in module._parameters.items():

@@ -96,10 +96,7 @@ class LayersOfPlan:
                 values = {suffix: full and self.checkpoint.read(full, _CPU) for suffix, full in held.items()}
             else:
                 format, weight, joined = self._packed([[layer]], cut)
-                values = {
-                    "input_scale": joined.input_scale if layer.static else None,
-                    "permutation": joined.permutation,
-                }
+                values = {"input_scale": joined.input_scale, "permutation": joined.permutation}
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         bias = torch.float32 if bias == torch.float16 else bias
         n = layer.n // (cut.world if cut is not None and cut.dim == "n" else 1)
@@ -111,7 +108,7 @@ class LayersOfPlan:
         experts: Any = self.layers[name]
         (n, k), world = experts.form.sizes[part], 1 if cut is None else cut.world
         with errors_that_name(self.checkpoint, experts.prefix):
-            if experts.projections is None:
+            if not experts.projections:
                 names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
                 weight = parts_without_data(self.checkpoint, names).weight
                 format = weight.format

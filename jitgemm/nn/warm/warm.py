@@ -15,7 +15,6 @@ from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
@@ -23,20 +22,18 @@ from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe import plan
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
+from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.runtime.device import device_of, pick_device
-from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
-FAMILIES: dict[type, KernelFamily[Any]] = {KernelSpec: gemms.KERNELS, **plan.FAMILIES}
 MOST_TOP_K = 16
 """Experts of a token where a layer does not say: no model that we know takes more."""
 
@@ -89,7 +86,7 @@ def warmup(
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
     for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
-        source = FAMILIES[type(spec)].source(spec)
+        source = source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
         if index is not None:
@@ -117,7 +114,7 @@ def warmup(
     for (spec, index), key in on_gpu.items():
         if key not in failed:
             with torch.cuda.device(index):
-                FAMILIES[type(spec)].load(spec, index)
+                FAMILIES[spec.family].load(spec, index)
     if failed:
         first = next(iter(failed.values()))
         raise CompileError(
@@ -164,7 +161,7 @@ def kernels(
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
             for spec in _specs(layer, parts, fronts, TYPE_NAMES[dtype], figures, max_m):
-                debug = settings.debug() and isinstance(spec, KernelSpec)
+                debug = settings.debug() and spec.kind == "gemm"
                 yield replace(spec, debug=True) if debug else spec, index, label
 
 
