@@ -633,7 +633,7 @@ def test_blocks_hold_their_rows():
     [
         ("bf16", (), 32768),
         ("fp16", ("rms_norm",), 16384),
-        ("bf16", ("silu_mul",), 16384),
+        ("bf16", ("gate",), 16384),
         ("bf16", ("rms_norm", "residual"), 16384),
         ("fp32", (), 16384),
         ("fp32", ("rms_norm",), 16384),

@@ -4,13 +4,11 @@
 
     files                      the tensors of a checkpoint: names, headers, data, config
     layouts                    how a format stores a tensor: types and dimensions
-    settings                   looking up and checking settings of a quantization_config
-    format                     what a format is: a scheme, its tensors, reading
+    format                     what a format is: a scheme, its tensors, reading; settings of a quantization_config
     formats                    the registry: names, quant_methods, detection
     reader                     a layer's header and data, whole or a rank's part
     canonical                  the layer before packing: cutting, joining, packing
-    affine                     kinds of zero point
-    bits                       nibbles and bytes in words
+    bits                       codes out of words, kinds of zero point
     autoround                  AutoRound's config in the words of GPTQ, AWQ and FP8
     compressed_tensors_config  compressed-tensors' config: groups, presets, checks
     compressed_tensors         integers of 4 and 8 bits, and FP8

@@ -50,17 +50,13 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
     found = [format for format in FORMATS if format.detect(names, config)]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items())
+    listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items()) or "no tensors"
     layer = f"layer {prefix!r}" if prefix else "the layer"
     if found:
-        raise ValueError(
-            f"format: {layer} fits {' and '.join(f.name for f in found)}: say which with format=...; it has {listed}"
-        )
-    otherwise = stored_otherwise(config, names)
-    if otherwise is not None:
+        several = " and ".join(each.name for each in found)
+        raise ValueError(f"format: {layer} fits {several}: say which with format=...; it has {listed}")
+    if (otherwise := stored_otherwise(config, names)) is not None:
         raise ValueError(f"format: {otherwise}; {layer} has {listed}")
-    methods = [f"{key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
-    raise ValueError(
-        f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "
-        f"{listed or 'no tensors'}" + "".join(f", and {method}" for method in methods)
-    )
+    methods = [f", and {key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
+    known = ", ".join(format.name for format in FORMATS)
+    raise ValueError(f"format: {layer} is of no format known here ({known}); it has {listed}{''.join(methods)}")
