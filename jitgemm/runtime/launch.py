@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -83,6 +84,13 @@ def prepare(key: Hashable, layouts: Sequence[torch.Tensor], call: Call, operands
     return launch
 
 
+def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+    """Checks a call of several launches, unless this thread has checked one of this key and these layouts."""
+    if this_thread.cache.find_plan(key, layouts) is None:
+        check()
+        this_thread.cache.add_plan(key, layouts, check_once)  # of such a call there is nothing else to remember
+
+
 def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operands) -> None:
     """`check_addresses` for a call of several launches, before the first of them.
 
@@ -91,10 +99,8 @@ def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operan
     """
     if torch.compiler.is_compiling() or needs_dispatcher(tensors[0], tensors[0]):
         return
-    key, layouts = (name, *map(address_of, tensors)), [tensor for tensor in tensors if tensor is not None]
-    if this_thread.cache.find_plan(key, layouts) is None:
-        check_addresses(pointers, tensors)
-        this_thread.cache.add_plan(key, layouts, True)
+    layouts = [tensor for tensor in tensors if tensor is not None]
+    check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))
 
 
 class ArgumentBlock:
