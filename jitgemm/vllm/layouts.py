@@ -13,10 +13,9 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Format, Scheme
+from jitgemm.checkpoint.format import Config, Format, Scheme
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
-from jitgemm.checkpoint.format import Config
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
