@@ -52,13 +52,9 @@ def _like_h200(
 ) -> DeviceSpec:
     """The H200 with its rates scaled by data sheets: 4.8 TB/s and 1979 TFLOP/s of dense FP8 are the H200's own."""
     return replace(
-        _H200,
-        name=name,
-        num_sms=num_sms,
-        hbm_bytes_per_us=_H200.hbm_bytes_per_us * hbm_tb_per_s / 4.8,
-        tensor_ops_per_us=_H200.tensor_ops_per_us * fp8_tflops / 1979,
-        clock_mhz=clock_mhz,
-    )
+        _H200, name=name, num_sms=num_sms, hbm_bytes_per_us=_H200.hbm_bytes_per_us * hbm_tb_per_s / 4.8,
+        tensor_ops_per_us=_H200.tensor_ops_per_us * fp8_tflops / 1979, clock_mhz=clock_mhz,
+    )  # fmt: skip
 
 
 DEVICES: dict[str, DeviceSpec] = {
@@ -112,9 +108,8 @@ def device_spec(name: str) -> DeviceSpec:
         figures.insert(0, base)
         base = "h200"
     if base not in DEVICES:
-        raise ValueError(
-            f"device: expected one of {', '.join(DEVICES)} or figures such as 'sms=66,hbm=2.2e6', got {name!r}"
-        )
+        expected = f"one of {', '.join(DEVICES)} or figures such as 'sms=66,hbm=2.2e6'"
+        raise ValueError(f"device: expected {expected}, got {name!r}")
     known = {field.name: field for field in fields(DeviceSpec) if field.name != "name"}
     changes: dict[str, Any] = {}
     for figure in figures:
@@ -156,11 +151,5 @@ def device_from_properties(
         base = replace(_H200, name=name, clock_mhz=_H200.clock_mhz * clock_mhz / 1980)
         hbm = _H200.hbm_bytes_per_us * (memory_mhz * memory_bits) / (3201 * 6144)
         tensor = _H200.tensor_ops_per_us * (num_sms * clock_mhz) / (132 * 1980)
-    return replace(
-        base,
-        num_sms=num_sms,
-        smem_per_block=smem_per_block,
-        smem_per_sm=smem_per_sm,
-        hbm_bytes_per_us=hbm,
-        tensor_ops_per_us=tensor,
-    )
+    sizes = {"num_sms": num_sms, "smem_per_block": smem_per_block, "smem_per_sm": smem_per_sm}
+    return replace(base, hbm_bytes_per_us=hbm, tensor_ops_per_us=tensor, **sizes)
