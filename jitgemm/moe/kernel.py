@@ -17,8 +17,6 @@ from jitgemm.kernel.render import kernel_source
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
 
-ROUTE_NAME, FRONT_NAME, COMBINE_NAME = "jitgemm_route", "jitgemm_route_and_quantize", "jitgemm_combine"
-
 MAX_EXPERTS = 1024
 """Experts of a layer on one device: as many as the grouped GEMM's largest table holds."""
 MAX_GLOBAL_EXPERTS = 8192
@@ -73,6 +71,10 @@ class CombineSpec:
     @property
     def label(self) -> str:
         return f"combine-{self.row}-{self.out}"
+
+
+ENTRIES = {"route": "route", "front": "route_and_quantize", "combine": "combine"}
+"""The function that a family's kernel calls, and has in its name behind "jitgemm_"."""
 
 
 def route_spec(choices: int) -> RouteSpec:
@@ -139,39 +141,26 @@ def combine_blocks(tokens: int, n: int) -> int:
 
 
 def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
-    """The CUDA source of a kernel; the entry point is `ROUTE_NAME`, `FRONT_NAME` or `COMBINE_NAME`."""
+    """The CUDA source of a kernel; the entry point is named in `ENTRIES`."""
+    name, header = ENTRIES[spec.family], spec.family
+    bounds, cluster, constants, config = str(COMBINE_THREADS), "", "jitgemm::Config", ""
     if isinstance(spec, RouteSpec):
+        bounds, constants = "1024, 1", str(spec.ctas)
         cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
-        return f"""\
-// jitgemm {spec.label}
-#include <jitgemm/moe/route.cuh>
-
-extern "C" __global__ void {cluster}__launch_bounds__(1024, 1)
-{ROUTE_NAME}(const __grid_constant__ jitgemm::RouteArgs args) {{
-    jitgemm::route<{spec.ctas}>(args);
-}}
-"""
-    if isinstance(spec, FrontSpec):
-        header, threads, name = "front", f"{FRONT_THREADS}, 1", FRONT_NAME
-        config, arguments, function = render_config(spec.quantizer), "FrontArgs", "route_and_quantize"
+    elif isinstance(spec, FrontSpec):
+        bounds, config = f"{FRONT_THREADS}, 1", render_config(spec.quantizer)
     else:
-        header, threads, name = "combine", str(COMBINE_THREADS), COMBINE_NAME
-        types = (
-            f"    static constexpr RealType k{part} = {DTYPES[getattr(spec, part.lower())].cpp_name};\n"
-            for part in ("Row", "Out")
-        )
-        config, arguments, function = f"struct Config {{\n{''.join(types)}}};", "CombineArgs", "combine"
+        types = {"Row": spec.row, "Out": spec.out}
+        lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
+        config = f"struct Config {{\n{''.join(lines)}}};"
+    namespace = f"namespace jitgemm {{\n{config}\n}}\n\n" if config else ""
     return f"""\
 // jitgemm {spec.label}
 #include <jitgemm/moe/{header}.cuh>
 
-namespace jitgemm {{
-{config}
-}}
-
-extern "C" __global__ void __launch_bounds__({threads})
-{name}(const __grid_constant__ jitgemm::{arguments} args) {{
-    jitgemm::{function}<jitgemm::Config>(args);
+{namespace}extern "C" __global__ void {cluster}__launch_bounds__({bounds})
+jitgemm_{name}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
+    jitgemm::{name}<{constants}>(args);
 }}
 """
 

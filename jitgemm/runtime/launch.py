@@ -179,6 +179,7 @@ class Launch:
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:
         """Launches with the tensors, in the block's order; it may start before the kernel before it ends."""
-        key = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
+        # In all calls of a launch the same ones are None.
+        key = (*[tensor.data_ptr() for tensor in tensors if tensor is not None], self.number)
         if not self.run(key, True):
             self.run(key, True, tensors)

@@ -12,22 +12,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from jitgemm.activations.scheme import SILU_MUL, Gate
-from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import Lhs
-from jitgemm.moe.arguments import Layer
+from jitgemm.moe.arguments import ExpertsCall
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
-from jitgemm.nn.layers.linear import is_dtensor
-from jitgemm.nn.layers.packed import Packed, state_dict_parts
-from jitgemm.tensors import check_dtype, check_no_grad
+from jitgemm.nn.layers.linear import as_rows, is_dtensor, result_type
+from jitgemm.nn.layers.packed import Described, Packed, state_dict_parts
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import ExpertSharding
 
 
-class PackedExperts(torch.nn.Module):
+class PackedExperts(Described):
     """The routed experts of a layer: out[t] = sum over i of topk_weights[t, i] * expert topk_ids[t, i] of x[t].
 
     `W4A8Experts` and `W8A8Experts` hold weights of one width; this class itself holds w13 of one and w2 of the other.
@@ -131,15 +129,9 @@ class PackedExperts(torch.nn.Module):
         """
         if is_dtensor(hidden_states):
             raise TypeError("hidden_states: expected a plain tensor, such as a DTensor's to_local(), got a DTensor")
-        if hidden_states.shape[-1:] != (self.hidden_dim,):
-            raise ValueError(f"hidden_states: expected shape [..., {self.hidden_dim}], got {list(hidden_states.shape)}")
-        check_dtype("hidden_states", hidden_states.dtype, REAL_TYPES)
-        check_no_grad("hidden_states", hidden_states)
-        device_type = hidden_states.device.type
-        if device_type != "meta" and torch.is_autocast_enabled(device_type):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
-        rows = hidden_states.reshape(-1, self.hidden_dim)
-        return self.run(rows, top_k_index, top_k_weights).view(hidden_states.shape)
+        rows, dtype = as_rows(hidden_states, self.hidden_dim, "hidden_states"), result_type(hidden_states)
+        out = self.run(rows if rows.dtype is dtype else rows.to(dtype), top_k_index, top_k_weights)
+        return out.view(hidden_states.shape)
 
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
@@ -148,9 +140,11 @@ class PackedExperts(torch.nn.Module):
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
-            lhs, block = (w13.lhs_dtype, w13.scheme.affine), w13.scheme.block
-            more = self.gate, *lhs, None, w13.bias, w2.bias, None, self.batch_invariant, block
-            return exchange(Layer(*given, ids, weights, *more), split)
+            call = ExpertsCall(
+                *given, ids, weights, self.gate, w13.scheme, bias13=w13.bias, bias2=w2.bias,
+                batch_invariant=self.batch_invariant,
+            )  # fmt: skip
+            return exchange(call, split)
         if split is not None:
             options["expert_map"] = split.expert_map(rows.device)
         out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(w13, w2), **options)
@@ -179,23 +173,14 @@ class PackedExperts(torch.nn.Module):
         for name in ("w13", "w2"):
             getattr(self, name).weight.named(f"{layer}.{name}")
 
-    # ---- the state dict: the gate is no buffer, which `.to` and `.half` would move and convert -----------------------
+    def _description(self) -> dict[str, torch.Tensor]:
+        return {"gate": encoded(self.gate)}
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "gate"] = encoded(self.gate)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+    def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
         found = state_dict.get(prefix + "gate")
-        if found is None:
-            missing_keys.append(prefix + "gate")
-        elif found.tolist() != encoded(self.gate).tolist():
-            error_msgs.append(f"{prefix}gate: expected {self.gate}, got {found.tolist()}")
-        rest = {name: tensor for name, tensor in state_dict.items() if name != prefix + "gate"}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if found is None or found.tolist() == encoded(self.gate).tolist():
+            return None
+        return f"{prefix}gate: expected {self.gate}, got {found.tolist()}"
 
 
 class W4A8Experts(PackedExperts):

@@ -349,18 +349,18 @@ def is_dtensor(x: torch.Tensor) -> bool:
 
 
 def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: LinearSharding | None = None) -> torch.Tensor:
-    """`jitgemm.nn.layers.dtensor.on_parts`, imported with the first DTensor."""
-    from jitgemm.nn.layers import dtensor
+    """`jitgemm.nn.layers.sharding.on_parts`, imported with the first DTensor."""
+    from jitgemm.nn.layers import sharding
 
-    return dtensor.on_parts(forward, x, split)
+    return sharding.on_parts(forward, x, split)
 
 
-def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+def as_rows(x: torch.Tensor, columns: int, name: str = "x") -> torch.Tensor:
     """x [..., columns] in two dimensions, as the quantiser takes it. Raises TypeError or ValueError for any other x."""
     if x.shape[-1:] != (columns,):
-        raise ValueError(f"x: expected shape [..., {columns}], got {list(x.shape)}")
-    check_dtype("x", x.dtype, REAL_TYPES)
-    check_no_grad("x", x)
+        raise ValueError(f"{name}: expected shape [..., {columns}], got {list(x.shape)}")
+    check_dtype(name, x.dtype, REAL_TYPES)
+    check_no_grad(name, x)
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:
         rows = rows.contiguous()

@@ -19,8 +19,7 @@ def settle(model: torch.nn.Module) -> list[str]:
     through PyTorch later is waited for again.
 
     Returns:
-        Names of the settled buffers: of packed layers `blocks`, of other modules all of uint8, as one that holds a
-        packed weight is.
+        Names of the settled buffers: all of uint8, as those that hold packed weights are.
 
     Raises:
         TypeError: model is no module.
@@ -32,7 +31,7 @@ def settle(model: torch.nn.Module) -> list[str]:
         (f"{name}.{child}" if name else child, module, tensor)
         for name, module in model.named_modules()
         for child, tensor in module._buffers.items()
-        if tensor is not None and tensor.dtype == torch.uint8 and (child == "blocks" or not isinstance(module, Packed))
+        if tensor is not None and tensor.dtype == torch.uint8
     ]
     for name, _, tensor in found:
         if tensor.is_inference():

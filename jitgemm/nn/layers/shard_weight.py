@@ -1,14 +1,16 @@
-"""A rank's part of a packed weight and of a bias. Knows no modules and no `torch.distributed`."""
+"""A rank's part of what a packed layer is made of. Knows no `torch.distributed`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS
+from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.weight.pack import row_sums
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import PackedWeight
@@ -22,6 +24,22 @@ class Cut(NamedTuple):
     world: int
 
 
+def part_of(parts: Parts, cut: Cut) -> Parts:
+    """A rank's part, in memory of its own: rows of the bias, or along k all of it for rank 0."""
+    bias, (dim, rank, world) = parts.bias, cut
+    if bias is not None and dim == "n":
+        bias = bias.chunk(world)[rank].clone()
+    elif rank:
+        bias = None
+    return parts._replace(weight=part_of_weight(parts.weight, *cut, LHS_DTYPES[parts.activation]), bias=bias)
+
+
+def part_of_experts(parts: Parts, experts: slice) -> Parts:
+    """Some experts, in memory of their own."""
+    bias = None if parts.bias is None else parts.bias[experts].clone()
+    return parts._replace(weight=_with(parts.weight, lambda tensor: tensor[experts]), bias=bias)
+
+
 def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: torch.dtype) -> Weight:
     """A rank's part of a weight, exactly, in memory of its own; see `CanonicalWeight.shard`.
 
@@ -29,22 +47,16 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
     """
     if weight.experts is not None:
         raise ValueError(f"weight: expected a dense one, got one of {weight.experts} experts")
-    n, k, fmt = weight.n, weight.k, weight.format
+    n, k, group_size = weight.n, weight.k, weight.format.group_size
     if dim == "n" and n % (world * STRIP_ROWS) == 0:
-        n //= world
-        rows = slice(rank * n, (rank + 1) * n)
-        blocks = weight.blocks[rows.start // STRIP_ROWS : rows.stop // STRIP_ROWS].clone()
-        channel_scale, row_sum = (
-            None if each is None else each[rows].clone() for each in (weight.channel_scale, weight.row_sum)
-        )
-        part = replace(weight, blocks=blocks, channel_scale=channel_scale, row_sum=row_sum, n=n)
-    elif dim == "k" and _between_records(weight, world):
+        return _with(weight, lambda tensor: tensor.chunk(world)[rank], n=n // world)
+    whole_records = k % (world * max(BLOCK_K, group_size)) == 0 and k // world > group_size
+    if dim == "k" and whole_records and weight.permutation is None:
         k //= world
-        blocks = weight.blocks[:, rank * k // BLOCK_K : (rank + 1) * k // BLOCK_K].contiguous()
-        row_sum = weight.row_sum
+        blocks, row_sum = weight.blocks.chunk(world, 1)[rank].contiguous(), weight.row_sum
         if row_sum is not None:
-            row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, fmt))
-        part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=fmt.group_size or k)
+            row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, weight.format))
+        part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=group_size or k)
     else:
         part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype)
     part.named(weight.layer)
@@ -58,24 +70,10 @@ def unpacked(weight: Weight) -> CanonicalWeight:
     return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=weight.format.code)
 
 
-def _between_records(weight: Weight, world: int) -> bool:
-    """Whether each rank's part along k is whole records, in the weight's own format."""
-    group_size = weight.format.group_size
-    whole = weight.k % (world * max(BLOCK_K, group_size)) == 0
-    return whole and weight.permutation is None and weight.k // world > group_size
-
-
-def part_of_bias(bias: torch.Tensor | None, dim: str, rank: int, world: int) -> torch.Tensor | None:
-    """Rows of it, or along k all of it for rank 0."""
-    if bias is None or dim == "k":
-        return bias if rank == 0 else None
-    return bias.chunk(world)[rank].clone()
-
-
-def part_of_experts(weight: Weight, experts: slice) -> Weight:
-    """Some experts of a weight, in memory of their own."""
-    names = "blocks", "channel_scale", "row_sum"
-    tensors = {name: tensor[experts].clone() for name in names if (tensor := getattr(weight, name)) is not None}
-    part = replace(weight, **tensors)
+def _with(weight: Weight, pick: Callable[[torch.Tensor], torch.Tensor], **sizes: Any) -> Weight:
+    """A weight of some rows or experts of this one."""
+    names = ("blocks", "channel_scale", "row_sum")
+    tensors = {name: pick(tensor).clone() for name in names if (tensor := getattr(weight, name)) is not None}
+    part = replace(weight, **tensors, **sizes)
     part.named(weight.layer)
     return part

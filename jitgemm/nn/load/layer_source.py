@@ -18,7 +18,7 @@ from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_heade
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
-from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_weight, unpacked
+from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 INPUT_TENSORS = (*INPUT_SCALES, *INPUT_ZERO_POINTS)
@@ -148,10 +148,7 @@ class LayerSource:
                 parts = state_dict_parts(
                     {suffix: read(name, _CPU if suffix in ON_CPU else device) for suffix, name in self.names.items()}
                 )
-                if cut is None:
-                    return parts
-                part = part_of_weight(parts.weight, *cut, self.lhs_dtype)
-                return parts._replace(weight=part, bias=part_of_bias(parts.bias, *cut))
+                return parts if cut is None else part_of(parts, cut)
         weight = self.canonical(device, cut)
         with errors_that_name(self.checkpoint, self.prefix):
             weight = weight if columns is None else weight.columns(*columns)

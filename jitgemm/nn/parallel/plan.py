@@ -18,7 +18,6 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.layers.sharding import ExpertSharding
-from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, rank_of
 
 STYLES: dict[str, Callable[[], Style]] = {
@@ -67,16 +66,10 @@ class ShardingPlan:
 
         layers: of `load_`'s plan, by name.
         """
-        _, world = rank_of(self.mesh)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
                 self.style(name)
-        divided = [
-            self._divides(name, layer, world)
-            if layer.form is None
-            else self.expert_split(name, layer.form.experts) is not None
-            for name, layer in layers.items()
-        ]
+        divided = [self._divides(name, layer) for name, layer in layers.items()]
         if layers and not any(divided):
             warnings.warn(
                 f"tp_plan: divides none of the {len(layers)} quantised layers, which every rank holds whole; give "
@@ -85,12 +78,14 @@ class ShardingPlan:
             )
         heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
         cut = [rule for pattern, rule in self.rules.items() if pattern.endswith("k_proj") and rule == "colwise"]
-        if isinstance(heads, int) and cut and heads % world:
+        if isinstance(heads, int) and cut and heads % (world := self.mesh.size()):
             raise ValueError(f"tp: expected ranks that divide num_key_value_heads = {heads}, got {world}")
 
-    def _divides(self, name: str, layer: LayerSource, world: int) -> bool:
-        """Whether a layer is divided. Raises ValueError where so many ranks cannot."""
-        style = self.style(name)
+    def _divides(self, name: str, layer: Any) -> bool:
+        """Whether a layer of `load_`'s plan is divided. Raises ValueError where so many ranks cannot."""
+        if layer.form is not None:
+            return self.expert_split(name, layer.form.experts) is not None
+        style, world = self.style(name), self.mesh.size()
         if style is None:
             return False
         size, multiple = (layer.n if style.dim == "n" else layer.k or 0), PART_MULTIPLES[style.dim]

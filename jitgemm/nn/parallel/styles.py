@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-import jitgemm.nn.layers.dtensor  # noqa: F401 - registers what the ops do with DTensors
-from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_experts, part_of_weight
+from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import ADVICE, MergedLinear, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
@@ -39,7 +38,20 @@ class _Divides(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[safe-super]
-        return _divide(module, self, device_mesh)  # type: ignore[arg-type]
+        name = module.weight.layer or type(module).__name__
+        if isinstance(module, (ProjectionView, MergedLinear)):
+            raise ValueError(f"{name}: expected a layer that is not fused; {ADVICE}")
+        if module.split is not None:
+            raise ValueError(
+                f"{name}: expected a whole layer, got one that is divided along {module.split.dim} already"
+            )
+        try:
+            module.take(part_of(module.parts, Cut(self.dim, *rank_of(device_mesh))))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        module.in_features, module.out_features = module.weight.k, module.weight.n
+        module.split = self.sharding(device_mesh)
+        return module
 
 
 class ColwiseParallel(_Divides, _Colwise):
@@ -128,31 +140,12 @@ class ExpertParallel(ParallelStyle):
         split = self.sharding_of(name, module.num_experts, device_mesh)
         mine = slice(split.mine.start, split.mine.stop)
         for part in (module.w13, module.w2):
-            bias = None if part.bias is None else part.bias[mine].clone()
-            part.take(part.parts._replace(weight=part_of_experts(part.weight, mine), bias=bias))
+            part.take(part_of_experts(part.parts, mine))
         module.num_experts, module.split = split.experts, split
         return module
 
 
 Style = ColwiseParallel | RowwiseParallel
-
-
-def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear:
-    """Makes the layer this rank's part of it, in place."""
-    name = layer.weight.layer or type(layer).__name__
-    if isinstance(layer, (ProjectionView, MergedLinear)):
-        raise ValueError(f"{name}: expected a layer that is not fused; {ADVICE}")
-    if layer.split is not None:
-        raise ValueError(f"{name}: expected a whole layer, got one that is divided along {layer.split.dim} already")
-    try:
-        cut = Cut(style.dim, *rank_of(mesh))
-        weight = part_of_weight(layer.weight, *cut, layer.lhs_dtype)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    bias = part_of_bias(layer.bias, *cut)
-    layer.take(layer.parts._replace(weight=weight, bias=bias))
-    layer.in_features, layer.out_features, layer.split = weight.k, weight.n, style.sharding(mesh)
-    return layer
 
 
 def rank_of(mesh: DeviceMesh) -> tuple[int, int]:
