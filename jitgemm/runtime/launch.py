@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -83,18 +84,22 @@ def prepare(key: Hashable, layouts: Sequence[torch.Tensor], call: Call, operands
     return launch
 
 
+def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+    """Checks a call of several launches, unless this thread has checked one of this key and these layouts."""
+    if this_thread.cache.find_plan(key, layouts) is None:
+        check()
+        this_thread.cache.add_plan(key, layouts, True)
+
+
 def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operands) -> None:
     """`check_addresses` for a call of several launches, before the first of them.
 
     The same call on tensors of the same layouts at the same addresses costs a look-up. Tensors that a tracer follows
     have no addresses.
     """
-    if torch.compiler.is_compiling() or needs_dispatcher(tensors[0], tensors[0]):
-        return
-    key, layouts = (name, *map(address_of, tensors)), [tensor for tensor in tensors if tensor is not None]
-    if this_thread.cache.find_plan(key, layouts) is None:
-        check_addresses(pointers, tensors)
-        this_thread.cache.add_plan(key, layouts, True)
+    if not torch.compiler.is_compiling() and not needs_dispatcher(tensors[0], tensors[0]):
+        layouts = [tensor for tensor in tensors if tensor is not None]
+        check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))
 
 
 class ArgumentBlock:
