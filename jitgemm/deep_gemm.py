@@ -30,7 +30,7 @@ from jitgemm.gemm.problem import ANY, experts_of, fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w8
 from jitgemm.weight.packed import Weight
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -50,16 +50,10 @@ _PACKED_IN_EVERY_CALL = (
 
 
 def fp8_gemm_nt(
-    a: Pair,
-    b: Pair | Weight,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: Part | None = None,
-    recipe_b: Part | None = None,
-    compiled_dims: str = "nk",
+    a: Pair, b: Pair | Weight, d: torch.Tensor, c: torch.Tensor | None = None, recipe: Recipe | None = None,
+    recipe_a: Part | None = None, recipe_b: Part | None = None, compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """d [m, n] = a · bᵀ.
 
     Raises:
@@ -72,21 +66,12 @@ def fp8_gemm_nt(
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
-    a: Pair,
-    b: Pair | Weight,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: Part | None = None,
-    recipe_b: Part | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-    *,
+    a: Pair, b: Pair | Weight, d: torch.Tensor, grouped_layout: torch.Tensor | None = None,
+    recipe: Recipe | None = None, recipe_a: Part | None = None, recipe_b: Part | None = None,
+    compiled_dims: str = "nk", disable_ue8m0_cast: bool = False, use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True, expected_m_for_psum_layout: int | None = None, *,
     m_indices: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """d[i] = a[i] · b[grouped_layout[i]]ᵀ; rows of index -1 are left alone.
 
     Args:
@@ -115,17 +100,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
 
 def m_grouped_fp8_gemm_nt_masked(
-    a: Pair,
-    b: Pair | Weight,
-    d: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: int,
-    recipe: Recipe | None = None,
-    recipe_a: Part | None = None,
-    recipe_b: Part | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-) -> None:
+    a: Pair, b: Pair | Weight, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int,
+    recipe: Recipe | None = None, recipe_a: Part | None = None, recipe_b: Part | None = None,
+    compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
+) -> None:  # fmt: skip
     """d[e, i] = a[e, i] · b[e]ᵀ for i < masked_m[e].
 
     Args:
@@ -177,7 +155,6 @@ m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
 m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 """DeepGEMM calls them so, too. Pairs of packed FP4 codes raise TypeError."""
 
-
 _MISSING = {
     name: reason
     for reason, names in {
@@ -209,8 +186,6 @@ _MISSING = {
     for name in names.split()
 }
 """DeepGEMM's names that jitgemm does not have -> the reason, or what to call instead."""
-
-
 _FIXED: dict[str, tuple[object, str]] = {
     "get_theoretical_mk_alignment_for_contiguous_layout": (1, "1: no alignment is faster than another."),
     "get_pdl": (True, "True: a kernel starts before the kernel before it ends where that is safe."),
@@ -309,9 +284,8 @@ def _weight(b: object, *recipes: object) -> Weight:
 def _pair(name: str, pair: object, expected: str) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}: expected {expected}, got {type(pair).__name__}")
-    parts = ("w" if name == "b" else "x"), "scales"
-    values, scale = (check_tensor(f"{name}[{i}] ({part})", pair[i]) for i, part in enumerate(parts))
-    return values, scale
+    values = "w" if name == "b" else "x"
+    return check_tensor(f"{name}[0] ({values})", pair[0]), check_tensor(f"{name}[1] (scales)", pair[1])
 
 
 def _transposed(name: str, pair: object) -> Pair:

@@ -79,24 +79,19 @@ def config(
     if not isinstance(folder, (str, PathLike)):
         raise TypeError(f"folder: expected a path, or a name on the hub, got {type(folder).__name__}")
     said = JitGemmConfig(
-        activation=activation,
-        modules_to_not_convert=modules_to_not_convert,
-        strict=strict,
-        allow_missing=allow_missing,
-        format=format,
-    )
+        activation=activation, modules_to_not_convert=modules_to_not_convert, strict=strict,
+        allow_missing=allow_missing, format=format,
+    )  # fmt: skip
     try:
         found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
     except OSError as error:
         if Path(folder).exists():
             raise
-        raise OSError(
-            f"folder: expected one that is here, or a name on the hub, got {str(folder)!r}: {error}"
-        ) from error
+        wanted = "one that is here, or a name on the hub"
+        raise OSError(f"folder: expected {wanted}, got {str(folder)!r}: {error}") from error
     if unknown:
-        raise TypeError(
-            f"config: expected arguments of its own or of AutoConfig.from_pretrained, got {', '.join(unknown)}"
-        )
+        wanted = "arguments of its own or of AutoConfig.from_pretrained"
+        raise TypeError(f"config: expected {wanted}, got {', '.join(unknown)}")
     found.quantization_config = said.to_dict()  # transformers takes a dict for one that stood in the file
     return found
 
@@ -135,25 +130,21 @@ class JitGemmConfig(QuantizationConfigMixin):
         quant_method: str = NAME,
     ):
         check_options(bits, lm_head)
-        if bits == 8 and (group_size, symmetric, scale_dtype) != (128, True, "bfloat16"):
-            raise ValueError(
-                "group_size, symmetric, scale_dtype: expected none with bits=8, a scale per row in fp32, got "
-                f"{group_size}, {symmetric}, {scale_dtype!r}"
-            )
+        given = group_size, symmetric, scale_dtype
+        if bits == 8 and given != (128, True, "bfloat16"):
+            wanted, got = "none with bits=8, a scale per row in fp32", f"{group_size}, {symmetric}, {scale_dtype!r}"
+            raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
         if check_group_size(group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
-            raise ValueError(
-                f"group_size: expected one of {GROUP_SIZES}, or in_features or more for a scale per row, got {group_size}"
-            )
-        for name, flag in (("symmetric", symmetric), ("strict", strict)):
-            check_flag(name, flag)
+            wanted = f"one of {GROUP_SIZES}, or in_features or more for a scale per row"
+            raise ValueError(f"group_size: expected {wanted}, got {group_size}")
+        check_flag("symmetric", symmetric)
+        check_flag("strict", strict)
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:
             activation_named(activation)
-        for name, patterns in (
-            ("modules_to_not_convert", modules_to_not_convert),
-            ("allow_missing", allow_missing),
-        ):
+        lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
+        for name, patterns in lists.items():
             if isinstance(patterns, str):
                 raise ValueError(f"{name}: expected a list of patterns, got {patterns!r}")
         self.quant_method: Any = quant_method
@@ -173,16 +164,9 @@ class JitGemmConfig(QuantizationConfigMixin):
     @property
     def quantising(self) -> dict[str, Any]:
         """Options of `quantised`."""
-        activation = self.activation or "e4m3"
-        if self.bits == 8:
-            return {"bits": 8, "activation": activation}
-        return {
-            "bits": 4,
-            "activation": activation,
-            "group_size": self.group_size,
-            "symmetric": self.symmetric,
-            "scale_dtype": getattr(torch, self.scale_dtype),
-        }
+        options = {"bits": self.bits, "activation": self.activation or "e4m3"}
+        four = {"group_size": self.group_size, "symmetric": self.symmetric}
+        return options if self.bits == 8 else options | four | {"scale_dtype": getattr(torch, self.scale_dtype)}
 
 
 @register_quantizer(NAME)
@@ -198,7 +182,7 @@ class JitGemmQuantizer(HfQuantizer):
     modules_to_not_convert: tuple[str, ...] = ()  # transformers 4 looks for it
     is_trainable = False
     is_compileable = True
-    report: Report | None = None
+    report: Report
     _divided = False
 
     def is_serializable(self, **_: Any) -> bool:
@@ -228,17 +212,11 @@ class JitGemmQuantizer(HfQuantizer):
         with _usual_defaults():
             # What no file holds is transformers' to compute.
             computed = {name for name, _ in model.named_buffers()} - set(model.state_dict()) | never_saved(model)
-            plan = plan_for(
-                model,
-                checkpoint,
-                (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None,
-                said.activation if self.pre_quantized else None,
-                said.format,
-                [*said.allow_missing, *computed],
-                said.strict,
-            )
-            self._kept = {name: why for name, why in plan.kept.items() if name not in computed}
-            self._skipped = dict(plan.skipped)
+            filter = (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None
+            activation, may_miss = said.activation if self.pre_quantized else None, [*said.allow_missing, *computed]
+            plan = plan_for(model, checkpoint, filter, activation, said.format, may_miss, said.strict)
+            kept = {name: why for name, why in plan.kept.items() if name not in computed}
+            self.report = Report((), plan.skipped, plan.ignored, kept)  # names are not known yet
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
@@ -261,14 +239,14 @@ class JitGemmQuantizer(HfQuantizer):
         """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out."""
         chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.lm_head)
         for name in [name for name in chosen if name not in plan.layers]:
-            tensors = _tensors(plan.model.get_submodule(name))
-            found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors.items()}
+            tensors = plan.model.get_submodule(name).named_parameters(recurse=False)
+            found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors}
             if self.quantization_config.leaves(name):
                 skipped[name] = "left out by modules_to_not_convert"
             elif None in found.values():
                 skipped[name] = "not in the checkpoint"
             self._origins[name] = {child: origin for child, origin in found.items() if origin is not None}
-        self._skipped |= skipped | plan.replaceable.others()
+        self.report.skipped |= skipped | plan.replaceable.others()
         return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
 
     def _size(self, name: str) -> int:
@@ -277,7 +255,7 @@ class JitGemmQuantizer(HfQuantizer):
         if layer is not None:
             infos = [plan.checkpoint.info(name) for name in layer.files]
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
-        tensors = _tensors(plan.model.get_submodule(name)).values()
+        tensors = list(plan.model.get_submodule(name).parameters(recurse=False))
         if name in self._chosen:
             eighths = 9 if self.quantization_config.bits == 8 or name == self._head else 5
             return sum(tensor.numel() * eighths // 8 for tensor in tensors)
@@ -300,7 +278,7 @@ class JitGemmQuantizer(HfQuantizer):
                 return make_layer(plan, name, module, device, division)
             for place in layers[name]:
                 del self._held[place]  # with which the module goes
-            for child, tensor in _tensors(module).items():
+            for child, tensor in list(module.named_parameters(recurse=False)):
                 value = read_tensor(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
             form, options = replaceable.forms.get(name), self.quantization_config.quantising
@@ -327,10 +305,10 @@ class JitGemmQuantizer(HfQuantizer):
             and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
         ]
         fill_tensors(plan, rest, lambda name, tensor: devices[_owner(name)])
-        for place in devices:
-            module = model.get_submodule(place)
-            if division is not None and isinstance(module, torch.nn.Linear):
-                division.divide(place, module)
+        if division is not None:
+            for place in devices:
+                if isinstance(module := model.get_submodule(place), torch.nn.Linear):
+                    division.divide(place, module)
         model._keys_to_ignore_on_load_unexpected = self._unexpected
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
@@ -339,24 +317,21 @@ class JitGemmQuantizer(HfQuantizer):
             said = copy.copy(self.quantization_config)
             said._loaded = True
             model.config.quantization_config = said
-        names = [name for name in replaceable.places if name in layers]
-        self.report = Report(names, self._skipped, plan.ignored, self._kept)
+        self.report += [name for name in replaceable.places if name in layers]
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
-        del self._plan, self._held, self._chosen, self._origins, self._kept, self._skipped
+        del self._plan, self._held, self._chosen, self._origins
 
 
 def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan) -> None:
     """Warns of patterns that are no layer's: transformers' own quantizers take parts of names."""
     places = plan.replaceable.places
     layers = [name for name, module in model.named_modules() if name in places or not any(module.children())]
-    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
+    idle = [repr(pattern) for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
     if idle:
-        warnings.warn(
-            "modules_to_not_convert: expected patterns of layers' whole names, such as '*.o_proj' or "
-            f"'model.layers.0.*', got {', '.join(map(repr, idle))}, of which there are none",
-            stacklevel=2,
-        )
+        wanted = "patterns of layers' whole names, such as '*.o_proj' or 'model.layers.0.*'"
+        text = f"modules_to_not_convert: expected {wanted}, got {', '.join(idle)}, of which there are none"
+        warnings.warn(text, stacklevel=2)
 
 
 def _check_parallel(model: PreTrainedModel) -> None:
@@ -412,10 +387,6 @@ def _named(plan: Plan, places: Iterable[str], child: str, tensor: torch.Tensor) 
     """The name under which the checkpoint has a tensor of a module that stands at these places, or one tied to it."""
     tied = [name for name, other in plan.model.named_parameters(remove_duplicate=False) if other is tensor]
     return next((name for name in [*(f"{place}.{child}" for place in places), *tied] if name in plan.tensors), None)
-
-
-def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
 
 
 def _owner(name: str) -> str:

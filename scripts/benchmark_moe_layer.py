@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ def calls_of(
     import torch
 
     import jitgemm.moe.call
-    from jitgemm.activations.arguments import Inputs
-    from jitgemm.activations.call import quantize
-    from jitgemm.activations.scheme import SILU_MUL
+    from jitgemm.activations.arguments import activation_of
+    from jitgemm.activations.call import QuantizeCall, quantize
+    from jitgemm.activations.scheme import SILU_MUL, Prologue
     from jitgemm.moe.route import combine, route
 
     w13, w2 = weights
@@ -87,14 +88,16 @@ def calls_of(
         topk_weights, out = torch.rand(tokens, top_k, device=device), torch.empty_like(x)
         hidden, rows = (torch.empty(choices, w.n, dtype=x.dtype, device=device) for w in weights)
         routing = route(ids, experts, expert_map=expert_map)
-        first = Inputs(x, lhs_dtype, False, False, None, None, None, None, 0.0, None, block=scheme == "block")
+        first = QuantizeCall(x, activation_of(lhs_dtype, scheme, False))
         options: dict[str, Any] = {"expected_m": hint}
         gather = routing.row_index
         if hint >= jitgemm.moe.call.GATHER_M:  # the layer's quantiser gathers then
-            first, gather = first._replace(row_count=routing.offsets[-1:], row_index=gather), None
+            first, gather = replace(first, row_count=routing.offsets[-1:], row_index=gather), None
         lhs1 = quantize(first)
         gemm(lhs1[:2], w13, hidden, routing.offsets, row_index=gather, **options)
-        second = first._replace(x=hidden, gate=SILU_MUL, row_count=routing.offsets[-1:], row_index=None)
+        second = replace(
+            first, x=hidden, prologue=Prologue(gate=SILU_MUL), row_count=routing.offsets[-1:], row_index=None
+        )
         lhs2 = quantize(second)
         gemm(lhs2[:2], w2, rows, routing.offsets, **options)
 

@@ -10,7 +10,9 @@ import builders
 import torch
 
 from jitgemm.activations import plan as quantizers
-from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall
+from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
 from jitgemm.runtime import driver, launch as launching
@@ -59,12 +61,19 @@ def gemm_operands(*, group_size: int = builders.PER_CHANNEL, affine: bool = True
     return Gemm(x, x_scale, x_zero if affine else None, weight, out, builders.bias(3, N))
 
 
-def quantizer_inputs(m: int = 5) -> Inputs:
-    """Inputs that have all the tensors that go together."""
+def quantizer_inputs(m: int = 5) -> QuantizeCall:
+    """A call that has all the tensors that go together."""
     one = torch.ones(1)
-    return Inputs(
-        torch.randn(m, K, dtype=torch.bfloat16), torch.int8, True, True, one, one.int(), None,
-        torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(),
-        residual=torch.randn(m, 2 * K, dtype=torch.bfloat16)[:, K:],
-        residual_out=torch.empty(m, 3 * K, dtype=torch.bfloat16)[:, :K],
-    )  # fmt: skip
+    return QuantizeCall(
+        torch.randn(m, K, dtype=torch.bfloat16),
+        activation_of(torch.int8, "tensor", True),
+        Prologue(
+            norm=torch.ones(K, dtype=torch.bfloat16),
+            eps=0.25,
+            residual=torch.randn(m, 2 * K, dtype=torch.bfloat16)[:, K:],
+            residual_out=torch.empty(m, 3 * K, dtype=torch.bfloat16)[:, :K],
+            permutation=torch.randperm(K).int(),
+        ),
+        scale=one,
+        zero=one.int(),
+    )

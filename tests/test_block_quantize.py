@@ -12,10 +12,11 @@ from moe_cases import Case, by_definition
 from quantize_cases import X_DTYPES, activations, assert_same_bits, parameters
 
 import jitgemm
-from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spec, smem_bytes
 from jitgemm.activations.reference import LARGEST
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import front_spec, layer_specs, source_of
 
@@ -157,7 +158,7 @@ SPECS = [
     (k, quantize_spec(k, x, q, block=True, **arguments))
     for k, x, q in ((512, "bf16", "e4m3"), (7168, "bf16", "e4m3"), (8192, "fp32", "s8"), (40960, "fp16", "s8"))
     for arguments in (
-        {}, {"silu_mul": True}, {"rms_norm": True}, {"permuted": True}, {"rms_norm": True, "permuted": True},
+        {}, {"gate": SILU_MUL}, {"rms_norm": True}, {"permuted": True}, {"rms_norm": True, "permuted": True},
         {"rms_norm": True, "residual": True}, {"rms_norm": True, "residual": True, "permuted": True},
     )
     if k <= 2**15 or "permuted" not in arguments
@@ -239,5 +240,5 @@ def test_a_layer_s_opcheck_passes():
 def test_few_tokens_are_routed_and_quantised_at_once():
     spec = front_spec(64, 7168, "bf16", "e4m3", False, True)
     assert spec in LAYER and spec.quantizer.block
-    scale = Inputs(torch.zeros(5, 416), *(torch.int8, False, False, None, None, None, None, 0.0, None), block=True)
+    scale = QuantizeCall(torch.zeros(5, 416), activation_of(torch.int8, "block", False))
     assert scale.new_outputs()[1].stride() == (1, 8)  # as FrontPlan takes it to be

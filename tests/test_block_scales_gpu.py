@@ -18,8 +18,8 @@ from test_grouped_gpu import assert_right as assert_groups_right
 from test_grouped_gpu import guarded, offsets_of
 
 import jitgemm
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.problem import fp32_scales
 from jitgemm.gemm.launch import GemmLaunch
@@ -592,7 +592,7 @@ def test_a_quantiser_and_a_gemm_in_a_graph():
 def test_routing_and_quantising_at_once_are_both(tokens, k):
     ids = torch.randint(0, 64, (tokens, 8), generator=builders.generator(k)).cuda()
     x = values(1, tokens, k, device="cuda")
-    inputs = Inputs(x, torch.float8_e4m3fn, False, False, None, None, None, None, 0.0, None, block=True)
+    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block", False))
     _, outputs = route_and_quantize(inputs, ids, 64, None)
     assert_same_bits(outputs[:2], quantize(inputs)[:2])
 

@@ -25,8 +25,8 @@ from tiny_kernel import serialised_kernel, spilling_kernel
 
 from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
+from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
 from jitgemm.cli import common, main
-from jitgemm.cli import warmup as cli_warmup
 from jitgemm.cli.cache import describe_spec, kind_of
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
@@ -168,7 +168,7 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
     ],
 )
 def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
-    monkeypatch.setattr(cli_warmup, "kernel_source", lambda spec: replace(slow, label=spec.label))
+    monkeypatch.setattr("jitgemm.moe.kernel.kernel_source", lambda spec: replace(slow, label=spec.label))
     options = FEW
     done = run("warmup", *options)
     assert done.code == 0 and re.search(shown, done.stdout)
@@ -390,8 +390,8 @@ def test_the_command_that_a_missing_quantiser_names_compiles_it(run, gate, label
     options = ("--quantizer", f"bf16+{gate}", "--lhs", "e4m3", "--dry-run", "--json")
     [kernel] = [each for each in run("warmup", *LAYER, *options).json["kernels"] if each["kind"] == "quantizer"]
     assert kernel["label"].startswith(f"quantize-bf16-e4m3-{label}-")
-    name, _, value = gate.partition("=")
-    source = quantize_source(quantize_spec(256, "bf16", "e4m3", **{name: value or True}))
+    value = gate.partition("=")[2]
+    source = quantize_source(quantize_spec(256, "bf16", "e4m3", gate=GELU_MULS[value] if value else SILU_MUL))
     assert source.warmup.endswith(f"--lhs fp8 --quantizer bf16+{gate}")
     assert source.key(nvrtc_info()) == kernel["key"]
 
@@ -446,7 +446,7 @@ def spec_of(lhs: str, format, **options):
         quantize_source(quantize_spec(256, "fp32", "s8", affine=True, static=True, permuted=True)),
         quantize_source(quantize_spec(256, "fp16", "e4m3", rms_norm=True)),
         quantize_source(quantize_spec(256, "bf16", "e4m3", rms_norm=True, residual=True)),
-        quantize_source(quantize_spec(256, "bf16", "s8", silu_mul=True)),
+        quantize_source(quantize_spec(256, "bf16", "s8", gate=SILU_MUL)),
     ],
     ids=lambda source: source.label,
 )

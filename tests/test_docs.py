@@ -269,6 +269,22 @@ def test_links_lead_somewhere():
     assert bad == []
 
 
+def named_functions() -> list[tuple[str, str]]:
+    """(file of the package, function) of every `file.py:function` on the architecture page, and of its pictures' lines."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.findall(r"((?:\w+/)*\w+\.py):(\w+(?:\.\w+)*)", text)
+    return sorted({*found, *((file, name) for name, file in re.findall(r"(\w+(?:\.\w+)*)  +((?:\w+/)*\w+\.py)", text))})
+
+
+@pytest.mark.parametrize(("file", "name"), named_functions())
+def test_functions_on_the_architecture_page_are_where_it_says(file, name):
+    scope: ast.AST = ast.parse((ROOT / "jitgemm" / file).read_text(encoding="utf-8"))
+    for part in name.split("."):
+        inside = [each for each in ast.iter_child_nodes(scope) if getattr(each, "name", "") == part]
+        assert inside, f"{file} has no {name}"
+        scope = inside[0]
+
+
 def in_all() -> set[str]:
     """The names in every `__all__` of the package, and the functions that its entry points name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -6,14 +6,16 @@ import gc
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.jit.source import headers
@@ -316,8 +318,9 @@ def test_an_op_s_expert_is_settled_as_its_whole_is(monkeypatch):
 def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch):
     launches = without_driver(monkeypatch)
     inputs = quantizer_inputs()
-    outputs = inputs.new_outputs()
-    quantizers.QuantizePlan(inputs, outputs).launch(inputs, outputs)
+    outputs, k = inputs.new_outputs(), inputs.x.shape[1]
+    operands = replace(inputs, out=outputs).operands()
+    inputs.prepare(operands).run_tensors(*operands)
     [(dependent, (block,))] = launches
     assert dependent
     q, scale, zero = outputs
@@ -329,36 +332,39 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
         "zero": zero.data_ptr(),
         "given_scale": inputs.scale.data_ptr(),
         "given_zero": inputs.zero.data_ptr(),
-        "norm_weight": inputs.rms_norm.data_ptr(),
-        "permutation": inputs.permutation.data_ptr(),
+        "norm_weight": inputs.prologue.norm.data_ptr(),
+        "permutation": inputs.prologue.permutation.data_ptr(),
         "row_count": 0,
         "row_index": 0,
-        "residual": inputs.residual.data_ptr(),
-        "sum": inputs.residual_out.data_ptr(),
-        "x_row_bytes": 2 * inputs.k,
-        "q_row_bytes": inputs.k,
+        "residual": inputs.prologue.residual.data_ptr(),
+        "sum": inputs.prologue.residual_out.data_ptr(),
+        "x_row_bytes": 2 * k,
+        "q_row_bytes": k,
         "m": inputs.x.shape[0],
-        "k": inputs.k,
-        "eps": inputs.eps,
+        "k": k,
+        "eps": inputs.prologue.eps,
         "norm_weight_type": DTYPES["bf16"].number,
         "gate_limit": float("inf"),
         "gate_alpha": 1.0,
         "scale_row_stride": 0,
         "scale_block_stride": 0,
-        "residual_row_bytes": 4 * inputs.k,
-        "sum_row_bytes": 6 * inputs.k,
+        "residual_row_bytes": 4 * k,
+        "sum_row_bytes": 6 * k,
         "rows_of_count": 0,
     }
-    given = [0 if tensor is None else tensor.data_ptr() for tensor in inputs.tensors(outputs)]
+    given = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
     assert given == list(fields.values())[: len(given)]
 
 
 def test_a_gate_s_numbers_and_its_count_of_rows_reach_the_fields_of_their_names(monkeypatch):
     launches = without_driver(monkeypatch)
     count, gate = torch.ones(1, dtype=torch.int32), Gate("swiglu_oai", "interleaved", 7.0, 1.5)
-    inputs = Inputs(torch.randn(5, 128), torch.int8, False, False, None, None, gate, None, 0.0, None, count)
+    inputs = QuantizeCall(
+        torch.randn(5, 128), activation_of(torch.int8, "token", False), Prologue(gate=gate), row_count=count
+    )
     outputs = inputs.new_outputs()
-    quantizers.QuantizePlan(inputs, outputs).launch(inputs, outputs)
+    operands = replace(inputs, out=outputs).operands()
+    inputs.prepare(operands).run_tensors(*operands)
     fields = fields_in(launches[0][1][0], struct_of("jitgemm/quantize.cuh", "QuantizeArgs"))
     numbers = {"gate_limit": 7.0, "gate_alpha": 1.5, "m": 5, "k": 64, "row_count": count.data_ptr(), "rows_of_count": 5}
     assert numbers.items() <= fields.items()
@@ -369,16 +375,16 @@ def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkey
     without_driver(monkeypatch)
     if quantiser:
         inputs = quantizer_inputs()
-        calls = [(inputs, inputs.new_outputs()) for _ in range(3)]
-        plan = quantizers.QuantizePlan(*calls[0])
+        calls = [inputs.operands() for _ in range(3)]
+        launch = inputs.prepare(calls[0]).run_tensors
     else:
         operands = gemm_operands()
         calls = [(operands._replace(out=torch.empty_like(operands.out)),) for _ in range(3)]
-        plan = gemms.GemmLaunch(operands)
+        launch = gemms.GemmLaunch(operands).launch
     checked = []
     monkeypatch.setattr(launching, "check_addresses", lambda pointers, tensors: checked.append(tensors))
     for call in calls * 2:
-        plan.launch(*call)
+        launch(*call)
     assert len(checked) == len(calls)
 
 

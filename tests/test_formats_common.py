@@ -20,17 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm.checkpoint import Checkpoint, formats, read_layer
-from jitgemm.checkpoint.bits import (
-    _dense,
-    _inverse,
-    _nibbles_of,
-    AWQ_ORDER,
-    HIGH_FIRST,
-    WORD_DTYPES,
-    minus_8,
-    twos_complement,
-    unpack_nibbles,
-)
+from jitgemm.checkpoint.bits import AWQ_ORDER, HIGH_FIRST, WORD_DTYPES, minus, twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order, concat
 from jitgemm.checkpoint.format import Format
 
@@ -41,14 +31,14 @@ def pack_nibbles(
     values: torch.Tensor, dim: int = -1, *, dtype: torch.dtype = torch.int32, order: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """The inverse of `unpack_nibbles`: the low four bits of integers into words; a last word is filled with 0."""
-    per_word = _nibbles_of(dtype)
+    per_word = 2 * dtype.itemsize
     last = (values.movedim(dim, -1) & 0xF).to(torch.uint8)
     last = torch.nn.functional.pad(last, (0, -last.shape[-1] % per_word))
     if order is not None:
-        _inverse(order, per_word)
+        unpack_nibbles(torch.zeros(1, dtype=dtype), order=order)  # which checks it
         last = last.unflatten(-1, (-1, per_word))[..., list(order)].flatten(-2)
     pairs = last[..., 0::2] | last[..., 1::2] << 4
-    return _dense(pairs).view(dtype).movedim(-1, dim)
+    return pairs.clone(memory_format=torch.contiguous_format).view(dtype).movedim(-1, dim)
 
 
 @given(
@@ -101,7 +91,7 @@ def test_no_words_unpack_to_no_values():
 def test_signed_readings_of_a_nibble():
     nibbles = torch.arange(16, dtype=torch.uint8)
     assert twos_complement(nibbles).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]
-    assert minus_8(nibbles).tolist() == list(range(-8, 8))
+    assert minus(nibbles, 8).tolist() == list(range(-8, 8))
 
 
 def test_other_word_dtypes_and_orders_are_refused():

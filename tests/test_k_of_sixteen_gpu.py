@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from dataclasses import replace
 
 import builders
 import pytest
@@ -25,9 +26,9 @@ from test_w8_gpu import weight as weight_of_8_bits
 
 import jitgemm
 from jitgemm import deep_gemm
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.tactics import with_k_rules
@@ -265,8 +266,10 @@ def test_scales_by_block(k, permuted, dtype):
 def test_every_order_of_gates(k, order, mode):
     dtype, affine = MODES[mode]
     x = torch.randn(9, 2 * k, generator=builders.generator(k)).bfloat16()
-    inputs = Inputs(x, dtype, False, affine, None, None, Gate("swiglu_oai", order, 7.0, 1.702), None, 0.0, None)
-    sides = quantize(inputs._replace(x=x.cuda())), quantize(inputs)
+    inputs = QuantizeCall(
+        x, activation_of(dtype, "token", affine), Prologue(gate=Gate("swiglu_oai", order, 7.0, 1.702))
+    )
+    sides = quantize(replace(inputs, x=x.cuda())), quantize(inputs)
     assert_close(*(tuple(part for part in side if part is not None) for side in sides), rare=1e-2)
 
 
@@ -275,7 +278,7 @@ def test_every_order_of_gates(k, order, mode):
 def test_routing_and_quantising_at_once_are_both(k, block):
     ids = torch.randint(0, 64, (9, 8), generator=builders.generator(k)).cuda()
     x = activations(1, 9, k, device="cuda")
-    inputs = Inputs(x, torch.float8_e4m3fn, False, False, None, None, None, None, 0.0, None, block=block)
+    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block" if block else "token", False))
     _, outputs = route_and_quantize(inputs, ids, 64, None)
     assert_same_bits(outputs[:2], quantize(inputs)[:2])
 

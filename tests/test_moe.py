@@ -6,6 +6,7 @@ Results here are the CPU's; the kernels are held against them in test_moe_gpu.py
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import builders
 import pytest
@@ -16,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.activations.reference import gated
-from jitgemm.activations.scheme import GATE_KINDS, SILU_MUL, Gate
+from jitgemm.activations.scheme import GATE_KINDS, SILU_MUL, Gate, Prologue
 from jitgemm.jit.cache import KernelCache
-from jitgemm.moe.arguments import Layer, check_combining
-from jitgemm.moe.call import _launch
+from jitgemm.moe.arguments import ExpertsCall, check_combining
+from jitgemm.moe.call import launch
 from jitgemm.moe.kernel import (
     CLUSTER,
     MAX_EXPERTS,
@@ -131,14 +132,16 @@ def test_a_nan_behind_a_limit_is_still_a_nan():
     x = torch.ones(1, 64)
     x[0, 3] = float("nan")
     for order in ORDERS:
-        _, scale, _ = quantize(Inputs(x, torch.int8, False, False, None, None, Gate("silu", order, 1.0), None, 0, None))
+        _, scale, _ = quantize(
+            QuantizeCall(x, activation_of(torch.int8, "token", False), Prologue(gate=Gate("silu", order, 1.0)))
+        )
         assert bool(scale.isnan().all())
 
 
 def test_counted_rows_without_a_gate_or_indices_are_the_masked_kernels():
-    inputs = Inputs(torch.ones(2, 64), torch.int8, False, False, None, None, None, None, 0.0, None, torch.ones(1).int())
-    assert inputs.masked and not inputs._replace(gate=SILU_MUL).masked
-    assert not inputs._replace(row_index=torch.zeros(2).int()).masked
+    inputs = QuantizeCall(torch.ones(2, 64), activation_of(torch.int8, "token", False), row_count=torch.ones(1).int())
+    assert inputs.masked and not replace(inputs, prologue=Prologue(gate=SILU_MUL)).masked
+    assert not replace(inputs, row_index=torch.zeros(2).int()).masked
     quantize(inputs)
 
 
@@ -146,7 +149,7 @@ def test_counted_rows_without_a_gate_or_indices_are_the_masked_kernels():
 def test_counts_of_rows_that_no_kernel_reads_are_refused(shape):
     count = torch.ones(shape, dtype=torch.int32)
     with pytest.raises(ValueError, match="row_count: expected .*got"):
-        quantize(Inputs(torch.ones(2, 64), torch.int8, False, False, None, None, None, None, 0.0, None, count))
+        quantize(QuantizeCall(torch.ones(2, 64), activation_of(torch.int8, "token", False), row_count=count))
 
 
 # ---- the layer ------------------------------------------------------------------------------------------------------
@@ -269,11 +272,12 @@ def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype):
     }
     ids, (lhs_dtype, affine) = choices(4, 9, 3, 7), MODES[mode]
     gate = Gate("swiglu_oai", "interleaved", 7.0, 1.702)
-    layer = Layer(x, w13, w2, ids, weights, gate, lhs_dtype, affine, expert_map, *options.values(), False)
+    tokens = activation_of(lhs_dtype, "token", affine)
+    layer = ExpertsCall(x, w13, w2, ids, weights, gate, tokens, expert_map, **options)
     out, gathered = torch.empty((2, 9, 72), dtype=dtype)
-    _launch(layer, out)
+    launch(layer, out)
     monkeypatch.setattr("jitgemm.moe.call.GATHER_M", 1)
-    _launch(layer, gathered)
+    launch(layer, gathered)
     assert builders.same_bits(out, gathered)
     options |= {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "expert_map": expert_map}
     expected = fused_experts(x, w13, w2, ids, weights, lhs_dtype=lhs_dtype, affine=affine, **options)
@@ -502,7 +506,6 @@ SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp3
 def test_gates_have_kernels_of_their_own():
     assert len({spec.label for spec in GATE_SPECS}) == len(GATE_SPECS)
     assert len({quantize_source(spec).source for spec in GATE_SPECS}) == len(GATE_SPECS)
-    assert quantize_spec(64, "bf16", "s8", silu_mul=True) == quantize_spec(64, "bf16", "s8", gate=SILU_MUL)
     with pytest.raises(ValueError, match="gate: expected a kind of"):
         quantize_spec(64, "bf16", "s8", gate=Gate("relu"))
 

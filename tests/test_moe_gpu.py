@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import builders
 import pytest
@@ -11,11 +12,11 @@ from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, choices
 from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits
 
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.names import m_grouped_gemm_w4a8_nt_contiguous
+from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous
 from jitgemm.moe.arguments import Routing
 from jitgemm.moe.route import combine, combine_reference, route, route_and_quantize, route_reference
 from jitgemm.tensors import take_rows
@@ -47,11 +48,11 @@ def assert_unharmed(words: torch.Tensor) -> None:
 
 def route_into_guards(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:
     """`route`, with what it writes in a sea of poison."""
-    from jitgemm.moe.plan import RoutePlan
+    from jitgemm.moe.plan import prepare_route
 
     buffers = [guarded(count) for count in (experts + 1, ids.numel(), ids.numel())]
     routing = Routing(buffers[0][1], buffers[1][1], buffers[2][1].view(ids.shape))
-    RoutePlan(ids, experts, expert_map).launch(ids, expert_map, routing)
+    prepare_route(ids, experts, expert_map).run_tensors(ids, expert_map, *routing)
     torch.cuda.synchronize()
     for words, _ in buffers:
         assert_unharmed(words)
@@ -122,7 +123,7 @@ def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
     ids.view(-1)[::5] = -1
     for x_dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = activations(1, tokens, k + 32, x_dtype, "cuda")[:, 32:]
-        inputs = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)
+        inputs = QuantizeCall(x, activation_of(dtype, "token", affine))
         for expert_map in (None, torch.arange(experts, dtype=torch.int32, device="cuda").flip(0)):
             routing, outputs = route_and_quantize(inputs, ids, experts, expert_map)
             assert_routed(routing, ids, experts, expert_map)
@@ -174,9 +175,9 @@ def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode):
         x = (torch.randn((17, 2 * k), generator=builders.generator(k)) * 4).to(x_dtype)
         x[3] = 0
         x[5, 7] = float("nan")
-        inputs = Inputs(x, dtype, False, affine, None, None, Gate(kind, order, limit, 1.702), None, 0.0, None)
+        inputs = QuantizeCall(x, activation_of(dtype, "token", affine), Prologue(gate=Gate(kind, order, limit, 1.702)))
         expected = quantize(inputs)
-        results = quantize(inputs._replace(x=x.cuda()))
+        results = quantize(replace(inputs, x=x.cuda()))
         keep = [each for each in range(17) if each != 5]
         assert bool(results[1][5].isnan()) and bool(expected[1][5].isnan())
         sides = [tuple(part[keep] for part in side if part is not None) for side in (results, expected)]
@@ -194,8 +195,8 @@ def test_only_counted_rows_are_quantised(k, live):
         torch.full((m, k), 0x5B, dtype=torch.int8, device="cuda"), torch.full((m,), -3.0, device="cuda"),
         torch.full((m,), POISON, dtype=torch.int32, device="cuda"),
     )  # fmt: skip
-    inputs = Inputs(x, torch.int8, False, True, None, None, Gate(), None, 0.0, None)
-    quantize(inputs._replace(row_count=count), outputs)
+    inputs = QuantizeCall(x, activation_of(torch.int8, "token", True), Prologue(gate=Gate()))
+    quantize(replace(inputs, row_count=count, out=outputs))
     rows = min(live, m)
     if rows:
         whole = quantize(inputs)
@@ -212,8 +213,8 @@ def test_gathered_rows_are_quantised_as_where_they_were(k, mode):
     index = torch.randint(0, 300, (1000,), generator=builders.generator(k)).int().cuda()
     index[900:] = 2**30  # of nobody: never looked at
     count = torch.tensor([900], dtype=torch.int32, device="cuda")
-    inputs = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)
-    results = quantize(inputs._replace(row_index=index, row_count=count))
+    inputs = QuantizeCall(x, activation_of(dtype, "token", affine))
+    results = quantize(replace(inputs, row_index=index, row_count=count))
     expected = quantize(inputs)
     for part, whole in zip(results, expected):
         if part is not None:
@@ -300,7 +301,7 @@ def test_the_layer_is_its_kernels_each_of_which_is_right(tokens, top_k, experts,
         expert_map[2 : 2 + experts] = torch.arange(experts, dtype=torch.int32, device="cuda").flip(0)
         ids = choices(tokens, tokens, top_k, everywhere).cuda()
     expected_m = ids.numel() / (everywhere or experts)
-    inputs = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)
+    inputs = QuantizeCall(x, activation_of(dtype, "token", affine))
 
     def lhs_of(outputs: tuple) -> tuple:
         return tuple(part for part in outputs if part is not None)
@@ -309,17 +310,17 @@ def test_the_layer_is_its_kernels_each_of_which_is_right(tokens, top_k, experts,
     assert_routed(routing, ids, experts, expert_map)
     live, index = int(routing.offsets[-1]), routing.row_index
     lhs = lhs_of(quantize(inputs))
-    assert_same_bits(lhs, lhs_of(quantize(inputs._replace(x=x.cpu()))))
+    assert_same_bits(lhs, lhs_of(quantize(replace(inputs, x=x.cpu()))))
 
     hidden, rows = (x.new_zeros((ids.numel(), weight.n)) for weight in (w13, w2))
     m_grouped_gemm_w4a8_nt_contiguous(lhs, w13, hidden, routing.offsets, row_index=index, expected_m=expected_m)
     gathered = tuple(take_rows(part, index[:live].long()) for part in lhs)
     assert_within_bound(hidden, gathered, w13, routing.offsets, "first GEMM")
 
-    between = inputs._replace(x=hidden, gate=Gate())
-    lhs = lhs_of(quantize(between._replace(row_count=routing.offsets[-1:])))
+    between = replace(inputs, x=hidden, prologue=Prologue(gate=Gate()))
+    lhs = lhs_of(quantize(replace(between, row_count=routing.offsets[-1:])))
     assert_close(
-        tuple(part[:live] for part in lhs), lhs_of(quantize(between._replace(x=hidden[:live].cpu()))), rare=1e-2
+        tuple(part[:live] for part in lhs), lhs_of(quantize(replace(between, x=hidden[:live].cpu()))), rare=1e-2
     )
     m_grouped_gemm_w4a8_nt_contiguous(lhs, w2, rows, routing.offsets, expected_m=expected_m)
     assert_within_bound(rows, lhs, w2, routing.offsets, "second GEMM")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import builders
 import pytest
 import torch
 from moe_cases import MODES, Case, by_definition
 
 import jitgemm
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
-from jitgemm.activations.scheme import SILU_MUL
+from jitgemm.activations.scheme import SILU_MUL, Prologue
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import layer_specs
 from jitgemm.moe.masked import fused_experts_masked
@@ -112,7 +114,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(name, change, message
 def test_rows_that_are_no_equal_parts_are_refused(rows, parts):
     count = torch.ones(parts, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"row_count: expected as many elements as {rows} rows have equal parts"):
-        quantize(Inputs(torch.ones(rows, 64), E4M3, False, False, None, None, None, None, 0.0, None, count))
+        quantize(QuantizeCall(torch.ones(rows, 64), activation_of(E4M3, "token", False), row_count=count))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -182,12 +184,12 @@ def test_a_gpu_agrees_with_the_cpu(mode, scheme, k, inter, bits):
 def test_the_masked_quantiser_writes_live_rows_alone_with_the_bits_of_the_plain_one(k, block, gate):
     counts, max_m = (0, 7, 1, 40, 39, 3), 40
     x = torch.randn(len(counts) * max_m, k * (2 if gate else 1), dtype=torch.bfloat16, device="cuda")
-    inputs = Inputs(x, E4M3, False, False, None, None, gate, None, 0.0, None, block=block)
+    inputs = QuantizeCall(x, activation_of(E4M3, "block" if block else "token", False), Prologue(gate=gate))
     q, scale, _ = quantize(inputs)
     outputs = inputs.new_outputs()
     outputs[0].view(torch.uint8).fill_(0x5B)
     outputs[1].fill_(-1)
-    quantize(inputs._replace(row_count=torch.tensor(counts, dtype=torch.int32, device="cuda")), outputs)
+    quantize(replace(inputs, row_count=torch.tensor(counts, dtype=torch.int32, device="cuda"), out=outputs))
     for e, count in enumerate(counts):
         live = slice(e * max_m, e * max_m + count)
         dead = slice(e * max_m + count, (e + 1) * max_m)

@@ -136,7 +136,7 @@ def test_parts_that_are_cut_through_blocks_are_read_whole():
     tensors, config, _ = CASES["fp8 in blocks"]
     source = Counted({f"{PREFIX}.{name}": tensor for name, tensor in tensors.items()}, config)
     header = layer_header(source, PREFIX)
-    part_of = functools.partial(parts_of_rank, source, header)
+    part_of = functools.partial(parts_of_rank, header)
     assert part_of("n", 0, 4) is None and part_of("k", 0, 8) is not None
     whole = read_layer(source, PREFIX, device="cpu").dequantize()
     parts = [read_header(source, header, torch.device("cpu"), cut=("k", rank, 16)) for rank in range(16)]

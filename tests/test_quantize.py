@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jitgemm import gemm_w4a8_bf16_nt
 from jitgemm.activations import call
-from jitgemm.activations.arguments import Inputs, Outputs
-from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.call import QuantizeCall, quantize_activations
 from jitgemm.activations.kernel import (
     QuantizeSpec,
     block_dims,
@@ -31,7 +30,7 @@ from jitgemm.activations.kernel import (
     smem_bytes,
     spec_for_rows,
 )
-from jitgemm.activations.plan import QuantizePlan
+from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
 from jitgemm.runtime.launch_cache import LaunchCache, this_thread
@@ -507,13 +506,12 @@ def test_a_remembered_call_checks_a_residual_by_its_plan(monkeypatch):
     def run(residual: torch.Tensor, into: torch.Tensor | None, x: torch.Tensor = x) -> None:
         quantize_activations(x, torch.int8, rms_norm=torch.ones(K), residual=residual, residual_out=into)
 
-    def remember(inputs: Inputs, outputs: Outputs) -> Outputs:  # as of tensors on a GPU
-        this_thread.cache.add_plan(*asked[-1], QuantizePlan(inputs, outputs))
-        return outputs
+    def remember(self: QuantizeCall, operands: tuple) -> None:  # as of tensors on a GPU
+        this_thread.cache.add_plan(*asked[-1], self.prepare(operands))
 
     asked, find_plan = [], LaunchCache.find_plan
     monkeypatch.setattr(LaunchCache, "find_plan", lambda self, *which: asked.append(which) or find_plan(self, *which))
-    monkeypatch.setattr(call, "_run_reference", remember)
+    monkeypatch.setattr(QuantizeCall, "run_reference", remember)
     for place in (into, residual, x):
         run(residual, place)
     assert launches == []
@@ -606,7 +604,7 @@ def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
         for x in REAL_TYPES:
             for q, affine in (("e4m3", False), ("s8", False), ("s8", True)):
                 for static in (False, True):
-                    for front in ({}, {"silu_mul": True}, {"rms_norm": True}, {"rms_norm": True, "residual": True}):
+                    for front in ({}, {"gate": SILU_MUL}, {"rms_norm": True}, {"rms_norm": True, "residual": True}):
                         for permuted in (False, True):
                             options = {"affine": affine, "static": static, "permuted": permuted}
                             for spec in quantize_specs(k, x, q, **options, **front):
@@ -635,17 +633,17 @@ def test_blocks_hold_their_rows():
     [
         ("bf16", (), 32768),
         ("fp16", ("rms_norm",), 16384),
-        ("bf16", ("silu_mul",), 16384),
+        ("bf16", ("gate",), 16384),
         ("bf16", ("rms_norm", "residual"), 16384),
         ("fp32", (), 16384),
         ("fp32", ("rms_norm",), 16384),
-        ("fp32", ("silu_mul",), 8192),
+        ("fp32", ("gate",), 8192),
         ("fp32", ("rms_norm", "residual"), 16384),
     ],
 )
 def test_rows_are_read_once_up_to_the_documented_length(x, front, longest):
     def vectors(k: int) -> int:
-        return quantize_spec(k, x, "s8", **dict.fromkeys(front, True)).vectors
+        return quantize_spec(k, x, "s8", **{each: SILU_MUL if each == "gate" else True for each in front}).vectors
 
     assert vectors(longest) > 0 and vectors(longest + 32) == 0
 
@@ -715,6 +713,6 @@ def test_ctas_share_a_row_where_rows_are_long_and_few():
     def ctas(k: int, m: int, **options) -> int:
         return spec_for_rows(quantize_spec(k, "bf16", "e4m3", **options), k, m, 132).ctas
 
-    assert [ctas(14336, m, silu_mul=True) for m in (1, 33, 34, 4096)] == [4, 4, 1, 1]
+    assert [ctas(14336, m, gate=SILU_MUL) for m in (1, 33, 34, 4096)] == [4, 4, 1, 1]
     assert ctas(1024, 1) == ctas(40960, 1) == ctas(14336, 1, permuted=True) == 1
     assert ctas(13824, 1, rms_norm=True) == 1  # 27 warps: the sum of squares keeps its order

@@ -100,7 +100,7 @@ def test_tiles_that_the_gpu_packed_unpack(inner_k_tiles):
     q = codes(4, 64, 512)
     packed = torch.ops.aten._convert_weight_to_int4pack(high_first(q).cuda(), inner_k_tiles)
     assert torch.equal(packed.cpu(), tiles(q, inner_k_tiles))
-    assert torch.equal(unpack_tiles("weight", packed).cpu(), q.to(torch.uint8))
+    assert torch.equal(unpack_tiles(packed).cpu(), q.to(torch.uint8))
 
 
 def test_zeros_that_are_all_0_leave_no_offset():

@@ -237,7 +237,7 @@ def test_a_norm_that_vllm_sums_over_ranks_is_left_to_it(monkeypatch):
     assert fusion._norm(node) is not None
     config = config_of()
     config.compilation_config.pass_config.fuse_allreduce_rms = True
-    monkeypatch.setattr(fusion._State, "reduced", False)
+    monkeypatch.setattr(fusion, "_reduced", False)
     assert fusion.install(config.compilation_config) and fusion._norm(node) is None
 
 

@@ -1,94 +1,66 @@
 """Quantising activations: the public call and its `torch.library` op.
 
-As `gemm/call.py` for GEMMs: one look-up by everything that decides legality and kernel, then a launch; only a miss
-imports the layers below. CPU tensors run `reference.py`.
+One look-up by everything that decides legality and kernel, then a launch; only a miss imports the layers below. CPU
+tensors run `reference.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from jitgemm.activations.arguments import (
-    POINTERS,
-    Inputs,
-    Outputs,
-    as_rows,
-    check_arguments,
-    check_out,
-    gate_of,
-    rows_like,
-)
-from jitgemm.activations.reference import quantize_reference
-from jitgemm.activations.scheme import SCHEMES, SILU_MUL
-from jitgemm.dtypes import LHS_TYPES
-from jitgemm.runtime.checks import check_addresses
+from jitgemm.activations.arguments import CODES, POINTERS, Outputs, activation_of, as_rows, check_arguments, check_out
+from jitgemm.activations.arguments import gate_of, rows_like
+from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Prologue
+from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.runtime.launch_cache import this_thread
-from jitgemm.tensors import check_dtype, check_flag, check_tensor
+from jitgemm.runtime.launch import Launch, Operands, run_prepared
+from jitgemm.tensors import check_tensor
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class _Options(TypedDict, total=False):
+    scheme: str
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    silu_mul: bool
+    gelu_mul: str | None
+    rms_norm: torch.Tensor | None
+    eps: float
+    permutation: torch.Tensor | None
+    residual_out: torch.Tensor | None
+    out: tuple[torch.Tensor, ...] | None
+
+
 @overload
 def quantize_activations(
-    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: Literal[False] = False,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
-    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
-    residual: None = None, residual_out: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
+    x: torch.Tensor, dtype: torch.dtype, *, affine: Literal[False] = False, residual: None = None, **options: Unpack[_Options]
 ) -> Pair: ...  # fmt: skip
-
-
 @overload
 def quantize_activations(
-    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: Literal[True],
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
-    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
-    residual: None = None, residual_out: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
+    x: torch.Tensor, dtype: torch.dtype, *, affine: Literal[True], residual: None = None, **options: Unpack[_Options]
 ) -> Triple: ...  # fmt: skip
-
-
 @overload
 def quantize_activations(
-    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: bool,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
-    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
-    residual: None = None, residual_out: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
+    x: torch.Tensor, dtype: torch.dtype, *, affine: bool, residual: None = None, **options: Unpack[_Options]
 ) -> Pair | Triple: ...  # fmt: skip
-
-
 @overload
 def quantize_activations(
-    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: bool = False,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
-    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
-    residual: torch.Tensor, residual_out: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
+    x: torch.Tensor, dtype: torch.dtype, *, affine: bool = False, residual: torch.Tensor, **options: Unpack[_Options]
 ) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
 def quantize_activations(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    scheme: str = "token",
-    affine: bool = False,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    gelu_mul: str | None = None,
-    rms_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    permutation: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
-) -> tuple[torch.Tensor, ...]:
+    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: bool = False,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False,
+    gelu_mul: str | None = None, rms_norm: torch.Tensor | None = None, eps: float = 1e-6,
+    permutation: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """8-bit activations for `gemm_w4a8_bf16_nt`, in one pass over x, on the current stream.
 
     ::
@@ -107,7 +79,7 @@ def quantize_activations(
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
 
     All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for gates
-    (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
+    (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may shapes_differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
     Rows of zeros get codes that stand for 0, and scale 2^-126. A row whose y holds a NaN gets scale NaN, so that all
@@ -155,151 +127,162 @@ def quantize_activations(
     """
     if type(x) is not torch.Tensor:
         check_tensor("x", x)
-    if type(scheme) is not str or scheme not in SCHEMES:
-        raise ValueError(f"scheme: expected one of {SCHEMES}, got {scheme!r}")
+    activation, gate = activation_of(dtype, scheme, affine), gate_of(silu_mul, gelu_mul)
     rows = x if x.dim() == 2 else as_rows("x", x)
-    if type(silu_mul) is not bool:
-        check_flag("silu_mul", silu_mul)
-    gate = SILU_MUL if silu_mul else None
-    if gelu_mul is not None:
-        gate = gate_of(silu_mul, gelu_mul)
-    block = scheme == "block"
     through_op = needs_dispatcher(x, x if residual is None else residual)
-    into = residual_out
-    # Of rows alone `quantize` sees by the plan that it remembers whether they fit.
-    if (residual is not None or into is not None) and (residual is None or through_op or x.dim() != 2):
+    total = residual_out
+    # Of rows alone the plan that is remembered says whether they fit.
+    if (residual is not None or total is not None) and (residual is None or through_op or x.dim() != 2):
         residual = rows_like("residual", residual, x)
-        into = None if into is None else rows_like("residual_out", into, x)
-    inputs = Inputs(
-        rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, None, block, None,
-        residual, into,
-    )  # fmt: skip
-    outputs = None if out is None else check_out(out, x, dtype, affine, gate is not None, block)
+        total = None if total is None else rows_like("residual_out", total, x)
+    outputs = None if out is None else check_out(out, x, activation, gate is not None)
     if through_op:
-        written, into = _call_op(inputs, outputs, gelu_mul)
+        for name, value in (("scale", scale), ("zero", zero), ("rms_norm", rms_norm), ("permutation", permutation)):
+            if value is not None:
+                check_tensor(name, value)
+        static, block = scheme == "tensor", scheme == "block"
+        given = rows, dtype, static, affine, scale, zero, silu_mul, rms_norm, float(eps), permutation, block
+        if residual is None:
+            written = torch.ops.jitgemm.quantize_activations(*given, gelu_mul)
+        else:
+            *written, added = torch.ops.jitgemm.add_quantize_activations(*given, residual)
+            total = added if total is None else total.copy_(added)
+        for output, result in zip(outputs or (), written):
+            if output is not None:
+                output.copy_(result)
     else:
-        if residual is not None and into is None:
-            into = _new_sum(rows)
-            inputs = inputs._replace(residual_out=into)
-        written = quantize(inputs, outputs)
-    results: tuple[Any, ...] = written if affine else written[:2]
-    if out is not None:
-        results = tuple(out)
-    elif x.dim() != 2:  # results of rows, as x's shape has them
+        if residual is not None and total is None:
+            total = rows.new_empty(rows.shape)
+        prologue = Prologue(rms_norm, eps, gate, residual, total, permutation)
+        written = quantize(QuantizeCall(rows, activation, prologue, scale, zero, None, None, outputs))
+    results: tuple[torch.Tensor, ...] = tuple(out) if out is not None else written if affine else written[:2]
+    if out is None and x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
         results = tuple(each.view((*lead, *each.shape[1:])) for each in results)
-    if into is None:
+    if total is None:
         return results
-    return *results, residual_out if residual_out is not None else into if x.dim() == 2 else into.view(x.shape)
+    return *results, residual_out if residual_out is not None else total if x.dim() == 2 else total.view(x.shape)
 
 
-def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
-    """The call, directly or by its op, into `outputs`, which are checked, or new ones."""
-    (
-        x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index, residual,
-        total,
-    ) = inputs  # fmt: skip
-    # What decides legality and kernel; the rest of the tensors `LaunchCache.find_plan` compares.
+@dataclass(slots=True)
+class QuantizeCall:
+    """A call's arguments, x as rows; a `runtime.launch.Call`.
+
+    Attributes:
+        scale, zero: those of scheme "tensor".
+        row_count: int32 [1]: rows from there on are left alone. Or [E]: the result is E parts of as many rows, and of
+            each part rows from row_count[e] on are left alone. None: no row is.
+        row_index: int32 [m]: row i of the result is row row_index[i] of x, which is not checked. None: row i.
+        out: where to write, checked by `check_out`; None for new tensors.
+    """
+
+    x: torch.Tensor
+    activation: Activation
+    prologue: Prologue = NO_PROLOGUE
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    row_count: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
+    out: Outputs | None = None
+    pointers: ClassVar = POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return (self.x if self.row_index is None else self.row_index).shape[0] == 0
+
+    @property
+    def masked(self) -> bool:
+        """Whether rows to leave alone may have live ones behind them, as far as the kernel is to know."""
+        if self.row_count is None:
+            return False
+        return self.row_count.shape[0] > 1 or (self.prologue.gate is None and self.row_index is None)
+
+    def check(self) -> None:
+        check_arguments(
+            self.x, self.activation, self.prologue, self.scale, self.zero, self.row_count, self.row_index
+        )  # fmt: skip
+
+    def operands(self) -> Operands:
+        norm, _, _, residual, total, permutation = self.prologue
+        q, scale, zero = self.out or self.new_outputs()
+        return (
+            self.x, q, scale, zero, self.scale, self.zero, norm, permutation, self.row_count, self.row_index, residual,
+            total,
+        )  # fmt: skip
+
+    def new_outputs(self) -> Outputs:
+        """Tensors to write to."""
+        x, index, (dtype, scheme, affine) = self.x, self.row_index, self.activation
+        (m, k), device = x.shape, x.device
+        m, k = m if index is None else index.shape[0], k // 2 if self.prologue[2] else k
+        q = torch.empty(m, k, dtype=CODES[dtype], device=device)
+        if scheme == "block":  # by column, as DeepGEMM has them
+            shape = m, ceil_div(k, LHS_GROUP)
+            scales = torch.empty_strided(shape, (1, 4 * ceil_div(m, 4)), dtype=torch.float32, device=device)
+        else:
+            scales = torch.empty(m, dtype=torch.float32, device=device)
+        return q, scales, torch.empty(m, dtype=torch.int32, device=device) if affine else None
+
+    def run_reference(self, operands: Operands) -> None:
+        from jitgemm.activations.reference import write_reference
+
+        write_reference(self.activation, self.prologue, operands)
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.activations.plan import prepare
+
+        return prepare(self.activation, self.prologue, self.masked, operands)
+
+
+def quantize(call: QuantizeCall) -> Outputs:
+    """The call, directly or by its op, into its `out` or new tensors."""
+    x, out, (norm, eps, gate, residual, total, permutation) = call.x, call.out, call.prologue
+    scale, zero, row_count, row_index = call.scale, call.zero, call.row_count, call.row_index
     key = (
-        x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
-        permutation is None, row_count is None, row_index is None, outputs is None, block, residual is None,
-        total is x, total is residual, torch.is_grad_enabled(),
+        x.numel(), call.activation, gate, eps, scale is None, zero is None, norm is None, permutation is None,
+        row_count is None, row_index is None, out is None, residual is None, total is x, total is residual,
+        torch.is_grad_enabled(),
     )  # fmt: skip
-    tensors = [x] if outputs is None else [x, outputs[0], outputs[1]]
-    others = scale, zero, rms_norm, permutation, row_count, row_index, residual
-    tensors += [tensor for tensor in others if tensor is not None]
+    layouts = [x] if out is None else [x, out[0], out[1]]
+    layouts += [t for t in (scale, zero, norm, permutation, row_count, row_index, residual) if t is not None]
     if total is not None and total is not x and total is not residual:
-        tensors.append(total)
-    plan = this_thread.cache.find_plan(key, tensors)
-    if plan is None:
-        check_arguments(inputs)
-    if outputs is None:
-        outputs = inputs.new_outputs()
-    if plan is None:
-        if inputs.rows == 0:
-            return outputs
-        check_addresses(POINTERS, inputs.tensors(outputs))
-        if not x.is_cuda:
-            return _run_reference(inputs, outputs)
-        from jitgemm.activations.plan import QuantizePlan
-
-        with torch.cuda.device(x.device):
-            plan = QuantizePlan(inputs, outputs)
-        this_thread.cache.add_plan(key, tensors, plan)
-    plan.launch(inputs, outputs)
-    return outputs
-
-
-def _run_reference(inputs: Inputs, outputs: Outputs) -> Outputs:
-    permutation, k = inputs.permutation, inputs.k
-    if permutation is not None:
-        least, most = permutation.aminmax()
-        if least < 0 or most >= k:
-            raise ValueError(f"permutation: expected values 0..{k - 1}, got {int(least)}..{int(most)}")
-    for output, result in zip(outputs, quantize_reference(inputs)):
-        if output is not None and result is not None:
-            output.copy_(result)
-    return outputs
+        layouts.append(total)
+    return run_prepared(key, layouts, call)[1:4]  # type: ignore[return-value]
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _call_op(inputs: Inputs, outputs: Outputs | None, gelu_mul: str | None) -> tuple[Outputs, torch.Tensor | None]:
-    """The outputs, and with residual the sum."""
-    for name in ("scale", "zero", "rms_norm", "permutation"):
-        if getattr(inputs, name) is not None:
-            check_tensor(name, getattr(inputs, name))
-    check_dtype("dtype", inputs.dtype, LHS_TYPES)
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, _, residual, total = inputs
-    silu_mul = gate is not None and gelu_mul is None
-    arguments = x, dtype, static, affine, scale, zero, silu_mul, rms_norm, float(eps), permutation, block
-    if residual is None:
-        results = torch.ops.jitgemm.quantize_activations(*arguments, gelu_mul)
-    else:
-        *three, added = torch.ops.jitgemm.add_quantize_activations(*arguments, residual)
-        results, total = tuple(three), added if total is None else total.copy_(added)
-    if outputs is None:
-        return results, total
-    for output, result in zip(outputs, results):
-        if output is not None:
-            output.copy_(result)
-    return outputs, total
-
-
-_INPUTS = 10
-"""Arguments of the ops that `Inputs` has before row_count; block follows, where it is given, and gelu_mul or residual."""
-
-
-def _inputs(*arguments: Any) -> Inputs:
-    block = len(arguments) > _INPUTS and arguments[_INPUTS]
-    last = arguments[_INPUTS + 1] if len(arguments) > _INPUTS + 1 else None
+def _of_op(
+    x: torch.Tensor, dtype: torch.dtype, static: bool, affine: bool, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    silu_mul: bool, rms_norm: torch.Tensor | None, eps: float, permutation: torch.Tensor | None, block: bool = False,
+    last: torch.Tensor | str | None = None,
+) -> QuantizeCall:  # fmt: skip
+    """What an op was called with; last: residual of the one, gelu_mul of the other."""
     residual, gelu_mul = (last, None) if isinstance(last, torch.Tensor) else (None, last)
-    total = None if residual is None else _new_sum(arguments[0])
-    inputs = Inputs._make((*arguments[:_INPUTS], None, block, None, residual, total))
-    return inputs._replace(gate=gate_of(bool(inputs.gate), gelu_mul))
+    total = None if residual is None else x.new_empty(x.shape)
+    activation = activation_of(dtype, "block" if block else "tensor" if static else "token", affine)
+    prologue = Prologue(rms_norm, eps, gate_of(silu_mul, gelu_mul), residual, total, permutation)
+    return QuantizeCall(x, activation, prologue, scale, zero)
 
 
-def _new_sum(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    inputs = _inputs(*arguments)
-    return _without_none(inputs, quantize(inputs))
-
-
-def _fake_op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    inputs = _inputs(*arguments)
-    check_arguments(inputs)
-    return _without_none(inputs, inputs.new_outputs())
-
-
-def _without_none(inputs: Inputs, outputs: Outputs) -> tuple[torch.Tensor, ...]:
+def _results(call: QuantizeCall, outputs: Outputs) -> tuple[torch.Tensor, ...]:
     """An op returns tensors only: an empty one for no zero points. With residual the sum, too."""
     q, scale, zero = outputs
     results = q, scale, scale.new_empty(0, dtype=torch.int32) if zero is None else zero
-    return results if inputs.residual_out is None else (*results, inputs.residual_out)
+    total = call.prologue.residual_out
+    return results if total is None else (*results, total)
+
+
+def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = _of_op(*arguments)
+    return _results(call, quantize(call))
+
+
+def _fake_op(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = _of_op(*arguments)
+    call.check()
+    return _results(call, call.new_outputs())
 
 
 _ARGUMENTS = (

@@ -70,6 +70,8 @@ class QuantizeSpec:
         ctas: CTAs, a cluster, that share a row.
     """
 
+    kind, family = "quantizer", "quantize"
+
     x: str
     q: str
     vectors: int
@@ -108,29 +110,13 @@ class QuantizeSpec:
 
 
 def quantize_spec(
-    k: int,
-    x: str,
-    q: str,
-    *,
-    affine: bool = False,
-    static: bool = False,
-    silu_mul: bool = False,
-    gelu_mul: str | None = None,
-    gate: Gate | None = None,
-    rms_norm: bool = False,
-    permuted: bool = False,
-    block: bool = False,
-    gathered: bool = False,
-    residual: bool = False,
-    masked: bool = False,
-) -> QuantizeSpec:
+    k: int, x: str, q: str, *, affine: bool = False, static: bool = False, block: bool = False, gate: Gate | None = None,
+    rms_norm: bool = False, residual: bool = False, permuted: bool = False, gathered: bool = False, masked: bool = False,
+) -> QuantizeSpec:  # fmt: skip
     """The kernel for rows of k codes, whatever m is, but for few rows that several CTAs share (`spec_for_rows`).
 
     m decides nothing else, so that a new m hardly ever compiles. A row's bits never depend on the rows beside it:
     RMSNorm's sum has one order for a k.
-
-    Args:
-        silu_mul, gelu_mul: the gate is SILU_MUL, or one of GELU_MULS.
 
     Raises:
         ValueError: k or a combination is out of range.
@@ -141,9 +127,6 @@ def quantize_spec(
         raise ValueError(f"q: expected one of {LHS_TYPES}, got {q!r}")
     if affine and q != "s8":
         raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
-    if bool(silu_mul) + bool(gelu_mul) + bool(gate) > 1:
-        raise ValueError(f"gelu_mul: expected one gate, got silu_mul {silu_mul}, gelu_mul {gelu_mul!r}, gate {gate}")
-    gate = SILU_MUL if silu_mul else GELU_MULS[gelu_mul] if gelu_mul else gate
     if gate and rms_norm:
         raise ValueError("gate: expected no rms_norm beside it")
     if residual and not rms_norm:
@@ -234,25 +217,18 @@ def render_config(spec: QuantizeSpec) -> str:
         "bool kStatic": spec.static,
         "GateKind kGate": _enumerator(spec.gate or "ungated"),
         "GateOrder kOrder": _enumerator(spec.order),
-        "bool kLimited": spec.limited,
-        "bool kRmsNorm": spec.rms_norm,
-        "bool kPermuted": spec.permuted,
-        "bool kGathered": spec.gathered,
-        "bool kResidual": spec.residual,
-        "bool kMasked": spec.masked,
-        "u32 kVectors": spec.vectors,
-        "u32 kRows": spec.rows,
-        "bool kSourcesHeld": spec.sources_held,
-        "bool kBlocks": spec.block,
-        "u32 kCtas": spec.ctas,
     }
+    flags = ("limited", "rms_norm", "permuted", "gathered", "residual", "masked")
+    constants |= {f"bool {_enumerator(name)}": getattr(spec, name) for name in flags}
+    constants |= {"u32 kVectors": spec.vectors, "u32 kRows": spec.rows, "bool kSourcesHeld": spec.sources_held}
+    constants |= {"bool kBlocks": spec.block, "u32 kCtas": spec.ctas}
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
     lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
     return f"struct Config {{\n{lines}\n}};"
 
 
 def _enumerator(name: str) -> str:
-    """Of `GateKind` and `GateOrder` in include/jitgemm/quantize.cuh."""
+    """A constant's name in include/jitgemm/quantize.cuh, such as those of `GateKind` and `GateOrder`."""
     return f"k{name.title().replace('_', '')}"
 
 

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.activations.arguments import POINTERS, Inputs, Outputs
-from jitgemm.activations.kernel import (
-    KERNEL_NAME,
-    MAX_PERMUTED_K,
-    QuantizeSpec,
-    block_dims,
-    quantize_source,
-    quantize_spec,
-    smem_bytes,
-    spec_for_rows,
-)
-from jitgemm.activations.scheme import SILU_MUL
+from jitgemm.activations.arguments import POINTERS
+from jitgemm.activations.kernel import KERNEL_NAME, MAX_PERMUTED_K, QuantizeSpec, block_dims, quantize_source
+from jitgemm.activations.kernel import quantize_spec, smem_bytes, spec_for_rows
+from jitgemm.activations.scheme import SILU_MUL, Activation, Prologue
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
-from jitgemm.runtime.launch import ArgumentBlock, Launch
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands
 from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
@@ -31,92 +23,48 @@ ARGUMENTS = ArgumentBlock(
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
-
 KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
-    KERNEL_NAME,
-    quantize_source,
-    smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
+    KERNEL_NAME, quantize_source, smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
     call="quantize_activations once with these arguments",
-)
+)  # fmt: skip
 
 
-class QuantizePlan(Launch):
-    """A prepared call, for tensors of the shapes, strides, dtypes and device that it was made for.
+def prepare(activation: Activation, prologue: Prologue, masked: bool, operands: Operands) -> Launch:
+    """The launch for calls of these shapes, strides, dtypes and device; operands: in the order of POINTERS.
 
     The kernel may start while the kernel before it still runs: it reads and writes nothing before that has ended.
     """
-
-    __slots__ = ("spec",)
-
-    def __init__(self, inputs: Inputs, outputs: Outputs):
-        x, q, scale, norm, gate = inputs.x, *outputs[:2], inputs.rms_norm, inputs.gate or SILU_MUL
-        m, k, device = inputs.rows, inputs.k, x.get_device()
-        spec = quantize_spec(
-            k,
-            TYPE_NAMES[x.dtype],
-            TYPE_NAMES[q.dtype],
-            affine=inputs.affine,
-            static=inputs.static,
-            gate=inputs.gate,
-            rms_norm=norm is not None,
-            permuted=inputs.permutation is not None,
-            block=inputs.block,
-            gathered=inputs.row_index is not None,
-            residual=inputs.residual is not None,
-            masked=inputs.masked,
-        )
-        sms = device_of(device).num_sms
-        spec = self.spec = spec_for_rows(spec, k, m, sms)
-        kernel = KERNELS.load(spec, device)
-        threads, rows = block_dims(spec, k)
-        smem = smem_bytes(spec, k)
-        driver.use_context(device)
-        resident = max(1, driver.resident_ctas(kernel, threads * rows, smem))
-        super().__init__(
-            kernel,
-            ARGUMENTS,
-            {
-                "x_row_bytes": row_bytes(x),
-                "q_row_bytes": row_bytes(q),
-                "m": m,
-                "k": k,
-                "eps": inputs.eps,
-                "norm_weight_type": 0 if norm is None else DTYPES[TYPE_NAMES[norm.dtype]].number,
-                "gate_limit": gate.limit,
-                "gate_alpha": gate.alpha,
-                "scale_row_stride": scale.stride(0) if inputs.block else 0,
-                "scale_block_stride": scale.stride(1) if inputs.block else 0,
-                "residual_row_bytes": row_bytes(inputs.residual),
-                "sum_row_bytes": row_bytes(inputs.residual_out),
-                "rows_of_count": 0 if inputs.row_count is None else m // inputs.row_count.shape[0],
-            },
-            grid=min(ceil_div(m, rows), resident * sms) * spec.ctas,
-            threads=(threads, rows),
-            smem_bytes=smem,
-        )
-
-    def launch(self, inputs: Inputs, outputs: Outputs) -> None:
-        """Runs on the tensors' device and its current stream. Raises as `Launch.run`."""
-        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _, row_index, *sums = inputs
-        residual, total = sums
-        q, scale, zero = outputs
-        addresses = (
-            x.data_ptr(),
-            q.data_ptr(),
-            scale.data_ptr(),
-            0 if zero is None else zero.data_ptr(),
-            0 if given_scale is None else given_scale.data_ptr(),
-            0 if given_zero is None else given_zero.data_ptr(),
-            0 if rms_norm is None else rms_norm.data_ptr(),
-            0 if permutation is None else permutation.data_ptr(),
-            0 if row_count is None else row_count.data_ptr(),
-            0 if row_index is None else row_index.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            0 if total is None else total.data_ptr(),
-            self.number,
-        )
-        if not self.run(addresses, True):
-            self.run(addresses, True, inputs.tensors(outputs))
+    x, q, scale, _, _, _, norm, _, row_count, row_index, residual, total = operands
+    assert x is not None and q is not None and scale is not None
+    (m, k), device, block, gate = q.shape, x.get_device(), activation.block, prologue.gate or SILU_MUL
+    spec = quantize_spec(
+        k, TYPE_NAMES[x.dtype], activation.dtype, **activation.flags, **prologue.flags, masked=masked,
+        gathered=row_index is not None,
+    )  # fmt: skip
+    sms = device_of(device).num_sms
+    spec = spec_for_rows(spec, k, m, sms)
+    kernel = KERNELS.load(spec, device)
+    threads, rows = block_dims(spec, k)
+    smem = smem_bytes(spec, k)
+    driver.use_context(device)
+    resident = max(1, driver.resident_ctas(kernel, threads * rows, smem))
+    values = {
+        "x_row_bytes": row_bytes(x),
+        "q_row_bytes": row_bytes(q),
+        "m": m,
+        "k": k,
+        "eps": prologue.eps,
+        "norm_weight_type": 0 if norm is None else DTYPES[TYPE_NAMES[norm.dtype]].number,
+        "gate_limit": gate.limit,
+        "gate_alpha": gate.alpha,
+        "scale_row_stride": scale.stride(0) if block else 0,
+        "scale_block_stride": scale.stride(1) if block else 0,
+        "residual_row_bytes": row_bytes(residual),
+        "sum_row_bytes": row_bytes(total),
+        "rows_of_count": 0 if row_count is None else m // row_count.shape[0],
+    }
+    grid = min(ceil_div(m, rows), resident * sms) * spec.ctas
+    return Launch(kernel, ARGUMENTS, values, grid=grid, threads=(threads, rows), smem_bytes=smem)
 
 
 def row_bytes(tensor: torch.Tensor | None) -> int:

@@ -10,24 +10,38 @@ import math
 
 import torch
 
-from jitgemm.activations.arguments import Inputs, Outputs
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.arguments import CODES, Outputs
+from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Gate, Prologue
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
+from jitgemm.runtime.launch import Operands
 
 MIN_SCALE = 2.0**-126
 """Smallest scale: the smallest normal fp32, whose reciprocal is finite."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
-def quantize_reference(inputs: Inputs) -> Outputs:
-    """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs; all rows, whatever `row_count` says.
-
-    Writes residual_out.
-    """
-    (
-        x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, row_index, residual, total
-    ) = inputs  # fmt: skip
+def write_reference(activation: Activation, prologue: Prologue, operands: Operands) -> None:
+    """A quantiser's call on CPU tensors; operands: in the order of `arguments.POINTERS`."""
+    x, *outputs, scale, zero, _, permutation, _, row_index, _, _ = operands
+    assert x is not None and outputs[0] is not None
+    if permutation is not None:
+        least, most = permutation.aminmax()
+        k = outputs[0].shape[1]
+        if least < 0 or most >= k:
+            raise ValueError(f"permutation: expected values 0..{k - 1}, got {int(least)}..{int(most)}")
     x = x if row_index is None else x[row_index.long()]
+    for output, result in zip(outputs, quantize_reference(x, activation, prologue, scale, zero)):
+        if output is not None and result is not None:
+            output.copy_(result)
+
+
+def quantize_reference(
+    x: torch.Tensor, activation: Activation, prologue: Prologue = NO_PROLOGUE, scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+) -> Outputs:  # fmt: skip
+    """`jitgemm.quantize_activations` in plain PyTorch, for checked arguments. Writes residual_out."""
+    rms_norm, eps, gate, residual, total, permutation = prologue
+    dtype, affine = CODES[activation.dtype], activation.affine
     if residual is not None:
         x = total.copy_(x + residual)
     y = x.float() if gate is None else gated(x.float(), gate)
@@ -35,17 +49,18 @@ def quantize_reference(inputs: Inputs) -> Outputs:
     if rms_norm is not None:
         norm = _norm(y, eps)
         y = y * rms_norm.float()
-    if block:
-        return _quantize_blocks(y if permutation is None else y[:, permutation.long()], norm, dtype)
+    if activation.block:
+        return _quantize_blocks(y if permutation is None else y[:, permutation.long()], norm, activation.dtype)
 
     nonfinite = torch.full((x.shape[0],), float("nan"), device=x.device)
     high = (y if affine else y.abs()).amax(dim=1).clamp(min=0)
     low = (-y).amax(dim=1).clamp(min=0)
     if norm is not None:
         y, high, low = y * norm[:, None], high * norm, low * norm
-    if static:
+    row_zero: torch.Tensor | None
+    if scale is not None:
         row_scale = scale.reshape(1).repeat(x.shape[0])
-        row_zero = zero.reshape(1).repeat(x.shape[0]) if affine else None
+        row_zero = None if zero is None else zero.reshape(1).repeat(x.shape[0])
         inverse = 1 / row_scale
         row_scale = torch.where(high.isnan(), nonfinite, row_scale)
     else:
@@ -61,17 +76,16 @@ def quantize_reference(inputs: Inputs) -> Outputs:
     return q, row_scale, row_zero
 
 
-def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: torch.dtype) -> Outputs:
+def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: str) -> Outputs:
     """A scale for every `LHS_GROUP` codes; y as permuted, norm one factor a row."""
     m, k = y.shape
     blocks = ceil_div(k, LHS_GROUP)
     y = torch.nn.functional.pad(y, (0, blocks * LHS_GROUP - k)).view(m * blocks, LHS_GROUP)
-    rows = Inputs(y, dtype, False, False, None, None, None, None, 0.0, None)
     if norm is not None:
         # After the largest is known, as the kernel does; rounding keeps the order of numbers.
-        rows = rows._replace(x=y * norm.repeat_interleave(blocks)[:, None])
-    q, scale, _ = quantize_reference(rows)
-    q = q.view(torch.int8).view(m, blocks * LHS_GROUP)[:, :k].contiguous().view(dtype)
+        y = y * norm.repeat_interleave(blocks)[:, None]
+    q, scale, _ = quantize_reference(y, Activation(dtype))
+    q = q.view(torch.int8).view(m, blocks * LHS_GROUP)[:, :k].contiguous().view(q.dtype)
     return q, scale.view(m, blocks), None
 
 

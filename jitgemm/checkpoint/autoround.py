@@ -11,7 +11,6 @@
 Names of 2024 go on with a kernel, which says nothing of the tensors (auto_round:gptq:exllamav2, auto_round:exllamav2,
 auto_gptq:triton), and may spell autoround. `extra_config` has settings of single layers, by name or expression.
 Sources: AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py of August 2026, and the first of 2024.
-Knows no tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +22,8 @@ from typing import Any
 _V1 = {"quant_method": "gptq", "checkpoint_format": "gptq"}
 _V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 _AWQ = {"quant_method": "awq", "version": "gemm"}
-_METHODS = {
-    "auto": _V1,
-    "auto_gptq": _V1,
-    "gptq": _V1,
-    "gptqmodel": _V2,
-    "auto_round": _V2,
-    "auto_awq": _AWQ,
-    "awq": _AWQ,
-}
+_METHODS = dict.fromkeys(("auto", "auto_gptq", "gptq"), _V1)
+_METHODS |= dict.fromkeys(("gptqmodel", "auto_round"), _V2) | dict.fromkeys(("auto_awq", "awq"), _AWQ)
 _KERNELS = frozenset({"exllamav1", "exllamav2", "triton", "tritonv2", "cuda", "qigen", "gemm"})
 _FP8 = (None, "fp", "fp8", "fp8_e4m3", "e4m3")
 _SETTINGS = ("bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "fmt", "activation_scheme")
@@ -51,29 +43,34 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
         raise ValueError(f"extra_config: expected settings by names of layers, got {extra!r}")
-    settings = {key: config.get(key) for key in _SETTINGS}
-    settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
-    floats = str(settings["data_type"]).startswith("fp")
-    activations = (settings["act_bits"] or 16) < 16
-    if not floats and _family(packing) not in _METHODS:
-        raise ValueError(f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}")
-    if settings["data_type"] not in (_FP8 if floats else (None, "int")):
-        raise ValueError(f"data_type: expected int, got {settings['data_type']!r} (or fp of 8 bits, in e4m3)")
-    if floats and settings["bits"] != 8:
-        raise ValueError(f"bits: expected 8 with data_type {settings['data_type']!r}, got {settings['bits']!r}")
-    if floats and settings["fmt"] not in _FP8:
-        raise ValueError(f"fmt: expected e4m3, got {settings['fmt']!r}")
-    if floats and settings["act_data_type"] not in _FP8 and activations:
-        raise ValueError(f"act_data_type: expected fp, as data_type is, got {settings['act_data_type']!r}")
-    if not floats and activations:
-        raise ValueError(
-            f"act_bits: expected 16, got {settings['act_bits']}; give a config without it, and choose activation=..."
-        )
+    said = {key: config.get(key) for key in _SETTINGS}
+    said |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
+    kind, family, activations = said["data_type"], _family(packing), (said["act_bits"] or 16) < 16
     if config.get("rotation_config"):
         raise ValueError(
             "rotation_config: expected none, as activations would have to be transformed at run time, got one"
         )
-    return settings | (_fp8(settings) if floats else _METHODS[_family(packing)])
+    if str(kind).startswith("fp"):
+        if kind not in _FP8:
+            raise ValueError(f"data_type: expected int, got {kind!r} (or fp of 8 bits, in e4m3)")
+        if said["bits"] != 8:
+            raise ValueError(f"bits: expected 8 with data_type {kind!r}, got {said['bits']!r}")
+        if said["fmt"] not in _FP8:
+            raise ValueError(f"fmt: expected e4m3, got {said['fmt']!r}")
+        if activations and said["act_data_type"] not in _FP8:
+            raise ValueError(f"act_data_type: expected fp, as data_type is, got {said['act_data_type']!r}")
+        size = said["group_size"]  # of blocks, of the whole weight (0) or a row
+        if isinstance(size, (list, tuple)):
+            return said | {"quant_method": "fp8", "weight_block_size": list(size)}
+        return said | {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
+    if family not in _METHODS:
+        raise ValueError(f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}")
+    if kind not in (None, "int"):
+        raise ValueError(f"data_type: expected int, got {kind!r} (or fp of 8 bits, in e4m3)")
+    if activations:
+        got = f"{said['act_bits']}; give a config without it, and choose activation=..."
+        raise ValueError(f"act_bits: expected 16, got {got}")
+    return said | _METHODS[family]
 
 
 def _family(packing: str) -> str:
@@ -81,14 +78,6 @@ def _family(packing: str) -> str:
     words = packing.lower().replace("-", "_").replace("autoround", "auto_round").split(":")
     known = [word for word in words if word not in _KERNELS]
     return ":".join(known if len(known) < 2 else known[known[0] == "auto_round" :])
-
-
-def _fp8(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The words of FP8 checkpoints: a scale for each row, the whole weight (group_size 0) or a block."""
-    size = settings["group_size"]
-    if isinstance(size, (list, tuple)):
-        return {"quant_method": "fp8", "weight_block_size": list(size)}
-    return {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
 
 
 def _names(pattern: str, prefix: str) -> bool:

@@ -17,30 +17,29 @@
 With zero_point: false (or AutoRound's sym: true) each zero is 8. AutoAWQ and all who write its files have 4 bits.
 Read from AutoAWQ 0.2.9 (modules/linear/gemm.py and gemv.py, utils/packing_utils.py) and GPTQModel 7.7.0. "exllama",
 "exllamav2" and "ipex" are kernels that read gemm files. "gemv_fast", "llm-awq" (int16, rows interleaved) and "marlin"
-(tiles of tensor cores) are refused. Knows no files: tensors and config come from the caller.
+(tiles of tensor cores) raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import integer_zero
-from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
+from jitgemm.checkpoint.bits import AWQ_ORDER, integer_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
-from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, K, N, TensorLayout, fits, stored
-from jitgemm.checkpoint.settings import Config, check_setting, flag, group_size_of, setting
-from jitgemm.checkpoint.gptq import overridden, skipped
+from jitgemm.checkpoint.format import Config, Headers, Scheme, Sizes, check_setting, flag, group_size_of, setting
+from jitgemm.checkpoint.gptq import Gptq, overridden
+from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, G, K, N, TensorLayout, fits, stored
 from jitgemm.kernel.formats import ceil_div
 
-_GEMM = ("gemm", "exllama", "exllamav2", "ipex")
+_VERSIONS = ("gemm", "exllama", "exllamav2", "ipex", "gemv")
 _W = Dim("W")
 
 
-class _Awq(Format):
+class _Awq(Gptq):
     name, methods, cuts = "awq", ("awq",), True
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
@@ -49,60 +48,49 @@ class _Awq(Format):
             return False
         return method == "awq" or fits(names, self.tensors(Scheme(self.name, form=version)))
 
-    def left_out(self, config: Config, prefix: str) -> str | None:
-        return skipped(config, prefix)
-
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config = overridden(config or {}, prefix)
         version = _version(config)
-        if version not in (*_GEMM, "gemv"):
+        if version not in _VERSIONS:
             raise ValueError(
                 f"version: expected gemm or gemv, got {version!r}, whose order of the codes is not read here"
             )
-        check_setting(config, 4, "bits", "w_bit")
         if setting(config, "backend") == "llm-awq":
             raise ValueError("backend: expected autoawq, got 'llm-awq', whose order of the codes is not read here")
-        zero_point = flag(config, "zero_point")
-        zero_point = not flag(config, "sym") if zero_point is None else zero_point
+        check_setting(config, 4, "bits", "w_bit")
+        zero_point, symmetric = flag(config, "zero_point"), flag(config, "sym")
+        asymmetric = zero_point if zero_point is not None else not symmetric
         size = setting(config, "group_size", "q_group_size")
-        return Scheme(self.name, group_size=size, zero_points=zero_point, form=version, settings=config)
+        return Scheme(self.name, group_size=size, zero_points=asymmetric, form=version, settings=config)
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         if scheme.form == "gemv":
-            return {
-                "qweight": stored(INT32, N, K / 8),
-                "scales": stored(FLOATS, N, _W),
-                "qzeros": stored(INT32, N, _W / 8),
-            }
-        groups = scheme.groups(k)
-        return {
-            "qweight": stored(INT32, K, N / 8),
-            "scales": stored(FLOATS, groups, N),
-            "qzeros": stored(INT32, groups, N / 8),
-        }
+            dims = {"qweight": (N, K / 8), "scales": (N, _W), "qzeros": (N, _W / 8)}
+        else:
+            dims = {"qweight": (K, N / 8), "scales": (G, N), "qzeros": (G, N / 8)}
+        return {name: stored(FLOATS if name == "scales" else INT32, *each) for name, each in dims.items()}
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         if scheme.form != "gemv":
             return super().sizes(headers, scheme)
-        sizes, given = super().sizes(headers, scheme), scheme.group_size
+        sizes, given = super().sizes(headers, replace(scheme, group_size=None)), scheme.group_size
         if given is None:
             raise ValueError("group_size: expected it in the config, as gemv files pad scales; found none")
-        k = sizes.k
-        groups = 1 if given == -1 or given >= k else k // given
-        group_size = group_size_of(k, groups, given, "qweight")
-        if headers["scales"].shape[1] < groups:
-            raise ValueError(f"scales: expected {groups} or more columns for k = {k}, got {headers['scales'].shape[1]}")
-        return Sizes(sizes.n, k, group_size)
+        size = group_size_of(sizes.k, ceil_div(sizes.k, given) if given > 0 else 1, given, "scales")
+        groups, width = ceil_div(sizes.k, size), headers["scales"].shape[1]
+        if width < groups:
+            raise ValueError(f"scales: expected {groups} or more columns for k = {sizes.k}, got {width}")
+        return Sizes(sizes.n, sizes.k, size)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes = self.sizes(tensors, scheme)
-        qweight, qzeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
+        sizes, scale = self.sizes(tensors, scheme), tensors["scales"]
+        order = None if scheme.form == "gemv" else AWQ_ORDER
+        q, zero = (unpack_nibbles(tensors[name], 1, order=order) for name in ("qweight", "qzeros"))
         if scheme.form == "gemv":
             groups = ceil_div(sizes.k, sizes.group_size)
-            q, scale, zero = unpack_nibbles(qweight, 1), scales[:, :groups], unpack_nibbles(qzeros, 1)[:, :groups]
+            scale, zero = scale[:, :groups], zero[:, :groups]
         else:
-            q, zero = (unpack_nibbles(words, 1, order=AWQ_ORDER).T for words in (qweight, qzeros))
-            scale = scales.T
+            q, scale, zero = q.T, scale.T, zero.T
         if not scheme.zero_points and not bool((zero == 8).all()):
             raise ValueError(
                 "qzeros: expected 8 in every group, as the config says zero_point: false (or sym: true), got "

@@ -18,16 +18,16 @@
 The tensors do not say which; settings do:
 
 - fast_decoding, A_dtype: where the config has no fast_decoding but quant_method or checkpoint_format bitblas, BitBLAS's
-  own rule: on for float16 activations (those of fp16 scales), off for bfloat16 and int8. Without either, refused.
+  own rule: on for float16 activations (those of fp16 scales), off for bfloat16 and int8. Without either it raises.
 - zeros_mode: "quantized" for int8 zeros; for float zeros it must be in the config.
 - W_dtype, or sym: for files without zeros.
 
-Weights in four dimensions (propagate_b, "ladder" tiles) are refused, and so are zeros of mode original that are
+Weights in four dimensions (propagate_b, "ladder" tiles) raise, and so do zeros of mode original that are
 fractions too fine to be exact in fp32. Other fractional zeros of mode original become the offset -zero * scale, scales
 in fp32: with 4-bit q and 11-bit zero and scale each product is exact, and the sum is the same number rounded once.
 
 Read from BitBLAS 0.1.0.post1 (module/__init__.py, ops/general_matmul, lop3_permutate_impl.py, quantization/utils.py)
-and GPTQModel 7.7.0. Knows no files: tensors and config come from the caller.
+and GPTQModel 7.7.0.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import float_zero, integer_zero, scaled_zero
-from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
+from jitgemm.checkpoint.bits import AWQ_ORDER, float_zero, integer_zero, scaled_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, TensorLayout, stored
-from jitgemm.checkpoint.settings import Config, check_setting, setting
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
 
 _ZEROS = ("zeros", "qzeros")
-_INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_ORDERS = {"float16": AWQ_ORDER, "int8": (0, 4, 1, 5, 2, 6, 3, 7)}
+"""Of interleaved words, by A_dtype."""
 _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of its inverse
 
 
@@ -59,64 +58,58 @@ class _BitBlas(Format):
         qweight, scales = names.get("qweight"), names.get("scales")
         if qweight is None or scales is None or qweight.dtype != torch.int8:
             return False
-        if _is_bitblas(config):
-            return True
-        if setting(config, "quant_method") is not None or "s1_scales" in names:
-            return False
-        return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
+        if _is_bitblas(config) or setting(config, "quant_method") is not None or "s1_scales" in names:
+            return _is_bitblas(config)
+        return qweight.dim() == scales.dim() == 2 and qweight.shape[0] == scales.shape[0]
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         check_setting(config, 4, "bits", "weight_bits")
-        headers, mode = headers or {}, setting(config, "zeros_mode")
+        headers, mode, found = headers or {}, setting(config, "zeros_mode"), {}
         qweight, name = headers.get("qweight"), _zeros_name(headers)
         if qweight is not None and qweight.dim() == 4:
-            raise ValueError(
-                f"qweight: expected int8 [n, k / 2], got {describe(qweight)}: tiles of propagate_b, which are not read "
-                "here"
-            )
-        found = {}
+            got = f"{describe(qweight)}: tiles of propagate_b, which are not read here"
+            raise ValueError(f"qweight: expected int8 [n, k / 2], got {got}")
         if name is None:
             _implied_zero(config)
-        else:
-            packed = headers[name].dtype == torch.int8
-            found[name] = stored(INT8, G, N / 2) if packed else stored(FLOATS, N, G)
-            if packed and mode not in (None, "quantized"):
+        elif headers[name].dtype == torch.int8:
+            found[name] = stored(INT8, G, N / 2)
+            if mode not in (None, "quantized"):
                 got = describe(headers[name])
                 raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {got}")
-            if not packed and mode not in ("rescale", "original"):
+        else:
+            found[name] = stored(FLOATS, N, G)
+            if mode not in ("rescale", "original"):
                 raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
         size, settings = setting(config, "group_size"), config or {}
         return Scheme(self.name, group_size=size, zero_points=True, form=mode or "", found=found, settings=settings)
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {"qweight": stored(INT8, N, K / 2), "scales": stored(FLOATS, N, G), **scheme.found}
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         sizes = super().sizes(headers, scheme)
-        if _order(scheme.settings, headers["scales"].dtype) is not None and sizes.k % 8:
-            raise ValueError(
-                f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(headers['qweight'])}"
-            )
+        if sizes.k % 8 and _order(scheme.settings, headers["scales"].dtype) is not None:
+            expected = "k to be a multiple of 8 for fast_decoding"
+            raise ValueError(f"qweight: expected {expected}, got {describe(headers['qweight'])}")
         if sizes.group_size != sizes.k:
             check_setting(scheme.settings, False, "desc_act")
         return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        group_size = self.sizes(tensors, scheme).group_size
-        scales, name = tensors["scales"], _zeros_name(tensors)
+        size, scales, name = self.sizes(tensors, scheme).group_size, tensors["scales"], _zeros_name(tensors)
         order = _order(scheme.settings, scales.dtype)
         q = unpack_nibbles(tensors["qweight"].contiguous().view(torch.int32 if order else torch.int8), 1, order=order)
         if name is None:
-            implied = torch.full_like(scales, _implied_zero(scheme.settings), dtype=torch.uint8)
-            return integer_zero(q, scales, implied, group_size, name="W_dtype")
+            zeros = torch.full_like(scales, _implied_zero(scheme.settings), dtype=torch.uint8)
+            return integer_zero(q, scales, zeros, size, name="W_dtype")
         zeros = tensors[name]
         if zeros.dtype == torch.int8:
-            return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
+            return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, size, name=name)
         if scheme.form == "rescale":
-            return scaled_zero(q, scales, zeros, group_size)
+            return scaled_zero(q, scales, zeros, size)
         wide = zeros.float()
         if bool(((wide == wide.round()) & (wide >= 0) & (wide <= MAX_ZERO)).all()):
-            return integer_zero(q, scales, wide.to(torch.uint8), group_size, name=name)
+            return integer_zero(q, scales, wide.to(torch.uint8), size, name=name)
         steps = wide * _EXACT_BITS
         exact = (steps == steps.round()) & (wide.abs() <= 16)
         if torch.float32 in (scales.dtype, zeros.dtype) or not bool(exact.all()):
@@ -124,7 +117,7 @@ class _BitBlas(Format):
                 f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of 2**-20 "
                 "within -16..16, got others"
             )
-        return float_zero(q, scales.float(), -(wide * scales.float()), group_size)
+        return float_zero(q, scales.float(), -(wide * scales.float()), size)
 
 
 def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
@@ -134,38 +127,30 @@ def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
 def _order(config: Config, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
     """Order of a word's nibbles, None for plain."""
     activations = setting(config, "A_dtype", default=dtype_name(scale_dtype))
-    fast = setting(config, "fast_decoding")
+    fast = setting(config, "fast_decoding", default=activations == "float16" if _is_bitblas(config) else None)
     if fast is None:
-        if not _is_bitblas(config):
-            raise ValueError(
-                "fast_decoding: expected true or false in the config, as the tensors do not say whether the codes are "
-                "interleaved; found none"
-            )
-        fast = activations == "float16"
-    if not fast:
-        return None
-    orders = {"float16": AWQ_ORDER, "int8": _INT8_ORDER}
-    if activations not in orders:
+        raise ValueError(
+            "fast_decoding: expected true or false in the config, as the tensors do not say whether the codes are "
+            "interleaved; found none"
+        )
+    if fast and activations not in _ORDERS:
         raise ValueError(f"A_dtype: expected float16 or int8 with fast_decoding, got {activations!r}")
-    return orders[activations]
+    return _ORDERS[activations] if fast else None
 
 
 def _implied_zero(config: Config) -> int:
     """The zero point of files without zeros."""
-    kind, symmetric = setting(config, "W_dtype"), setting(config, "sym", "is_sym")
-    if kind is None and symmetric is True:
-        kind = "int4"
+    symmetric = setting(config, "sym", "is_sym") is True
+    kind = setting(config, "W_dtype", default="int4" if symmetric else None)
     if kind not in ("int4", "uint4"):
-        raise ValueError(
-            f"W_dtype: expected int4 or uint4 (or sym: true) in the config of a layer without zeros, got {kind!r}"
-        )
+        expected = "int4 or uint4 (or sym: true) in the config of a layer without zeros"
+        raise ValueError(f"W_dtype: expected {expected}, got {kind!r}")
     return 8 if kind == "int4" else 0
 
 
 def _is_bitblas(config: Config) -> bool:
-    return "bitblas" in (
-        str(setting(config, key, default="")).lower() for key in ("quant_method", "checkpoint_format", "format")
-    )
+    keys = ("quant_method", "checkpoint_format", "format")
+    return "bitblas" in (str(setting(config, key, default="")).lower() for key in keys)
 
 
 FORMAT = _BitBlas()

@@ -18,10 +18,9 @@ from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
-from jitgemm.weight.parts import dequantize_groups
+from jitgemm.weight.parts import INTEGERS, dequantize_groups
 
 PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
@@ -76,32 +75,28 @@ class CanonicalWeight:
             raise ValueError(f"q: expected {dtype_name(expected)} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
-        groups = 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size)
-        shapes = {"scale": (self.n, groups), "zero": (self.n, groups), "offset": (self.n, groups)}
-        shapes |= {"permutation": (self.k,), "input_scale": (1,), "bias": (self.n,)}
-        for name, shape in shapes.items():
+        by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))
+        scale = self.scale.dtype
+        for name, shape, wanted, fits in (
+            ("scale", by_group, one_of(REAL_TYPES), lambda dtype: TYPE_NAMES.get(dtype) in REAL_TYPES),
+            ("zero", by_group, "integers", lambda dtype: dtype in INTEGERS),
+            ("offset", by_group, f"scale's {dtype_name(scale)}", lambda dtype: dtype == scale),
+            ("permutation", (self.k,), "int32", lambda dtype: dtype == torch.int32),
+            ("input_scale", (1,), "float32", lambda dtype: dtype == torch.float32),
+            ("bias", (self.n,), "floats", lambda dtype: dtype.is_floating_point),
+        ):
             tensor = getattr(self, name)
-            if tensor is not None and tuple(tensor.shape) != shape:
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-            if tensor is not None and tensor.device != self.q.device:
+            if tensor.device != self.q.device:
                 raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
-        if TYPE_NAMES.get(self.scale.dtype) not in REAL_TYPES:
-            raise ValueError(f"scale: expected {one_of(REAL_TYPES)}, got {dtype_name(self.scale.dtype)}")
-        if self.zero is not None and (self.zero.is_floating_point() or self.zero.dtype == torch.bool):
-            raise ValueError(f"zero: expected integers, got {dtype_name(self.zero.dtype)}")
-        if self.offset is not None and self.offset.dtype != self.scale.dtype:
-            raise ValueError(
-                f"offset: expected scale's {dtype_name(self.scale.dtype)}, got {dtype_name(self.offset.dtype)}"
-            )
+            if not fits(tensor.dtype):
+                raise ValueError(f"{name}: expected {wanted}, got {dtype_name(tensor.dtype)}")
         if self.permutation is not None:
-            if self.permutation.dtype != torch.int32:
-                raise ValueError(f"permutation: expected int32, got {dtype_name(self.permutation.dtype)}")
             if not torch.equal(self.permutation.sort().values.long(), torch.arange(self.k, device=self.q.device)):
                 raise ValueError(f"permutation: expected every column 0..{self.k - 1} once")
-        if self.input_scale is not None and self.input_scale.dtype != torch.float32:
-            raise ValueError(f"input_scale: expected float32, got {dtype_name(self.input_scale.dtype)}")
-        if self.bias is not None and not self.bias.is_floating_point():
-            raise ValueError(f"bias: expected floats, got {dtype_name(self.bias.dtype)}")
 
     @property
     def bits(self) -> int:
@@ -115,6 +110,11 @@ class CanonicalWeight:
     def k(self) -> int:
         return self.q.shape[1]
 
+    def parameters(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """scale, zero and offset, each changed where the weight has it."""
+        found = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
+        return {name: None if values is None else change(values) for name, values in found.items()}
+
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
         weight = self.q.float()
@@ -122,6 +122,12 @@ class CanonicalWeight:
         if self.permutation is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
+
+    def ordered(self, g_idx: torch.Tensor) -> CanonicalWeight:
+        """The weight whose q stands in the order of the input, and whose columns belong to the groups of g_idx: the
+        columns of a group put together."""
+        permutation = activation_order(g_idx, self.group_size)
+        return self if permutation is None else replace(self, q=self.q[:, permutation.long()], permutation=permutation)
 
     def shard(self, dim: str, rank: int, world: int) -> CanonicalWeight:
         """This rank's part of a layer cut for tensor parallelism, before packing.
@@ -146,10 +152,14 @@ class CanonicalWeight:
             raise ValueError(f"tp_dim: expected 'n' or 'k', got {dim!r}")
         if world == 1:
             return self
+        size, multiple = (self.n if dim == "n" else self.k), PART_MULTIPLES[dim]
+        if size % (world * multiple):
+            got = f"{size} / {world} = {size / world:g}"
+            raise ValueError(f"tp_size: expected {dim} / tp_size to be a multiple of {multiple}, got {got}")
+        start, stop = rank * size // world, (rank + 1) * size // world
         if dim == "n":
-            return self.rows(_part("n", self.n, rank, world))
-        columns = _part("k", self.k, rank, world)
-        return replace(self.columns(columns.start, columns.stop), bias=self.bias if rank == 0 else None)
+            return self.rows(slice(start, stop))
+        return replace(self.columns(start, stop), bias=self.bias if rank == 0 else None)
 
     def rows(self, rows: slice | torch.Tensor) -> CanonicalWeight:
         """The layer of some of its rows, with their bias; rows: a slice or indices."""
@@ -165,20 +175,19 @@ class CanonicalWeight:
         Raises:
             ValueError: an activation order mixes these columns with others in one group.
         """
-        per_channel = self.group_size >= self.k
-        size = stop - start if per_channel else math.gcd(self.group_size, start, stop)
-        if size != self.group_size and not per_channel:
-            if size % min(GROUP_SIZES):
-                raise ValueError(
-                    f"tp_size: expected a rank's columns to be a multiple of {min(GROUP_SIZES)} in groups of "
-                    f"{self.group_size}, got columns {start}..{stop - 1}"
-                )
+        if per_channel := self.group_size >= self.k:
+            size = stop - start
+        elif (size := math.gcd(self.group_size, start, stop)) % min(GROUP_SIZES) and size != self.group_size:
+            raise ValueError(
+                f"tp_size: expected a rank's columns to be a multiple of {min(GROUP_SIZES)} in groups of "
+                f"{self.group_size}, got columns {start}..{stop - 1}"
+            )
+        elif size != self.group_size:
             warnings.warn(
                 f"tp_size: a rank's columns end inside groups of {self.group_size}: scales are repeated over groups of "
                 f"{size}, exactly; the GEMM applies them {self.group_size // size} times as often, which takes longer",
                 stacklevel=2,
             )
-        parameters = self._repeated(size) if not per_channel else {}
         permutation, picked, groups = None, slice(start, stop), slice(start // size, stop // size)
         if self.permutation is not None:
             # The groups that hold this rank's columns, wherever the permutation has put them.
@@ -189,23 +198,17 @@ class CanonicalWeight:
                     f"tp_dim: activation order cannot be cut along k here: its groups mix input columns {start}.."
                     f"{stop - 1} of a rank with those of other ranks; cut along n, or give every rank the whole layer"
                 )
-            picked = mine.nonzero().flatten()
+            picked, groups = mine.nonzero().flatten(), whole.all(1).nonzero().flatten()
             permutation = self.permutation[picked] - start
-            groups = whole.all(1).nonzero().flatten()
-        parameters = {name: values if values is None else values[:, groups] for name, values in parameters.items()}
+        parameters = {} if per_channel else self.regrouped(size).parameters(lambda values: values[:, groups])
         return replace(self, q=self.q[:, picked], **parameters, group_size=size, permutation=permutation)
 
-    def _repeated(self, size: int) -> dict[str, torch.Tensor | None]:
-        """scale, zero and offset for groups of `size` columns, which divides the group size, or k's one group."""
+    def regrouped(self, size: int) -> CanonicalWeight:
+        """The same values with groups of `size` columns, which divides the group size, or k's one group."""
         if size == self.group_size:
-            return self.parameters(lambda values: values)
+            return self
         groups = torch.arange(ceil_div(self.k, size), device=self.q.device) * size // min(self.group_size, self.k)
-        return self.parameters(lambda values: values[:, groups])
-
-    def parameters(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """scale, zero and offset, each changed where the weight has it."""
-        found = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
-        return {name: None if values is None else change(values) for name, values in found.items()}
+        return replace(self, group_size=size, **self.parameters(lambda values: values[:, groups]))
 
     def with_zero_points(self) -> CanonicalWeight:
         """The same values with codes 0..15 (0..255) and zero points; itself if it has them, or codes of floats."""
@@ -225,44 +228,33 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
-        eight = CODE_BYTES[self.code].dtype is not None
-        if eight and self.zero is not None:
+        size = self.group_size
+        if size < self.k and size not in GROUP_SIZES:
+            size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
+            if not size:
+                expected = f"a multiple of one of {GROUP_SIZES}, or k for per channel"
+                raise ValueError(f"group_size: expected {expected}, got {self.group_size}")
+        elif self.offset is not None and size >= self.k:
+            # The kernel adds offsets by group only.
+            size = max((each for each in GROUP_SIZES if each < self.k and each <= 128), default=0)
+            if not size:
+                raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
+        parameters = self.regrouped(size).parameters(lambda values: values)
+        if CODE_BYTES[self.code].dtype is None:
+            options = {"permutation": self.permutation, "group_size": size, "k": self.k, "code": self.code}
+            return pack_w4(self.q, **parameters, **options, lhs_dtype=lhs_dtype)
+        if self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
                 "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
             )
-        size = self.group_size
-        if size < self.k and size not in GROUP_SIZES:
-            divisors = [each for each in GROUP_SIZES if size % each == 0]
-            if not divisors:
-                raise ValueError(
-                    f"group_size: expected a multiple of one of {GROUP_SIZES}, or k for per channel, got {size}"
-                )
-            size = max(divisors)
-        elif self.offset is not None and size >= self.k:
-            # The kernel adds offsets by group only.
-            smaller = [each for each in GROUP_SIZES if each < self.k and each <= 128]
-            if not smaller:
-                raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
-            size = max(smaller)
-        parameters = self._repeated(size)
-        if eight:
-            if lhs_dtype not in (None, self.q.dtype):
-                expected, got = dtype_name(self.q.dtype), dtype_name(lhs_dtype)
-                raise ValueError(f"lhs_dtype: expected None or {expected}, the type of the 8-bit weight, got {got}")
-            weight = pack_w8(self.q, parameters["scale"], group_size=min(size, self.k))
-            if self.permutation is None:
-                return weight
-            return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
-        return pack_w4(
-            self.q,
-            **parameters,
-            permutation=self.permutation,
-            group_size=size,
-            k=self.k,
-            lhs_dtype=lhs_dtype,
-            code=self.code,
-        )
+        if lhs_dtype not in (None, self.q.dtype):
+            expected = f"None or {dtype_name(self.q.dtype)}, the type of the 8-bit weight"
+            raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
+        weight = pack_w8(self.q, parameters["scale"], group_size=min(size, self.k))
+        if self.permutation is None:
+            return weight
+        return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
 
 
 def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
@@ -275,40 +267,38 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
             permutation, input scale.
     """
 
-    def only(name: str, values: list[Any]) -> None:
+    def only(name: str, value: Callable[[CanonicalWeight], Any]) -> None:
+        values = [value(weight) for weight in weights]
         if any(value != values[0] for value in values):
             raise ValueError(f"prefix: layers to be joined along n must have one {name}, got {values}")
 
-    only("width", [w.bits for w in weights])
+    only("width", lambda w: w.bits)
     if any(w.zero is not None for w in weights):
         weights = [w.with_zero_points() for w in weights]
-    first = weights[0]
+    first, biases = weights[0], [w.bias for w in weights if w.bias is not None]
     if len(weights) == 1:
         return first
-    only("type of codes", [dtype_name(w.q.dtype) for w in weights])
-    only("k", [w.k for w in weights])
-    only("group size", [min(w.group_size, w.k) for w in weights])
-    only("scale dtype", [dtype_name(w.scale.dtype) for w in weights])
+    only("type of codes", lambda w: dtype_name(w.q.dtype))
+    only("k", lambda w: w.k)
+    only("group size", lambda w: min(w.group_size, w.k))
+    only("scale dtype", lambda w: dtype_name(w.scale.dtype))
     for name in ("offset", "permutation", "input_scale"):
-        only(f"kind of {name}", ["none" if getattr(w, name) is None else "given" for w in weights])
-    for name in ("permutation", "input_scale"):
-        value = getattr(first, name)
-        if value is not None and not all(torch.equal(value, getattr(w, name)) for w in weights):
+        only(f"kind of {name}", lambda w, name=name: "none" if getattr(w, name) is None else "given")
+        values = [getattr(w, name) for w in weights]
+        if name != "offset" and values[0] is not None and not all(torch.equal(values[0], each) for each in values):
             raise ValueError(
                 f"prefix: layers to be joined along n must have one {name}, got different ones; load them one by one"
             )
-    bias = None
-    if any(w.bias is not None for w in weights):
-        only("bias dtype", [dtype_name(w.bias.dtype) for w in weights if w.bias is not None])
-        dtype = next(w.bias.dtype for w in weights if w.bias is not None)
-        bias = torch.cat([w.q.new_zeros(w.n, dtype=dtype) if w.bias is None else w.bias for w in weights])
+    if len({bias.dtype for bias in biases}) > 1:
+        only("bias dtype", lambda w: w.bias if w.bias is None else dtype_name(w.bias.dtype))
+    bias = [w.q.new_zeros(w.n, dtype=biases[0].dtype) if w.bias is None else w.bias for w in weights if biases]
     joined = {
         name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])
         for name in ("scale", "zero", "offset")
     }
     # As bytes: PyTorch does not join 8-bit floats everywhere.
     q = torch.cat([w.q.view(torch.uint8) for w in weights]).view(first.q.dtype)
-    return replace(first, q=q, **joined, bias=bias)
+    return replace(first, q=q, **joined, bias=torch.cat(bias) if bias else None)
 
 
 class _Mixed(Exception):
@@ -323,7 +313,6 @@ def pack_experts(
     together: int = 1,
 ) -> Weight:
     """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
-
     Experts without zero points beside some with them get them.
 
     Args:
@@ -337,6 +326,8 @@ def pack_experts(
         ValueError: an expert has an activation order, which its quantised input cannot have beside the others', or
             the experts differ in sizes or format; the message names the expert.
     """
+    kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
+    unsigned = False
 
     def make(e: int) -> Weight:
         weight = read(e)
@@ -347,14 +338,12 @@ def pack_experts(
             raise _Mixed
         return weight.pack(lhs_dtype)
 
-    kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
-    for unsigned in (False, True):
+    while True:
         kinds: set[bool] = set()
         try:
             return kind.stacked(count, make, together)
         except _Mixed:
-            continue
-    raise AssertionError("with zero points everywhere no expert differs")
+            unsigned = True
 
 
 def check_order(weight: CanonicalWeight, expert: int) -> None:
@@ -368,10 +357,7 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
 
 def check_values(weight: CanonicalWeight) -> None:
     """Raises ValueError for scales, offsets and codes that are no finite numbers, and for an input scale that is not
-    positive.
-
-    Scales of 0 are legal: a group of zeros has one.
-    """
+    positive. Scales of 0 are legal: a group of zeros has one."""
     for name in ("scale", "offset", "input_scale", *(("q",) if weight.q.is_floating_point() else ())):
         values = getattr(weight, name)
         if values is None:
@@ -386,46 +372,30 @@ def check_values(weight: CanonicalWeight) -> None:
 
 
 def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The permutation of k that makes the groups of an activation order contiguous, None where they are already.
+    """The permutation that makes the groups of an activation order contiguous, None where they are already.
 
     Args:
         g_idx: integers [k], the group of each column of the layer's input (`g_idx` of GPTQ and compressed-tensors).
-        group_size: columns of a group; the last may have fewer.
+        group_size: columns of a group; the last may have fewer. ValueError for groups that are not full.
 
     Returns:
         int32 [k]: column j of the reordered weight is column permutation[j] of the layer's input. Columns of one group
         keep their order.
-
-    Raises:
-        ValueError: a group is not full, so that the reordered groups would not all have group_size columns.
     """
     k = g_idx.shape[0]
     groups = ceil_div(k, group_size)
-    indices = g_idx.long()
-    expected = torch.full((groups,), group_size, device=g_idx.device)
-    expected[-1] = k - (groups - 1) * group_size
-    least, most = (int(x) for x in indices.aminmax())
+    least, most = (int(x) for x in g_idx.aminmax())
     if least < 0 or most >= groups:
         raise ValueError(
             f"g_idx: expected groups 0..{groups - 1} for k = {k}, group size {group_size}, got {least}..{most}"
         )
-    counts = torch.bincount(indices, minlength=groups)
+    in_order = torch.arange(k, device=g_idx.device)
+    counts, expected = (torch.bincount(each, minlength=groups) for each in (g_idx.long(), in_order // group_size))
     if not torch.equal(counts, expected):
         group = int((counts != expected).nonzero()[0])
         raise ValueError(
             f"g_idx: expected {int(expected[group])} columns in group {group}, got {int(counts[group])}: activation "
             "order with groups of unequal sizes has no grouped form"
         )
-    permutation = torch.argsort(indices, stable=True)
-    if torch.equal(permutation, torch.arange(k, device=g_idx.device)):
-        return None
-    return permutation.to(torch.int32)
-
-
-def _part(dim: str, size: int, rank: int, world: int) -> slice:
-    multiple = PART_MULTIPLES[dim]
-    if size % (world * multiple):
-        raise ValueError(
-            f"tp_size: expected {dim} / tp_size to be a multiple of {multiple}, got {size} / {world} = {size / world:g}"
-        )
-    return slice(rank * size // world, (rank + 1) * size // world)
+    permutation = torch.argsort(g_idx.long(), stable=True)
+    return None if torch.equal(permutation, in_order) else permutation.to(torch.int32)

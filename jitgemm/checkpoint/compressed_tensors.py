@@ -20,32 +20,67 @@
 Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against compressed-tensors
 0.10.2 and 0.20.0, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
 gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
-Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had. Presets
+Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had. Presets
 (config_groups {"W4A16": ["Linear"]}) mean what they mean in 0.20.0.
-Knows no files: tensors and config come from the caller.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_codes
-from jitgemm.checkpoint.bits import minus_8, minus_128, unpack_bytes, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
-from jitgemm.checkpoint.compressed_tensors_config import CODES, METHOD, block_of, for_layer, left_out, weights_of
-from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout
-from jitgemm.checkpoint.layouts import check_shape, check_single, measure, stored
-from jitgemm.checkpoint.settings import Config
-from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import describe, dtype_name, one_of
+from jitgemm.checkpoint.bits import check_codes, minus
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.format import setting
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
+from jitgemm.tensors import describe
 
-_E4M3 = torch.float8_e4m3fn
+METHOD = "compressed-tensors"
+_CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3"}
+"""By num_bits and type."""
+_SUPPORTED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+
+_KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a list of names": ((list, tuple), ("ignore", "targets")),
+    "a mapping": (Mapping, ("config_groups", "transform_config", "weights", "input_activations")),
+    "a name": (str, ("type", "strategy")),
+    "an integer": (int, ("num_bits", "group_size")),
+    "true or false": (bool, ("symmetric",)),
+}
+"""What settings must be where they are given and not null."""
+_OF_WEIGHTS = (
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
+    "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+"""All that the library knows of a weight's scheme; zp_dtype and the observer's say nothing that tensors do not."""
+
+
+def _args(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
+
+
+_INT8, _E4M3_TOKEN = (_args(8, kind, "token", dynamic=True) for kind in ("int", "float"))
+_MXFP8 = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
+_BLOCKS = _args(8, "float", "block", block_structure=[128, 128])
+_PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    "UNQUANTIZED": (None, None),
+    "W4A16_ASYM": (_args(4, "int", "group", group_size=128, symmetric=False), None),
+    "W8A8": (_args(8, "int", "channel"), _INT8),
+    "INT8": (_args(8, "int", "channel"), _INT8),
+    "W4AFP8": (_args(4, "int", "group", group_size=128), _E4M3_TOKEN),
+    "FP8": (_args(8, "float", "tensor"), _args(8, "float", "tensor")),
+    "FP8_DYNAMIC": (_args(8, "float", "channel"), _E4M3_TOKEN),
+    "FP8_BLOCK": (_BLOCKS, _args(8, "float", "group", group_size=128, dynamic=True)),
+    "MXFP8A16": (_MXFP8, None),
+    "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
+}
+"""Weights and input activations; also W2A4 to W8A16, which are all alike."""
 
 
 class _CompressedTensors(Format):
@@ -54,133 +89,109 @@ class _CompressedTensors(Format):
             "output_zero_point")  # fmt: skip
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        if config is not None and config.get("quant_method") not in (None, METHOD):
+        config = config or {}
+        if config.get("quant_method") not in (None, METHOD):
             return False
         if "weight_packed" in names:
             return True
-        plain, said = names.get("weight"), (config or {}).keys() & {"config_groups", "weights"}
-        return (
-            plain is not None
-            and (plain.dtype == torch.int8 or (plain.dtype == _E4M3 and bool(said) and "quant_algo" not in config))
-            and "weight_scale" in names
-            and not {"weight_scale_2", "qweight"} & set(names)
-        )
+        plain, said = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
+        if plain is None or "weight_scale" not in names or {"weight_scale_2", "qweight"} & set(names):
+            return False
+        return plain.dtype == torch.int8 or (plain.dtype == torch.float8_e4m3fn and bool(said))
 
     def left_out(self, config: Config, prefix: str) -> str | None:
-        return left_out(config, prefix)
+        _check_kinds(config)
+        if prefix and any(_names(prefix, target) for target in (config or {}).get("ignore") or ()):
+            return f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"
+        return None
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        config = for_layer(config, prefix)
-        weights = weights_of(config)
-        code = CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"
-        symmetric, strategy, block = weights.get("symmetric"), weights.get("strategy") or "group", block_of(weights)
+        config, names = for_layer(config, prefix), headers or {}
+        weights = _weights_of(config)
+        code = _CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"
+        symmetric, strategy, size = (
+            weights.get("symmetric"),
+            weights.get("strategy") or "group",
+            weights.get("group_size"),
+        )
         if code == "e4m3" and symmetric is False:
             raise ValueError("weights: expected symmetric: true with type 'float', got false")
-        zeros_given = "weight_zero_point" in (headers or ())
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
         inputs = Inputs.of(config["input_activations"]) if "input_activations" in config else None
-        return Scheme(
+        scheme = Scheme(
             self.name,
             code,
-            -1 if strategy in ("channel", "tensor") else weights.get("group_size"),
+            -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
             strategy,
-            block,
-            zero_points=symmetric is False or (symmetric is None and code == "int4" and zeros_given),
-            ordered=weights.get("actorder") in (True, "group", "dynamic"),
+            _block_of(weights),
+            zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
+            ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs or inputs_of(config, code, headers),
             form="packed" if packed else "",
-            found={} if "weight_scale" not in (headers or ()) else _found(headers, code, block),
             settings=config,
         )
+        return scheme if headers is None else replace(scheme, found=self._found(headers, scheme))
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        word, groups = 8 if not scheme.eight_bits else 4, scheme.groups(k)
-        if scheme.form == "packed":
-            codes = {"weight_packed": stored(INT32, N, K / word), "weight_shape": stored(torch.int64, 2, optional=True)}
-            zero = stored(INT32, N / word, groups)
+    def _found(self, headers: Mapping[str, Any], scheme: Scheme) -> dict[str, TensorLayout]:
+        """The forms that scales and zero points have in a file."""
+        check_known(headers, (*self.tensors(scheme), *self.also))
+        words, zero = headers.get("weight_packed"), headers.get("weight_zero_point")
+        if words is not None and (words.dtype == torch.uint8 or scheme.code == "e4m3"):
+            raise ValueError(f"weight_packed: expected int32 of integers, got {describe(words)} (fp4 is not supported)")
+        if zero is None and scheme.zero_points:
+            raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
+        found = {"weight_scale": _layout(scheme, _dims(headers["weight_scale"]))}
+        if zero is not None and zero.dtype == torch.int32:
+            wanted = "int32 {shape}, packed along n, got {got}"
+            found["weight_zero_point"] = stored(INT32, N / scheme.per_word, G, wanted=wanted)
+        elif zero is not None:
+            if zero.dtype != torch.int8 and scheme.code != "e4m3":
+                raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
+            found["weight_zero_point"] = stored(zero.dtype, *_dims(zero), wanted="{shape} as weight_scale, got {got}")
+        return found
+
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        packed, word = scheme.form == "packed", scheme.per_word
+        if packed:
+            wanted = "[n, ceil(k / %d)] for weight_shape [{n}, {k}], got {got}" % word
+            codes = {"weight_packed": stored(INT32, N, K / word, wanted=wanted)}
+            codes["weight_shape"] = stored((torch.int64, torch.int32), 2, optional=True)
         else:
             codes = {"weight": stored(CODE_TYPES.get(scheme.code, torch.int8), N, K)}
-            zero = stored(INT8, N, groups)
-        by_strategy = {"tensor": (PARTS,), "channel": (N, 1), "block": _of_block(scheme.block)}
-        types = (*FLOATS, *(E8M0 if scheme.code == "e4m3" else ()))
-        layout = codes | {"weight_scale": stored(types, *by_strategy.get(scheme.strategy, (N, groups)))}
+        dims = {"tensor": (PARTS,), "channel": (N, 1)}.get(scheme.strategy, (N, G))
+        layout = codes | {"weight_scale": _layout(scheme, dims)}
         if scheme.zero_points:
-            layout["weight_zero_point"] = zero
+            layout["weight_zero_point"] = stored(INT32, N / word, G) if packed else stored(INT8, N, G)
         if scheme.ordered:
-            layout["weight_g_idx"] = stored(INT32, K)
+            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=True)
         return layout | scheme.static | scheme.found
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        codes = ("weight_packed", "weight_shape") if scheme.form == "packed" else ("weight",)
-        check_known(headers, (*codes, "weight_scale", *self.also))
-        n, k = _size_of_codes(headers, scheme)
-        scale, zero = headers["weight_scale"], headers.get("weight_zero_point")
-        if scale.dtype not in scheme.found["weight_scale"].dtypes:
-            raise ValueError(f"weight_scale: expected {one_of(REAL_TYPES)}, got {dtype_name(scale.dtype)}")
-        if scheme.block is not None:
-            size = scheme.block[1]
-            groups = ceil_div(k, size)
-            check_shape("weight_scale", scale, ceil_div(n, scheme.block[0]), groups)
-        else:
-            groups = _groups("weight_scale", scale, n)
-            size = _group_size(scheme, k, groups)
-        if zero is None and scheme.zero_points:
-            raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
-        if zero is not None:
-            words = ceil_div(n, _per_word(scheme)), groups
-            if zero.dtype not in (torch.int32, torch.int8) and scheme.code != "e4m3":
-                raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
-            if zero.dtype == torch.int32 and tuple(zero.shape) != words:
-                raise ValueError(
-                    f"weight_zero_point: expected int32 {list(words)}, packed along n, got {list(zero.shape)}"
-                )
-            if zero.dtype == torch.int8 and _groups("weight_zero_point", zero, n) != groups:
-                raise ValueError(f"weight_zero_point: expected [{n}, {groups}] as weight_scale, got {list(zero.shape)}")
-        if "weight_g_idx" in headers:
-            check_shape("weight_g_idx", headers["weight_g_idx"], k)
-        elif scheme.ordered and groups > 1:
+        sizes = super().sizes(headers, scheme)
+        if scheme.ordered and "weight_g_idx" not in headers and sizes.group_size != sizes.k:
             actorder = scheme.settings["weights"]["actorder"]
             raise ValueError(f"weight_g_idx: expected the tensor, as the config says actorder {actorder!r}; found none")
-        if "input_scale" in headers:
-            check_single("input_scale", headers["input_scale"])
-        return Sizes(n, k, size)
+        return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes = self.sizes(tensors, scheme)
-        q, zero, permutation = _codes(tensors, scheme, sizes), _zero_point(tensors, scheme, sizes.n), None
-        # -1 is the library's mark for an order that calibration never set.
-        if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] == -1).any()):
-            permutation = activation_order(tensors["weight_g_idx"], sizes.group_size)
-        if permutation is not None:
-            q = q[:, permutation.long()]
+        sizes, middle, packed = self.sizes(tensors, scheme), 128 if scheme.eight_bits else 8, scheme.form == "packed"
+        q = scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k] if packed else tensors["weight"]
+        if not packed and not scheme.eight_bits:
+            form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
+            check_codes("weight", q, -8, 7, form)
+        zero = _zero_point(tensors, scheme, sizes.n)
+        if zero is None:
+            q = minus(q, middle) if packed else q
+        elif not packed:
+            q = q.view(torch.uint8) + middle  # which wraps
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
             raise ValueError(
                 "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
             )
-        return CanonicalWeight(
-            q=q if zero is None else q.view(torch.uint8) + (8 if not scheme.eight_bits else 128),  # which wraps
-            scale=scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n),
-            zero=zero,
-            group_size=sizes.group_size,
-            permutation=permutation,
-            code=scheme.code,
-        )
-
-
-def _per_word(scheme: Scheme) -> int:
-    return 8 if not scheme.eight_bits else 4
-
-
-def _found(headers: Mapping[str, Any], code: str, block: tuple[int, int] | None) -> dict[str, TensorLayout]:
-    """The forms that scales, zero points and orders have in a file."""
-    types = (*FLOATS, *(E8M0 if code == "e4m3" else ()))
-    found = {"weight_scale": stored(types, *(_of_block(block) or _dims(headers["weight_scale"])))}
-    if (zero := headers.get("weight_zero_point")) is not None:
-        words = N / (8 if code == "int4" else 4), G
-        found["weight_zero_point"] = stored(zero.dtype, *(words if zero.dtype == torch.int32 else _dims(zero)))
-    if "weight_g_idx" in headers:
-        found["weight_g_idx"] = stored((torch.int32, torch.int64), K)
-    return found
+        scale, g_idx = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n), tensors.get("weight_g_idx")
+        weight = CanonicalWeight(q, scale, zero, group_size=sizes.group_size, code=scheme.code)
+        # -1 is the library's mark for an order that calibration never set.
+        return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
 
 def _dims(values: Any) -> tuple[Dim | int, ...]:
@@ -188,92 +199,181 @@ def _dims(values: Any) -> tuple[Dim | int, ...]:
     return (PARTS,) if math.prod(values.shape) == 1 else (N, G)[: values.dim()]
 
 
-def _of_block(block: tuple[int, int] | None) -> tuple[Dim, ...]:
-    return () if block is None else (N / block[0], K / block[1])
-
-
-def _size_of_codes(tensors: Mapping[str, Any], scheme: Scheme) -> tuple[int, int]:
-    """n, k; k rounded up to a word where `weight_shape` is a header."""
-    if scheme.form != "packed":
-        size = measure(tensors, {"weight": stored(CODE_TYPES.get(scheme.code, torch.int8), N, K)})
-        return size["n"], size["k"]
-    per_word, packed = _per_word(scheme), tensors["weight_packed"]
-    if packed.dtype != torch.int32 or packed.dim() != 2:
-        raise ValueError(
-            f"weight_packed: expected int32 [n, ceil(k / {per_word})] of {32 // per_word}-bit integers, got "
-            + describe(packed)
-            + (" (fp4 is not supported)" if packed.dtype == torch.uint8 else "")
-        )
-    if scheme.code == "e4m3":
-        raise ValueError("weight_packed: expected the tensor weight for type 'float', got a packed one")
-    n, words = packed.shape
-    shape = tensors.get("weight_shape")
-    if not isinstance(shape, torch.Tensor):
-        return n, per_word * words
-    if shape.is_floating_point():
-        raise ValueError(f"weight_shape: expected integers [2], got {describe(shape)}")
-    shape = shape.tolist()
-    if len(shape) != 2 or shape[0] != n or ceil_div(shape[1], per_word) != words:
-        got = list(packed.shape)
-        raise ValueError(f"weight_packed: expected [n, ceil(k / {per_word})] for weight_shape {shape}, got {got}")
-    return n, shape[1]
-
-
-def _codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Sizes) -> torch.Tensor:
-    """[n, k]: int8 of -8..7, or 8-bit codes."""
-    if scheme.form == "packed":
-        packed = tensors["weight_packed"]
-        q = minus_8(unpack_nibbles(packed, 1)) if not scheme.eight_bits else minus_128(unpack_bytes(packed, 1))
-        return q[:, : sizes.k]
-    if not scheme.eight_bits:
-        check_codes(
-            "weight",
-            tensors["weight"],
-            -8,
-            7,
-            " in int-quantized int8; num_bits 8 in a config says that there are more,",
-        )
-    return tensors["weight"]
-
-
-def _groups(name: str, values: torch.Tensor | TensorInfo, n: int) -> int:
-    """Columns of [n, G]; 1 for a value for each row or for the whole tensor."""
-    shape = tuple(values.shape)
-    if math.prod(shape) == 1 or shape == (n,):
-        return 1
-    if len(shape) != 2 or shape[0] != n:
-        raise ValueError(f"{name}: expected [{n}, groups], [{n}, 1] or one element, got shape {list(shape)}")
-    return shape[1]
-
-
-def _group_size(scheme: Scheme, k: int, groups: int) -> int:
-    size = k if scheme.strategy in ("channel", "tensor") else scheme.group_size
-    if size is None or size <= 0:
-        if groups < 1 or k % groups:
-            raise ValueError(f"weight_scale: expected columns that divide k = {k}, got {groups}")
-        size = k // groups
-    if k % size or k // size != groups:
-        raise ValueError(f"weight_scale: expected {k / size:g} columns for k = {k} and group_size {size}, got {groups}")
-    return size
+def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
+    """Of the scales, by the config's blocks or with these dimensions."""
+    types = (*FLOATS, *(E8M0 if scheme.code == "e4m3" else ()))
+    if scheme.block is not None:
+        return stored(types, N / scheme.block[0], K / scheme.block[1])
+    return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")
 
 
 def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Scheme, n: int) -> torch.Tensor | None:
     """[n, G] on the scale of codes from 0, or None."""
-    if "weight_zero_point" not in tensors:
+    zero = tensors.get("weight_zero_point")
+    if zero is None:
         return None
-    zero, nibbles = tensors["weight_zero_point"], not scheme.eight_bits
     if zero.dtype == torch.int32:
-        zero = (minus_8(unpack_nibbles(zero, 0)) if nibbles else minus_128(unpack_bytes(zero, 0)))[:n]
+        zero = minus(scheme.unpack(zero, 0)[:n], 128 if scheme.eight_bits else 8)
     else:
         zero = scheme.by_row("weight_zero_point", zero, n)
     if not bool(zero.float().any()):
         return None
     if not scheme.zero_points:
         raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
-    if not nibbles:
+    if scheme.eight_bits:
         return zero.to(torch.int16) + 128
     check_codes("weight_zero_point", zero, -8, 7)
     return (zero + 8).view(torch.uint8)
+
+
+# ---- config ------------------------------------------------------------------------------------------------------------
+
+
+def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
+    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}.
+
+    Raises:
+        ValueError: a setting is of the wrong kind, or no group is for the layer.
+    """
+    _check_kinds(config)
+    if config is None or "config_groups" not in config or "quant_algo" in config:  # ModelOpt's has groups, too
+        return config or {}
+    groups = {name: _spelt_out(name, group) for name, group in (config["config_groups"] or {}).items()}
+    for name, group in groups.items():
+        _check_kinds(group, f"{name}: ")
+    if (reason := online_transform(config, prefix)) is not None:
+        raise ValueError(reason)
+    group = _config_group(groups, prefix)
+    scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
+    return scheme | {"quant_method": METHOD, "format": group.get("format") or config.get("format")}
+
+
+def _check_kinds(settings: Mapping[str, Any] | None, where: str = "") -> None:
+    """Raises ValueError for a setting that is of another kind; where: what its name follows in the message."""
+    settings = settings or {}
+    for expected, (kind, keys) in _KINDS.items():
+        for key, value in ((key, settings[key]) for key in keys if settings.get(key) is not None):
+            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+            if not fits or (isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value)):
+                raise ValueError(f"{where}{key}: expected {expected}, got {value!r}")
+    for part in sorted(settings.keys() & {"weights", "input_activations"}):
+        _check_kinds(settings[part], f"{where}{part}: ")
+
+
+def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
+    """A group, or the scheme that a preset stands for: its name with a list of targets."""
+    if isinstance(group, Mapping):
+        return group
+    weights, inputs = _PRESETS.get(name.upper(), (None, None))
+    integers = re.fullmatch("W([2-8])A(4|8|16)", name.upper())
+    if name.upper() not in _PRESETS:
+        if integers is None or int(integers[1]) > int(integers[2]):
+            known = f"W2A4 to W8A16, {', '.join(_PRESETS)}"
+            raise ValueError(f"config_groups: expected a scheme, or one of the presets {known}, got {name!r}")
+        weights = _args(int(integers[1]), "int", "group", group_size=128)
+        inputs = None if integers[2] == "16" else _args(int(integers[2]), "int", "token", dynamic=True)
+    return {"targets": group, "weights": weights, "input_activations": inputs}
+
+
+def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """The group whose targets name the layer, the way the library chooses. Raises ValueError where there is none.
+
+    Targets are tried exact names first, then expressions, both in alphabetical order, then class names; of equal
+    targets in two groups the later group's counts. A checkpoint's names may differ from the module's that the targets
+    were written for, so a single group needs no match: something quantised the layer.
+    """
+    if len(groups) == 1:
+        return next(iter(groups.values()))
+    by_target = {target: group for group in groups.values() for target in group.get("targets") or ()}
+    for target in sorted(by_target, key=lambda target: ("re:" in target, target)):
+        if _names(prefix, target):
+            return by_target[target]
+    if "Linear" in by_target:
+        return by_target["Linear"]
+    raise ValueError(f"config_groups: expected one whose targets match {prefix!r}, got targets {sorted(by_target)}")
+
+
+def _names(prefix: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return target == prefix
+    try:
+        return re.match(target.removeprefix("re:"), prefix) is not None
+    except re.error as error:
+        raise ValueError(f"targets: expected regular expressions behind re:, got {target!r} ({error})") from None
+
+
+def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    """Why a Hadamard or other transform at run time forbids this layer, quantised or not; None where there is none.
+
+    Those at weight_input and weight_output are in the weight already; q_attn and k_cache, of queries and keys, cancel.
+    """
+
+    def named(targets: str | Iterable[str] | None) -> bool:
+        targets = [targets] if isinstance(targets, str) else targets or ()
+        return any(target == "Linear" or _names(prefix, target) for target in targets)
+
+    transforms = (config or {}).get("transform_config")
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for apply in (each for group in (groups or {}).values() for each in group.get("apply") or ()):
+        location = str(apply.get("location")).lower()
+        if location not in ("weight_input", "weight_output", "q_attn", "k_cache"):
+            if named(apply.get("targets")) and not named(apply.get("ignore")):
+                return f"transform_config: expected no transform at run time, got one at the {location}"
+    return None
+
+
+def _weights_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a layer's config says of its weight, {} for nothing. Raises ValueError for what the kernel cannot have."""
+    format, weights = setting(config, "format"), setting(config, "weights", default={})
+    if format is not None and format not in _SUPPORTED and format != "mixed-precision":
+        raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
+    if unknown := sorted(set(weights) - set(_OF_WEIGHTS)):
+        raise ValueError(f"weights: expected only {', '.join(_OF_WEIGHTS)}, got also {', '.join(unknown)}")
+    if weights.get("dynamic"):
+        raise ValueError(f"weights: expected dynamic: false, got {weights['dynamic']!r}")
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    if weights and (bits, kind) not in _CODES:
+        expected = "num_bits 4 or 8 and type 'int', or 8 and 'float'"
+        raise ValueError(f"weights: expected {expected}, got {bits} and {kind!r}")
+    known = ("group", "channel", "tensor", *(("block",) if _CODES.get((bits, kind)) != "int4" else ()))
+    if weights.get("strategy") not in (None, *known):
+        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {weights['strategy']!r}")
+    return weights
+
+
+def _block_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block, with strategy "block"."""
+    if weights.get("strategy") != "block":
+        return None
+    block = weights.get("block_structure")
+    block = [int(each) for each in block.split("x")] if isinstance(block, str) else block
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        raise ValueError(f"block_structure: expected two positive integers, got {weights.get('block_structure')!r}")
+    return block[0], block[1]
+
+
+def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:
+    """What the config says of a file whose tensors are none of a quantised layer's: sparse, or not yet quantised.
+
+    Args:
+        names: tensors that have no place in a model, or of a layer that no format has.
+    """
+    names, sparsity = list(names), (config or {}).get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):
+        return (
+            f"sparsity_config: expected format 'dense', got {sparse!r}: the weights are stored sparse (bitmask, "
+            "compressed), which is not read here; load them with their library and save them without it"
+        )
+    format, status = setting(config, "format"), setting(config, "quantization_status")
+    uncompressed = format in ("dense", "fakequant") or status in ("initialized", "calibration", "frozen")
+    if uncompressed and any(name.endswith("weight_scale") for name in names):
+        return (
+            f"the file was saved uncompressed (format {format!r}, quantization_status {status!r}): its weights are "
+            "floats that its library would quantise; save it with save_compressed=True, or take the floats with "
+            "strict=False and quantize_"
+        )
+    return None
 
 
 FORMAT = _CompressedTensors()

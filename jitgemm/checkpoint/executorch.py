@@ -19,12 +19,12 @@ tests) and 1.5.1. Sources disagree twice on linear_qta8a_qga4w:
 
 - The packer adds 8 and the C++ tests subtract it; the Python reference reads the nibbles as two's complement. Nibbles
   with 8 added are read here.
-- The C++ operator takes scales and zeros as [G, n], the Python reference as [n, G]. Both are read; what fits both is
-  refused.
+- The C++ operator takes scales and zeros as [G, n], the Python reference as [n, G]. Both are read; what fits both
+  raises.
 
 linear_qta8a_qga4w_qta8o had scales_and_zeros as linear_qga4w. ExecuTorch 1.5.1 has linear_q4gsw and
-linear_dq8ca_q4gsw instead, with even k in the LOW nibble and no zeros: without weight_zeros a layer is refused rather
-than read in the wrong order. Knows no files: tensors come from the caller.
+linear_dq8ca_q4gsw instead, with even k in the LOW nibble and no zeros: without weight_zeros a layer raises rather
+than be read in the wrong order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from collections.abc import Mapping
 
 import torch
 
-from jitgemm.checkpoint.affine import integer_zero
-from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
+from jitgemm.checkpoint.bits import HIGH_FIRST, integer_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Scheme
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, measure, stored
-from jitgemm.checkpoint.settings import Config, setting
-from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, read_tinygemm, read_unpacked
+from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, tinygemm, unpacked
 from jitgemm.tensors import describe
 
-_OPERATOR_NAMES = ("weights_4x2", "weights_4bit")
+_CODES = ("weight", "weights_4x2", "weights_4bit")
 _BOTH = ("scales_and_zeros", "weight_scales_and_zeros")
 _INTEGERS = (torch.int32, torch.int8, torch.int16, torch.int64)
 
@@ -51,53 +49,51 @@ class _ExecuTorch(Format):
     name = "executorch"
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        if any(name in names for name in _OPERATOR_NAMES):
+        if any(name in names for name in _CODES[1:]):
             return any(name in names for name in (*_BOTH, "weight_scales"))
         weight, scales = names.get("weight"), names.get("scales")
-        if weight is None or len(weight.shape) != 2:
+        if weight is None or weight.dim() != 2:
             return False
         if weight.dtype == torch.uint8:
             return "weight_scales" in names or "weight_scales_and_zeros" in names
-        rows = weight.shape[0]
-        return weight.dtype == torch.int8 and scales is not None and len(scales.shape) == 2 and scales.shape[0] == rows
+        rows = weight.shape[:1]
+        return weight.dtype == torch.int8 and scales is not None and scales.dim() == 2 and scales.shape[:1] == rows
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        headers, given = headers or {}, setting(config, "group_size")
-        name = next((each for each in ("weight", *_OPERATOR_NAMES) if each in headers), "weight")
-        both = next((each for each in _BOTH if each in headers), "")
+        headers, size, form = headers or {}, setting(config, "group_size"), "operator"
+        name = next((each for each in _CODES if each in headers), "weight")
         packed = {name: stored(torch.uint8, N, K / 2)}
+        both = next((each for each in _BOTH if each in headers), "")
         if "scales" in headers:
-            found = {name: stored(INT8, N, K), "scales": stored(FLOATS, N, G)}
+            size, form, found = None, "unpacked", {name: stored(INT8, N, K), "scales": stored(FLOATS, N, G)}
             if "zeros" in headers:
                 found["zeros"] = stored((*FLOATS, *_INTEGERS), N, G)
-            return Scheme(self.name, zero_points=True, form="unpacked", found=found)
-        if both:
-            return Scheme(
-                self.name, group_size=given, zero_points=True, form=both, found=packed | {both: SCALES_AND_ZEROS}
-            )
-        n, scale = measure(headers, packed)["n"], headers["weight_scales"]
-        if "weight_zeros" not in headers:
+        elif both:
+            form, found = both, packed | {both: SCALES_AND_ZEROS}
+        elif "weight_zeros" not in headers:
             raise ValueError(
                 "weight_zeros: expected integers with weight_scales, as linear_qta8a_qga4w has them; found none "
                 "(linear_q4gsw, without them, has its nibbles in another order)"
             )
-        if scale.shape == (n, n):
-            raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
-        dims = (N, G) if scale.shape[:1] == (n,) else (G, N)
-        found = packed | {"weight_scales": stored(FLOATS, *dims), "weight_zeros": stored(_INTEGERS, *dims)}
-        return Scheme(self.name, group_size=given, zero_points=True, form="operator", found=found)
+        else:
+            n, scale = measure(headers, packed)["n"], headers["weight_scales"]
+            if scale.shape == (n, n):
+                raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
+            dims = (N, G) if scale.shape[:1] == (n,) else (G, N)
+            found = packed | {"weight_scales": stored(FLOATS, *dims), "weight_zeros": stored(_INTEGERS, *dims)}
+        return Scheme(self.name, group_size=size, zero_points=True, form=form, found=found)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, name = self.sizes(tensors, scheme), next(iter(scheme.found))
+        size, name = self.sizes(tensors, scheme).group_size, next(iter(scheme.found))
         if scheme.form == "unpacked":
-            return read_unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"))
+            return unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"), size)
+        q = unpack_nibbles(tensors[name], 1, order=HIGH_FIRST)
         if scheme.form in _BOTH:
-            return read_tinygemm(name, tensors[name], tensors[scheme.form], sizes.group_size, sizes.k)
+            return tinygemm(q, tensors[scheme.form], size)
         scale, zero = tensors["weight_scales"], tensors["weight_zeros"]
         if scheme.found["weight_scales"].axis("n") == 1:
             scale, zero = scale.T.contiguous(), zero.T.contiguous()
-        q = unpack_nibbles(tensors[name], 1, order=HIGH_FIRST)
-        return integer_zero(q, scale, zero.to(torch.int32) + 8, sizes.group_size, name="weight_zeros + 8")
+        return integer_zero(q, scale, zero.to(torch.int32) + 8, size, name="weight_zeros + 8")
 
 
 FORMAT = _ExecuTorch()

@@ -77,6 +77,9 @@ class Checkpoint:
             `.safetensors` file, a list of them, or a mapping of names to tensors.
         config: the model's config.json or its quantization_config, as a mapping; None: what stands beside the files.
 
+    Attributes:
+        config: the model's quantization_config, or None.
+
     Raises:
         FileNotFoundError: there are no such files.
         ValueError: a file is of another kind, an index is damaged, a tensor stands in two files, or a folder has two
@@ -90,36 +93,34 @@ class Checkpoint:
     ):
         self._files: dict[Path, Any] = {}
         self._said: dict[str, str] = {}  # metadata of tensors given in memory
+        self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
+        self._warned: set[str] = set()
         self._found: Mapping[str, torch.Tensor | Path | Rows]  # each tensor, or its file
+        folder = None
         if isinstance(source, Mapping):
             self.where = "the tensors given"
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._found = source
-            if any(map(_subclass, source.values())):
-                self._found, self._said = _flattened(source)
+            self._found, self._said = _flattened(source) if any(map(_subclass, source.values())) else (source, {})
         elif isinstance(source, list) and source:
             files = [Path(file) for file in source]
+            folder = files[0].parent
             if [file.name for file in files] == [_SINGLE]:  # what transformers takes of a folder
-                weights_of(files[0].parent)
-            self._found = self._headers(files)
-            source = files[0].parent
-            self.where = os.fspath(source)
+                weights_of(folder)
+            self.where, self._found = os.fspath(folder), self._headers(files)
         elif isinstance(source, (str, os.PathLike)):
-            self.where = os.fspath(source)
-            self._found = self._list(Path(source))
+            path = Path(source)
+            folder = path if path.is_dir() else path.parent
+            self.where, self._found = os.fspath(source), self._list(path)
         else:
             raise TypeError(f"source: expected a path or a mapping of tensors, got {type(source).__name__}")
+        self.config: Mapping[str, Any] | None = None
         if config is not None:
-            config = _quantization_config(config)
-        elif not isinstance(source, Mapping):
-            config = config_beside(Path(source) if Path(source).is_dir() else Path(source).parent)
-        self.config: Mapping[str, Any] | None = config
-        """The model's quantization_config, or None."""
-        self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
+            self.config = _quantization_config(config)
+        elif folder is not None:
+            self.config = config_beside(folder)
         self._layers = _by_layer(self._found)
-        self._warned: set[str] = set()
 
     def warn(self, text: str) -> None:
         """Warns of what the checkpoint contradicts itself in, once, however many layers do so."""
@@ -128,13 +129,9 @@ class Checkpoint:
             warnings.warn(f"{text} ({self.where})", stacklevel=2)
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
-        """The same open checkpoint with some tensors under other names; its config speaks of those in the files.
-
-        Args:
-            names: {new name: name in the files}.
-        """
-        other = copy.copy(self)
-        new = {old: name for name, old in names.items()}
+        """The same open checkpoint with some tensors under other names, {new name: name in the files}; its config speaks
+        of those in the files."""
+        other, new = copy.copy(self), {old: name for name, old in names.items()}
         other._found = {new.get(name, name): found for name, found in self._found.items()}
         other._in_file, other._layers = names, _by_layer(other._found)
         return other
@@ -199,7 +196,9 @@ class Checkpoint:
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
     ) -> torch.Tensor:
         """The tensor on a device; or one expert's, without the first dimension; or a part of it."""
-        found, at = self._found[name], _index(expert, part)
+        found, at = self._found[name], (expert,) if expert is not None else ()
+        if part is not None and expert is None:
+            at = (*(slice(None),) * part.axis, slice(part.start, part.start + part.count))
         if isinstance(found, Rows):
             if part is not None and part.axis == 0 and len(found.sources) == 1:
                 return self._base.read(found.sources[0], device, None, part._replace(start=found.start + part.start))
@@ -226,10 +225,8 @@ class Checkpoint:
     def _of_parameter(self, name: str) -> dict[str, str]:
         """Of a quantised parameter, which stacks experts: what a layer's tensors would be called; {} for all others."""
         above, dot, child = name.rpartition(".")
-        found, start = {}, f"_{child}_"
-        for each in self._layers.get(above + dot, ()):
-            if each.startswith(start):  # torchao's
-                found["_weight_" + each.removeprefix(start)] = above + dot + each
+        torchaos = [each for each in self._layers.get(above + dot, ()) if each.startswith(f"_{child}_")]
+        found = {"_weight_" + each.removeprefix(f"_{child}_"): above + dot + each for each in torchaos}
         if name in self._found and not name.endswith("weight"):
             found |= {suffix: name + end for suffix, end in _STACKED.items() if name + end in self._found}
         return found
@@ -246,40 +243,34 @@ class Checkpoint:
             self._files[path] = _safe_open(path)
         return self._files[path]
 
-    def _list(self, source: Path) -> dict[str, Path]:
+    def _list(self, source: Path) -> Mapping[str, Path]:
         """The file of every tensor."""
         if not source.exists():
             raise FileNotFoundError(f"source: expected a file or folder, found none at {source}")
-        if source.is_file():
-            if source.name.endswith(".index.json"):
-                return _read_index(source)
-            if source.suffix != ".safetensors":
-                instead = _INSTEAD.get(source.suffix, "give its tensors as a mapping of names to tensors")
-                raise ValueError(
-                    f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}"
-                )
-            return self._headers([source])
-        if (found := weights_of(source)) is not None:
-            return self._list(found)
-        indices = sorted(source.glob("*.safetensors.index.json"))
-        if len(indices) > 1:
-            raise ValueError(f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path")
-        if indices:
-            return _read_index(indices[0])
-        files = sorted(source.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}")
-        return self._headers(files)
+        if source.is_dir():
+            if (found := weights_of(source)) is not None:
+                return self._list(found)
+            files, indices = (sorted(source.glob(f"*.safetensors{end}")) for end in ("", ".index.json"))
+            if len(indices) > 1:
+                got = ", ".join(index.name for index in indices)
+                raise ValueError(f"source: expected one index, got {got}; give one's path")
+            if not files and not indices:
+                raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}")
+            return _read_index(indices[0]) if indices else self._headers(files)
+        if source.name.endswith(".index.json"):
+            return _read_index(source)
+        if source.suffix != ".safetensors":
+            instead = _INSTEAD.get(source.suffix, "give its tensors as a mapping of names to tensors")
+            raise ValueError(f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}")
+        return self._headers([source])
 
-    def _headers(self, files: Sequence[Path]) -> dict[str, Path]:
+    def _headers(self, files: Sequence[Path]) -> Mapping[str, Path]:
         paths: dict[str, Path] = {}
         for path in files:
             for name in sorted(self._open(path).keys()):
-                if name in paths:
-                    raise ValueError(
-                        f"source: expected each tensor once, got {name!r} in {paths[name].name} and {path.name}"
-                    )
-                paths[name] = path
+                if (other := paths.setdefault(name, path)) is not path:
+                    got = f"{name!r} in {other.name} and {path.name}"
+                    raise ValueError(f"source: expected each tensor once, got {got}")
         return paths
 
 
@@ -287,14 +278,8 @@ def weights_of(folder: Path, *, by_index: bool = False) -> Path | None:
     """A folder's `model.safetensors` or its index, whichever is the model; None where it has neither.
 
     Where it has both, the index is left from another model if it names files that are not there: then
-    `model.safetensors` is the model, as for transformers, with a warning.
-
-    Args:
-        by_index: for loaders that follow an index wherever there is one, as vLLM's: an index that is left is an error.
-
-    Raises:
-        ValueError: both are whole, and only the caller can know which is meant.
-        FileNotFoundError: the index names files that are not there, and by_index.
+    `model.safetensors` is the model, as for transformers, with a warning; by_index, for loaders that follow an index
+    wherever there is one, as vLLM's: FileNotFoundError. ValueError where both are whole.
     """
     single, index = folder / _SINGLE, folder / _INDEX
     if not index.is_file():
@@ -333,22 +318,22 @@ def _subclass(tensor: torch.Tensor) -> str:
 
 def _flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """torchao's subclasses as the tensors that they hold, named as in its files, and what it says of them there."""
+
+    def named(tensor: torch.Tensor, kind: str) -> dict[str, Any]:
+        lists = (getattr(tensor, f"{start}tensor_{kind}_names", ()) for start in ("", "optional_"))
+        return {each: getattr(tensor, each, None) for names in lists for each in names}
+
     found: dict[str, torch.Tensor] = {}
     said: dict[str, str] = {}
     for name, tensor in source.items():
-        inner, attributes = (
-            (*getattr(tensor, f"tensor_{kind}_names", ()), *getattr(tensor, f"optional_tensor_{kind}_names", ()))
-            for kind in ("data", "attribute")
-        )
-        if not _subclass(tensor) or not inner:
+        held = {each: value for each, value in named(tensor, "data").items() if value is not None}
+        if not _subclass(tensor) or not held:
             found[name] = tensor
             continue
         above, dot, child = name.rpartition(".")
-        held = {each: getattr(tensor, each) for each in inner if getattr(tensor, each) is not None}
         found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
-        data = {each: getattr(tensor, each, None) for each in attributes}
-        described = {"_type": _subclass(tensor), "_data": data, "_tensor_data_names": list(held)}
-        said[name] = json.dumps(described, default=_encoded)
+        data = {"_type": _subclass(tensor), "_data": named(tensor, "attribute"), "_tensor_data_names": list(held)}
+        said[name] = json.dumps(data, default=_encoded)
     return found, said
 
 
@@ -356,9 +341,9 @@ def _encoded(value: Any) -> Any:
     """What JSON has no form for, as torchao writes it."""
     if isinstance(value, torch.dtype):
         return {"_type": "torch.dtype", "_data": dtype_name(value)}
-    if isinstance(value, Enum):
-        return {"_type": type(value).__name__, "_data": value.name}
-    data = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else str(value)
+    data = value.name if isinstance(value, Enum) else str(value)
+    if is_dataclass(value):
+        data = {each.name: getattr(value, each.name) for each in fields(value)}
     return {"_type": type(value).__name__, "_data": data}
 
 
@@ -388,7 +373,7 @@ def _safe_open(path: Path) -> Any:
         raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
 
 
-def _read_index(path: Path) -> dict[str, Path]:
+def _read_index(path: Path) -> Mapping[str, Path]:
     weight_map = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"source: expected a weight_map in {path}, found none")
@@ -410,41 +395,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def config_beside(folder: Path) -> Mapping[str, Any] | None:
     """What a folder's JSON files say of a model's quantisation, or one file."""
-    if folder.is_file():
-        return _nested_config(_read_json(folder))
-    if (folder / "config.json").is_file():
-        found = _nested_config(_read_json(folder / "config.json"))
-        if found is not None:
-            return found
-    for name in _CONFIG_FILES:
-        if (folder / name).is_file():
-            content = _read_json(folder / name)
-            quantization = content.get("quantization")
-            return quantization if isinstance(quantization, dict) else content
-    return None
+    path = folder if folder.is_file() else folder / "config.json"
+    if path.is_file() and (found := _nested_config(_read_json(path))) is not None:
+        return found
+    others = (_read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file())
+    content = next(others, {})
+    quantization = content.get("quantization")
+    return quantization if isinstance(quantization, dict) else content or None
 
 
 def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization_config of a config.json, at its top or in the language model's part."""
-    for part in (config, config.get("text_config")):
-        for key in _CONFIG_KEYS:
-            if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
-                return part[key]
-    return None
-
-
-def _index(expert: int | None, part: Part | None) -> tuple[int | slice, ...]:
-    """What `Checkpoint.read` takes of a tensor; () for all of it."""
-    if expert is not None:
-        return (expert,)
-    return () if part is None else (*(slice(None),) * part.axis, slice(part.start, part.start + part.count))
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    found = (part.get(key) for part in parts for key in _CONFIG_KEYS)
+    return next((each for each in found if isinstance(each, Mapping)), None)
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """From a whole config.json, or from one that is the quantization_config already."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
-    nested = _nested_config(config)
-    if nested is not None:
-        return nested
-    return None if "architectures" in config or "model_type" in config else config
+    whole = "architectures" in config or "model_type" in config
+    return _nested_config(config) or (None if whole else config)

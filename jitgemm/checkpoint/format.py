@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, PARTS, G, Layout, TensorLayout, Dim
-from jitgemm.checkpoint.layouts import check_single, measure, stored
-from jitgemm.checkpoint.settings import Config, group_size_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, PARTS, Layout, TensorLayout, check_single, measure, stored
+from jitgemm.kernel.formats import ceil_div
 
+Config = Mapping[str, Any] | None
+"""A quantization_config."""
 Headers = Mapping[str, Any] | None
 """A layer's tensors, or their headers, by suffix."""
 
@@ -26,13 +28,6 @@ INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 """What they call its zero point."""
 KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
 """What ModelOpt puts next to k_proj and v_proj. They say nothing of the weights."""
-
-
-def check_known(tensors: Iterable[str], known: Sequence[str]) -> None:
-    """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
-    unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
-    if unknown:
-        raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,8 @@ class Inputs:
         """From compressed-tensors' `input_activations`; nothing there means that the input stays in floats."""
         if not said:
             return cls(num_bits=16)
-        bits, type, symmetric = said.get("num_bits", 8), said.get("type", "int"), said.get("symmetric", True)
-        dynamic = bool(said.get("dynamic", False))
-        return cls(type, bits, said.get("strategy"), said.get("group_size"), symmetric, dynamic)
+        type, bits, dynamic = said.get("type", "int"), said.get("num_bits", 8), bool(said.get("dynamic", False))
+        return cls(type, bits, said.get("strategy"), said.get("group_size"), said.get("symmetric", True), dynamic)
 
 
 @dataclass(frozen=True)
@@ -99,39 +93,39 @@ class Scheme:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def static(self) -> dict[str, TensorLayout]:
-        """The static scale of the input, where there is one."""
-        given = self.inputs is not None and not self.inputs.dynamic
-        return {"input_scale": stored(torch.float32, PARTS, optional=True)} if given else {}
-
-    @property
     def eight_bits(self) -> bool:
         """Whether its codes are bytes."""
         return self.code in CODE_TYPES
 
-    def by_row(self, name: str, scale: torch.Tensor, n: int) -> torch.Tensor:
-        """[n, G] from a scale of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
-        layout = self.found[name]
-        if layout.is_scale and scale.dtype in E8M0:
-            scale = scale.view(torch.float8_e8m0fnu).float()
-        if layout.dims == (PARTS,):
-            return scale.reshape(1, 1).expand(n, 1)
-        rows = scale.reshape(len(scale), -1)
-        return rows if layout.per(0) == 1 else rows.repeat_interleave(layout.per(0), 0)[:n]
+    @property
+    def per_word(self) -> int:
+        """Codes in an int32."""
+        return 4 if self.eight_bits else 8
 
-    def columns_of(self, name: str, k: int) -> int:
-        """How many of k columns share an element of it."""
-        layout = self.found[name]
-        return k if (axis := layout.axis("k")) is None else layout.per(axis)
+    def unpack(self, words: torch.Tensor, dim: int) -> torch.Tensor:
+        """uint8 codes, or zero points, out of words along a dimension."""
+        return (unpack_bytes if self.eight_bits else unpack_nibbles)(words, dim)
 
     @property
     def unpackable(self) -> bool:
         """Whether 8-bit codes may have zero points, which no packed weight holds: the layer is dequantised."""
         return self.zero_points and self.eight_bits
 
-    def groups(self, k: int | None) -> Dim | int:
-        """G, or 1 where k is known to be one group."""
-        return 1 if k is not None and not self.columns(k) else G
+    @property
+    def static(self) -> dict[str, TensorLayout]:
+        """The static scale of the input, where there is one."""
+        given = self.inputs is not None and not self.inputs.dynamic
+        return {"input_scale": stored(torch.float32, PARTS, optional=True)} if given else {}
+
+    def by_row(self, name: str, values: torch.Tensor, n: int) -> torch.Tensor:
+        """[n, G] from a tensor of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
+        layout = self.found[name]
+        if layout.is_scale and values.dtype in E8M0:
+            values = values.view(torch.float8_e8m0fnu).float()
+        if layout.dims == (PARTS,):
+            return values.reshape(1, 1).expand(n, 1)
+        rows = values.reshape(len(values), -1)
+        return rows if layout.per(0) == 1 else rows.repeat_interleave(layout.per(0), 0)[:n]
 
     def columns(self, k: int) -> int:
         """How many of k columns share a scale; 0 for all of them."""
@@ -164,12 +158,8 @@ class Format:
     cuts: bool = False
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        """Whether a layer's tensors are of this format. Raises nothing. No two formats may detect the same layer.
-
-        Args:
-            names: {what stands behind the layer's name: header}.
-            config: the model's quantization_config.
-        """
+        """Whether a layer's tensors, {what stands behind its name: header}, are of this format by headers and the model's
+        quantization_config. Raises nothing. No two formats may detect the same layer."""
         raise NotImplementedError
 
     def left_out(self, config: Config, prefix: str) -> str | None:
@@ -189,39 +179,28 @@ class Format:
         """
         raise NotImplementedError
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        """The tensors of a layer, by suffix.
-
-        Args:
-            k: columns of the layer, if known: a dimension of groups is then 1 where a row is one group.
-        """
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        """The tensors of a layer, by suffix."""
         return dict(scheme.found)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        """Sizes of a layer, from tensors or their headers.
-
-        Raises:
-            ValueError: for all that scheme, shapes and dtypes show to be wrong, so that a model is not changed by a load
-                that cannot succeed.
-        """
+        """Sizes of a layer, from tensors or their headers. Raises ValueError for all that scheme, shapes and dtypes show
+        to be wrong, so that a model is not changed by a load that cannot succeed."""
         layout = self.tensors(scheme)
         check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
         for name in INPUT_SCALES:
             if name in headers:
                 check_single(name, headers[name])
-        grouped = next((name for name, each in layout.items() if each.axis("G") is not None), None)
-        if grouped is None:
-            columns = size["k"] if scheme.block is None else scheme.block[1]
-        else:
-            columns = group_size_of(size["k"], size["G"], scheme.group_size, grouped)
-        return Sizes(size["n"], size["k"], columns)
+        n, k, grouped = size["n"], size["k"], [name for name, each in layout.items() if each.axis("G") is not None]
+        if scheme.block is not None:
+            return Sizes(n, k, scheme.block[1])
+        name = (grouped or [name for name in layout if "scale" in name])[0]
+        what = "columns" if layout[name].axis("G") else "groups"
+        return Sizes(n, k, group_size_of(k, size.get("G", 1), scheme.group_size, name, what))
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        """The layer, or a rank's part of it, without its bias.
-
-        Args:
-            tensors: by suffix, on the device asked for; each is read from its file when it is looked up.
+        """The layer, or a rank's part of it, without its bias, from its tensors by suffix, on the device asked for.
 
         Raises:
             ValueError: what cannot be read exactly, naming tensor or setting.
@@ -237,19 +216,59 @@ class Format:
         return {}
 
 
-def static_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The static scale of a layer's input, fp32 [1]."""
-    return next((tensors[name].reshape(1).float() for name in INPUT_SCALES if name in tensors), None)
+# ---- what formats ask of a config and of headers -----------------------------------------------------------------------
+
+
+def setting(config: Config, *names: str, default: Any = None) -> Any:
+    """The first of several names that a config has, other than null."""
+    values = ((config or {}).get(name) for name in names)
+    return next((value for value in values if value is not None), default)
+
+
+def check_setting(config: Config, expected: Any, *names: str) -> None:
+    """Raises ValueError for a config that has another value under one of the names."""
+    found = setting(config, *names, default=expected)
+    if found != expected:
+        raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
+
+
+def flag(config: Config, name: str) -> bool | None:
+    """A setting that is true or false, None where the config has none. Raises ValueError for another value."""
+    value = setting(config, name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {value!r}")
+    return value
+
+
+def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "groups") -> int:
+    """Columns of a group, from the number of groups that tensor `name` has and the config's group_size: -1, or k and
+    more, for one group a row; None where no config says, and groups divide k. Raises ValueError where they contradict
+    each other; what: the tensor has for each group, for the message."""
+    if given is None:
+        if groups < 1 or k % groups:
+            raise ValueError(f"{name}: expected {what} that divide k = {k}, got {groups}")
+        return k // groups
+    if isinstance(given, bool) or not isinstance(given, int) or given < -1 or given == 0:
+        raise ValueError(f"group_size: expected a positive integer, or -1 for one group a row, got {given!r}")
+    size = k if given == -1 or given > k else given
+    if ceil_div(k, size) != groups:
+        expected = f"{ceil_div(k, size)} {what} for k = {k} and group_size {given}"
+        raise ValueError(f"{name}: expected {expected}, got {groups}")
+    return size
 
 
 def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
-    """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence.
-
-    Args:
-        blocks: whether engines quantise the input per token and 128 values, as DeepSeek's do with blocks.
-    """
+    """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence;
+    blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
     type = "int" if code == "int8" else "float"
     named = None if code == "int4" else (config or {}).get("activation_scheme")
     if str(named).lower() == "static" or (named is None and any(name in (headers or ()) for name in INPUT_SCALES)):
         return Inputs(type, strategy="tensor", dynamic=False)
     return Inputs(type, strategy="group", group_size=128) if blocks else None
+
+
+def check_known(tensors: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
+    unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
+    if unknown:
+        raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")

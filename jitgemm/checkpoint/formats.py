@@ -7,7 +7,7 @@ from typing import Any
 
 from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.format import Format
 from jitgemm.tensors import describe
 
@@ -25,10 +25,10 @@ def register(format: Format) -> None:
 
 def by_name(name: str) -> Format:
     """The format called `name`. Raises ValueError, listing all names, for another one."""
-    for format in FORMATS:
-        if format.name == name:
-            return format
-    raise ValueError(f"format: expected one of {', '.join(f.name for f in FORMATS)}, got {name!r}")
+    known = {format.name: format for format in FORMATS}
+    if name not in known:
+        raise ValueError(f"format: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def by_method(method: Any) -> Format | None:
@@ -37,30 +37,18 @@ def by_method(method: Any) -> Format | None:
 
 
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
-    """The one format that a layer's tensors are of.
-
-    Args:
-        names: what stands behind the layer's prefix, with shapes and dtypes.
-        config: the model's quantization_config, or None; AutoRound's translated.
-        prefix: the layer's name, for messages.
-
-    Raises:
-        ValueError: no format, or more than one, has such tensors; the message lists them.
-    """
+    """The one format that a layer's tensors are of, by their headers and the model's quantization_config, AutoRound's
+    translated; prefix: its name, for messages. Raises ValueError where no format, or more than one, has such tensors."""
     found = [format for format in FORMATS if format.detect(names, config)]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items())
+    listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items()) or "no tensors"
     layer = f"layer {prefix!r}" if prefix else "the layer"
     if found:
-        raise ValueError(
-            f"format: {layer} fits {' and '.join(f.name for f in found)}: say which with format=...; it has {listed}"
-        )
-    otherwise = stored_otherwise(config, names)
-    if otherwise is not None:
+        several = " and ".join(each.name for each in found)
+        raise ValueError(f"format: {layer} fits {several}: say which with format=...; it has {listed}")
+    if (otherwise := stored_otherwise(config, names)) is not None:
         raise ValueError(f"format: {otherwise}; {layer} has {listed}")
-    methods = [f"{key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
-    raise ValueError(
-        f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "
-        f"{listed or 'no tensors'}" + "".join(f", and {method}" for method in methods)
-    )
+    methods = [f", and {key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
+    known = ", ".join(format.name for format in FORMATS)
+    raise ValueError(f"format: {layer} is of no format known here ({known}); it has {listed}{''.join(methods)}")

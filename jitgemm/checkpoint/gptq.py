@@ -21,7 +21,6 @@ old CUDA class. A config without checkpoint_format is v1. Sources disagree on wh
   nibble, and adds it back to whole words when it reads. Its files are read the same way here, which gives back 0..15.
 
 `rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: an error there.
-Knows no files: tensors and config come from the caller.
 """
 
 from __future__ import annotations
@@ -33,19 +32,17 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import integer_zero
-from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
-from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
-from jitgemm.checkpoint.layouts import FLOATS, INT32, K, N, TensorLayout, fits, stored
-from jitgemm.checkpoint.settings import Config, check_setting, flag, setting
+from jitgemm.checkpoint.bits import integer_zero
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, flag, setting
+from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, fits, stored
 
 _VERSIONS = ("gptq", "gptq_v2")
 _CODES = {4: "int4", 8: "int8"}
 _ONE_IN_EACH = {"int4": 0x11111111, "int8": 0x01010101}
 
 
-class _Gptq(Format):
+class Gptq(Format):
     name, methods, cuts = "gptq", ("gptq",), True
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
@@ -64,25 +61,23 @@ class _Gptq(Format):
                 "or zero (gptq_v2); found none"
             )
         config = overridden(config, prefix)
-        version = _checkpoint_format(config)
+        version, width = _checkpoint_format(config), setting(config, "bits", "wbits", default=4)
         if version not in _VERSIONS:
             raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
-        bits = setting(config, "bits", "wbits", default=4)
-        code = _CODES.get(bits)
-        if code is None:
-            raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
-        symmetric = flag(config, "sym")
+        if width not in _CODES:
+            raise ValueError(f"bits: expected 4 or 8, got {width!r}")
         check_setting(config, "int32", "pack_dtype")
         check_setting(config, False, "is_marlin_format")
-        size, ordered = setting(config, "group_size"), setting(config, "desc_act") is True
-        return Scheme(self.name, code, size, zero_points=not symmetric, ordered=ordered, form=version, settings=config)
+        size, given = setting(config, "group_size"), not flag(config, "sym")
+        ordered = setting(config, "desc_act") is True
+        return Scheme(self.name, _CODES[width], size, zero_points=given, ordered=ordered, form=version, settings=config)
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        word, groups = 8 if not scheme.eight_bits else 4, scheme.groups(k)
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        word = scheme.per_word
         return {
             "qweight": stored(INT32, K / word, N),
-            "scales": stored(FLOATS, groups, N),
-            "qzeros": stored(INT32, groups, N / word),
+            "scales": stored(FLOATS, G, N),
+            "qzeros": stored(INT32, G, N / word),
             "g_idx": stored((torch.int32, torch.int64), K, optional=True),
         }
 
@@ -93,28 +88,22 @@ class _Gptq(Format):
         return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        group_size = self.sizes(tensors, scheme).group_size
-        code, qzeros, scale = scheme.code, tensors["qzeros"], tensors["scales"].T.contiguous()
-        unpack, middle = (unpack_nibbles, 8) if code == "int4" else (unpack_bytes, 128)
-        q = unpack(tensors["qweight"], 0).T
-        permutation = activation_order(tensors["g_idx"], group_size) if "g_idx" in tensors else None
-        if permutation is not None:
-            q = q[:, permutation.long()]
-        zero, note = None, None
-        if not scheme.zero_points:
-            least, most = (int(each) for each in unpack(qzeros, 1).aminmax())
+        size, middle = self.sizes(tensors, scheme).group_size, 128 if scheme.eight_bits else 8
+        qzeros, zero, note = tensors["qzeros"], None, None
+        if scheme.zero_points:
+            in_words = scheme.form == "gptq" and _written_by_gptqmodel(scheme.settings)
+            qzeros = qzeros + _ONE_IN_EACH[scheme.code] if in_words else qzeros  # which wraps
+            zero = scheme.unpack(qzeros, 1).T.to(torch.int16) + int(scheme.form == "gptq" and not in_words)
+        else:
+            least, most = (int(each) for each in scheme.unpack(qzeros, 1).aminmax())
             if least != most or most not in (middle - 1, middle):
                 note = (
                     f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true in the config, got "
                     f"others: they are not used, and weights are (q - {middle}) * scale"
                 )
-        else:
-            in_words = scheme.form == "gptq" and _written_by_gptqmodel(scheme.settings)
-            zero = unpack(qzeros + _ONE_IN_EACH[code] if in_words else qzeros, 1).T.to(torch.int16)  # int32 wraps
-            if scheme.form == "gptq" and not in_words:
-                zero = zero + 1
-        weight = integer_zero(q.contiguous(), scale, zero, group_size, permutation, name="qzeros", code=code)
-        return replace(weight, note=note)
+        q, scale = scheme.unpack(tensors["qweight"], 0).T.contiguous(), tensors["scales"].T.contiguous()
+        weight = replace(integer_zero(q, scale, zero, size, name="qzeros", code=scheme.code), note=note)
+        return weight.ordered(tensors["g_idx"]) if "g_idx" in tensors else weight
 
 
 def _checkpoint_format(config: Config) -> str:
@@ -129,9 +118,8 @@ def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
 def skipped(config: Config, prefix: str) -> str | None:
     """The expression of GPTQModel's `dynamic` that leaves a layer in floats, as a message; None for none."""
     pattern, _ = _dynamic(config or {}, prefix)
-    if not pattern.startswith("-:"):
-        return None
-    return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"
+    skips = pattern.startswith("-:")
+    return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it" if skips else None
 
 
 def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
@@ -160,4 +148,4 @@ def _dynamic(config: Mapping[str, Any], prefix: str) -> tuple[str, Mapping[str, 
     return "", {}
 
 
-FORMAT = _Gptq()
+FORMAT = Gptq()

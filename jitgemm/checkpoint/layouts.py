@@ -59,11 +59,13 @@ class TensorLayout:
         dtypes: those that it may have, the usual one first.
         dims: `Dim`s and numbers. (PARTS,) is a single element, in a file of any number of dimensions.
         optional: whether files may lack it.
+        wanted: what an error says of another shape.
     """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[Dim | int, ...]
     optional: bool = False
+    wanted: str = "shape {shape}, got {got}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,24 +109,30 @@ Layout = Mapping[str, TensorLayout]
 """A layer's tensors by suffix: what stands behind the layer's name."""
 
 
-def stored(dtypes: torch.dtype | tuple[torch.dtype, ...], *dims: Dim | int, optional: bool = False) -> TensorLayout:
+def stored(dtypes: torch.dtype | tuple[torch.dtype, ...], *dims: Dim | int, **more: Any) -> TensorLayout:
     """`TensorLayout` in the words of a table: stored(INT32, K / 8, N)."""
-    return TensorLayout(dtypes if isinstance(dtypes, tuple) else (dtypes,), dims, optional)
+    return TensorLayout(dtypes if isinstance(dtypes, tuple) else (dtypes,), dims, **more)
 
 
 def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
-    """The size that each letter of the layout stands for, from tensors or their headers.
+    """The size that each letter of the layout stands for, from tensors or their headers. A tensor `weight_shape` is n, k.
 
     Raises:
         ValueError: a tensor is missing, has another dtype or number of dimensions, or contradicts one further up.
     """
-    sizes: dict[str, int] = {}
+    sizes, shape = {}, tensors.get("weight_shape")
+    if isinstance(shape, torch.Tensor):
+        if shape.is_floating_point() or tuple(shape.shape) != (2,):
+            raise ValueError(f"weight_shape: expected integers [2], got {describe(shape)}")
+        sizes = dict(zip("nk", shape.tolist()))
     for name, expected in layout.items():
         if name not in tensors:
             if expected.optional:
                 continue
             raise ValueError(f"{name}: expected {expected}, found none")
         tensor = tensors[name]
+        if expected.is_scale and tensor.dtype not in expected.dtypes and "scale" in name:
+            raise ValueError(f"{name}, a scale: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")
         if expected.dims == (PARTS,):
             check_single(name, tensor)
             continue
@@ -133,7 +141,9 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
         for dim, size in zip(expected.dims, tensor.shape):
             if isinstance(dim, Dim):
                 sizes.setdefault(dim.of, size * dim.per)
-        check_shape(name, tensor, *expected.shape(sizes))
+        if tuple(tensor.shape) != (shape := expected.shape(sizes)):
+            said = expected.wanted.format(shape=list(shape), got=list(tensor.shape), **sizes)
+            raise ValueError(f"{name}: expected {said}")
     return sizes
 
 
@@ -145,19 +155,7 @@ def fits(tensors: Mapping[str, Any], layout: Layout) -> bool:
         return False
 
 
-def check_shape(name: str, tensor: torch.Tensor | TensorInfo, *shape: int) -> None:
-    """Raises ValueError for another shape."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-
-
 def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
     """Raises ValueError for more than one element, or none."""
     if math.prod(tensor.shape) != 1:
         raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
-
-
-def check_scale(name: str, tensor: torch.Tensor | TensorInfo) -> None:
-    """Raises ValueError for a type that scales do not have."""
-    if tensor.dtype not in FLOATS:
-        raise ValueError(f"{name}: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")

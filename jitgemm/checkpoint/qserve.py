@@ -16,14 +16,14 @@
 The bracket is (q - zero) * s2_scale. s2_scale * s1_scale has at most 18 bits and is exact in fp32, so a group's scale
 is that product, and its zero point -s2_zero / s2_scale. The kernel multiplies four nibbles in one 32-bit word and adds
 bytes: a product above 255 would spill into its neighbour and a sum outside -128..127 wrap. The quantiser avoids both,
-and files with either are refused.
+and files with either raise.
 
 A tile is 512 bytes, 16 for each lane of a warp; the low nibble is row r, the high one row r + 16::
 
     byte  = 64 * (row % 8) + 16 * (column % 16 / 4) + 8 * (column / 16) + 4 * (row / 8 % 2) + column % 4
 
 Read from OmniServe's w4a8_linear.py and the kernels qgemm/w4a8_per_group and w4a8_per_chn. Mixture-of-experts files
-stack experts in front, each laid out so. Knows no files: tensors and config come from the caller.
+stack experts in front, each laid out so.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import integer_zero, scaled_zero
-from jitgemm.checkpoint.bits import unpack_nibbles
+from jitgemm.checkpoint.bits import integer_zero, scaled_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, setting
 from jitgemm.checkpoint.layouts import BYTES, INT8, G, K, N, TensorLayout, measure, stored
-from jitgemm.checkpoint.settings import Config, check_setting, group_size_of, setting
 from jitgemm.tensors import describe
 
 _TILE = 32
@@ -57,33 +55,30 @@ class _QServe(Format):
         form = "group" if headers is None or "s2_scales" in headers else "channel"
         return Scheme(self.name, group_size=setting(config, "group_size"), strategy=form, zero_points=True)
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        layout = {"qweight": _CODES, "s1_scales": stored(torch.float16, N)}
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        layout, rows, groups = {"qweight": _CODES}, stored(torch.float16, N), stored(INT8, G, N)
         if scheme.strategy == "channel":
-            return layout | {"s1_szeros": stored(torch.float16, N)}
-        return layout | {"s2_scales": stored(INT8, G, N), "s2_zeros": stored(INT8, G, N)}
+            return layout | {"s1_scales": rows, "s1_szeros": rows}
+        return layout | {"s1_scales": rows, "s2_scales": groups, "s2_zeros": groups}
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         n, k = measure(headers, {"qweight": _CODES}).values()
         if n % _TILE or k % _TILE or not n * k:
-            raise ValueError(
-                f"qweight: expected n and k to be multiples of {_TILE}, got {describe(headers['qweight'])}"
-            )
+            got = describe(headers["qweight"])
+            raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {got}")
         sizes = super().sizes(headers, scheme)
-        if scheme.strategy == "channel":
-            group_size_of(k, 1, scheme.group_size, "s1_scales")
         if k % sizes.group_size:
             raise ValueError(f"group_size: expected a divisor of k = {k}, got {sizes.group_size}")
         return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         group_size = self.sizes(tensors, scheme).group_size
-        q, s1 = _codes(tensors["qweight"]), tensors["s1_scales"]
+        q, s1 = _codes(tensors["qweight"]), tensors["s1_scales"][:, None]
         if scheme.strategy == "channel":
-            return scaled_zero(q, s1[:, None], tensors["s1_szeros"][:, None], group_size)
+            return scaled_zero(q, s1, tensors["s1_szeros"][:, None], group_size)
         s2, s2_zero = (_channels_in_order(tensors[name]).T.to(torch.int32) for name in ("s2_scales", "s2_zeros"))
         zero = _zero_points(q, s2, s2_zero, group_size)
-        return integer_zero(q, s2.float() * s1.float()[:, None], zero, group_size, name="-s2_zeros / s2_scales")
+        return integer_zero(q, s2.float() * s1.float(), zero, group_size, name="-s2_zeros / s2_scales")
 
 
 def _codes(qweight: torch.Tensor) -> torch.Tensor:

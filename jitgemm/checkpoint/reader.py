@@ -13,9 +13,9 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
-from jitgemm.checkpoint.format import Format, Scheme, Sizes, static_scale
+from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes
 from jitgemm.checkpoint.layouts import Dim, N
 from jitgemm.weight.packed import W4Weight, W8Weight
 
@@ -25,10 +25,10 @@ class _Found(dict[str, Any]):
 
     def __init__(self, format: Format, found: Mapping[str, Any]):
         super().__init__(found)
-        self._format = format
+        self._format = format.name
 
     def __missing__(self, suffix: str) -> Any:
-        raise ValueError(f"{suffix}: expected the tensor for format {self._format.name}, found none")
+        raise ValueError(f"{suffix}: expected the tensor for format {self._format}, found none")
 
 
 @dataclass(frozen=True)
@@ -109,22 +109,15 @@ def read_layer(
     format: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> CanonicalWeight:
-    """The layer before packing: `load` without its last step. With bias and static activation scale.
-
-    Cut along k, the bias stays with rank 0, as the ranks' results are added up.
-
-    Arguments and errors are `load`'s.
-    """
+    """The layer before packing: `load` without its last step, with the same arguments and errors. With static activation
+    scale, and with bias: cut along k it stays with rank 0, as the ranks' results are added up."""
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix) if isinstance(prefix, Sequence) else []
     if not prefixes or not all(isinstance(p, str) for p in prefixes):
         raise TypeError(f"prefix: expected a layer's name or several, got {prefix!r}")
     if tp_dim is None and (tp_size, tp_rank) != (1, 0):
         raise ValueError(f"tp_dim: expected 'n' or 'k' with tp_rank {tp_rank} of tp_size {tp_size}, got None")
-    checkpoint = opened(source, config)
-    device = target_device(device)
-
-    cut = None if tp_dim is None else (tp_dim, tp_rank, tp_size)
-    parts = []
+    checkpoint, device = opened(source, config), target_device(device)
+    cut, parts = None if tp_dim is None else (tp_dim, tp_rank, tp_size), []
     with torch.no_grad():
         for name in prefixes:
             with errors_that_name(checkpoint, name):
@@ -134,11 +127,8 @@ def read_layer(
 
 
 def target_device(device: torch.device | str | int | None) -> torch.device:
-    """Where tensors go: the current GPU, or the CPU where there is none, unless the caller says.
-
-    Raises:
-        ValueError: a GPU is asked for, and PyTorch finds none.
-    """
+    """Where tensors go: the current GPU, or the CPU where there is none, unless the caller says. Raises ValueError for
+    a GPU where PyTorch finds none."""
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that is here, got {target}, and PyTorch finds no GPU")
@@ -160,8 +150,8 @@ def layer_header(
     """Format, config and sizes of a layer, from headers alone.
 
     Args:
-        k: columns of the weight as the model has it, None where no model is known: for formats whose tensors leave
-            open whether a byte is one code or two, which find it as in_features in their config.
+        k: columns of the weight as the model has it, if known: for formats whose tensors leave open whether a byte is
+            one code or two, which find it as in_features in their config.
 
     Raises:
         ValueError: there is no such layer, or headers and config show that it cannot be read.
@@ -169,34 +159,31 @@ def layer_header(
     names = checkpoint.layer(prefix)
     if not names:
         otherwise = stored_otherwise(checkpoint.config, checkpoint.layer(f"{prefix}.weight").values())
-        if otherwise is not None:
-            raise ValueError(otherwise)
-        raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
-    infos = {suffix: checkpoint.info(name) for suffix, name in names.items()}
+        none = f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}"
+        raise ValueError(otherwise or none)
+    infos: dict[str, Any] = {suffix: checkpoint.info(name) for suffix, name in names.items()}
     shape = None
     if "weight_shape" in infos and infos["weight_shape"].dim() == 1:  # numbers, which say what no header does
         shape = checkpoint.read(names["weight_shape"], torch.device("cpu"))
     if expert is not None:
         if shape is not None:  # of all experts: [E, n, k] or [n, k]
             del infos["weight_shape"], names["weight_shape"]
-        infos, shape = _of_expert(infos, expert), None if shape is None else shape[-2:]
+            shape = shape[-2:]
+        infos = _of_expert(infos, expert)
     layer, first, *others = (each.rstrip("._") for each in (prefix, *checkpoint.in_file(prefix)))
     config = translated(checkpoint.config, first)
     found = formats.find(infos, config, first) if format is None else formats.by_name(format)
     for suffix, name in found.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
             names[suffix], infos[suffix] = name, checkpoint.info(name)
-    headers = _Found(found, infos)
-    if shape is not None:
-        headers["weight_shape"] = shape
-    described = found.described(checkpoint.metadata(next(iter(names.values()))), first)
-    scheme = scheme_of(found, {**described, **(config or {})} if described else config, first, headers)
+    headers = _Found(found, infos if shape is None else infos | {"weight_shape": shape})
+    if described := found.described(checkpoint.metadata(next(iter(names.values()))), first):
+        config = {**described, **(config or {})}
+    scheme = scheme_of(found, config, first, headers)
     for other in others:
         if (its := scheme_of(found, translated(checkpoint.config, other), other, headers)) != scheme:
-            raise ValueError(
-                f"quantization_config: expected one scheme of {first!r} and {other!r}, whose rows are joined, got "
-                f"{scheme} and {its}"
-            )
+            joined = f"{first!r} and {other!r}, whose rows are joined"
+            raise ValueError(f"quantization_config: expected one scheme of {joined}, got {scheme} and {its}")
     sizes = found.sizes(headers, scheme)
     if sizes.k is None and k is not None:
         scheme = replace(scheme, settings={"in_features": k, **scheme.settings})
@@ -227,42 +214,36 @@ def read_header(
         ValueError: values that cannot be, or a layer that cannot be cut so.
     """
     dim, rank, world = cut or ("n", 0, 1)
-    part = parts_of_rank(checkpoint, header, dim, rank, world) if expert is None else None
-    names = dict(header.names)
-    if part is not None and dim == "k" and rank > 0:
+    parts = parts_of_rank(header, dim, rank, world) if expert is None else None
+    names, of = dict(header.names), parts or {}
+    if parts is not None and dim == "k" and rank > 0:
         names.pop("bias", None)  # which rank 0 adds
-    read = {
-        suffix: checkpoint.read(name, device, expert, None if part is None else part.get(suffix))
-        for suffix, name in names.items()
-    }
-    if part is not None and "weight_shape" in read:
+    read = {suffix: checkpoint.read(name, device, expert, of.get(suffix)) for suffix, name in names.items()}
+    if parts is not None and "weight_shape" in read:
         n, k = read["weight_shape"].tolist()
         read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
     weight = header.format.read(_Found(header.format, read), header.scheme)
-    weight = replace(weight, bias=read.get("bias"), input_scale=static_scale(read))
+    static = next((read[name].reshape(1).float() for name in INPUT_SCALES if name in read), None)
+    weight = replace(weight, bias=read.get("bias"), input_scale=static)
     check_values(weight)
     if weight.note:
         checkpoint.warn(weight.note)
-    return weight.shard(dim, rank, world) if part is None else weight
+    return weight.shard(dim, rank, world) if parts is None else weight
 
 
-def parts_of_rank(
-    checkpoint: Checkpoint, header: LayerHeader, dim: str, rank: int, world: int
-) -> dict[str, Part] | None:
+def parts_of_rank(header: LayerHeader, dim: str, rank: int, world: int) -> dict[str, Part] | None:
     """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole.
 
-    None where all tensors have to be read, to be cut by `CanonicalWeight.shard`, or refused.
+    None where all tensors have to be read, to be cut by `CanonicalWeight.shard`, which says what cannot be.
     """
-    if world == 1 or not 0 <= rank < world:
-        return None
     layout = header.format.tensors(header.scheme) if header.format.cuts else {}
     whole, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
-    if whole is None or size is None or not layout or not all(each.known for each in layout.values()):
-        return None
-    if dim == "k" and any("g_idx" in suffix for suffix in header.names):
+    ordered = dim == "k" and any("g_idx" in suffix for suffix in header.names)
+    if world == 1 or not 0 <= rank < world or whole is None or size is None or ordered:
         return None
     per_group = size if dim == "k" and size < whole else 1
-    if whole % (world * math.lcm(PART_MULTIPLES[dim], per_group)):
+    uneven = whole % (world * math.lcm(PART_MULTIPLES[dim], per_group))
+    if uneven or not layout or not all(each.known for each in layout.values()):
         return None
     count, parts = whole // world, {}
     for suffix in header.names:

@@ -44,233 +44,229 @@ Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
 
 Raises for activations to be scaled first (act_pre_scale), the preshuffled and CPU (opaque) packings, NPU's float zero
 points, every other class, by its name. Bounds of activations (hp_value_lb, hp_value_ub) are not applied: a token's scale
-follows its largest value. Knows no files: tensors and config come from the caller. Does not import torchao.
+follows its largest value. Does not import torchao.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_codes, float_zero, integer_zero
-from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
+from jitgemm.checkpoint.bits import HIGH_FIRST, check_codes, float_zero, integer_zero, minus, twos_complement
+from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
-from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, G, K, Layout, N, TensorLayout
-from jitgemm.checkpoint.layouts import check_shape, check_single, fits, measure, stored
-from jitgemm.checkpoint.settings import Config, group_size_of, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, group_size_of
+from jitgemm.checkpoint.format import inputs_of, setting
+from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, Dim, G, K, Layout, N
+from jitgemm.checkpoint.layouts import check_single, fits, measure, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 _FLAT = "_weight_"
+_QDATA, _SCALE, _ZERO, _BOTH = (_FLAT + name for name in ("qdata", "scale", "zero_point", "scale_and_zero"))
 SCALES_AND_ZEROS = stored(FLOATS, G, N, 2)
-
-
-def _subclass(qdata: TensorLayout, scale: TensorLayout, zero: TensorLayout) -> Layout:
-    return {_FLAT + "qdata": qdata, _FLAT + "scale": scale, _FLAT + "zero_point": zero}
-
-
-_LAYOUTS = {
-    "Int4Tensor": _subclass(stored(INT8, N, K / 2), stored(FLOATS, G, N), stored(FLOATS, G, N)),
-    "Int4PlainInt32Tensor": _subclass(stored(INT32, N, K / 8), stored(FLOATS, G, N), stored(INT8, G, N)),
-    "IntxUnpackedToInt8Tensor": _subclass(
-        stored(INT8, N, K), stored(FLOATS, N, G), stored((*FLOATS, torch.int8), N, G)
-    ),
-}
 _TILES = "Int4TilePackedTo4dTensor"
+_LAYOUTS: dict[str, Layout] = {
+    "Int4Tensor": {
+        _QDATA: stored(INT8, N, K / 2), _SCALE: stored(FLOATS, G, N), _ZERO: stored(FLOATS, G, N),
+    },
+    "Int4PlainInt32Tensor": {
+        _QDATA: stored(INT32, N, K / 8), _SCALE: stored(FLOATS, G, N), _ZERO: stored(INT8, G, N),
+    },
+    "IntxUnpackedToInt8Tensor": {
+        _QDATA: stored(INT8, N, K), _SCALE: stored(FLOATS, N, G), _ZERO: stored((*FLOATS, torch.int8), N, G),
+    },
+}  # fmt: skip
 _EIGHT = {"Int8Tensor": "int8", "Float8Tensor": "e4m3"}
 """Classes of 8 bits and their codes."""
 _KNOWN = (_TILES, *_LAYOUTS, *_EIGHT)
-_NAMES = ("qdata", "scale", "zero_point", "scale_and_zero", "act_quant_scale", "act_quant_zero_point")
 
 
 class _TorchAo(Format):
-    name, methods, also = "torchao", ("torchao",), tuple(_FLAT + name for name in _NAMES)
+    name, methods = "torchao", ("torchao",)
+    also = (_QDATA, _SCALE, _ZERO, _BOTH, _FLAT + "act_quant_scale", _FLAT + "act_quant_zero_point")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        if setting(config, "quant_method", default="torchao") != "torchao":
+        method = setting(config, "quant_method")
+        if method not in (None, "torchao"):
             return False
         if "scales_and_zeros" in names:
-            return _codes_name(names) in names
-        if _FLAT + "qdata" in names:
-            return True
-        return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
+            return "weight" in names or "weight_int4pack" in names
+        return _QDATA in names or ("weight" in names and (bool(names["weight"].kind) or method == "torchao"))
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        headers, size = headers or {}, setting(config, "group_size", "groupsize")
-        said = Inputs.of(config["input_activations"]) if "input_activations" in (config or {}) else None
-
-        def scheme(form: str, code: str = "int4", found: Layout | None = None) -> Scheme:
-            inputs = said or inputs_of(config, code, headers)
-            return Scheme(
-                self.name, code, size, zero_points=code == "int4", inputs=inputs, form=form, found=found or {},
-                settings=config or {},
-            )  # fmt: skip
-
+        headers, config, size = headers or {}, config or {}, None
         if "scales_and_zeros" in headers:
-            return scheme("tinygemm", found={"scales_and_zeros": SCALES_AND_ZEROS})
-        if _FLAT + "qdata" not in headers:
+            form, size = _TILES, setting(config, "group_size", "groupsize")
+            found = _tinygemm("weight" if "weight" in headers else "weight_int4pack", headers, "scales_and_zeros")
+        elif _QDATA not in headers:
             weight = headers["weight"]
-            got = f"a plain {describe(weight)}" if isinstance(weight, torch.Tensor) or not weight.kind else weight.kind
+            got = getattr(weight, "kind", "") or f"a plain {describe(weight)}"
             raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {got}")
-        kind = _kind(headers, config)
-        check_known(headers, self.also)
-        if kind == _TILES:
-            return scheme(kind, found={_FLAT + "scale_and_zero": SCALES_AND_ZEROS})
-        if kind in _LAYOUTS:
-            return scheme(kind, found=_LAYOUTS[kind])
-        code = _EIGHT[kind]
-        return scheme(kind, code, _blocks(headers, code))
+        else:
+            form = _kind(headers, config)
+            check_known(headers, self.also)
+            if form == _TILES:
+                found = _tinygemm(_QDATA, headers, _BOTH)
+            else:
+                found = _LAYOUTS.get(form) or _blocks(headers, _EIGHT[form])
+        code, said = _EIGHT.get(form, "int4"), config.get("input_activations")
+        inputs = Inputs.of(said) if "input_activations" in config else inputs_of(config, code, headers)
+        return Scheme(
+            self.name, code, size, zero_points=code == "int4", inputs=inputs, form=form, found=found, settings=config
+        )
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        size, shape = measure(headers, scheme.found), setting(scheme.settings, "shape")
-        if scheme.form == "tinygemm":
-            codes, several = (
-                headers[_codes_name(headers)],
-                scheme.group_size and size["G"] > 1,
-            )  # one may be of any size
-            k = _tiled_k(codes) if codes.dim() == 4 else size["G"] * scheme.group_size if several else None
-            return Sizes(size["n"], k)
-        if scheme.form == _TILES:
-            qdata = headers[_FLAT + "qdata"]
-            return Sizes(*(shape or (8 * qdata.shape[0], _tiled_k(qdata))))
-        if not scheme.eight_bits:
-            return Sizes(*(shape or (size["n"], size["k"])))
-        return Sizes(size["n"], size["k"], scheme.columns_of(_FLAT + "scale", size["k"]))
+        if scheme.form != _TILES:
+            return super().sizes(headers, scheme)
+        size, shape, columns = measure(headers, scheme.found), setting(scheme.settings, "shape"), scheme.group_size or 0
+        several = size["G"] * columns if columns > 0 and size["G"] > 1 else None  # one may be of any size
+        return Sizes(*(shape or (size["n"], size.get("k", several))))
 
     def described(self, metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-        return _described(metadata, prefix)
+        """Class, size and activations of a subclass, in compressed-tensors' words: {"_type": ..., "_data": {"shape":
+        [n, k], ...}} under its name. prefix is that of a layer, or a parameter that stacks experts."""
+        try:
+            whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
+            data, said = whole.get("_data", {}), {"class": whole["_type"]}
+            said |= {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return {}
+        named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
+        inputs: dict[str, Any] = {"strategy": "token", "dynamic": True}
+        if str(named).lower() == "int8_asym_per_token":
+            inputs |= {"type": "int", "symmetric": False}
+        elif named is not None:
+            inputs["strategy"] = named
+        elif _plain(data.get("activation_dtype")) == "float8_e4m3fn":
+            inputs["type"] = "float"
+        elif given is not None:
+            static = "act_quant_scale" in whole.get("_tensor_data_names", ())
+            inputs = _activations(given["_data"]) | {"dynamic": not static}
+        else:
+            return said
+        return said | {"input_activations": inputs}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, settings = self.sizes(tensors, scheme), scheme.settings
-        shape = setting(settings, "shape")
-        if scheme.form == "tinygemm":
-            name = _codes_name(tensors)
+        sizes, form, settings = self.sizes(tensors, scheme), scheme.form, scheme.settings
+        if form == _TILES:
+            (name, codes), (_, parameters) = ((name, tensors[name]) for name in scheme.found)
+            shape = setting(settings, "shape")
             k = shape[1] if shape else setting(settings, "in_features")
-            tiled = read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], scheme.group_size, k)
-            return _without_padding(tiled, shape)
-        qdata = tensors[_FLAT + "qdata"]
-        if scheme.form == _TILES:
-            tiled = read_tinygemm(_FLAT + "qdata", qdata, tensors[_FLAT + "scale_and_zero"], None)
-            return _without_padding(tiled, shape)
-        scale, zero = tensors[_FLAT + "scale"], tensors.get(_FLAT + "zero_point")
+            q = _codes(name, codes, len(parameters), scheme.group_size, k)
+            size = group_size_of(q.shape[1], len(parameters), scheme.group_size, "scales_and_zeros")
+            n, k = shape or q.shape
+            if q.shape[0] < n or q.shape[1] < k:
+                raise ValueError(f"weight: expected qdata for at least [{n}, {k}], got {list(q.shape)}")
+            return tinygemm(q[:n, :k], parameters[: ceil_div(k, size), :n], size)
+        qdata, scale, zero = tensors[_QDATA], tensors[_SCALE], tensors.get(_ZERO)
         if scheme.eight_bits:
-            return _read_eight(tensors, scheme, sizes)
-        if scheme.form == "IntxUnpackedToInt8Tensor":
-            return read_unpacked(_FLAT + "qdata", qdata, scale, zero)
+            for name in (_ZERO, _FLAT + "act_quant_zero_point"):
+                if name in tensors and bool(tensors[name].float().any()):
+                    raise ValueError(f"{name}: expected zeros with 8 bits, got others")
+            scale = scheme.by_row(_SCALE, scale, sizes.n)
+            return CanonicalWeight(qdata, scale, group_size=sizes.group_size, code=scheme.code)
+        if form == "IntxUnpackedToInt8Tensor":
+            return unpacked(_QDATA, qdata, scale, zero, sizes.group_size)
         q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
-        group_size = group_size_of(q.shape[1], scale.shape[1], None, _FLAT + "scale")
-        if scheme.form == "Int4Tensor":
-            return float_zero(twos_complement(q), scale, zero, group_size)
-        return integer_zero(q, scale, zero, group_size, name=_FLAT + "zero_point")
+        if form == "Int4Tensor":
+            return float_zero(twos_complement(q), scale, zero, sizes.group_size)
+        return integer_zero(q, scale, zero, sizes.group_size, name=_ZERO)
 
 
-def _kind(tensors: Mapping[str, Any], config: Config) -> str:
+# ---- what headers say --------------------------------------------------------------------------------------------------
+
+
+def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The class of a flattened subclass. Raises ValueError, before data is read, for one that is not read."""
-    said, qdata = (config or {}).get("class"), tensors[_FLAT + "qdata"]
+    said, qdata, zero = config.get("class"), tensors[_QDATA], tensors.get(_ZERO)
     for name, why in (("act_pre_scale", "none, as it scales the activations first; got one"),
                       ("group_scale", "a plain packing, got the preshuffled one")):  # fmt: skip
         if _FLAT + name in tensors:
             raise ValueError(f"{_FLAT}{name}: expected {why}")
-    if said is not None and said not in _KNOWN:
+    if said not in (None, *_KNOWN):
         raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {said}")
     if said == "IntxUnpackedToInt8Tensor" and config.get("target_dtype") in ("int5", "int6", "int7", "int8"):
         return "Int8Tensor"
-    if _FLAT + "scale_and_zero" in tensors:
+    if _BOTH in tensors:
         if qdata.dtype != torch.int32 or qdata.dim() != 4:
             raise ValueError(
-                f"{_FLAT}qdata: expected int32 in four dimensions beside scale_and_zero, got {describe(qdata)}, whose "
+                f"{_QDATA}: expected int32 in four dimensions beside scale_and_zero, got {describe(qdata)}, whose "
                 "order depends on the CPU that packed it"
             )
-        measure(tensors, {_FLAT + "scale_and_zero": SCALES_AND_ZEROS})
         return _TILES
     if qdata.dtype == torch.int32:
-        zero = tensors.get(_FLAT + "zero_point")
         if zero is not None and zero.dtype != torch.int8:
-            raise ValueError(f"{_FLAT}zero_point: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
+            raise ValueError(f"{_ZERO}: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
         return "Int4PlainInt32Tensor"
     if said is not None:
         return said
-    if _FLAT + "zero_point" not in tensors:
+    if zero is None:
         return "Float8Tensor" if qdata.dtype.is_floating_point else "Int8Tensor"
     fitting = [each for each in _LAYOUTS if fits(tensors, _LAYOUTS[each])]
     if len(fitting) != 1:
-        names = (_FLAT + name for name in _NAMES if _FLAT + name in tensors)
-        got = ", ".join(f"{name} {describe(tensors[name])}" for name in names)
+        got = ", ".join(f"{name} {describe(tensors[name])}" for name in (_QDATA, _SCALE, _ZERO) if name in tensors)
         raise ValueError(
-            f"{_FLAT}scale: expected [G, n] (Int4Tensor) or [n, G] (IntxUnpackedToInt8Tensor), got {got}, which "
+            f"{_SCALE}: expected [G, n] (Int4Tensor) or [n, G] (IntxUnpackedToInt8Tensor), got {got}, which "
             f"fits {'both; give its file, whose metadata name the class' if fitting else 'neither'}"
         )
     return fitting[0]
 
 
+def _tinygemm(name: str, tensors: Mapping[str, Any], parameters: str) -> Layout:
+    """The layout of tinygemm's codes, in the forms that the module describes, and their scales and zeros."""
+    codes, tiles = tensors[name], "int32 [n / 8, k / (16 * I), 32, I / 2]"
+    inner = codes.shape[-1] if codes.shape[-1] in (1, 2, 4) else 4
+    layouts = {
+        (torch.uint8, 2): stored(torch.uint8, N, Dim("codes or pairs of codes")),
+        (torch.int32, 2): stored(INT32, N, K),
+        (torch.int32, 4): stored(
+            INT32, N / 8, K / (32 * inner), 32, inner, wanted=tiles + " with I 2, 4 or 8, got int32 {got}"
+        ),
+    }
+    if (codes.dtype, codes.dim()) not in layouts:
+        raise ValueError(
+            f"{name}: expected uint8 [n, k / 2] or [n, k], int32 [n, k], or {tiles}, got {describe(codes)}"
+        )
+    return {name: layouts[codes.dtype, codes.dim()], parameters: SCALES_AND_ZEROS}
+
+
 def _blocks(tensors: Mapping[str, Any], code: str) -> Layout:
     """The layout of 8-bit codes, whose scale may be one for a row, a block or the whole tensor."""
-    codes = {_FLAT + "qdata": stored(CODE_TYPES[code], N, K)}
-    size = measure(tensors, codes)
-    n, k, scale = size["n"], size["k"], tensors[_FLAT + "scale"]
-    count = (n, 1) if tuple(scale.shape) == (n,) else (1, 1) if math.prod(scale.shape) == 1 else tuple(scale.shape)
-    if scale.dtype not in FLOATS or len(count) != 2 or 0 in count or n % count[0] or k % count[1]:
+    codes, scale = {_QDATA: stored(CODE_TYPES[code], N, K)}, tensors[_SCALE]
+    n, k = measure(tensors, codes).values()
+    single = math.prod(scale.shape) == 1
+    rows, columns = (n, 1) if tuple(scale.shape) == (n,) else (1, 1) if single else (*scale.shape, 0)[:2]
+    if scale.dtype not in FLOATS or not rows * columns or scale.dim() > 2 and not single or n % rows or k % columns:
         raise ValueError(
-            f"{_FLAT}scale: expected floats, one or [n / rows, k / columns] for n, k = {n, k}, got {describe(scale)}"
+            f"{_SCALE}: expected floats, one or [n / rows, k / columns] for n, k = {n, k}, got {describe(scale)}"
         )
     if _FLAT + "act_quant_scale" in tensors:
         check_single(_FLAT + "act_quant_scale", tensors[_FLAT + "act_quant_scale"])
-    dims = (PARTS,) if math.prod(scale.shape) == 1 else (N / (n // count[0]), K / (k // count[1]))[: scale.dim()]
-    return codes | {_FLAT + "scale": stored(FLOATS, *dims)}
+    return codes | {_SCALE: stored(FLOATS, *((PARTS,) if single else (N / (n // rows), G)[: scale.dim()]))}
 
 
-def _tiled_k(words: torch.Tensor | TensorInfo) -> int:
-    return words.shape[1] * 32 * words.shape[3]
+# ---- codes and parameters ----------------------------------------------------------------------------------------------
 
 
-def _codes_name(tensors: Mapping[str, Any]) -> str:
-    return "weight" if "weight" in tensors else "weight_int4pack"
-
-
-def _read_eight(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Sizes) -> CanonicalWeight:
-    for name in ("zero_point", "act_quant_zero_point"):
-        if _FLAT + name in tensors and bool(tensors[_FLAT + name].float().any()):
-            raise ValueError(f"{_FLAT}{name}: expected zeros with 8 bits, got others")
-    scale = scheme.by_row(_FLAT + "scale", tensors[_FLAT + "scale"], sizes.n)
-    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, code=scheme.code)
-
-
-def read_tinygemm(
-    name: str, codes: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int | None, k: int | None = None
-) -> CanonicalWeight:
-    """(q - 8) * scale + zero, from any of the forms that the module describes.
-
-    Args:
-        name: the tensor that codes are, for messages.
-        scales_and_zeros: [G, n, 2].
-        group_size: None where only the shapes say.
-        k: of bytes; None where only the shapes say.
-    """
-    groups = scales_and_zeros.shape[0]
-    q = _codes(name, codes, groups, group_size, k)
-    if k is not None and codes.dtype == torch.uint8 and q.shape[1] != k:
-        raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
-    check_shape("scales_and_zeros", scales_and_zeros, groups, q.shape[0], 2)
-    scale, zero = (scales_and_zeros[..., i].T.contiguous() for i in (0, 1))
-    return float_zero(minus_8(q), scale, zero, group_size_of(q.shape[1], groups, group_size, "scales_and_zeros"))
+def tinygemm(q: torch.Tensor, parameters: torch.Tensor, group_size: int) -> CanonicalWeight:
+    """(q - 8) * scale + zero, of codes 0..15 [n, k] and [G, n, 2]."""
+    scale, zero = (parameters[..., i].T.contiguous() for i in (0, 1))
+    return float_zero(minus(q.contiguous(), 8), scale, zero, group_size)
 
 
 def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> torch.Tensor:
     """uint8 [n, k], 0..15."""
-    if codes.dtype == torch.int32 and codes.dim() == 4:
-        return unpack_tiles(name, codes)
-    if codes.dtype not in (torch.uint8, torch.int32) or codes.dim() != 2:
-        raise ValueError(
-            f"{name}: expected uint8 [n, k / 2] or [n, k], int32 [n, k], or int32 [n / 8, k / (16 * I), 32, I / 2], "
-            f"got {describe(codes)}"
-        )
-    if codes.dtype == torch.uint8 and _is_packed(name, codes, groups, group_size, k):
+    if codes.dim() == 4:
+        return unpack_tiles(codes)
+    packed = codes.dtype == torch.uint8 and _is_packed(name, codes, groups, group_size, k)
+    if k is not None and codes.dtype == torch.uint8 and codes.shape[1] * (1 + packed) != k:
+        raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
+    if packed:
         return unpack_nibbles(codes, 1, order=HIGH_FIRST)
     check_codes(name, codes, 0, 15)
     return codes.to(torch.uint8)
@@ -281,9 +277,11 @@ def _is_packed(name: str, codes: torch.Tensor, groups: int, group_size: int | No
     columns = codes.shape[1]
     if k is not None:
         return columns != k
-    fitting = [each for each in (columns, 2 * columns) if _groups_fit(each, groups, group_size)]
+    size = group_size if (group_size or 0) > 0 else None
+    wrong = [ceil_div(k, size) - groups if size else k % groups for k in (columns, 2 * columns)]
+    fitting = [each for each in (1, 2) if not wrong[each - 1]]
     if len(fitting) == 1:
-        return fitting[0] != columns
+        return fitting[0] == 2
     least, most = (int(each) for each in codes.aminmax())
     if most <= 15 and least == most:
         raise ValueError(
@@ -293,40 +291,23 @@ def _is_packed(name: str, codes: torch.Tensor, groups: int, group_size: int | No
     return most > 15
 
 
-def _groups_fit(k: int, groups: int, group_size: int | None) -> bool:
-    try:
-        return bool(group_size_of(k, groups, group_size, ""))
-    except ValueError:
-        return False
-
-
-def unpack_tiles(name: str, words: torch.Tensor) -> torch.Tensor:
+def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
     """uint8 codes [n, k], 0..15, of `_convert_weight_to_int4pack`'s output on NVIDIA GPUs.
 
     Args:
         words: int32 [n / 8, k / (16 * I), 32, I / 2], I = 2, 4 or 8.
-
-    Raises:
-        ValueError: another shape.
     """
-    tiles, super_tiles, lanes, per_lane = words.shape
-    if lanes != 32 or per_lane not in (1, 2, 4):
-        raise ValueError(
-            f"{name}: expected int32 [n / 8, k / (16 * I), 32, I / 2] with I 2, 4 or 8, got {describe(words)}"
-        )
+    tiles, super_tiles, _, per_lane = words.shape
     nibbles = unpack_nibbles(words, 3).reshape(tiles, super_tiles, 8, 4, per_lane, 2, 4)
     #                   tile of n, t / 4, super tile, word, j, t % 4, h
     return nibbles.permute(0, 2, 1, 4, 6, 3, 5).reshape(8 * tiles, 32 * per_lane * super_tiles)
 
 
-def read_unpacked(name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> CanonicalWeight:
-    """(q - zero) * scale with q int8 [n, k] of -8..7; scale and zero [n, G], zero integers in any dtype.
-
-    Raises:
-        ValueError: values out of range, or a zero that is no integer.
-    """
+def unpacked(
+    name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
+) -> CanonicalWeight:
+    """(q - zero) * scale with q int8 [n, k] of -8..7; scale and zero [n, G], zero integers in any dtype."""
     check_codes(name, q, -8, 7)
-    group_size = group_size_of(q.shape[1], scale.shape[1], None, "scale")
     if zero is None:
         return CanonicalWeight(q, scale, group_size=group_size)
     if zero.is_floating_point() and not bool((zero == zero.round()).all()):
@@ -334,61 +315,23 @@ def read_unpacked(name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.T
     return integer_zero((q + 8).view(torch.uint8), scale, zero.to(torch.int32) + 8, group_size, name="zero_point + 8")
 
 
-def _without_padding(weight: CanonicalWeight, shape: Sequence[int] | None) -> CanonicalWeight:
-    """The first n rows and k columns, if a shape is known."""
-    n, k = shape or (weight.n, weight.k)
-    if (weight.n, weight.k) == (n, k):
-        return weight
-    if weight.n < n or weight.k < k:
-        raise ValueError(f"weight: expected qdata for at least [{n}, {k}], got [{weight.n}, {weight.k}]")
-    groups = ceil_div(k, weight.group_size)
-    parameters = weight.parameters(lambda values: values[:n, :groups].contiguous())
-    return replace(weight, q=weight.q[:n, :k].contiguous(), **parameters)
-
-
-def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-    """Class, size and activations of a subclass: {"_type": ..., "_data": {"shape": [n, k], ...}} under its name.
-
-    prefix is that of a layer, or a parameter that stacks experts.
-
-    Activations are told in compressed-tensors' words, which are the layer's.
-    """
-    try:
-        whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
-        data = whole.get("_data", {})
-        said = {"class": whole["_type"]} | {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return {}
-    per_token = {"strategy": "token", "dynamic": True}
-    named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
-    if named is not None:
-        known = per_token | {"type": "int", "symmetric": False}
-        asymmetric = str(named).lower() == "int8_asym_per_token"
-        said["input_activations"] = known if asymmetric else {"strategy": named, "dynamic": True}
-    elif _plain(data.get("activation_dtype")) == "float8_e4m3fn":
-        said["input_activations"] = per_token | {"type": "float"}
-    elif given is not None:
-        said["input_activations"] = _activations(given) | {
-            "dynamic": "act_quant_scale" not in whole.get("_tensor_data_names", ())
-        }
-    return said
-
-
-def _activations(given: Mapping[str, Any]) -> dict[str, Any]:
+def _activations(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What act_quant_kwargs say, apart from whether the scale is static."""
-    settings = given["_data"]
-    granularity, dtype = settings["granularity"], _plain(settings.get("float8_dtype", "int8"))
+    kind, inner = settings["granularity"]["_type"], settings["granularity"].get("_data") or {}
+    dtype, (rows, columns) = _plain(settings.get("float8_dtype", "int8")), inner.get("block_size", (0, 0))
     said = {"type": {"float8_e4m3fn": "float", "int8": "int"}.get(dtype, dtype)}
     said["symmetric"] = _plain(settings.get("mapping_type")) != "ASYMMETRIC"
-    strategies = {"PerRow": "token", "PerToken": "token", "PerTensor": "tensor", "PerBlock": "group"}
-    inner = granularity.get("_data") or {}
-    said["strategy"] = strategies.get(granularity["_type"], granularity["_type"])
-    if granularity["_type"] == "PerRow" and inner.get("dim", -1) not in (-1, 1):
-        said["strategy"] = f"PerRow of dim {inner['dim']}"
-    if said["strategy"] == "group":
-        rows, columns = inner["block_size"]
-        said |= {"group_size": columns} if rows == 1 else {"strategy": f"PerBlock of {rows} x {columns}"}
-    return said
+    if kind == "PerBlock" and rows == 1:
+        return said | {"strategy": "group", "group_size": columns}
+    if kind == "PerRow" and inner.get("dim", -1) not in (-1, 1):
+        kind = f"PerRow of dim {inner['dim']}"
+    known = {
+        "PerRow": "token",
+        "PerToken": "token",
+        "PerTensor": "tensor",
+        "PerBlock": f"PerBlock of {rows} x {columns}",
+    }
+    return said | {"strategy": known.get(kind, kind)}
 
 
 def _plain(value: Any) -> Any:

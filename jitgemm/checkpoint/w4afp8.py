@@ -10,53 +10,47 @@
 Read from SGLang's w4afp8.py and the packer of its kernel's tests, and from TensorRT-LLM's fused_moe/quantization.py and
 quantize_mixed_precision_moe.py. Both engines round the scales to bf16 when they load them; here they stay as the file
 has them. Both use one input_scale, the largest, for all experts; here each layer keeps its own. TensorRT-LLM's other
-W4A8 files (ModelOpt, two rows n to a byte) are not this format and are refused.
-
-Knows no files: tensors come from the caller.
+W4A8 files (ModelOpt, two rows n to a byte) are not this format and raise.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, inputs_of
-from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G, K, N, TensorLayout, check_scale, stored
-from jitgemm.checkpoint.settings import Config, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, inputs_of, setting
+from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.w8a8 import INT8_METHODS
 from jitgemm.tensors import describe
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _GROUP = 128  # which the engines take where a config is silent
+_STATIC = Inputs("float", strategy="tensor", dynamic=False)
 
 
 class _W4AFp8(Format):
     name, methods, cuts = "w4afp8", ("w4afp8",), True
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        weight = names.get("weight")
-        if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
+        weight, scale = names.get("weight"), names.get("weight_scale_inv")
+        if weight is None or weight.dtype not in BYTES or weight.dim() != 2:
             return False
-        scale = names.get("weight_scale_inv")
-        if (
-            scale is not None
-        ):  # int8 in blocks of n and k has such a scale too, with fewer rows, or a config that says so
+        if scale is not None:  # int8 in blocks has one too, with fewer rows, or a config that says so
             int8 = (config or {}).get("quant_method") in INT8_METHODS
-            return not int8 and len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
+            return not int8 and scale.dim() == 2 and scale.shape[0] == weight.shape[0]
         modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
         return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         size = (config or {}).get("group_size")
         if headers is None:
-            return Scheme(
-                self.name, group_size=size or _GROUP, inputs=Inputs("float", strategy="tensor", dynamic=False)
-            )
+            return Scheme(self.name, group_size=size or _GROUP, inputs=_STATIC)
         if "weight_scale_inv" not in headers:
             raise ValueError(
                 "weight: expected int8 [n, k / 2] with weight_scale_inv, got ModelOpt's W4A8_AWQ (two rows to a byte, "
@@ -70,7 +64,7 @@ class _W4AFp8(Format):
             )
         return Scheme(self.name, group_size=size, inputs=inputs_of(config, "int4", headers), settings=config or {})
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {
             "weight": stored(BYTES, N, K / 2),
             "weight_scale_inv": stored(FLOATS, N, G),
@@ -78,18 +72,15 @@ class _W4AFp8(Format):
         }
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        check_scale("scale", headers["weight_scale_inv"])
-        given, k, groups = scheme.group_size, 2 * headers["weight"].shape[1], headers["weight_scale_inv"].shape[1]
-        if given is not None and given * groups != k:
-            raise ValueError(f"group_size: expected k / columns of weight_scale_inv = {k} / {groups}, got {given}")
-        if groups < 1 or k % groups:
-            raise ValueError(f"weight_scale_inv: expected columns that divide k = {k}, got {groups}")
-        return super().sizes(headers, scheme)
+        sizes, given = super().sizes(headers, replace(scheme, group_size=None)), scheme.group_size
+        if given not in (None, sizes.group_size):
+            expected = f"k / columns of weight_scale_inv = {sizes.k} / {sizes.k // sizes.group_size}"
+            raise ValueError(f"group_size: expected {expected}, got {given}")
+        return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        group_size = self.sizes(tensors, scheme).group_size
         q = twos_complement(unpack_nibbles(tensors["weight"], 1))
-        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=group_size)
+        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=self.sizes(tensors, scheme).group_size)
 
     def elsewhere(self, prefix: str) -> Mapping[str, str]:
         match = re.fullmatch(r"(.*\.experts\.\d+\.)(gate_proj|down_proj|up_proj)", prefix)

@@ -18,7 +18,7 @@ DeepSeek-V3, transformers' and vLLM's per-tensor FP8 (quant_method "fp8"), SGLan
 "w8a8_fp8", FBGEMM's "fbgemm_fp8", ModelOpt's FP8, and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0, as such or as
 bytes, are read as the same powers of two in fp32. Read from vLLM's fp8.py, transformers' finegrained_fp8.py (5.23), and
 SGLang's w4afp8.py, blockwise_int8.py and w8a8_int8.py. With compressed-tensors' config the same tensors are that
-format's. Knows no files: tensors come from the caller.
+format's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import INPUT_SCALES, Format, Headers, Scheme, inputs_of
+from jitgemm.checkpoint.format import INPUT_SCALES, Config, Format, Headers, Scheme, inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, K, N, TensorLayout, stored
-from jitgemm.checkpoint.settings import Config, check_one_of, setting
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -49,8 +48,7 @@ _SETTINGS = {
         "W4A8_CUSTOM",
     ),
 }  # fmt: skip
-"""What settings may be."""
-_SCALES = (*FLOATS, *E8M0)
+"""What settings may be, in whatever case."""
 
 
 class _W8A8(Format):
@@ -58,101 +56,93 @@ class _W8A8(Format):
     methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        name = _scale_name(names)
-        weight, scale = names.get("weight"), names.get(name)
-        method = setting(config, "quant_method", default="")
-        if weight is None or weight.dtype not in CODE_TYPES.values() or len(weight.shape) != 2:
+        name, config = _scale_name(names), config or {}
+        weight, scale, method = names.get("weight"), names.get(name), setting(config, "quant_method", default="")
+        if weight is None or weight.dtype not in CODE_TYPES.values() or weight.dim() != 2 or scale is None:
             return False
-        of_modelopt = "quant_algo" in (config or {})
-        if method == "compressed-tensors" or (not method and "config_groups" in (config or {}) and not of_modelopt):
+        of_modelopt = "quant_algo" in config
+        if method == "compressed-tensors" or (not method and "config_groups" in config and not of_modelopt):
             return False
-        if scale is not None and name in _BLOCKED:
+        if name in _BLOCKED:
             # beside int8 with its own number of rows it is w4afp8's, unless the config says otherwise
             return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
-        return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
+        return weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+        config = config or {}
         for key, known in _SETTINGS.items():
-            check_one_of(config, key, known)
-        return _by_config(config or {}) if headers is None else _by_headers(config, headers)
+            if (got := setting(config, key)) is not None and str(got).lower() not in map(str.lower, known):
+                raise ValueError(f"{key}: expected {' or '.join(known)}, got {got!r}")
+        code, name, strategy, dims = _by_config(config) if headers is None else _by_headers(config, headers)
+        static = headers
+        if headers is None and setting(config, "quant_method") == "modelopt" and _algorithm(config) == "FP8":
+            static = INPUT_SCALES
+        block = tuple(dim.per for dim in dims if isinstance(dim, Dim)) if strategy == "block" else None
+        found, inputs = {name: stored((*FLOATS, *E8M0), *dims)}, inputs_of(config, code, static, block is not None)
+        return Scheme(self.name, code, -1, strategy, block, inputs=inputs, found=found, settings=config)
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {"weight": stored(CODE_TYPES[scheme.code], N, K), **scheme.found, **scheme.static}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes = self.sizes(tensors, scheme)
-        name = _scale_name(tensors)
+        sizes, name = self.sizes(tensors, scheme), _scale_name(tensors)
         scale = scheme.by_row(name, tensors[name], sizes.n)
         return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, code=scheme.code)
+
+
+_Found = tuple[str, str, str, tuple[Dim | int, ...]]
+"""Code, name of the scale, strategy, and dimensions of the scale."""
 
 
 def _scale_name(tensors: Mapping[str, Any]) -> str:
     return next((name for name in _BLOCKED if name in tensors), "weight_scale")
 
 
-def _by_config(config: Mapping[str, Any]) -> Scheme:
+def _algorithm(config: Mapping[str, Any]) -> str:
+    return str(config.get("quant_algo")).upper()
+
+
+def _by_config(config: Mapping[str, Any]) -> _Found:
     """What engines expect of such a config."""
     method, block, strategy = config.get("quant_method"), config.get("weight_block_size"), config.get("strategy")
-    code = "int8" if "int8" in str(method) else "e4m3"
-    algorithm = str(config.get("quant_algo")).upper() if method == "modelopt" else ""
+    code, algorithm = "int8" if "int8" in str(method) else "e4m3", _algorithm(config) if method == "modelopt" else ""
     if method in ("blockwise_int8", "w4afp8"):
         block = block or _BLOCK
-    name, vector = "weight_scale", strategy or algorithm == _PER_CHANNEL  # AutoRound's strategy
     if block:
-        name, strategy, dims = "weight_scale_inv", "block", (N / block[0], K / block[1])
-    elif strategy == "tensor" or (not strategy and (method == "fp8" or algorithm == "FP8")):
-        strategy, dims = "tensor", (PARTS,)
-    else:
-        strategy, dims = "channel", (N,) if vector else (N, 1)
-    inputs = inputs_of(config, code, {"input_scale": None} if algorithm == "FP8" else None, bool(block))
-    block = tuple(block) if block else None
-    return Scheme(
-        "w8a8", code, -1, strategy, block, inputs=inputs, found={name: stored(_SCALES, *dims)}, settings=config
-    )
+        return code, "weight_scale_inv", "block", (N / block[0], K / block[1])
+    if strategy == "tensor" or (not strategy and (method == "fp8" or algorithm == "FP8")):  # AutoRound's strategy
+        return code, "weight_scale", "tensor", (PARTS,)
+    return code, "weight_scale", "channel", (N,) if strategy or algorithm == _PER_CHANNEL else (N, 1)
 
 
-def _by_headers(config: Config, headers: Mapping[str, Any]) -> Scheme:
+def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found:
     """What the shape of the scale says, among those that the config allows."""
     name, weight = _scale_name(headers), headers["weight"]
-    shape = tuple(headers[name].shape)
     if weight.dtype not in CODE_TYPES.values() or weight.dim() != 2:
         raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
-    code = "int8" if weight.dtype == torch.int8 else "e4m3"
-    n, k = weight.shape
-    strategy, dims = _scale_dims(name, shape, n, k, config)
-    block = (dims[0].per, next(d.per for d in dims[1:] if isinstance(d, Dim))) if strategy == "block" else None
-    inputs = inputs_of(config, code, headers, block is not None)
-    found = {name: stored(_SCALES, *dims)}
-    return Scheme("w8a8", code, -1, strategy, block, inputs=inputs, found=found, settings=config or {})
-
-
-def _scale_dims(
-    name: str, shape: tuple[int, ...], n: int, k: int, config: Mapping[str, Any] | None
-) -> tuple[str, tuple[Dim | int, ...]]:
-    """(strategy, dimensions) of a scale."""
-    block = _BLOCK
-    if name in _BLOCKED:
+    (n, k), shape, blocked = weight.shape, tuple(headers[name].shape), name in _BLOCKED
+    code, single, block = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1, _BLOCK
+    if blocked:
         block = setting(config, "weight_block_size", default=_BLOCK)
         if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
             raise ValueError(f"weight_block_size: expected two positive integers, got {block!r}")
+    per_tensor = config.get("weight_block_size", block) is None
     rows, columns = N / block[0], K / block[1]
-    grid = ceil_div(n, rows.per), ceil_div(k, columns.per)
-    single, per_tensor = math.prod(shape) == 1, (config or {}).get("weight_block_size", block) is None
-    if name in _BLOCKED:
-        if shape == (2, 1) and per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
-            return "tensor", (N / (n // 2), 1)
-        if shape == grid and not (per_tensor and single):
-            return "block", (rows, columns)
+    grid = ceil_div(n, block[0]), ceil_div(k, block[1])
+    forms: dict[tuple[int, ...], tuple[str, tuple[Dim | int, ...]]] = {}
+    if blocked:
         expected = f"shape {list(grid)}, or one element"
-    elif shape == (grid[0], 1, grid[1], 1):
-        return "block", (rows, 1, columns, 1)
-    elif shape in ((n,), (n, 1)):
-        return "channel", (N, 1)[: len(shape)]
+        if not (per_tensor and single):
+            forms[grid] = "block", (rows, columns)
+        if per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
+            forms[2, 1] = "tensor", (N / (n // 2), 1)
     else:
         expected = f"one element, shape [{n}] or [{n}, 1]"
-    if not single:
+        forms = {(n,): ("channel", (N,)), (n, 1): ("channel", (N, 1))}
+        forms[grid[0], 1, grid[1], 1] = "block", (rows, 1, columns, 1)
+    if shape not in forms and not single:
         raise ValueError(f"{name}: expected {expected}, got shape {list(shape)}")
-    return "tensor", (PARTS,)
+    return code, name, *forms.get(shape, ("tensor", (PARTS,)))
 
 
 FORMAT = _W8A8()

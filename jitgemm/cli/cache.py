@@ -1,4 +1,4 @@
-"""`jitgemm cache`: look into the on-disk kernel cache, check it, make it smaller. Changes nothing unless told to."""
+"""`jitgemm cache`: look into the on-disk kernel cache, check it, make it smaller. Only `prune` and `clear` change it."""
 
 from __future__ import annotations
 

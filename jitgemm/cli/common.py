@@ -25,7 +25,7 @@ from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightForm
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
-"""Exit codes beside 0: a check found something, wrong arguments, the work failed."""
+"""Exit codes other than 0: a check found something, wrong arguments, the work failed."""
 
 LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 """Types of activations: the names that people use, and the package's."""
@@ -54,7 +54,7 @@ HELP = {
 
 
 def layer_option(flag: str, more: str = "", **options: Any) -> Any:
-    """One of HELP's options. more: what the command says of it besides."""
+    """One of HELP's options; more: help that is the command's own."""
     return typer.Option(flag, help=HELP[flag] + more, **options)
 
 
@@ -101,11 +101,11 @@ def table(
     """
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     folds = {column: column in left and column not in _WHOLE for column in columns}
-    widths = {column: max(cell_len(text) for text in texts) for column, *texts in zip(columns, columns, *cells)}
+    widths = {column: max(map(cell_len, texts)) for column, *texts in zip(columns, columns, *cells)}
+    widths |= {column: min(widths[column], _FOLDED) for column in columns if folds[column]}
     shown = list(columns)
     for column in drop:
-        needed = sum(min(widths[name], _FOLDED) if folds[name] else widths[name] for name in shown)
-        if needed + 2 * (len(shown) - 1) <= out().width:
+        if sum(widths[name] + 2 for name in shown) - 2 <= out().width:
             break
         shown.remove(column)
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -141,13 +141,13 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def note(message: str, style: str = "dim") -> None:
+    err().print(message, style=style, markup=False, soft_wrap=True)
+
+
 def fail(message: str, code: int) -> None:
-    err().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    note(f"error: {message}", "red")
     raise typer.Exit(code)
-
-
-def note(message: str) -> None:
-    err().print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def weight_format(

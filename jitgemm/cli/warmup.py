@@ -35,8 +35,6 @@ from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import LHS_GROUP
-from jitgemm.kernel.render import kernel_source
-from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
@@ -209,21 +207,21 @@ def warmup(
         specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags)]
         for order, result, lhs_group in product(orders, outs or ["bf16"], sorted(groups)):
             format = common.weight_format(order, kind, group, zero_point, scale_type, offset, k, width)
-            options = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
-            specs += kernels_for(n, k, kind, format, target, max_m, out=result, **options)
+            more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
+            specs += kernels_for(n, k, kind, format, target, max_m, out=result, **more)
         found += [(spec, f"shape {n}x{k}") for spec in specs]
     if model:
         from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
         from jitgemm.nn.warm.warm import kernels
 
-        said: dict[str, Any] = {"bits": bits} if bits else {}
-        said |= {"group_size": group or 1 << 30} if group_size else {}
-        said |= {"symmetric": False} if zero_point else {}
-        said |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
+        options: dict[str, Any] = {"bits": bits} if bits else {}
+        options |= {"group_size": group or 1 << 30} if group_size else {}
+        options |= {"symmetric": False} if zero_point else {}
+        options |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
         of_model = [{"any": "any", "tuned": "e4m3"}[order.value] for order in orders]
         for folder in model:
             folder = folder.parent if folder.name == "config.json" else folder
-            for each in models_ahead(folder, use.value, tp, ep, activation, said, of_model, batch_invariant):
+            for each in models_ahead(folder, use.value, tp, ep, activation, options, of_model, batch_invariant):
                 types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
                 needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
                 found += [(spec, layer) for spec, _, layer in needed]
@@ -240,8 +238,8 @@ def warmup(
     _report(plan, target, max_m, seconds, as_json)
     slow = [job for job in plan if job.entry and job.entry.slow_because]
     for job in slow:
-        said = f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
-        common.note(f"failed: {said}" if strict else said)
+        slower = f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
+        common.note(f"failed: {slower}" if strict else slower)
     unstored = [job for job in plan if job.status == "unstored"]
     if unstored:
         common.note(f"{len(unstored)} kernels are not stored: {unstored[0].entry.unwritten}")
@@ -256,10 +254,10 @@ def enumerate_jobs(found: Iterable[tuple[Any, str]]) -> list[Job]:
     jobs: dict[Any, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for kernel, layer in found:
-        if debug and isinstance(kernel, KernelSpec):
+        if debug and kernel.kind == "gemm":
             kernel = replace(kernel, debug=True)
         if kernel not in jobs:
-            source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
+            source = source_of(kernel)
             jobs[kernel] = Job(source, source.key(nvrtc))
         if layer not in jobs[kernel].layers:
             jobs[kernel].layers.append(layer)
@@ -305,6 +303,6 @@ def _report(jobs: list[Job], device: DeviceSpec, max_m: int, seconds: float, as_
     columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
     drop = ("layers", "compiled in", "registers")
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    known = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     where = f"{len(layers)} layers on {device.name}, m up to {max_m}"
-    common.note(f"{where}: {len(jobs)} kernels, {said}, {seconds:.1f} s")
+    common.note(f"{where}: {len(jobs)} kernels, {known}, {seconds:.1f} s")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from jitgemm.activations.arguments import check_out
+from jitgemm.activations.arguments import activation_of, check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.names import gemm_w4a8_nt
+from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.gemm.problem import POINTERS, W4, X, X_SCALE, X_ZERO, Gemm, Lhs, check_types, check_weight
 from jitgemm.gemm.problem import split_lhs
 from jitgemm.kernel.formats import K_ALIGNMENT
@@ -86,7 +86,7 @@ def gemm_w4a8_int8_nt(
         raise ValueError(f"rhs: expected n to be a multiple of {K_ALIGNMENT} for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     if out is not None:
-        rows = check_out(out, result, torch.int8, affine, False)
+        rows = check_out(out, result, activation_of(torch.int8, "token", affine))
         gemm = Gemm(x, x_scale, x_zero, rhs, result, bias, None, batch_invariant)
         check_types(gemm)
         if not torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -144,7 +144,7 @@ class KernelCache:
                     lock.release()
 
     def _store(self, key: str, metadata: dict, cubin: bytes) -> Entry:
-        """Write the entry beside its final name and rename it there, in the first root that takes it; else warn once
+        """Write the entry next to its final name and rename it, in the first root that takes it; else warn once
         and keep it in memory."""
         data = encode_entry(metadata, cubin)
         failed: dict[Path, str] = {}
@@ -178,16 +178,12 @@ class KernelCache:
 
     def entries(self) -> Iterator[EntryInfo]:
         """Every entry of every root, hidden ones too: a key may stand in two roots. Reads no cubin."""
-        for root in self.roots:
-            yield from _describe(root, _ENTRY)
+        return _describe(self.roots, _ENTRY)
 
     def read(self, key_or_prefix: str) -> Entry:
         """The entry whose key starts so; leaves its last use alone. JitGemmError if none, several or a bad one does."""
-        paths: dict[str, Path] = {}
-        for root in self.roots:
-            for path in _files(root, _ENTRY):
-                if path.name.startswith(key_or_prefix):
-                    paths.setdefault(path.stem, path)
+        found = [path for path in _files(self.roots, _ENTRY) if path.name.startswith(key_or_prefix)]
+        paths = {path.stem: path for path in reversed(found)}  # of two roots the first one's
         if not paths:
             raise JitGemmError(f"no kernel in the cache has a key that starts with {key_or_prefix!r}")
         if len(paths) > 1:
@@ -228,7 +224,7 @@ class KernelCache:
         if root is None:
             return []
         now, used_bytes, doomed = time.time(), 0, []
-        own = [info for info in _describe(root, _ENTRY_OR_SET_ASIDE) if not info.foreign]
+        own = [info for info in _describe([root], _ENTRY_OR_SET_ASIDE) if not info.foreign]
         for info in sorted(own, key=lambda info: info.last_used, reverse=True):
             if info.ok and (older_than_s is None or now - info.last_used <= older_than_s):
                 used_bytes += info.size
@@ -266,7 +262,7 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
         "nvrtc": {"version": list(nvrtc.version), "build": nvrtc.build},
         "seconds": round(compiled.seconds, 4),
         "created": time.time(),
-        "jitgemm": getattr(jitgemm, "__version__", "unknown"),
+        "jitgemm": jitgemm.__version__,
         "cubin_bytes": len(compiled.cubin),
         "cubin_sha256": hashlib.sha256(compiled.cubin).hexdigest(),
     } | {name: getattr(compiled, name) for name in built}
@@ -286,22 +282,21 @@ def _dump(request: KernelSource, key: str, compiled: Compiled) -> None:
         warnings.warn(f"JITGEMM_DUMP_DIR: {error}", stacklevel=4)
 
 
-def _files(root: Path, name: re.Pattern[str]) -> list[Path]:
-    try:
-        return sorted(path for path in root.iterdir() if name.fullmatch(path.name) and path.is_file())
-    except OSError:
-        return []
-
-
-def _describe(root: Path, name: re.Pattern[str]) -> Iterator[EntryInfo]:
-    for path in _files(root, name):
+def _files(roots: Iterable[Path], name: re.Pattern[str]) -> Iterator[Path]:
+    for root in roots:
         with suppress(OSError):
-            yield describe_entry(root, path)
+            yield from sorted(path for path in root.iterdir() if name.fullmatch(path.name) and path.is_file())
+
+
+def _describe(roots: Iterable[Path], name: re.Pattern[str]) -> Iterator[EntryInfo]:
+    for path in _files(roots, name):
+        with suppress(OSError):
+            yield describe_entry(path)
 
 
 def _remove_leftovers(root: Path, older_than_s: float) -> None:
     """Remove temporary files and locks that no living process can still want."""
-    for path in _files(root, _LEFTOVER):
+    for path in _files([root], _LEFTOVER):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= older_than_s:
                 path.unlink()

@@ -15,7 +15,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,9 +74,9 @@ class EntryInfo:
     root: Path
     size: int
     last_used: float
-    problem: str | None = None
-    foreign: bool = False
-    metadata: dict = field(default_factory=dict)
+    problem: str | None
+    foreign: bool
+    metadata: dict
 
     @property
     def ok(self) -> bool:
@@ -187,19 +187,19 @@ def load_entry(path: Path, *, aside: bool = False) -> Entry:
             raise
 
 
-def describe_entry(root: Path, path: Path) -> EntryInfo:
+def describe_entry(path: Path) -> EntryInfo:
     """What a file of the cache says of itself. Raises OSError when it is gone."""
     key, status = path.name.partition(".")[0], path.stat()
-    base = EntryInfo(key, path, root, status.st_size, status.st_mtime)
+    metadata, problem, foreign = {}, None, False
     try:
         if path.name.endswith(SET_ASIDE):
             raise BadEntry("set aside")
         with _opened(path) as file:
-            data = _read_metadata(file, key)[0]
-        return replace(base, metadata={name: data[name] for name in data if name not in ("source", "log")})
+            read = _read_metadata(file, key)[0]
+        metadata = {name: read[name] for name in read if name not in ("source", "log")}
     except (BadEntry, OSError) as error:
-        foreign = isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
-        return replace(base, problem=str(error), foreign=foreign)
+        problem, foreign = str(error), isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
+    return EntryInfo(key, path, path.parent, status.st_size, status.st_mtime, problem, foreign, metadata)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

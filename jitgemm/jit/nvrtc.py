@@ -47,7 +47,7 @@ class NvrtcInfo:
         version: (major, minor).
         build: full version, such as "12.9.86". Where only (major, minor) is known, the library's size stands in for the
             rest, as "12.9+106244480".
-        library: path of the shared library, or None when it could not be told.
+        library: path of the shared library, or None where it is not known.
     """
 
     version: tuple[int, int]
@@ -57,9 +57,9 @@ class NvrtcInfo:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and what ptxas said of it: registers of the hungriest entry; bytes of spills, of stack and of static
-    shared memory; what it said of serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`,
-    the cubin before yield hints were set in it, or None where none were."""
+    """A cubin and what ptxas reported: registers of the hungriest entry; bytes of spills, of stack and of static shared
+    memory; its line on serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`, the cubin
+    before yield hints were set in it, or None where none were."""
 
     cubin: bytes
     log: str
@@ -149,7 +149,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         name: what messages and kept files call the kernel; does not reach the cubin.
 
     Raises:
-        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
+        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or does not compile the source, which is kept;
             the message says where. Or the process was forked while its parent compiled for more than a second.
     """
     nvrtc = _load()
@@ -210,7 +210,7 @@ def _load() -> Any:
 def _check_is_reported(nvrtc: Any) -> None:
     """CompileError instead of a kernel under the name of an NVRTC that did not compile it."""
     info, version = nvrtc_info(), tuple(_call(nvrtc, "Version"))
-    mapped = _mapped_libraries()  # other libraries may have loaded an NVRTC of their own beside ours
+    mapped = _mapped_libraries()  # other libraries may have loaded an NVRTC of their own, too
     with suppress(OSError):  # replaced on disk since it was loaded
         ours = not (mapped and info.library) or any(os.path.samefile(each, info.library) for each in mapped)
         if ours and version == info.version:

@@ -1,6 +1,6 @@
 """Which instructions of a kernel's machine code (SASS) give way to the other warps of their scheduler.
 
-A warp that promotes sums can issue in every cycle, and then it does: the warp beside it, whose next multiplies only
+A warp that promotes sums can issue in every cycle, and then it does: the other warp, whose next multiplies only
 wait to be issued, gets few turns, and the tensor cores run dry. A yield hint on some of the instructions hands the turn
 on. ptxas sets it on every other FFMA of a run since CUDA 12.9, before that on none, and never between int8's
 conversions (docs/notes/yields.md has what each choice is worth).
@@ -53,7 +53,7 @@ class Yields:
     Every other one is meant of a run: of FFMA, I2FP and integer instructions that follow each other.
 
     Attributes:
-        every: of the kernel's FFMA one in so many does; 0: every other of those that follow each other.
+        every: of the kernel's FFMA one in so many does; 0: every second FFMA of a run.
         conversions: whether conversions of int8's sums (I2FP) do, every other one.
     """
 
@@ -69,7 +69,7 @@ class BadCubin(ValueError):
 
 
 def apply_yields(cubin: bytes, yields: Yields) -> bytes:
-    """The cubin with yield hints set anew.
+    """The cubin with other yield hints.
 
     Args:
         cubin: an ELF file for sm_90a.

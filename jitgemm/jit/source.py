@@ -42,16 +42,14 @@ class KernelSource:
 
         Headers' order is no part of it; options' order is.
         """
-        fields = [str(SCHEMA), self.source, str(len(self.headers))]
-        for name in sorted(self.headers):
-            fields += [name, self.headers[name]]
-        fields += [str(len(self.options)), *self.options, "{}.{}".format(*nvrtc.version), nvrtc.build, str(self.yields)]
+        headers = [text for header in sorted(self.headers.items()) for text in header]
+        counted = (str(len(self.headers)), *headers, str(len(self.options)), *self.options)
+        built = "{}.{}".format(*nvrtc.version), nvrtc.build, str(self.yields)
         digest = hashlib.sha256()
-        for text in fields:
+        for text in (str(SCHEMA), self.source, *counted, *built):
             data = text.encode()
             # The length in front keeps ("ab", "c") and ("a", "bc") apart.
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
+            digest.update(len(data).to_bytes(8, "little") + data)
         return digest.hexdigest()
 
     def compile(self) -> Compiled:

@@ -24,6 +24,8 @@ class KernelSpec:
     """Everything that is a compile-time constant of a kernel. Equal specs render to the same source.
 
     Attributes:
+        kind: what a kernel computes, "gemm", "quantizer" or "routing", for people; every spec has one.
+        family: of which template it is; by it tables have what renders and loads a spec.
         lhs: type of the activations.
         format: of the weight, as `WeightFormat.kernel_format`; its scale_type is "fp32" for per-channel kernels, which
             read their scales by a run-time type.
@@ -51,6 +53,8 @@ class KernelSpec:
         lhs_e8m0: those scales come as packed exponents, four k-blocks to an int32.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
+
+    kind, family = "gemm", "gemm"
 
     lhs: str
     format: WeightFormat

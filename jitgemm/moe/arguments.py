@@ -1,4 +1,4 @@
-"""Checks of the layer's arguments: what each must be, in one message that names it.
+"""The calls of the layer, and checks of their arguments: what each must be, in one message that names it.
 
 Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
 `runtime/checks.py`'s.
@@ -7,17 +7,20 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Gate
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.problem import X_SCALE, X_ZERO
-from jitgemm.gemm.problem import as_rows
+from jitgemm.activations.arguments import CODES, activation_of, check_runs
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Activation, Gate
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
+from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
-from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
+from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_addresses
+from jitgemm.runtime.checks import check_device, check_rows, check_vector
+from jitgemm.runtime.launch import Operands, check_once
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
 from jitgemm.weight.packed import AnyWeight, Weight
@@ -53,28 +56,6 @@ _WEIGHTS = tuple(
     for name in ("w13", "w2")
     for part, alignment in (("blocks", ALIGNMENT), ("channel_scale", 4), ("row_sum", 1))
 )
-_BIASES = Pointer(None, "bias13"), Pointer(None, "bias2")
-LAYER_POINTERS = (
-    Pointer(None, "x", ALIGNMENT),
-    *_WEIGHTS,
-    Pointer(None, "topk_ids", 4),
-    Pointer(None, "topk_weights"),
-    Pointer(None, "expert_map", 4),
-    *_BIASES,
-    Pointer(None, "addend", ALIGNMENT),
-    Pointer(None, "out", ALIGNMENT, written=True, in_place=("x", "addend")),
-)
-"""Operands of `fused_experts`, which reads x before it writes out."""
-MASKED_POINTERS = (
-    Pointer(None, "x", ALIGNMENT),
-    Pointer(None, X_SCALE),
-    Pointer(None, X_ZERO),
-    *_WEIGHTS,
-    Pointer(None, "masked_m", 4),
-    *_BIASES,
-    Pointer(None, "out", ALIGNMENT, written=True, in_place=("x",)),
-)
-"""Operands of `fused_experts_masked`, which reads x before it writes out."""
 
 
 class Routing(NamedTuple):
@@ -92,8 +73,14 @@ class Routing(NamedTuple):
     inverse: torch.Tensor
 
 
-class Layer(NamedTuple):
-    """All of a call but where to write. `block`: tokens are quantised with a scale for every 128 k."""
+@dataclass(slots=True)
+class ExpertsCall:
+    """A call of `fused_experts`, which reads x before it writes out.
+
+    Attributes:
+        activation: how tokens are quantised, for both GEMMs: by token or by block.
+        out: where to write; None for a new tensor.
+    """
 
     x: torch.Tensor
     w13: AnyWeight
@@ -101,38 +88,141 @@ class Layer(NamedTuple):
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     gate: Gate
-    lhs_dtype: torch.dtype
-    affine: bool
-    expert_map: torch.Tensor | None
-    bias13: torch.Tensor | None
-    bias2: torch.Tensor | None
-    addend: torch.Tensor | None
-    batch_invariant: bool
-    block: bool = False
+    activation: Activation
+    expert_map: torch.Tensor | None = None
+    bias13: torch.Tensor | None = None
+    bias2: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
+    batch_invariant: bool = False
+    out: torch.Tensor | None = None
+    pointers: ClassVar = (
+        *_WEIGHTS,
+        Pointer(None, "x", ALIGNMENT),
+        Pointer(None, "topk_ids", 4),
+        Pointer(None, "topk_weights"),
+        Pointer(None, "expert_map", 4),
+        Pointer(None, "bias13"),
+        Pointer(None, "bias2"),
+        Pointer(None, "addend", ALIGNMENT),
+        Pointer(None, "out", ALIGNMENT, written=True, in_place=("x", "addend")),
+    )
+
+    def tensors(self) -> Operands:
+        """All but the weights, in the order of `pointers`."""
+        routed = self.x, self.topk_ids, self.topk_weights, self.expert_map
+        return *routed, self.bias13, self.bias2, self.addend, self.out
 
     @property
     def experts(self) -> int:
         """Experts of this device."""
         return self.w13.experts  # type: ignore[return-value]
 
-    def operands(self, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """In the order of LAYER_POINTERS."""
-        x, w13, w2, topk_ids, topk_weights, _, _, _, expert_map, bias13, bias2, addend, *_ = self
-        return x, *parts_of(w13), *parts_of(w2), topk_ids, topk_weights, expert_map, bias13, bias2, addend, out
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What of it is a tensor, and not a weight."""
-        return [value for value in self if isinstance(value, torch.Tensor)]
-
     def new_out(self) -> torch.Tensor:
         """A tensor to write to."""
-        return self.x.new_empty((self.x.shape[0], self.w2.n))
+        return self.x.new_empty(self.x.shape[0], self.w2.n)
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+        x, w13, w2 = self.x, self.w13, self.w2
+        experts = check_experts(w13, w2, self.activation)
+        _check_matrix("x", x, None, w13.k, REAL_TYPES)
+        check_runs("x", x)
+        check_routing(self.topk_ids, experts, self.expert_map)
+        if statically_true(self.topk_ids.shape[0] != x.shape[0]):
+            raise ValueError(f"topk_ids: expected shape [{x.shape[0]}, top_k], got {list(self.topk_ids.shape)}")
+        _check_exact("topk_weights", self.topk_weights, self.topk_ids.shape, REAL_TYPES)
+        _check_biases(w13, w2, self.bias13, self.bias2)
+        if self.addend is not None:
+            _check_matrix("addend", self.addend, x.shape[0], w2.n, REAL_TYPES)
+            _check_result_type("addend", self.addend, x.dtype, "the result's type")
+        _check_devices(
+            x, w13=w13.blocks, w2=w2.blocks, topk_ids=self.topk_ids, topk_weights=self.topk_weights, bias13=self.bias13,
+            bias2=self.bias2, addend=self.addend,
+        )  # fmt: skip
+        for name in ("x", "topk_weights", "bias13", "bias2", "addend"):
+            check_no_grad(name, getattr(self, name))
+        if self.out is not None:
+            check_out(self.out, x, w2)
 
 
-def parts_of(weight: AnyWeight) -> tuple[torch.Tensor | None, ...]:
-    """The weight's tensors, in the order of LAYER_POINTERS."""
-    return weight.blocks, weight.channel_scale, weight.row_sum
+@dataclass(slots=True)
+class MaskedCall:
+    """A call of `fused_experts_masked`, which reads x before it writes out. Of tokens that are quantised x has the codes.
+
+    Attributes:
+        expected_rows: of all experts together, a hint.
+    """
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    x_zero: torch.Tensor | None
+    w13: AnyWeight
+    w2: AnyWeight
+    out: torch.Tensor
+    masked_m: torch.Tensor
+    expected_rows: int
+    gate: Gate
+    activation: Activation
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+    batch_invariant: bool
+    pointers: ClassVar = (
+        *_WEIGHTS,
+        Pointer(None, "x", ALIGNMENT),
+        Pointer(None, X_SCALE),
+        Pointer(None, X_ZERO),
+        Pointer(None, "masked_m", 4),
+        Pointer(None, "bias13"),
+        Pointer(None, "bias2"),
+        Pointer(None, "out", ALIGNMENT, written=True, in_place=("x",)),
+    )
+
+    def tensors(self) -> Operands:
+        """All but the weights, in the order of `pointers`."""
+        return self.x, self.x_scale, self.x_zero, self.masked_m, self.bias13, self.bias2, self.out
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+        x, w13, w2, out = self.x, self.w13, self.w2, self.out
+        experts = check_experts(w13, w2, self.activation)
+        types = REAL_TYPES if self.x_scale is None else (self.activation.dtype,)
+        for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
+            check_tensor(name, tensor)
+            max_m = x.shape[1] if x.dim() == 3 else 0
+            _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
+        check_runs("x", x)
+        check_vector("masked_m", self.masked_m, ("s32",), experts)
+        _check_biases(w13, w2, self.bias13, self.bias2)
+        for name in ("x", "out", "bias13", "bias2"):
+            check_no_grad(name, getattr(self, name))
+        _check_devices(
+            x, w13=w13.blocks, w2=w2.blocks, out=out, masked_m=self.masked_m, bias13=self.bias13, bias2=self.bias2
+        )
+
+
+def check_call_once(call: ExpertsCall | MaskedCall) -> None:
+    """Checks arguments and addresses of a call, unless this thread has checked one like it."""
+    tensors = call.tensors()
+    try:
+        weights = [part for w in (call.w13, call.w2) for part in (w.blocks, w.channel_scale, w.row_sum)]
+        # What is new cannot overlap: of its own launches each checks its addresses.
+        addresses = None if call.out is None else tuple(map(address_of, (*weights, *tensors)))
+        key = (
+            type(call), addresses, call.w13.plan_key, call.w2.plan_key, call.activation, torch.is_grad_enabled(),
+            *[tensor is None for tensor in tensors],
+        )  # fmt: skip
+    except (AttributeError, TypeError):  # not what it should be: the checks say what
+        call.check()
+        raise
+
+    def check() -> None:
+        call.check()
+        # As rows, of which column slices of one buffer are told apart.
+        masked, x, out = isinstance(call, MaskedCall), call.x, call.out
+        rows = [each.flatten(0, 1) if masked and (each is x or each is out) else each for each in tensors]
+        check_addresses(call.pointers, (*weights, *rows))
+
+    check_once(key, [tensor for tensor in tensors if tensor is not None], check)
 
 
 def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
@@ -149,6 +239,16 @@ def make_gate(activation: str, order: str, limit: float | None, alpha: float) ->
     )  # fmt: skip
 
 
+def tokens_activation(w13: AnyWeight, lhs_dtype: object, scheme: object, affine: object) -> Activation:
+    """How a call quantises its tokens, checked; lhs_dtype None for what w13 is packed for."""
+    if lhs_dtype is None:
+        types = (
+            w13.format.lhs_types if isinstance(w13, (Weight, PackedWeight)) else LHS_TYPES
+        )  # the checks say what it is
+        lhs_dtype = torch_dtype(types[0])
+    return activation_of(lhs_dtype, scheme, affine, "lhs_dtype", ("token", "block"))
+
+
 def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
     """Raises TypeError or ValueError unless choices, map and number of experts fit together."""
     check_plain("topk_ids", check_tensor("topk_ids", topk_ids))
@@ -160,8 +260,7 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(topk_ids.stride())}")
     if statically_true(topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS):
         raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {topk_ids.numel()}")
-    if topk_ids.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"topk_ids: expected a CUDA or CPU tensor, got one on {topk_ids.device}")
+    check_runs("topk_ids", topk_ids)
     if not 1 <= check_int("experts", experts) <= MAX_EXPERTS:
         raise ValueError(f"experts: expected 1 to {MAX_EXPERTS}, got {experts}")
     if expert_map is not None:
@@ -177,12 +276,8 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
 
 
 def check_combining(
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    topk_weights: torch.Tensor,
-    addend: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+    rows: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor, addend: torch.Tensor | None, out: torch.Tensor
+) -> None:  # fmt: skip
     """Raises TypeError or ValueError unless the tensors fit together."""
     _check_matrix("rows", rows, None, None, REAL_TYPES)
     columns = rows.shape[1]
@@ -194,17 +289,14 @@ def check_combining(
     check_plain("inverse", check_tensor("inverse", inverse))
     if inverse.dtype != torch.int32 or inverse.dim() != 2 or not inverse.is_contiguous():
         raise ValueError(f"inverse: expected contiguous int32 [tokens, top_k], got {describe(inverse)}")
-    _check_weights(topk_weights, inverse)
-    tokens = inverse.shape[0]
-    _check_matrix("out", out, tokens, columns, REAL_TYPES)
+    _check_exact("topk_weights", topk_weights, inverse.shape, REAL_TYPES)
+    _check_matrix("out", out, inverse.shape[0], columns, REAL_TYPES)
     if addend is not None:
-        _check_addend(addend, tokens, columns, out.dtype)
-    for name, tensor in (
-        ("rows", rows), ("inverse", inverse), ("topk_weights", topk_weights), ("addend", addend), ("out", out),
-    ):  # fmt: skip
-        if tensor is not None:
-            check_device(name, tensor, "rows", rows.device)
-            check_no_grad(name, tensor)
+        _check_matrix("addend", addend, inverse.shape[0], columns, REAL_TYPES)
+        _check_result_type("addend", addend, out.dtype, "the result's type")
+    _check_devices(rows, "rows", inverse=inverse, topk_weights=topk_weights, addend=addend, out=out)
+    for name, tensor in (("rows", rows), ("topk_weights", topk_weights), ("addend", addend), ("out", out)):
+        check_no_grad(name, tensor)
 
 
 def check_weights(w13: Any, w2: Any) -> int:
@@ -223,95 +315,55 @@ def check_weights(w13: Any, w2: Any) -> int:
     return counts[0]
 
 
-def check_arguments(layer: Layer) -> None:
-    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, _, block = layer
-    experts = check_experts(w13, w2, lhs_dtype, affine, block)
-    _check_matrix("x", x, None, w13.k, REAL_TYPES)
-    tokens = x.shape[0]
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_routing(topk_ids, experts, expert_map)
-    if statically_true(topk_ids.shape[0] != tokens):
-        raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
-    _check_weights(topk_weights, topk_ids)
-    check_biases(w13, w2, bias13, bias2)
-    if addend is not None:
-        _check_addend(addend, tokens, w2.n, x.dtype)
-    for name, tensor in (
-        ("w13", w13.blocks), ("w2", w2.blocks), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
-        ("bias13", bias13), ("bias2", bias2), ("addend", addend),
-    ):  # fmt: skip
-        if tensor is not None:
-            check_device(name, tensor, "x", x.device)
-    for name in ("x", "topk_weights", "bias13", "bias2", "addend"):
-        check_no_grad(name, getattr(layer, name))
-
-
-def check_masked(
-    x: torch.Tensor,
-    w13: Any,
-    w2: Any,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    types: tuple[str, ...],
-    bias13: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-) -> None:
-    """Raises TypeError or ValueError unless the tensors of `fused_experts_masked` fit together; types: of x."""
-    experts = w13.experts
-    for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
-        check_tensor(name, tensor)
-        max_m = x.shape[1] if x.dim() == 3 else 0
-        _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_vector("masked_m", masked_m, ("s32",), experts)
-    check_biases(w13, w2, bias13, bias2)
-    for name, each in (("x", x), ("out", out), ("bias13", bias13), ("bias2", bias2)):
-        check_no_grad(name, each)
-    for name, other in (
-        ("w13", w13.blocks), ("w2", w2.blocks), ("out", out), ("masked_m", masked_m), ("bias13", bias13),
-        ("bias2", bias2),
-    ):  # fmt: skip
-        if other is not None:
-            check_device(name, other, "x", x.device)
-
-
-def check_biases(w13: Any, w2: Any, bias13: torch.Tensor | None, bias2: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError unless the biases fit the weights."""
-    for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
-        if bias is not None:
-            _check_bias(name, bias, (w13.experts, n))
-
-
-def check_experts(w13: Any, w2: Any, lhs_dtype: torch.dtype, affine: bool, block: bool) -> int:
-    """`check_weights`, and that they multiply activations of this kind."""
+def check_experts(w13: Any, w2: Any, activation: Activation) -> int:
+    """`check_weights`, and that they multiply these activations."""
     experts = check_weights(w13, w2)
-    lhs_type = check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
-    if affine and lhs_type != "s8":
-        raise ValueError(f"affine: expected lhs_dtype int8, got {dtype_name(lhs_dtype)}, which has no zero point")
-    if affine and block:
-        raise ValueError("affine: expected False for scheme 'block', got True")
     for name, weight in (("w13", w13), ("w2", w2)):
-        if lhs_type not in weight.format.lhs_types:
+        if activation.dtype not in weight.format.lhs_types:
             raise TypeError(
-                f"{name}: expected a weight packed for lhs_dtype {dtype_name(lhs_dtype)}, got one for "
+                f"{name}: expected a weight packed for lhs_dtype {dtype_name(CODES[activation.dtype])}, got one for "
                 f"{weight.format.order}"
             )
-        if affine and weight.row_sum is None:
+        if activation.affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
     return experts
 
 
-def check_out(out: torch.Tensor, layer: Layer) -> None:
+def check_out(out: torch.Tensor, x: torch.Tensor, w2: AnyWeight) -> None:
     """Raises TypeError or ValueError unless the layer can write there."""
-    _check_matrix("out", out, layer.x.shape[0], layer.w2.n, REAL_TYPES)
-    if out.dtype != layer.x.dtype:
-        raise TypeError(f"out: expected {dtype_name(layer.x.dtype)}, as x is, got {dtype_name(out.dtype)}")
-    check_device("out", out, "x", layer.x.device)
+    _check_matrix("out", out, x.shape[0], w2.n, REAL_TYPES)
+    _check_result_type("out", out, x.dtype, "as x is")
+    check_device("out", out, "x", x.device)
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
+
+
+def _check_result_type(name: str, tensor: torch.Tensor, dtype: torch.dtype, why: str) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype_name(dtype)}, {why}, got {dtype_name(tensor.dtype)}")
+
+
+def _check_biases(w13: AnyWeight, w2: AnyWeight, bias13: torch.Tensor | None, bias2: torch.Tensor | None) -> None:
+    for name, bias, weight in (("bias13", bias13, w13), ("bias2", bias2, w2)):
+        if bias is not None:
+            _check_exact(name, bias, (weight.experts, weight.n), ("bf16", "fp32"))
+
+
+def _check_devices(x: torch.Tensor, where: str = "x", /, **others: torch.Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None:
+            check_device(name, tensor, where, x.device)
+
+
+def _check_exact(name: str, tensor: torch.Tensor, shape: Any, types: tuple[str, ...]) -> None:
+    """A contiguous tensor of this shape."""
+    check_plain(name, check_tensor(name, tensor))
+    check_dtype(name, tensor.dtype, types)
+    if shapes_differ(tensor.shape, shape) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(tensor.shape)} with strides "
+            f"{tuple(tensor.stride())}"
+        )
 
 
 def _check_matrix(
@@ -326,29 +378,3 @@ def _check_matrix(
         expected = f"[{'rows' if rows is None else rows}, {'columns' if columns is None else columns}]"
         raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
     check_rows(name, tensor)
-
-
-def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
-    check_plain("topk_weights", check_tensor("topk_weights", topk_weights))
-    check_dtype("topk_weights", topk_weights.dtype, REAL_TYPES)
-    if shapes_differ(topk_weights.shape, choices.shape) or not topk_weights.is_contiguous():
-        raise ValueError(
-            f"topk_weights: expected a contiguous tensor of shape {list(choices.shape)}, got "
-            f"{list(topk_weights.shape)} with strides {tuple(topk_weights.stride())}"
-        )
-
-
-def _check_bias(name: str, bias: torch.Tensor, shape: tuple[int, int]) -> None:
-    check_plain(name, check_tensor(name, bias))
-    check_dtype(name, bias.dtype, ("bf16", "fp32"))
-    if shapes_differ(bias.shape, shape) or not bias.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(bias.shape)} with strides "
-            f"{tuple(bias.stride())}"
-        )
-
-
-def _check_addend(addend: torch.Tensor, tokens: int, columns: int, dtype: torch.dtype) -> None:
-    _check_matrix("addend", addend, tokens, columns, REAL_TYPES)
-    if addend.dtype != dtype:
-        raise TypeError(f"addend: expected {dtype_name(dtype)}, the result's type, got {dtype_name(addend.dtype)}")

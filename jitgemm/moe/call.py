@@ -13,21 +13,20 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.arguments import Inputs, Outputs
-from jitgemm.activations.call import quantize
-from jitgemm.activations.scheme import Gate
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
+from jitgemm.activations.arguments import CODES, Outputs, activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.scheme import Activation, Gate, Prologue
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
-from jitgemm.moe.arguments import LAYER_POINTERS, Layer, check_arguments, check_out, check_weights, make_gate
+from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_out, check_weights
+from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
-from jitgemm.runtime.checks import address_of, check_addresses
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
-from jitgemm.weight.packed import AnyWeight, Weight, as_weight
+from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
 
 _ALLOCATION = 512
@@ -35,26 +34,12 @@ _ALLOCATION = 512
 
 
 def fused_experts(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    expert_map: torch.Tensor | None = None,
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None, batch_invariant: bool = False, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The routed experts of a mixture, from tokens and their choices to results, on the current stream.
 
     ::
@@ -78,7 +63,7 @@ def fused_experts(
     Args:
         x: bfloat16, float16 or float32 [tokens, k], stride 1 along k, rows a multiple of 16 bytes apart; aligned so.
         w13: W4Weight or W8Weight of E experts [2 * inter, k], gate and up projections, E at most 1024.
-        w2: the same, [n, inter]; the widths may differ.
+        w2: the same, [n, inter]; the widths may shapes_differ.
         topk_ids: int32 or int64 [tokens, top_k], contiguous: experts of each token. A choice that is none of 0..E-1 is
             skipped.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
@@ -111,62 +96,38 @@ def fused_experts(
         CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    check_flag("affine", affine)
     check_flag("batch_invariant", batch_invariant)
-    layer = _layer(
-        x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
-        bias13, bias2, addend, batch_invariant, by_block(scheme),
-    )  # fmt: skip
-    if needs_dispatcher(x, x if out is None else out):
-        result = _call_op(layer)
-        if out is None:
-            return result
-        check_out(check_tensor("out", out), layer)
-        return out.copy_(result)
-    return _run(layer, out)
+    gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
+    rest = expert_map, bias13, bias2, addend, batch_invariant
+    if not needs_dispatcher(x, x if out is None else out):
+        return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out))
+    result = _call_op(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest)
+    if out is None:
+        return result
+    check_out(check_tensor("out", out), x, w2)
+    return out.copy_(result)
 
 
 def fused_experts_reference(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    expert_map: torch.Tensor | None = None,
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
+    x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 but for the documented roundings."""
     from jitgemm.moe.reference import layer_reference
 
-    check_flag("affine", affine)
-    layer = _layer(
-        x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
-        bias13, bias2, addend, False, by_block(scheme),
-    )  # fmt: skip
-    check_arguments(layer)
-    return layer_reference(layer)
+    gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
+    call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, expert_map, bias13, bias2, addend)
+    call.check()
+    return layer_reference(call)
 
 
 def fused_experts_workspace_bytes(
-    tokens: int,
-    top_k: int,
-    w13: Weight,
-    w2: Weight,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    affine: bool = False,
+    tokens: int, top_k: int, w13: Weight, w2: Weight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False,
     scheme: str = "token",
-) -> int:
+) -> int:  # fmt: skip
     """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
 
     Both GEMMs' results share their memory, as the first is gone when the second is written. With E experts of
@@ -189,7 +150,7 @@ def fused_experts_workspace_bytes(
     """
     experts = check_weights(w13, w2)
     check_dtype("dtype", dtype, REAL_TYPES)
-    check_flag("affine", affine)
+    block = activation_of(torch.int8, scheme, affine, schemes=("token", "block")).block
     for name, number, least in (("tokens", tokens, 0), ("top_k", top_k, 1)):
         if not least <= check_int(name, number) <= MAX_ROWS:
             raise ValueError(f"{name}: expected {least} to {MAX_ROWS}, got {number}")
@@ -197,7 +158,7 @@ def fused_experts_workspace_bytes(
     parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
     t = m if m / experts >= GATHER_M else tokens
     parts += [t * w13.k, m * w2.k]  # codes
-    if by_block(scheme):
+    if block:
         parts += [16 * ceil_div(rows, 4) * ceil_div(k, LHS_GROUP) for rows, k in ((t, w13.k), (m, w2.k))]
     else:
         parts += [4 * t, 4 * m] * (2 if affine else 1)  # scales and zero points
@@ -205,121 +166,68 @@ def fused_experts_workspace_bytes(
     return sum(_ALLOCATION * ceil_div(part, _ALLOCATION) for part in parts)
 
 
-def by_block(scheme: str) -> bool:
-    if not isinstance(scheme, str) or scheme not in ("token", "block"):
-        raise ValueError(f"scheme: expected one of ('token', 'block'), got {scheme!r}")
-    return scheme == "block"
-
-
-def _layer(
-    x: torch.Tensor,
-    w13: AnyWeight,
-    w2: AnyWeight,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    gate: Gate,
-    lhs_dtype: torch.dtype | None,
-    *rest: Any,
-) -> Layer:
-    return Layer(x, w13, w2, topk_ids, topk_weights, gate, lhs_dtype_of(w13, lhs_dtype), *rest)
-
-
-def lhs_dtype_of(w13: AnyWeight, lhs_dtype: torch.dtype | None) -> torch.dtype:
-    """What tokens are quantised to where the caller says None."""
-    if lhs_dtype is not None:
-        return lhs_dtype
-    types = w13.format.lhs_types if isinstance(w13, (Weight, PackedWeight)) else LHS_TYPES  # the checks say what it is
-    return torch_dtype(types[0])
-
-
-def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
+def _run(call: ExpertsCall) -> torch.Tensor:
     """The call, directly or by its op."""
-    x, w13, w2, _, _, gate, lhs_dtype, affine, expert_map, bias13, bias2, addend, batch_invariant, block = layer
-    check_tensor("x", x)
-    tensors = layer.tensors if out is None else [*layer.tensors, out]
-    try:
-        # What is new cannot overlap: of its own launches each checks its addresses.
-        addresses = None if out is None else tuple(map(address_of, layer.operands(out)))
-        key = (
-            "experts", addresses, w13.plan_key, w2.plan_key, gate, lhs_dtype, affine, expert_map is None, bias13 is None,
-            bias2 is None, addend is None, batch_invariant, block,
-            torch.is_grad_enabled(),
-        )  # fmt: skip
-        checked = this_thread.cache.find_plan(key, tensors)
-    except (AttributeError, TypeError):  # not what it should be: the checks say what
-        checked = None
-    if checked is None:
-        check_arguments(layer)
-        if out is not None:
-            check_out(out, layer)
-        check_addresses(LAYER_POINTERS, layer.operands(out))
-        this_thread.cache.add_plan(key, tensors, True)
-    if out is None:
-        out = layer.new_out()
-    if x.shape[0] == 0:
-        return out
-    if x.is_cuda:
-        _launch(layer, out)
-    else:
+    check_call_once(call)
+    out = call.new_out() if call.out is None else call.out
+    if call.x.is_cuda and call.x.shape[0]:
+        launch(call, out)
+    elif call.x.shape[0]:
         from jitgemm.moe.reference import layer_reference
 
-        out.copy_(layer_reference(layer._replace(w13=as_weight(w13), w2=as_weight(w2))))
+        out.copy_(layer_reference(call))
     return out
 
 
-def _launch(layer: Layer, out: torch.Tensor) -> None:
-    x, _, _, topk_ids, _, _, dtype, affine, expert_map = layer[:9]
-    everywhere = layer.experts if expert_map is None else expert_map.numel()
-    expected_m = topk_ids.numel() / everywhere
-
-    tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None, block=layer.block)
-    gather: torch.Tensor | None  # by the GEMM
-    if expected_m >= GATHER_M:
-        offsets, row_index, inverse = route(topk_ids, layer.experts, expert_map=expert_map)
-        quantised, gather = quantize(tokens._replace(row_count=offsets[-1:], row_index=row_index)), None
-    else:
-        (offsets, gather, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
-    _multiply(layer, _lhs(quantised), offsets, inverse, gather, expected_m, out)
-
-
-def run_quantised(layer: Layer, lhs: Lhs, expected_m: float, out: torch.Tensor) -> None:
-    """The layer of tokens that are quantised, as other ranks send them; checks no more than its calls do.
+def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expected_m: float | None = None) -> None:
+    """The launches of a checked call, of at least one token.
 
     Args:
-        layer: with an x of the results' type and as many rows as there are tokens, which is not read; at least one.
-        lhs: the tokens, [tokens, k].
-        expected_m: rows of an expert.
+        out: where to write, whatever `call.out` is.
+        sent: the tokens, quantised [tokens, k], as other ranks send them. Of `call.x` nothing is read then; it has the
+            results' type and as many rows.
+        expected_m: rows of an expert, as far as the host knows; None for what topk_ids say.
     """
-    offsets, row_index, inverse = route(layer.topk_ids, layer.experts)
-    gather: torch.Tensor | None = row_index
-    if expected_m >= GATHER_M:  # indices behind the last row say nothing
-        rows = row_index.long().clamp(0, layer.x.shape[0] - 1)
-        x, scale, zero = split_lhs(lhs)
-        lhs, gather = _lhs((take_rows(x, rows), scale[rows], None if zero is None else zero[rows])), None
-    _multiply(layer, lhs, offsets, inverse, gather, expected_m, out)
+    if expected_m is None:
+        expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
+    (offsets, gather, inverse), lhs = _sorted(call, sent, expected_m)
+    hidden, rows = _workspace(call)
+    contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, expected_m, call.batch_invariant)
+    codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
+    contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, expected_m, call.batch_invariant)
+    combine(rows, inverse, call.topk_weights, out, addend=call.addend)
 
 
-def _multiply(
-    layer: Layer,
-    lhs: Lhs,
-    offsets: torch.Tensor,
-    inverse: torch.Tensor,
-    gather: torch.Tensor | None,
-    expected_m: float,
-    out: torch.Tensor,
-) -> None:
-    """Both GEMMs, what is between them and the sum; gather: by which the first GEMM takes rows of lhs, or None."""
-    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, _, bias13, bias2, addend, batch_invariant, block = layer
-    choices = topk_ids.numel()
-    memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
-    hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
-    contiguous(ANY, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
-    made = Inputs(hidden, dtype, False, affine, None, None, gate, None, 0.0, None, offsets[-1:], block)
-    contiguous(ANY, _lhs(quantize(made)), w2, rows, offsets, bias2, None, expected_m, batch_invariant)
-    combine(rows, inverse, topk_weights, out, addend=addend)
+def _sorted(
+    call: ExpertsCall, sent: Lhs | None, expected_m: float
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], Lhs]:
+    """Routing and tokens for the first GEMM: a `Routing`, its row_index None where the tokens are in the rows' order."""
+    few = expected_m < GATHER_M
+    if few and sent is None:
+        tokens = QuantizeCall(call.x, call.activation)
+        routing, codes = route_and_quantize(tokens, call.topk_ids, call.experts, call.expert_map)
+        return routing, lhs_of(codes)
+    offsets, index, inverse = routing = route(call.topk_ids, call.experts, expert_map=call.expert_map)
+    if sent is None:
+        codes = quantize(QuantizeCall(call.x, call.activation, row_count=offsets[-1:], row_index=index))
+    elif few:
+        return routing, sent
+    else:
+        rows = index.long().clamp(0, call.x.shape[0] - 1)  # indices behind the last row say nothing
+        x, scale, zero = split_lhs(sent)
+        codes = take_rows(x, rows), scale[rows], None if zero is None else zero[rows]
+    return (offsets, None, inverse), lhs_of(codes)
 
 
-def _lhs(outputs: Outputs) -> Lhs:
+def _workspace(call: ExpertsCall) -> list[torch.Tensor]:
+    """Where the GEMMs write. The first one's result is gone when the second writes."""
+    choices, widths = call.topk_ids.numel(), (call.w13.n, call.w2.n)
+    memory = torch.empty(choices * max(widths), dtype=call.x.dtype, device=call.x.device)
+    return [memory[: choices * n].view(choices, n) for n in widths]
+
+
+def lhs_of(outputs: Outputs) -> Lhs:
+    """A quantiser's results as GEMMs take them."""
     q, scale, zero = outputs
     return (q, scale) if zero is None else (q, scale, zero)
 
@@ -327,13 +235,17 @@ def _lhs(outputs: Outputs) -> Lhs:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _call_op(layer: Layer) -> torch.Tensor:
-    check_weights(layer.w13, layer.w2)
-    check_dtype("lhs_dtype", layer.lhs_dtype, LHS_TYPES)
-    x, w13, w2, topk_ids, topk_weights, gate, *rest = layer
-    for name in ("x", "topk_ids", "topk_weights"):
-        check_tensor(name, getattr(layer, name))
-    return torch.ops.jitgemm.fused_experts(x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), *rest)
+def _call_op(
+    x: torch.Tensor, w13: AnyWeight, w2: AnyWeight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate: Gate,
+    activation: Activation, *rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    check_weights(w13, w2)
+    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        check_tensor(name, tensor)
+    dtype, scheme, affine = activation
+    return torch.ops.jitgemm.fused_experts(
+        x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), CODES[dtype], affine, *rest, scheme == "block"
+    )
 
 
 WEIGHTS_SCHEMA = ", ".join(
@@ -360,26 +272,24 @@ def op_gate(gate: Gate) -> tuple[Any, ...]:
     return gate.kind, gate.order, None if gate.limit == math.inf else gate.limit, gate.alpha
 
 
-def _op_layer(x: torch.Tensor, *arguments: Any) -> Layer:
+def _of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
     w13, w2 = weights_of_op(arguments[:12])
     topk_ids, topk_weights, *gate = arguments[12:18]
-    return Layer(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), *arguments[18:])
-
-
-def _op(*arguments: Any) -> torch.Tensor:
-    return _run(_op_layer(*arguments), None)
+    lhs_dtype, affine, *rest = arguments[18:25]
+    activation = tokens_activation(w13, lhs_dtype, "block" if arguments[25:] == (True,) else "token", affine)
+    return ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
 
 
 def _fake_op(*arguments: Any) -> torch.Tensor:
-    layer = _op_layer(*arguments)
-    check_arguments(layer)
-    return layer.new_out()
+    call = _of_op(*arguments)
+    call.check()
+    return call.new_out()
 
 
 define_op(
     f"fused_experts(Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, "
     "ScalarType lhs_dtype, bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
     "bool block=False) -> Tensor",
-    _op,
+    lambda *arguments: _run(_of_op(*arguments)),
     _fake_op,
 )

@@ -6,17 +6,16 @@ Pure functions over frozen dataclasses; no torch, no driver. The algorithms are 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_specs, render_config
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.render import kernel_source
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
-
-ROUTE_NAME, FRONT_NAME, COMBINE_NAME = "jitgemm_route", "jitgemm_route_and_quantize", "jitgemm_combine"
 
 MAX_EXPERTS = 1024
 """Experts of a layer on one device: as many as the grouped GEMM's largest table holds."""
@@ -38,6 +37,8 @@ _VECTOR = 8
 class RouteSpec:
     """Everything that is a compile-time constant of a routing kernel: CTAs that share the work, 1 or `CLUSTER`."""
 
+    kind, family = "routing", "route"
+
     ctas: int
 
     @property
@@ -48,6 +49,8 @@ class RouteSpec:
 @dataclass(frozen=True, slots=True)
 class FrontSpec:
     """Everything that is a compile-time constant of a kernel that routes and quantises: the quantiser's constants."""
+
+    kind, family = "routing", "front"
 
     quantizer: QuantizeSpec
 
@@ -60,12 +63,18 @@ class FrontSpec:
 class CombineSpec:
     """Everything that is a compile-time constant of a combining kernel: names of the types of rows and result."""
 
+    kind, family = "routing", "combine"
+
     row: str
     out: str
 
     @property
     def label(self) -> str:
         return f"combine-{self.row}-{self.out}"
+
+
+ENTRIES = {"route": "route", "front": "route_and_quantize", "combine": "combine"}
+"""The function that a family's kernel calls, and has in its name behind "jitgemm_"."""
 
 
 def route_spec(choices: int) -> RouteSpec:
@@ -132,48 +141,34 @@ def combine_blocks(tokens: int, n: int) -> int:
 
 
 def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
-    """The CUDA source of a kernel; the entry point is `ROUTE_NAME`, `FRONT_NAME` or `COMBINE_NAME`."""
+    """The CUDA source of a kernel; the entry point is named in `ENTRIES`."""
+    name, header = ENTRIES[spec.family], spec.family
+    bounds, cluster, constants, config = str(COMBINE_THREADS), "", "jitgemm::Config", ""
     if isinstance(spec, RouteSpec):
+        bounds, constants = "1024, 1", str(spec.ctas)
         cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
-        return f"""\
-// jitgemm {spec.label}
-#include <jitgemm/moe/route.cuh>
-
-extern "C" __global__ void {cluster}__launch_bounds__(1024, 1)
-{ROUTE_NAME}(const __grid_constant__ jitgemm::RouteArgs args) {{
-    jitgemm::route<{spec.ctas}>(args);
-}}
-"""
-    if isinstance(spec, FrontSpec):
-        header, threads, name = "front", f"{FRONT_THREADS}, 1", FRONT_NAME
-        config, arguments, function = render_config(spec.quantizer), "FrontArgs", "route_and_quantize"
+    elif isinstance(spec, FrontSpec):
+        bounds, config = f"{FRONT_THREADS}, 1", render_config(spec.quantizer)
     else:
-        header, threads, name = "combine", str(COMBINE_THREADS), COMBINE_NAME
-        types = (
-            f"    static constexpr RealType k{part} = {DTYPES[getattr(spec, part.lower())].cpp_name};\n"
-            for part in ("Row", "Out")
-        )
-        config, arguments, function = f"struct Config {{\n{''.join(types)}}};", "CombineArgs", "combine"
+        types = {"Row": spec.row, "Out": spec.out}
+        lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
+        config = f"struct Config {{\n{''.join(lines)}}};"
+    namespace = f"namespace jitgemm {{\n{config}\n}}\n\n" if config else ""
     return f"""\
 // jitgemm {spec.label}
 #include <jitgemm/moe/{header}.cuh>
 
-namespace jitgemm {{
-{config}
-}}
-
-extern "C" __global__ void __launch_bounds__({threads})
-{name}(const __grid_constant__ jitgemm::{arguments} args) {{
-    jitgemm::{function}<jitgemm::Config>(args);
+{namespace}extern "C" __global__ void {cluster}__launch_bounds__({bounds})
+jitgemm_{name}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
+    jitgemm::{name}<{constants}>(args);
 }}
 """
 
 
-def source_of(spec: RouteSpec | FrontSpec | CombineSpec | QuantizeSpec) -> KernelSource:
-    """A kernel of the layer as the cache keys and compiles it."""
+def source_of(spec: Any) -> KernelSource:
+    """A kernel of any family as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    if isinstance(spec, QuantizeSpec):
-        return quantize_source(spec)
-    header = {RouteSpec: "moe/route", FrontSpec: "moe/front", CombineSpec: "moe/combine"}[type(spec)]
-    return KernelSource(spec.label, asdict(spec), render(spec), headers(header), OPTIONS)
+    if spec.kind == "routing":
+        return KernelSource(spec.label, asdict(spec), render(spec), headers(f"moe/{spec.family}"), OPTIONS)
+    return quantize_source(spec) if spec.kind == "quantizer" else kernel_source(spec)

@@ -6,39 +6,25 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
-from jitgemm.activations.scheme import Gate
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.activations.arguments import CODES
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
-from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
-from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
-from jitgemm.runtime.launch import check_addresses_once
+from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
+from jitgemm.moe.arguments import make_gate, tokens_activation
+from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.tensors import TYPE_NAMES, check_flag, check_tensor
+from jitgemm.tensors import check_flag, check_tensor
 from jitgemm.weight.packed import Weight
 
 
 def fused_experts_masked(
-    x: torch.Tensor | Lhs,
-    w13: Weight,
-    w2: Weight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> None:
+    x: torch.Tensor | Lhs, w13: Weight, w2: Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
+) -> None:  # fmt: skip
     """out[e, i] = w2[e] · Q(act(g, u)) + bias2[e] for i < masked_m[e], where (g, u) = w13[e] · Q(x[e, i]) + bias13[e].
 
     DeepEP's low-latency form between its dispatch and its combine, which weighs and sums. Four launches: quantise, GEMM,
@@ -59,62 +45,55 @@ def fused_experts_masked(
 
     Raises: as `fused_experts`.
     """
-    check_flag("affine", affine)
     check_flag("batch_invariant", batch_invariant)
-    gate, block = make_gate(activation, order, limit, alpha), by_block(scheme)
-    dtype = lhs_dtype_of(w13, lhs_dtype)
-    expected_rows = expected_rows_of(check_experts(w13, w2, dtype, affine, block), expected_m)
+    gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
+    experts = getattr(w13, "experts", None) or check_weights(w13, w2)
+    expected_rows = expected_rows_of(experts, expected_m)
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
-    rest = dtype, affine, bias13, bias2, batch_invariant, block
     if not needs_dispatcher(lhs[0], out):
-        _run(*lhs, w13, w2, out, masked_m, expected_rows, gate, *rest)
+        _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
         return
+    check_experts(w13, w2, tokens)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(
-        *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), *rest
-    )
+        *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), CODES[tokens[0]], affine, bias13,
+        bias2, batch_invariant, scheme == "block",
+    )  # fmt: skip
 
 
-def _run(*arguments: Any) -> None:
+def _run(call: MaskedCall) -> None:
     """The call, directly or by its op."""
-    _check(*arguments)
-    x, x_scale, x_zero, w13, w2, out, masked_m, expected_rows, gate, dtype, affine, *rest = arguments
-    bias13, bias2, batch_invariant, block = rest
-    # As rows, of which column slices of one buffer are told apart.
-    operands = x.flatten(0, 1), x_scale, x_zero, *parts_of(w13), *parts_of(w2), masked_m, bias13, bias2
-    check_addresses_once("fused_experts_masked", MASKED_POINTERS, (*operands, out.flatten(0, 1)))
-    experts, max_m = out.shape[:2]
-    expected_m = expected_rows / experts
-
-    def quantise(rows: torch.Tensor, by: Gate | None) -> Lhs:
-        inputs = Inputs(rows.flatten(0, 1), dtype, False, affine, None, None, by, None, 0.0, None, masked_m, block)
-        return tuple(part.unflatten(0, (experts, max_m)) for part in quantize(inputs) if part is not None)
-
-    lhs = quantise(x, None) if x_scale is None else (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
-    hidden = torch.empty((experts, max_m, w13.n), dtype=out.dtype, device=out.device)
-    masked(ANY, lhs, w13, hidden, masked_m, expected_m, bias13, batch_invariant)
-    masked(ANY, quantise(hidden, gate), w2, out, masked_m, expected_m, bias2, batch_invariant)
+    check_call_once(call)
+    out, w13, sizes, invariant = call.out, call.w13, call.masked_m, call.batch_invariant
+    expected_m = call.expected_rows / out.shape[0]
+    hidden = torch.empty((*out.shape[:2], w13.n), dtype=out.dtype, device=out.device)
+    lhs = _quantise(call, call.x, NO_PROLOGUE) if call.x_scale is None else lhs_of((call.x, call.x_scale, call.x_zero))
+    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, invariant)
+    lhs = _quantise(call, hidden, Prologue(gate=call.gate))
+    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, invariant)
 
 
-def _check(*arguments: Any) -> None:
-    x, x_scale, _, w13, w2, out, masked_m, _, _, dtype, affine, bias13, bias2, _, block = arguments
-    check_experts(w13, w2, dtype, affine, block)
-    check_masked(x, w13, w2, out, masked_m, REAL_TYPES if x_scale is None else (TYPE_NAMES[dtype],), bias13, bias2)
+def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
+    parts = quantize(QuantizeCall(x.flatten(0, 1), call.activation, prologue, row_count=call.masked_m))
+    return tuple(part.unflatten(0, x.shape[:2]) for part in parts if part is not None)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _of_op(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    weights, (out, masked_m, expected_rows, *gate), rest = arguments[3:15], arguments[15:22], arguments[22:]
-    return *arguments[:3], *weights_of_op(weights), out, masked_m, expected_rows, make_gate(*gate), *rest
+def _of_op(*arguments: Any) -> MaskedCall:
+    (w13, w2), (out, masked_m, expected_rows, *gate) = weights_of_op(arguments[3:15]), arguments[15:22]
+    lhs_dtype, affine, bias13, bias2, batch_invariant, block = arguments[22:]
+    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine)
+    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant
+    return MaskedCall(*arguments[:3], w13, w2, out, masked_m, expected_rows, *rest)
 
 
 define_op(
     f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, "
     f"Tensor masked_m, SymInt expected_rows, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, Tensor? bias13, "
     "Tensor? bias2, bool batch_invariant, bool block) -> ()",
-    lambda *arguments: _run(*_of_op(arguments)),
-    lambda *arguments: _check(*_of_op(arguments)),
+    lambda *arguments: _run(_of_op(*arguments)),
+    lambda *arguments: _of_op(*arguments).check(),
 )

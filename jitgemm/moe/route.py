@@ -5,15 +5,17 @@ The two calls at the ends of the layer, each one launch on a GPU; CPU tensors ru
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from jitgemm.activations.arguments import Inputs, Outputs
-from jitgemm.activations.call import quantize
+from jitgemm.activations.arguments import Outputs
+from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.gemm.reference import round_fp64
-from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_POINTERS, Routing, check_combining, check_routing
-from jitgemm.moe.kernel import front_spec
-from jitgemm.runtime.checks import check_addresses
-from jitgemm.runtime.launch_cache import this_thread
+from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS, Routing
+from jitgemm.moe.arguments import check_combining, check_routing
+from jitgemm.moe.kernel import FrontSpec, front_spec
+from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES
 
 
@@ -30,71 +32,93 @@ def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | No
         TypeError, ValueError: an argument is wrong; the message names it.
         CacheMissError, CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    tensors = [topk_ids] if expert_map is None else [topk_ids, expert_map]
-    key = ("route", experts, expert_map is None)
-    plan = this_thread.cache.find_plan(key, tensors)
-    if plan is None:
-        check_routing(topk_ids, experts, expert_map)
-        check_addresses(ROUTE_POINTERS, (topk_ids, expert_map))
-    if not topk_ids.is_cuda:
-        return route_reference(topk_ids, experts, expert_map)
-    routing = _new_routing(topk_ids, experts)
-    if topk_ids.shape[0] == 0:
-        routing.offsets.zero_()
-        return routing
-    if plan is None:
-        from jitgemm.moe.plan import RoutePlan
+    call = _Route(topk_ids, experts, expert_map)
+    layouts = [topk_ids] if expert_map is None else [topk_ids, expert_map]
+    return Routing._make(run_prepared(("route", experts, expert_map is None), layouts, call)[2:])
 
-        with torch.cuda.device(topk_ids.device):
-            plan = RoutePlan(topk_ids, experts, expert_map)
-        this_thread.cache.add_plan(key, tensors, plan)
-    plan.launch(topk_ids, expert_map, routing)
-    return routing
+
+class _Route(NamedTuple):
+    """A call of `route`; a `runtime.launch.Call`."""
+
+    topk_ids: torch.Tensor
+    experts: int
+    expert_map: torch.Tensor | None
+    pointers = ROUTE_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return self.topk_ids.shape[0] == 0
+
+    def check(self) -> None:
+        check_routing(*self)
+
+    def operands(self) -> Operands:
+        ids, experts, expert_map = self
+        choices, device = ids.numel(), ids.device
+        return (
+            ids, expert_map,
+            (torch.empty if choices else torch.zeros)(experts + 1, dtype=torch.int32, device=device),
+            torch.empty(choices, dtype=torch.int32, device=device),
+            torch.empty(ids.shape, dtype=torch.int32, device=device),
+        )  # fmt: skip
+
+    def run_reference(self, operands: Operands) -> None:
+        for written, result in zip(operands[2:], route_reference(*self)):
+            written.copy_(result)  # type: ignore[union-attr]
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.moe.plan import prepare_route
+
+        return prepare_route(*self)
 
 
 def route_and_quantize(
-    inputs: Inputs, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
+    tokens: QuantizeCall, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
 ) -> tuple[Routing, Outputs]:
-    """`route`, and `quantize` of tokens by row; of few tokens in one launch. For checked tensors.
+    """`route`, and `quantize` of tokens by row; of few tokens in one launch.
 
     Args:
-        inputs: x [tokens, k], at least one token; dtype, affine and block. The rest is what says nothing.
+        tokens: x [tokens, k], at least one token, and activation. The rest is what says nothing.
     """
-    x, dtype, _, affine = inputs[:4]
-    spec = front_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], TYPE_NAMES[dtype], affine, inputs.block)
+    x, (dtype, scheme, affine) = tokens.x, tokens.activation
+    spec = front_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], dtype, affine, scheme == "block")
     if spec is None or not x.is_cuda:
-        return route(topk_ids, experts, expert_map=expert_map), quantize(inputs)
-    tensors = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]
-    key = ("front", spec.label, experts, expert_map is None)
-    plan = this_thread.cache.find_plan(key, tensors)
-    if plan is None:
-        from jitgemm.moe.plan import FrontPlan
-
-        with torch.cuda.device(x.device):
-            plan = FrontPlan(spec, x, topk_ids, experts, expert_map)
-        this_thread.cache.add_plan(key, tensors, plan)
-    routing, outputs = _new_routing(topk_ids, experts), inputs.new_outputs()
-    plan.launch(x, topk_ids, expert_map, routing, outputs)
-    return routing, outputs
+        return route(topk_ids, experts, expert_map=expert_map), quantize(tokens)
+    layouts = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]
+    call = _Front(_Route(topk_ids, experts, expert_map), tokens, spec)
+    _, _, *made = run_prepared(("front", spec.label, experts, expert_map is None), layouts, call)
+    return Routing._make(made[:3]), tuple(made[4:])  # type: ignore[return-value]
 
 
-def _new_routing(topk_ids: torch.Tensor, experts: int) -> Routing:
-    choices, device = topk_ids.numel(), topk_ids.device
-    return Routing(
-        torch.empty(experts + 1, dtype=torch.int32, device=device),
-        torch.empty(choices, dtype=torch.int32, device=device),
-        torch.empty(topk_ids.shape, dtype=torch.int32, device=device),
-    )
+class _Front(NamedTuple):
+    """A call of `route_and_quantize` on a GPU; a `runtime.launch.Call`."""
+
+    routing: _Route
+    tokens: QuantizeCall
+    spec: FrontSpec
+    pointers = FRONT_POINTERS
+    empty = False
+
+    def check(self) -> None:
+        self.routing.check()
+        self.tokens.check()
+
+    def operands(self) -> Operands:
+        return (*self.routing.operands(), self.tokens.x, *self.tokens.new_outputs())
+
+    def run_reference(self, operands: Operands) -> None:
+        raise AssertionError("CPU tensors are routed and quantised one after the other")
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.moe.plan import prepare_front
+
+        return prepare_front(self.spec, self.tokens.x, *self.routing)
 
 
 def combine(
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-    *,
+    rows: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *,
     addend: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """out[t] = addend[t] + sum over i of topk_weights[t, i] * rows[inverse[t, i]], on the current stream.
 
     In fp32, in the order of i, a fused multiply-add each, rounded once: the same bits in every run.
@@ -110,25 +134,41 @@ def combine(
     Raises:
         As `route`; and ValueError if rows, topk_weights, addend or out requires grad and gradients are on.
     """
-    tensors = [rows, inverse, topk_weights, out] if addend is None else [rows, inverse, topk_weights, out, addend]
-    key = ("combine", addend is None, torch.is_grad_enabled())
-    plan = this_thread.cache.find_plan(key, tensors)
-    if plan is None:
-        check_combining(rows, inverse, topk_weights, addend, out)
-        if out.shape[0] == 0:
-            return
-        check_addresses(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out))
-        if not rows.is_cuda:
-            if inverse.numel() and inverse.max() >= rows.shape[0]:
-                raise ValueError(f"inverse: expected rows below {rows.shape[0]}, got {int(inverse.max())}")
-            out.copy_(round_fp64(combine_reference(rows, inverse, topk_weights, addend), out.dtype))
-            return
-        from jitgemm.moe.plan import CombinePlan
+    layouts = [rows, inverse, topk_weights, out] if addend is None else [rows, inverse, topk_weights, out, addend]
+    call = _Combine(rows, inverse, topk_weights, addend, out)
+    run_prepared(("combine", addend is None, torch.is_grad_enabled()), layouts, call)
 
-        with torch.cuda.device(rows.device):
-            plan = CombinePlan(rows, topk_weights, addend, out)
-        this_thread.cache.add_plan(key, tensors, plan)
-    plan.launch(rows, inverse, topk_weights, addend, out)
+
+class _Combine(NamedTuple):
+    """A call of `combine`; a `runtime.launch.Call`."""
+
+    rows: torch.Tensor
+    inverse: torch.Tensor
+    topk_weights: torch.Tensor
+    addend: torch.Tensor | None
+    out: torch.Tensor
+    pointers = COMBINE_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return self.out.shape[0] == 0
+
+    def check(self) -> None:
+        check_combining(*self)
+
+    def operands(self) -> Operands:
+        return self
+
+    def run_reference(self, operands: Operands) -> None:
+        rows, inverse, topk_weights, addend, out = self
+        if inverse.numel() and inverse.max() >= rows.shape[0]:
+            raise ValueError(f"inverse: expected rows below {rows.shape[0]}, got {int(inverse.max())}")
+        out.copy_(round_fp64(combine_reference(rows, inverse, topk_weights, addend), out.dtype))
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.moe.plan import prepare_combine
+
+        return prepare_combine(*self)
 
 
 def route_reference(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:

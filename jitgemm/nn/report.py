@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 
-EXAMPLES = 3
-
 
 class Report(list[str]):
     """The names of the layers that were converted, in the model's order. Prints as a summary.
@@ -25,17 +23,12 @@ class Report(list[str]):
         kept: Mapping[str, str] | None = None,
     ):
         super().__init__(names)
-        self.skipped = dict(skipped or {})
-        self.ignored = dict(ignored or {})
-        self.kept = dict(kept or {})
+        self.skipped, self.ignored, self.kept = dict(skipped or {}), dict(ignored or {}), dict(kept or {})
 
     def __repr__(self) -> str:
-        lines = [f"converted: {len(self)}" + (f" ({some(self)})" if self else "")]
-        parts = ("skipped", self.skipped), ("tensors of the file ignored", self.ignored), ("not filled", self.kept)
-        for what, found in parts:
-            if found:
-                lines += [f"{what}: {len(found)}", *by_reason(found)]
-        return "\n".join(lines)
+        first = f"converted: {len(self)}" + (f" ({some(self)})" if self else "")
+        parts = {"skipped": self.skipped, "tensors of the file ignored": self.ignored, "not filled": self.kept}
+        return "\n".join([first, *_sections(parts)])
 
 
 class FusionReport(Report):
@@ -51,10 +44,7 @@ class FusionReport(Report):
         self.fused: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        lines = [f"fused: {len(self)}", *by_reason(self.fused)]
-        return "\n".join(
-            [*lines, *([f"skipped: {len(self.skipped)}", *by_reason(self.skipped)] if self.skipped else [])]
-        )
+        return "\n".join([f"fused: {len(self)}", *by_reason(self.fused), *_sections({"skipped": self.skipped})])
 
 
 def by_reason(found: Mapping[str, str]) -> list[str]:
@@ -65,7 +55,11 @@ def by_reason(found: Mapping[str, str]) -> list[str]:
     return [f"  {len(names)} {reason}: {some(names)}" for reason, names in groups.items()]
 
 
-def some(names: Iterable[str], count: int = EXAMPLES) -> str:
+def _sections(parts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    return [line for what, found in parts.items() if found for line in (f"{what}: {len(found)}", *by_reason(found))]
+
+
+def some(names: Iterable[str], count: int = 3) -> str:
     """The first of several names."""
     listed = list(names)
     more = f" and {len(listed) - count} more" if len(listed) > count else ""
@@ -75,6 +69,5 @@ def some(names: Iterable[str], count: int = EXAMPLES) -> str:
 def warn_if_nothing(report: Report, call: str, why: str, stacklevel: int = 3) -> None:
     """Warns, in the name of the caller's caller, where nothing was converted."""
     if not report:
-        lines = by_reason(report.skipped)
-        reasons = "; skipped:\n" + "\n".join(lines) if lines else ""
+        reasons = "\n".join(["; skipped:", *by_reason(report.skipped)]) if report.skipped else ""
         warnings.warn(f"{call} converted no layer: {why}{reasons}", stacklevel=stacklevel)

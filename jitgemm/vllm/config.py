@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.files import Checkpoint, weights_of
-from jitgemm.checkpoint.gptq import skipped
+from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
 from jitgemm.vllm.warm import Layers, Warmer
@@ -33,14 +34,11 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "activation": (None, lambda value: value is None or activation_named(value), ""),
     "lm_head": (None, lambda value: value in (None, "e4m3", "int8"), "e4m3, int8 or None"),
     "bits": (4, lambda value: value in (4, 8), "4 or 8"),
-    "group_size": (
-        128,
-        lambda value: type(value) is int and (value > 0 or value == -1),
-        "a positive integer, or -1 for one group a row",
-    ),
+    "group_size": (128, lambda size: type(size) is int and (size > 0 or size == -1),
+                   "a positive integer, or -1 for one group a row"),
     "symmetric": (True, lambda value: isinstance(value, bool), "true or false"),
-    "ignore": ((), lambda value: _check_rules("ignore", value) or True, ""),
-}
+    "ignore": ((), lambda value: _patterns("ignore", value) is not None, ""),
+}  # fmt: skip
 """What a user may say: what it is otherwise, a check, and what that expects."""
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -70,10 +68,9 @@ class JitGemmConfig(QuantizationConfig):
         self._given = checkpoint
         nested = (checkpoint or {}).get("quantization")  # of ModelOpt's hf_quant_config.json
         self.checkpoint = checkpoint if nested is None else {"quant_method": "modelopt", **checkpoint, **nested}
-        for key in _LEFT_OUT:
-            _check_rules(key, (self.checkpoint or {}).get(key) or [])
-        for rule in (self.checkpoint or {}).get("dynamic") or ():
-            _check_expression("dynamic", rule.removeprefix("-:").removeprefix("+:"))
+        said = self.checkpoint or {}
+        self._left_out = [each for key in _LEFT_OUT for each in _patterns(key, said.get(key) or [])]
+        _patterns("dynamic", ["re:" + rule.removeprefix("-:").removeprefix("+:") for rule in said.get("dynamic") or ()])
         self.options: dict[str, Any] = {name: default for name, (default, _, _) in _OPTIONS.items()}
         self._set(options or {})
         self.warmer = Warmer()
@@ -150,9 +147,8 @@ class JitGemmConfig(QuantizationConfig):
             return
         for name, info in found.items():
             layer, _, suffix = name.rpartition(".")
-            if not layer:
-                continue  # such as __metadata__
-            self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
+            if layer:  # none of __metadata__
+                self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
         self._in_file = {layer: layer for layer in self._headers}
         self.saved = any(_packed(found) for found in self._headers.values())
 
@@ -167,15 +163,15 @@ class JitGemmConfig(QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
-        Drops experts that jitgemm packed, which are read from the files.
-
-        Raises:
-            ValueError: vLLM loads such experts again.
+        Drops experts that jitgemm packed, which are read from the files. Raises ValueError where vLLM loads them again.
         """
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
-        packed = [name for name, suffixes in self._headers.items() if "gate" in suffixes]
-        packed = [name for name in packed if self.saved and f"{name}.w13" in self._headers]
+        packed = {
+            re.escape(name.rpartition(".")[2])
+            for name, suffixes in self._headers.items()
+            if self.saved and "gate" in suffixes and f"{name}.w13" in self._headers
+        }
         if not packed:
             return found
         from vllm.model_executor.models.utils import WeightsMapper
@@ -184,8 +180,7 @@ class JitGemmConfig(QuantizationConfig):
 
         if any(map(read_before, self.from_files)):
             raise ValueError(LOADED_ONCE)
-        kinds = "|".join({re.escape(name.rpartition(".")[2]) for name in packed})
-        names = re.compile(rf"(^|\.)({kinds})\.(gate|w13\.\w+|w2\.\w+)$")
+        names = re.compile(rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$")
         dropped = WeightsMapper(orig_to_new_regex={names: None})
         return dropped if found is None else found | dropped
 
@@ -345,12 +340,12 @@ class JitGemmConfig(QuantizationConfig):
         if self.checkpoint is None:
             sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
             router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
-            return not router and not any(_named(each, self.options["ignore"]) for each in (name, prefix))
+            ignored = _patterns("ignore", self.options["ignore"])
+            return not router and not any(each.match(called) for each in ignored for called in (name, prefix))
         if name in self._headers:
             found = self._headers[name]
             return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
-        rules = [rule for key in _LEFT_OUT for rule in self.checkpoint.get(key) or ()]
-        return not _named(name, rules) and skipped(self.checkpoint, name) is None
+        return not any(each.match(name) for each in self._left_out) and GPTQ.left_out(self.checkpoint, name) is None
 
     def _checkpoints_own(self) -> QuantizationConfig | None:
         """vLLM's config of the checkpoint, if it has one."""
@@ -375,28 +370,21 @@ def _packed(suffixes: Iterable[str]) -> bool:
     return {"blocks", "meta"} <= set(suffixes)
 
 
-def _check_rules(key: str, rules: Any) -> None:
-    """Raises ValueError for what are no names of layers, as `_named` takes them."""
+def _patterns(key: str, rules: Any) -> list[re.Pattern[str]]:
+    """Of rules that mean layers: by an expression behind "re:", a pattern of names, or whole parts of them.
+
+    Raises ValueError for other rules.
+    """
     if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, str) for rule in rules):
         raise ValueError(f"{key}: expected a list of names, got {rules!r}")
-    for rule in rules:
-        if rule.startswith("re:"):
-            _check_expression(key, rule[3:])
+    return [_pattern(key, rule) for rule in rules]
 
 
-def _check_expression(key: str, expression: str) -> None:
+@cache
+def _pattern(key: str, rule: str) -> re.Pattern[str]:
+    parts = rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}"
+    expression = rule.removeprefix("re:") if rule.startswith("re:") else parts
     try:
-        re.compile(expression)
+        return re.compile(expression)
     except re.error as error:
         raise ValueError(f"{key}: expected a regular expression, got {expression!r}: {error}") from error
-
-
-def _named(name: str, rules: Iterable[str]) -> bool:
-    """Whether a rule means a layer: its name, an expression behind "re:", a pattern, or whole parts of its name."""
-    for rule in rules:
-        if rule.startswith("re:"):
-            if re.match(rule[3:], name):
-                return True
-        elif f".{rule.strip('.')}." in f".{name}." or fnmatchcase(name, rule):
-            return True
-    return False

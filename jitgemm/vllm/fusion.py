@@ -16,6 +16,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import CompilationConfig, CompilationMode
 from vllm.platforms import current_platform
 
+from jitgemm.activations.scheme import Prologue
 from jitgemm.graph import inductor
 from jitgemm.graph.producers import Front
 
@@ -40,28 +41,26 @@ class QuantiserPass(InductorPass):
         return mine if self.other is None else f"{mine} {self.other.uuid()}"
 
 
-class _State:
-    taught = False
-    reduced = False
-    """vLLM computes a norm as it sums over ranks."""
+_reduced = False
+"""Whether vLLM computes a norm as it sums over ranks."""
 
 
 def install(config: CompilationConfig) -> bool:
     """Has a model that is made under this config compiled with jitgemm's pass; whether vLLM compiles it."""
     if config.mode in (None, CompilationMode.NONE):
         return False
-    import torch._inductor.fx_passes.post_grad  # where the pass registers itself
+    import torch._inductor.fx_passes.post_grad  # noqa: F401  where the pass registers itself
+    import vllm.ir.ops.layernorm  # noqa: F401  defines the operators
 
+    global _reduced
+    _reduced = bool(config.pass_config.fuse_allreduce_rms)
     found, key = config.inductor_compile_config, current_platform.pass_key
-    _State.reduced = bool(config.pass_config.fuse_allreduce_rms)
     if not isinstance(found.get(key), QuantiserPass):
         found[key] = QuantiserPass(found.get(key))
-    if not _State.taught:
-        import vllm.ir.ops.layernorm  # noqa: F401  defines the operators
-
-        _State.taught = True
-        inductor.add_producer(torch.ops.vllm_ir.rms_norm.default, _norm)
-        inductor.add_producer(torch.ops.vllm_ir.fused_add_rms_norm.default, _add_norm)
+    operators = torch.ops.vllm_ir
+    for target, producer in {operators.rms_norm: _norm, operators.fused_add_rms_norm: _add_norm}.items():
+        if producer not in inductor.PRODUCERS.get(target.default, ()):
+            inductor.add_producer(target.default, producer)
     inductor.register()
     return True
 
@@ -71,21 +70,20 @@ def _norm(value: Node) -> Front | None:
     x, weight, eps, size = (*value.args, None)[:4]
     if weight is None or size is not None or _left_to_vllm(x):
         return None
-    return Front(x, {"rms_norm": weight, "eps": eps}, (value,))  # type: ignore[arg-type]
+    return Front(x, Prologue(weight, eps), (value,))  # type: ignore[arg-type]
 
 
 def _add_norm(value: Node) -> Front | None:
     """The first result of fused_add_rms_norm(x, residual, weight, eps, variance_size=None); the second is the sum."""
     call: Any = value.args[0]
     x, residual, weight, eps, size = (*call.args, None)[:5]
-    if value.target is not operator.getitem or value.args[1] != 0:
-        return None
-    if weight is None or size is not None or _left_to_vllm(x):
+    first = value.target is operator.getitem and value.args[1] == 0
+    if not first or weight is None or size is not None or _left_to_vllm(x):
         return None
     total = next((each for each in call.users if each.args[1] == 1), None)
-    return Front(x, {"rms_norm": weight, "eps": eps, "residual": residual}, (call,), total)
+    return Front(x, Prologue(weight, eps, residual=residual), (call,), total)
 
 
 def _left_to_vllm(x: Any) -> bool:
     """Whether vLLM sums this over ranks in one kernel with the norm."""
-    return _State.reduced and getattr(x.target, "_opname", "") == "all_reduce"
+    return _reduced and getattr(x.target, "_opname", "") == "all_reduce"

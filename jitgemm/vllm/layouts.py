@@ -13,16 +13,16 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Format, Scheme
-from jitgemm.checkpoint.layouts import K, N, TensorLayout, stored
+from jitgemm.checkpoint.format import Config, Format, Scheme
+from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
-from jitgemm.checkpoint.settings import Config
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
 _FORMATS = ("compressed-tensors", "gptq", "awq", "w4afp8", "w8a8")
 _CALLED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 """What transformers calls the scales of FP8 per tensor."""
+_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _SCALES = ("weight_scale", "scales", "weight_scale_inv")
 
@@ -41,7 +41,7 @@ class Layout:
         tensors: by what stands behind the layer's name.
         group_size: columns of k with a scale; 0 where there is one for a row, or for the whole weight.
         called: {name in `tensors`: what the files have behind the layer's name instead}.
-        by_row: whether the parameter has each row of a block's scales BLOCK times, once for each row of the weight.
+        by_row: whether the parameter has a block's scales once for each row of the weight.
         name, config: of the layer in the files, and what says `scheme` of it.
     """
 
@@ -84,12 +84,12 @@ class Layout:
         return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
 
     def cut(self, widths: Sequence[int], n: int, k: int, whole: int) -> Layout:
-        """The layout for a rank's rows and columns: with a scale for each row where a block's rows are not together.
+        """The layout for a rank: with a scale for each row where a block's rows are not together.
 
         Args:
-            widths: rows of each of the layers that are joined, on a rank.
+            widths: this rank's rows of each of the layers that are joined.
             n: rows of all ranks.
-            k, whole: columns of a rank, and of all.
+            k, whole: columns of this rank, and of all.
 
         Raises:
             Unsupported: no weight can hold them.
@@ -97,12 +97,11 @@ class Layout:
         if sum(widths) % 8 or k % K_ALIGNMENT:
             wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
             raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
-        if self.group_size % 32:
-            raise Unsupported(f"group_size: expected a multiple of 32, got {self.group_size}")
-        if self.group_size and k != whole and math.gcd(self.group_size, k) % 32:
-            raise Unsupported(
-                f"expected columns in multiples of 32 in groups of {self.group_size} on each rank, got {k}"
-            )
+        size = self.group_size
+        if size % 32:
+            raise Unsupported(f"group_size: expected a multiple of 32, got {size}")
+        if size and k != whole and math.gcd(size, k) % 32:
+            raise Unsupported(f"expected columns in multiples of 32 in groups of {size} on each rank, got {k}")
         if self.ordered and k != whole:
             raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
         apart = widths if sum(widths) != n else widths[:-1]
@@ -140,12 +139,10 @@ def layout_of(
     """The layout that a checkpoint's config describes.
 
     Args:
-        config: the model's quantization_config.
-        name: of the layer, by which configs differ.
         k: columns of the whole layer, of all ranks.
         dtype: the model's, in which GPTQ, AWQ and compressed-tensors mostly have their scales.
         header: {suffix: safetensors' type} of the layer's tensors; {} where no header is known.
-        experts: of checkpoints of several formats without headers, whether it is one of an expert.
+        experts: whether it is one of an expert, which decides where a format has both and no header is known.
 
     Raises:
         Unsupported: there is no reader for such a layer, or it is not quantised.
@@ -158,20 +155,26 @@ def layout_of(
         format = formats.by_method(method)
         if format is None or format.name not in _FORMATS:
             known = (method for name in _FORMATS for method in formats.by_name(name).methods)
-            raise Unsupported(f"quant_method: expected one of {', '.join(known)}, got {method!r}")
+            raise ValueError(f"quant_method: expected one of {', '.join(known)}, got {method!r}")
         scheme = scheme_of(format, config, name)
     except ValueError as error:
-        raise error if isinstance(error, Unsupported) else Unsupported(str(error)) from error
+        raise Unsupported(str(error)) from error
     _check(scheme, config)
     said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
     scale = _DTYPES.get(said, torch.float32 if format.name in ("w4afp8", "w8a8") else dtype)
+    columns = scheme.columns(k)
     tensors = {
-        suffix: replace(each, dtypes=(scale,)) if each.is_scale else each
-        for suffix, each in format.tensors(scheme, k).items()
+        suffix: replace(
+            each,
+            dtypes=(scale,) if each.is_scale else each.dtypes,
+            dims=tuple(1 if dim == G and not columns else dim for dim in each.dims),
+        )
+        for suffix, each in format.tensors(scheme).items()
     }
-    called = {own: other for own, other in _CALLED.items() if own in tensors and other in header}
-    called = called if format.name == "w8a8" else {}
-    return Layout(format, scheme, tensors, scheme.columns(k), called, name=name, config=config)
+    called = {
+        own: other for own, other in _CALLED.items() if format.name == "w8a8" and own in tensors and other in header
+    }
+    return Layout(format, scheme, tensors, columns, called, name=name, config=config)
 
 
 def _check(scheme: Scheme, config: Mapping[str, object]) -> None:

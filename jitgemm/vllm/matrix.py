@@ -20,7 +20,7 @@ from vllm.model_executor import parameter as parameters
 from vllm.model_executor.utils import set_weight_attrs
 
 from jitgemm.activations.scheme import Gate
-from jitgemm.checkpoint.canonical import pack_experts
+from jitgemm.checkpoint.canonical import CanonicalWeight, pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
@@ -143,9 +143,8 @@ class Matrix:
     def marks(self, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Marks:
         """What a loader is asked to write: of linears, by the number or letter of a joined layer."""
         part = next(iter((*shard, *shards.values())), None)
-        part = "qkv".index(part) if part in ("q", "k", "v") else part
-        parts = part if isinstance(part, (tuple, list)) else [part if isinstance(part, int) else None]
-        return frozenset((part, None) for part in parts)
+        parts = part if isinstance(part, (tuple, list)) else [{"q": 0, "k": 1, "v": 2}.get(part, part)]
+        return frozenset((part if isinstance(part, int) else None, None) for part in parts)
 
     def shares(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
         """A file's tensor as one of which vLLM's share is the rank's: a row for each of a block's, and touched columns."""
@@ -291,7 +290,7 @@ class ExpertsMatrix(Matrix):
         return param
 
     def load(
-        self, load: Callable[..., Any], suffix: str, param: Any, tensor: torch.Tensor, *where: Any, **named: Any
+        self, load: Any, suffix: str, param: Any, tensor: torch.Tensor, weight_name: str, *where: Any, **named: Any
     ) -> Any:
         """Tells vLLM's loader, which goes by names, its own name of a parameter that is called otherwise.
 
@@ -306,10 +305,8 @@ class ExpertsMatrix(Matrix):
                     f"{self.names[0]}, which share their quantised input"
                 )
             return True
-        called = self.layout.called.get(suffix, suffix)
-        where = tuple(each.replace(called, suffix) if isinstance(each, str) else each for each in where)
-        named = {key: each.replace(called, suffix) if isinstance(each, str) else each for key, each in named.items()}
-        return load(param, self.shares(suffix, tensor), *where, **named)
+        own = weight_name.replace(self.layout.called.get(suffix, suffix), suffix)
+        return load(param, self.shares(suffix, tensor), own, *where, **named)
 
     def marks(
         self, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
@@ -336,27 +333,27 @@ class ExpertsMatrix(Matrix):
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         tensors = self.take(layer)
-        first = next(iter(tensors.values()))
+        codes = next(iter(tensors.values()))
         if self.layout.format is None:
-            return self.quantised(first)
+            return self.quantised(codes)
         for suffix, tensor in tensors.items():
             if suffix.endswith("g_idx"):
                 tensors[suffix] = self.in_order().to(tensor).expand(self.count, -1)
             elif suffix == "input_scale":
                 tensor.fill_(1)  # unused
-        together = self._together(first)
+        together = self._together(codes)
 
         def source(e: int) -> LayerSource:
             rows = {suffix: self._rows(suffix, tensor[e : e + together]) for suffix, tensor in tensors.items()}
             return self.source(rows, together)
 
-        def read(e: int) -> Any:
-            weight = source(e).canonical(first.device)
+        def read(e: int) -> CanonicalWeight:
+            weight = source(e).canonical(codes.device)
             return weight if self.own is None else weight.columns(*self.own)
 
-        one = source(0)
-        packed = pack_experts(self.count, read, one.lhs_dtype, one.bits, together)
-        return Parts(packed, None, one.activation, None)
+        first = source(0)
+        packed = pack_experts(self.count, read, first.lhs_dtype, first.bits, together)
+        return Parts(packed, None, first.activation, None)
 
     def _together(self, codes: torch.Tensor) -> int:
         """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""

@@ -31,33 +31,29 @@ class Layers(WeakSet[torch.nn.Module]):
 class Warmer:
     """Layers of a model that are not packed yet, and the kinds of layers whose kernels are being compiled.
 
-    A layer that is dropped before it is packed is not waited for.
+    A layer that is dropped before it is packed is not waited for. A copy, as in vLLM's workers, has layers of its own.
     """
 
     def __init__(self) -> None:
-        self._waiting = Layers()
+        self._waiting, self._thread = Layers(), ThreadPoolExecutor(1, "jitgemm")
         self._kinds: set[str] = set()
         self._new: list[torch.nn.Module] = []
         self._jobs: list[Future[list[str]]] = []
-        self._thread = ThreadPoolExecutor(1, "jitgemm")
-        self._dtype: torch.dtype = torch.bfloat16
-        self.tokens = 1
-        self.compiled = False
-        self._gates = gates_of(None)
+        self._dtype, self._gates = torch.bfloat16, gates_of(None)
+        self.tokens, self.compiled = 1, False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """vLLM hands its configs to worker processes, which make their own layers."""
         return Warmer, ()
 
     def expect(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
         """A layer is made, while vLLM's config is at hand: the graphs of its model are compiled with jitgemm's pass."""
         config = get_current_vllm_config_or_none()
-        if config is not None and config.scheduler_config is not None:
-            ranks = config.parallel_config.data_parallel_size if config.parallel_config is not None else 1
-            self.tokens = max(self.tokens, config.scheduler_config.max_num_batched_tokens * ranks)
         if config is not None:
             from jitgemm.vllm.fusion import install  # which loads inductor, as vLLM does then
 
+            if config.scheduler_config is not None:
+                ranks = config.parallel_config.data_parallel_size if config.parallel_config is not None else 1
+                self.tokens = max(self.tokens, config.scheduler_config.max_num_batched_tokens * ranks)
             self.compiled = install(config.compilation_config)
             self._gates = gates_of(getattr(config.model_config, "hf_config", None))
         self._dtype = dtype
@@ -88,12 +84,11 @@ class Warmer:
 
     def _warm(self) -> list[str]:
         """All kinds that have come up by now at once, as more kernels keep more threads busy."""
-        modules, self._new = self._new, []
-        if not modules:
+        new, self._new = self._new, []
+        if not new:
             return []
-        build = settings.jit_mode() != "off"
-        given = torch.nn.ModuleList(modules), self.tokens
-        return warmup(*given, dtype=self._dtype, build=build, compiled=self.compiled)
+        options = {"build": settings.jit_mode() != "off", "compiled": self.compiled}
+        return warmup(torch.nn.ModuleList(new), self.tokens, dtype=self._dtype, **options)
 
 
 def on_gpu(module: torch.nn.Module) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from jitgemm.activations.call import quantize_activations
-from jitgemm.moe.arguments import Layer, check_arguments
-from jitgemm.moe.call import run_quantised
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.moe.arguments import ExpertsCall
+from jitgemm.moe.call import launch, lhs_of
 from jitgemm.moe.route import combine
 from jitgemm.nn.layers.sharding import ExpertSharding
 
@@ -17,29 +17,29 @@ from jitgemm.nn.layers.sharding import ExpertSharding
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def exchange(layer: Layer, split: ExpertSharding) -> torch.Tensor:
+def exchange(call: ExpertsCall, split: ExpertSharding) -> torch.Tensor:
     """`fused_experts` of this rank's tokens by the experts of all ranks; every rank calls it, also without tokens.
 
     Args:
-        layer: w13, w2 and biases of this rank's experts; topk_ids count those of all. No addend, no expert_map.
+        call: w13, w2 and biases of this rank's experts; topk_ids count those of all. No addend, no expert_map.
 
     Raises:
         TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
     """
-    check_arguments(layer)
+    call.check()
     if split.max_tokens is None:
-        return _sent_where_wanted(layer, split)
-    return _sent_to_all(layer, split, split.max_tokens)
+        return _sent_where_wanted(call, split)
+    return _sent_to_all(call, split, split.max_tokens)
 
 
-def _sent_where_wanted(layer: Layer, split: ExpertSharding) -> torch.Tensor:
+def _sent_where_wanted(call: ExpertsCall, split: ExpertSharding) -> torch.Tensor:
     """A token goes once to each rank that has experts of its choice, any number of tokens of any rank.
 
     What these experts make of it comes back summed, in x's type. The host waits once, for the numbers of rows.
     """
-    x, ids = layer.x, layer.topk_ids
+    x, ids = call.x, call.topk_ids
     tokens = ids.shape[0]
-    records = _Records.of(layer)
+    records = _Records.of(call)
     ranks = torch.arange(split.world, device=x.device)
     sent = (ids[:, None] // split.experts == ranks[:, None]).any(2).T  # [world, tokens]; // rounds down
     rank, token = sent.nonzero(as_tuple=True)  # by rank, then by token
@@ -50,9 +50,9 @@ def _sent_where_wanted(layer: Layer, split: ExpertSharding) -> torch.Tensor:
     got = torch.empty((sum(here), records.bytes.shape[1]), dtype=torch.uint8, device=x.device)
     dist.all_to_all_single(got, records.bytes[token], here, there, group=split.group)
 
-    y = x.new_empty((sum(here), layer.w2.n))
+    y = x.new_empty((sum(here), call.w2.n))
     if y.shape[0]:
-        records.run(got, layer, split, y.shape[0], y)
+        records.run(got, call, split, y.shape[0], y)
     back = x.new_empty((token.shape[0], y.shape[1]))
     dist.all_to_all_single(_bytes(back), _bytes(y), there, here, group=split.group)
     inverse = torch.full((tokens, split.world), -1, dtype=torch.int32, device=x.device)
@@ -62,23 +62,23 @@ def _sent_where_wanted(layer: Layer, split: ExpertSharding) -> torch.Tensor:
     return out
 
 
-def _sent_to_all(layer: Layer, split: ExpertSharding, most: int) -> torch.Tensor:
+def _sent_to_all(call: ExpertsCall, split: ExpertSharding, most: int) -> torch.Tensor:
     """Every token goes to every rank, as `most` rows of each; nothing waits for the device.
 
     What a rank's experts make of it comes back summed, in x's type. Rows without a token choose expert -1, which costs
     no work.
     """
-    tokens = layer.topk_ids.shape[0]
+    tokens = call.topk_ids.shape[0]
     if tokens > most:
         raise ValueError(f"hidden_states: expected at most max_tokens = {most} tokens, got {tokens}")
-    records = _Records.of(layer)
+    records = _Records.of(call)
     sent = records.bytes
     if tokens < most:
         sent = torch.cat([sent, sent.new_full((most - tokens, sent.shape[1]), 0xFF)])
     got = sent.new_empty((split.world * most, sent.shape[1]))
     _all_gather(got, sent, group=split.group)
-    y = layer.x.new_empty((got.shape[0], layer.w2.n))
-    records.run(got, layer, split, split.world * max(tokens, 1), y)
+    y = call.x.new_empty((got.shape[0], call.w2.n))
+    records.run(got, call, split, split.world * max(tokens, 1), y)
     back = torch.empty_like(y)
     dist.all_to_all_single(back, y, group=split.group)
     return back.view(split.world, most, -1)[:, :tokens].sum(0)  # bf16 and fp16 in fp32, rounded once
@@ -102,26 +102,26 @@ class _Records:
     flat: tuple[bool, ...]
 
     @classmethod
-    def of(cls, layer: Layer) -> _Records:
-        scheme = "block" if layer.block else "token"
-        lhs = quantize_activations(layer.x, layer.lhs_dtype, scheme=scheme, affine=layer.affine)
-        ids = layer.topk_ids
+    def of(cls, call: ExpertsCall) -> _Records:
+        lhs = quantize(QuantizeCall(call.x, call.activation))
+        ids = call.topk_ids
         if ids.dtype != torch.int32:
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()  # none comes back as another expert
-        parts = *lhs, ids, layer.topk_weights.float()
+        parts = *lhs_of(lhs), ids, call.topk_weights.float()
         rows = [_bytes(part[:, None] if part.dim() == 1 else part) for part in parts]
         widths = tuple(each.shape[1] for each in rows)
         return cls(torch.cat(rows, 1), tuple(p.dtype for p in parts), widths, tuple(p.dim() == 1 for p in parts))
 
-    def run(self, got: torch.Tensor, layer: Layer, split: ExpertSharding, tokens: int, y: torch.Tensor) -> None:
+    def run(self, got: torch.Tensor, call: ExpertsCall, split: ExpertSharding, tokens: int, y: torch.Tensor) -> None:
         """y = what this rank's experts make of the tokens that it got, some `tokens` of them."""
         parts = [
             part.contiguous().view(dtype) for part, dtype in zip(got.split(self.widths, 1), self.dtypes, strict=True)
         ]
         *lhs, ids, weights = (part[:, 0] if flat else part for part, flat in zip(parts, self.flat))
         ids = ids - split.rank * split.experts  # those of other ranks are outside of this one's
-        mine = layer._replace(x=layer.x.new_empty((got.shape[0], layer.x.shape[1])), topk_ids=ids, topk_weights=weights)
-        run_quantised(mine, tuple(lhs), tokens * ids.shape[1] / (split.world * split.experts), y)
+        x = call.x.new_empty((got.shape[0], call.x.shape[1]))
+        mine = replace(call, x=x, topk_ids=ids, topk_weights=weights)
+        launch(mine, y, tuple(lhs), tokens * ids.shape[1] / (split.world * split.experts))
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

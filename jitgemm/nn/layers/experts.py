@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.gemm.problem import Lhs
-from jitgemm.moe.arguments import Layer
+from jitgemm.moe.arguments import ExpertsCall
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
@@ -140,9 +140,11 @@ class PackedExperts(Described):
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
-            lhs, block = (w13.lhs_dtype, w13.scheme.affine), w13.scheme.block
-            more = self.gate, *lhs, None, w13.bias, w2.bias, None, self.batch_invariant, block
-            return exchange(Layer(*given, ids, weights, *more), split)
+            call = ExpertsCall(
+                *given, ids, weights, self.gate, w13.scheme, bias13=w13.bias, bias2=w2.bias,
+                batch_invariant=self.batch_invariant,
+            )  # fmt: skip
+            return exchange(call, split)
         if split is not None:
             options["expert_map"] = split.expert_map(rows.device)
         out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(w13, w2), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,6 @@ from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.plan import Plan, plan_for
 from jitgemm.nn.load.plan_layers import LEFT_OUT
 from jitgemm.nn.quantize.replaceable import Filter, check_model
-from jitgemm.nn.quantize.stacked import PARAMETERS
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers, put_tensor
 from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
 
@@ -127,9 +127,8 @@ def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan |
     model: Any = plan.model
 
     def make(name: str, old: Any) -> PackedLinear | PackedExperts:
-        held = old.w13 if isinstance(old, PackedExperts) else old
-        tensor = next(getattr(held, each) for each in ("blocks", "weight", PARAMETERS[0]) if hasattr(held, each))
-        return make_layer(plan, name, old, target or _device(tensor), division)
+        device = target or _device(next(chain(old.parameters(), old.buffers())))
+        return make_layer(plan, name, old, device, division)
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
@@ -158,7 +157,7 @@ def make_layer(
     source: Any = plan.layers[name]
     if source.form is not None:
         split = None if division is None else division.expert_split(name, source.form.experts)
-        if split is not None and source.projections is not None:
+        if split is not None and source.projections:
             experts = source.read(device, split.mine)
             experts.split = split
             return experts

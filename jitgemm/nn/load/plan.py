@@ -10,11 +10,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.fuse.fused import ADVICE, FUSED
 from jitgemm.nn.layers.linear import PackedLinear
@@ -22,7 +23,7 @@ from jitgemm.nn.load.layer_source import OF_CACHE, is_quantised, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
-from jitgemm.nn.quantize.stacked import Form, form_of
+from jitgemm.nn.quantize.stacked import form_of
 from jitgemm.nn.report import some
 
 _IGNORABLE = {
@@ -133,7 +134,13 @@ def _find_tensors(
         else:
             (kept if any(map(may_stay, names)) else missing).append(names[0])
     if missing:
-        raise ValueError(_missing_message(model, checkpoint, layers, found, missing, state))
+        used = state.keys() | layers.used | layers.ignored.keys() | found.ignored.keys()
+        unused = [name for name in checkpoint.names() if name not in used]
+        if (otherwise := stored_otherwise(checkpoint.config, unused)) is not None:
+            raise ValueError(f"source: {otherwise}; found none for {some(missing, 5)}")
+        places = f"{some(missing, 5)}; found no place for {some(unused, 5)}" if unused else some(missing, 5)
+        why = "; ".join(_why_missing(model, checkpoint, layers, unused, missing, state))
+        raise ValueError(f"source: expected the model's tensors, found none for {places}. {why}")
     filled = {id(state[name]) for name in found.origins}
     everything = (*model.named_parameters(), *model.named_buffers())
     empty = [name for name, x in everything if x.is_meta and id(x) not in filled and not _inside(name, layers.places)]
@@ -199,36 +206,10 @@ def _untie(
             found.untied.add(name)
 
 
-def _missing_message(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    layers: Layers,
-    found: _Tensors,
-    missing: list[str],
+def _why_missing(
+    model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, unused: list[str], missing: list[str],
     state: Mapping[str, torch.Tensor],
-) -> str:
-    used = layers.used | layers.ignored.keys() | found.ignored.keys()
-    unused = [name for name in checkpoint.names() if name not in state and name not in used]
-    otherwise = stored_otherwise(checkpoint.config, unused)
-    if otherwise is not None:
-        return f"source: {otherwise}; found none for {some(missing, 5)}"
-    no_place = f"; found no place for {some(unused, 5)}" if unused else ""
-    advice = (
-        "a tensor that may keep what it holds, which is random in a model that was just made, is named in "
-        "allow_missing=['*.name', ...]"
-    )
-    causes = "; ".join([*_causes(model, checkpoint, layers, missing, state, unused), advice])
-    return f"source: expected the model's tensors, found none for {some(missing, 5)}{no_place}. {causes}"
-
-
-def _causes(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    layers: Layers,
-    missing: list[str],
-    state: Mapping[str, torch.Tensor],
-    unused: list[str],
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Why tensors are missing: first what the config says of the file, then what is known of each tensor."""
     config = checkpoint.config or {}
     if config and not (layers.sources or layers.dense or layers.left):
@@ -246,12 +227,12 @@ def _causes(
     if packed is not None:
         yield f"{packed} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here"
     elif stacked is not None and each is not None:
-        form, kind = form_of(owners[stacked]), type(owners[stacked]).__name__
-        kind = f"{kind}, with other names of their projections" if isinstance(form, Form) else form or ""
+        kind: Any = form_of(owners[stacked]) or "stacked experts of an unknown kind"
+        if not isinstance(kind, str):
+            kind = f"{type(owners[stacked]).__name__}, with other names of their projections"
         yield (
             f"the model stacks a layer's experts in one parameter ({stacked}), and the file names each by "
-            f"itself ({each}), which fits what transformers 5 stacks; the model's are "
-            f"{kind or 'stacked experts of an unknown kind'}"
+            f"itself ({each}), which fits what transformers 5 stacks; the model's are {kind}"
         )
     for name in missing[:3]:
         if isinstance(owners[name], PACKED):
@@ -260,6 +241,10 @@ def _causes(
     longer = next((name for name in unused if missing and name.endswith(f".{missing[0]}")), None)
     if longer is not None:
         yield f"the file calls {missing[0]} {longer}: give its tensors under the model's names"
+    yield (
+        "a tensor that may keep what it holds, which is random in a model that was just made, is named in "
+        "allow_missing=['*.name', ...]"
+    )
 
 
 # ---- tensors of the file ---------------------------------------------------------------------------------------------

@@ -29,34 +29,34 @@ def renamed_for(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpo
     rules, others = _mapping(model)
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = model.state_dict(keep_vars=True).keys()
-    start, inner = f"{model.base_model_prefix}.", known - {"", model.base_model_prefix}
+    base = model.base_model_prefix
+    start, inner = f"{base}.", known - {"", base}
 
     def has_place(name: str) -> bool:
         return name in tensors or any(name[:i] in inner for i, letter in enumerate(name) if letter == ".")
 
-    def by_base(name: str) -> str:
-        """With or without the name of the base model in front, whichever has a place."""
-        if start == "." or has_place(name):
-            return name
-        short = name.removeprefix(start)
-        if short != name and has_place(short) and not hasattr(model, model.base_model_prefix):
-            return short
-        return start + name if has_place(start + name) else name
+    def renamed(name: str) -> str:
+        """By the rules, with or without the name of the base model in front, whichever has a place."""
+        for rule in rules:
+            name = rule.rename_source_key(name)[0]
+        if base and not has_place(name):
+            short = name.removeprefix(start)
+            if short != name and has_place(short) and not hasattr(model, base):
+                return short
+            return start + name if has_place(start + name) else name
+        return name
 
-    renamed: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     for name in checkpoint.names():
-        layer, _, child = name.rpartition(".")
-        if name in tensors:
+        (layer, _, child), new = name.rpartition("."), renamed(name)
+        if name in tensors or (layer in known and new not in tensors):  # a packed layer's, such as weight_scale
             continue
-        new = by_base(_by_rules(rules, name))
-        if layer in known and new not in tensors:  # a packed layer's tensors, such as weight_scale
-            continue
-        if new == name and (weight := _by_rules(rules, f"{layer}.weight")).endswith(".weight"):
-            new = by_base(weight.removesuffix("weight") + child)  # by rules that speak of weights alone
+        if layer and new == name and (weight := renamed(f"{layer}.weight")).endswith(".weight"):
+            new = weight.removesuffix("weight") + child  # by rules that speak of weights alone
         if new != name and new not in checkpoint:
-            renamed[new] = name
-    checkpoint = checkpoint.renamed(renamed) if renamed else checkpoint
-    bare = any(name == start + new for new, name in renamed.items())  # a base model, of the file of a whole one
+            new_names[new] = name
+    checkpoint = checkpoint.renamed(new_names) if new_names else checkpoint
+    bare = any(name == start + new for new, name in new_names.items())  # a base model, of the file of a whole one
     heads = [
         name
         for name in checkpoint.names()
@@ -145,9 +145,3 @@ def _part(checkpoint: Checkpoint, names: tuple[str, ...], start: int, count: int
         return Rows(names, start, count, numbers=True)
     step = rows // checkpoint.info(names[0]).shape[0]
     return Rows(names, start // step, count // step)
-
-
-def _by_rules(rules: list[Any], name: str) -> str:
-    for rule in rules:
-        name = rule.rename_source_key(name)[0]
-    return name

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
+from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.activations.scheme import ACTIVATIONS
-from jitgemm.nn.report import Report, by_reason, warn_if_nothing
+from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
 from jitgemm.nn.quantize.stacked import PARAMETERS, Form, quantised_experts
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
+from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 
 
 def quantize_(
@@ -72,19 +72,15 @@ def quantize_(
     """
     check_model(model, filter)
     check_options(bits, lm_head)
-    of_bits: dict[int, dict[str, Any]] = {
-        4: dict(
-            group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
-            clip_steps=clip_steps,
-        ),
-        8: dict(block=block),
+    four = {
+        "group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype, "full_range": full_range,
+        "clip_steps": clip_steps,
     }  # fmt: skip
-    options: dict[str, Any] = {"activation": activation, "device": device}
-    for width, values in of_bits.items():
-        given = {name: value for name, value in values.items() if value is not None}
-        if width != bits and given:
-            raise TypeError(f"{next(iter(given))}: expected none with bits={bits}, got one, which goes with {width}")
-        options |= given
+    options: dict[str, Any] = {name: value for name, value in (four | {"block": block}).items() if value is not None}
+    wrong = next((name for name in options if (name in four) != (bits == 4)), None)
+    if wrong is not None:
+        raise TypeError(f"{wrong}: expected none with bits={bits}, got one, which goes with {8 if bits == 4 else 4}")
+    options |= {"activation": activation, "device": device}
     found = Replaceable(model)
     chosen, skipped = choose(model, found, filter, lm_head)
     for name in chosen:
@@ -121,17 +117,14 @@ def choose(
         module = model.get_submodule(name)
         reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.why_impossible(name)
         if lm_head is not None and name == found.head:
-            problem = reason or found.why_unfit(name)
-            if problem is not None:
+            if (problem := reason or found.why_unfit(name)) is not None:
                 raise ValueError(f"lm_head: {name}: {problem}")
         elif reason is None and filter is None:
             reason = found.why_unwise(name)
         elif reason is None and not filter(name, module):
             reason = "left out by the filter"
-        elif reason is None:
-            problem = found.why_unfit(name)
-            if problem is not None:
-                raise ValueError(f"{name}: {problem}")
+        elif reason is None and (problem := found.why_unfit(name)) is not None:
+            raise ValueError(f"{name}: {problem}")
         if reason is None:
             chosen[name] = places
         else:

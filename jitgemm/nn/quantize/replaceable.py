@@ -11,30 +11,21 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import Form, form_of, why_unfit_type
-from jitgemm.tensors import TYPE_NAMES, dtype_name, one_of
+from jitgemm.nn.quantize.stacked import PARAMETERS, Form, form_of
+from jitgemm.tensors import PLAIN, TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]
 """filter(name, module): whether to replace it, a Linear or the experts of a layer."""
 
 READS_WEIGHT = {
-    "TransformerEncoderLayer": ("linear1", "linear2"),  # its inference path hands all weights to one fused call
-    "MultiheadAttention": ("out_proj",),
-    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
-    "BloomAttention": ("dense",),
-    "BloomMLP": ("dense_4h_to_h",),
-    "DisentangledSelfAttention": ("in_proj",),
-    "LSHSelfAttention": ("query_key", "value"),
-    "DetrMHAttentionMap": ("k_proj",),
-    "ConditionalDetrMHAttentionMap": ("k_proj",),
-    "MaskFormerDetrMHAttentionMap": ("k_proj",),
-    "DabDetrMHAttentionMap": ("k_linear",),
-    "TDNNLayer": ("kernel",),
-    "MobileBertLMPredictionHead": ("dense", "decoder"),
-    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "PPDocLayoutV2ReadingOrderEncoder": ("rel_pos_bias",),
-}
+    "TransformerEncoderLayer": "linear1 linear2",  # its inference path hands all weights to one fused call
+    "MultiheadAttention": "out_proj", "WavLMAttention": "q_proj k_proj v_proj out_proj", "TDNNLayer": "kernel",
+    "BloomAttention": "dense", "BloomMLP": "dense_4h_to_h", "DisentangledSelfAttention": "in_proj",
+    "LSHSelfAttention": "query_key value", "MobileBertLMPredictionHead": "dense decoder",
+    "DetrMHAttentionMap": "k_proj", "ConditionalDetrMHAttentionMap": "k_proj", "DabDetrMHAttentionMap": "k_linear",
+    "MaskFormerDetrMHAttentionMap": "k_proj", "PPDocLayoutV2ReadingOrderEncoder": "rel_pos_bias",
+    **dict.fromkeys(("LayoutLMv2Encoder", "LayoutLMv3Encoder"), "rel_pos_bias rel_pos_x_bias rel_pos_y_bias"),
+}  # fmt: skip
 """Classes of PyTorch and transformers (5.23) whose calls read the weight of a Linear in them: {class: its Linears}."""
 READ_ANYWHERE = ("dt_proj",)
 """Linears whose weight every model reads that has them: Mamba's kinds."""
@@ -43,7 +34,6 @@ ROUTERS = ("gate", "router", "gating", "wg", "shared_expert_gate")
 STACKED = "stacked experts"  # with which the reasons of `form_of` begin, too
 _UNKNOWN = f"{STACKED} of an unknown kind, which stay in their type"
 MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
-
 
 PACKED = (PackedLinear, PackedExperts)
 
@@ -98,7 +88,7 @@ class Replaceable:
             above, _, child = place.rpartition(".")
             parent = self._model.get_submodule(above)
             kinds = [kind.__name__ for kind in type(parent).__mro__]
-            reads = any(child in READS_WEIGHT.get(kind, ()) for kind in kinds) or child in READ_ANYWHERE
+            reads = any(child in READS_WEIGHT.get(kind, "").split() for kind in kinds) or child in READ_ANYWHERE
             if kinds[0].startswith("Bloom"):
                 reads = reads and getattr(parent, "slow_but_exact", False)
             if reads:
@@ -127,30 +117,34 @@ class Replaceable:
         """Why a module has no packed form, whatever its values."""
         linear = self._model.get_submodule(name)
         if name in self.forms:
-            return self.forms[name].why_unfit or why_unfit_type(linear)
-        n, k, weight = linear.out_features, linear.in_features, linear.weight
+            parameters = ((each, getattr(linear, each)) for each in PARAMETERS)
+            problems = (_why_unfit_type(each, parameter) for each, parameter in parameters)
+            return self.forms[name].why_unfit or next(filter(None, problems), None)
+        n, k = linear.out_features, linear.in_features
         if not n or not k or n % 8 or k % K_ALIGNMENT:
             wanted = f"expected out_features a multiple of 8 and in_features a multiple of {K_ALIGNMENT}"
             return f"{wanted}, got {n} and {k}"
-        plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
-        if not plain or TYPE_NAMES.get(weight.dtype) not in REAL_TYPES:
-            got = dtype_name(weight.dtype) if plain else type(weight).__name__
-            return f"expected a weight of {one_of(REAL_TYPES)}, got {got}"
-        return None
+        return _why_unfit_type("a weight", linear.weight)
 
     def others(self) -> dict[str, str]:
         """What else holds matrices: layers of other classes, and stacked experts that stay as they are."""
         found = {}
         for name, module in self._model.named_modules():
             kind = type(module)
-            if name in self.places or isinstance(module, torch.nn.Embedding):
+            if name in self.places or isinstance(module, torch.nn.Embedding) or kind.__module__.startswith("torch.nn"):
                 continue
             reason = form_of(module)
-            for child, parameter in module._parameters.items():
-                dims = () if parameter is None else parameter.shape
-                ours = kind.__module__.startswith("torch.nn")
-                if child == "weight" and len(dims) == 2 and not ours:
+            for child, parameter in module.named_parameters(recurse=False):
+                if child == "weight" and parameter.dim() == 2:
                     found[name] = f"{kind.__name__}, which is no torch.nn.Linear"
-                elif len(dims) == 3 and not ours and dims[0] > 1 and min(dims[1:]) >= MIN_STACKED:
+                elif parameter.dim() == 3 and len(parameter) > 1 and min(parameter.shape[1:]) >= MIN_STACKED:
                     found[f"{name}.{child}"] = reason if isinstance(reason, str) else _UNKNOWN
         return found
+
+
+def _why_unfit_type(name: str, tensor: torch.Tensor) -> str | None:
+    plain = type(tensor) in PLAIN
+    if plain and TYPE_NAMES.get(tensor.dtype) in REAL_TYPES:
+        return None
+    got = dtype_name(tensor.dtype) if plain else type(tensor).__name__
+    return f"expected {name} of {one_of(REAL_TYPES)}, got {got}"

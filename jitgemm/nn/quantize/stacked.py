@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.scheme import Gate, activation_named
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.dtypes import REAL_TYPES, torch_dtype
+from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
-from jitgemm.activations.scheme import activation_named
-from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -140,15 +138,3 @@ def quantised_experts(
         weights = [quantised(name) for name in PARAMETERS]
         biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in BIASES[: 2 * form.bias]]
     return packed_experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)
-
-
-def why_unfit_type(module: torch.nn.Module) -> str | None:
-    """Why the parameters cannot be quantised, from their types."""
-    for name in PARAMETERS:
-        parameter = getattr(module, name)
-        plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-        if not plain or TYPE_NAMES.get(parameter.dtype) not in REAL_TYPES:
-            return (
-                f"expected {name} of bfloat16, float16 or float32, got {type(parameter).__name__} of {parameter.dtype}"
-            )
-    return None

@@ -12,12 +12,9 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 
 HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-)
+)  # fmt: skip
 SAVED = {"quant_method": "jitgemm"}
 """`quantization_config` of a model with packed layers. How each is packed is in its tensors."""
 
@@ -107,16 +104,13 @@ class Placeholder(torch.nn.Module):
 
     def vacate(self) -> tuple[torch.nn.Module, torch.device]:
         """The module, and the device on which its layer goes, whose room is free from now on."""
-        device = self.room.device
+        (module,), device = self.module, self.room.device
         del self.room
-        hook = vars(self).get("_hf_hook")
-        if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
-            self.module[0].register_forward_pre_hook(_moving_to(device))
-        return self.module[0], device
-
-
-def _moving_to(device: torch.device) -> Any:
-    return lambda module, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
+        if "_hf_hook" in vars(self):  # accelerate's, where a device_map names the layer itself: it moves the input
+            module.register_forward_pre_hook(
+                lambda _, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
+            )
+        return module, device
 
 
 def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
@@ -126,19 +120,19 @@ def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
     read is no longer true of the model.
     """
     copies: dict[int, Any] = {}
-    models: dict[str, Any] = {}  # the outermost modules with a config
+    outermost: dict[str, Any] = {}  # models with a config
     for name, module in model.named_modules():
         config = vars(module).get("config")
         if not hasattr(config, "to_dict"):
             continue
-        module.config = copy.deepcopy(config, copies)
+        module.config = config = copy.deepcopy(config, copies)
         if untied and getattr(config, "tie_word_embeddings", False):
-            module.config.tie_word_embeddings = False
+            config.tie_word_embeddings = False
         for key in ("quantization_config", "_pre_quantization_dtype"):  # the latter by transformers 4
-            vars(module.config).pop(key, None)
-        if not name.startswith(tuple(models)):
-            models[f"{name}." if name else ""] = module
-    for module in models.values():
+            vars(config).pop(key, None)
+        if not name.startswith(tuple(outermost)):
+            outermost[f"{name}." if name else ""] = module
+    for module in outermost.values():
         if any(isinstance(part, (PackedLinear, PackedExperts)) for part in module.modules()):
             module.config.quantization_config = dict(SAVED)
 

@@ -27,7 +27,7 @@ from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
-from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of
+from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look
 from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
 
@@ -147,8 +147,9 @@ def models_ahead(
         layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, bits, order, given)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
-        for layer in filter(lambda each: isinstance(each, PACKED), made.modules()):
-            layer.batch_invariant = batch_invariant
+        for layer in made.modules():
+            if isinstance(layer, PACKED):
+                layer.batch_invariant = batch_invariant
         yield made
 
 
@@ -182,28 +183,26 @@ class _Cuts:
             rank, world = rank * heads // world, heads  # as many ranks as share a head have it
         return None if world == 1 else Cut(dim, rank, world)
 
-    def experts(self, count: int) -> tuple[range, Cut | None]:
-        """Which experts, and along what they are cut."""
+    def look(self, layers: Any, name: str) -> Look | ExpertsLook:
+        """A rank's part of a layer."""
+        if (form := layers.forms.get(name)) is None:
+            return layers.look(name, self.linear(name))
         _, rank, world = self.ep
-        if count % world:
-            raise ValueError(f"ep: expected ranks that {count} experts divide among, got {world}")
-        mine = range(rank * count // world, (rank + 1) * count // world)
-        return mine, self.tp if self.use == "vllm" and world == 1 < self.tp.world else None
+        if form.experts % world:
+            raise ValueError(f"ep: expected ranks that {form.experts} experts divide among, got {world}")
+        mine = range(rank * form.experts // world, (rank + 1) * form.experts // world)
+        along_inter = self.use == "vllm" and world == 1 < self.tp.world
+        cuts = [self.tp._replace(dim=dim) if along_inter else None for dim in "nk"]
+        looks = [layers.part(name, part, mine, cut) for part, cut in enumerate(cuts)]
+        return ExpertsLook(*looks, len(mine), form.gate, form.top_k)
 
 
 def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
     """The model with its layers in their places; blocks of one kind are one module."""
     made: dict[Hashable, torch.nn.Module] = {}
     for name, places in layers.places.items():
-        if name in layers.forms:
-            experts = experts_of(layers, name, *cuts.experts(layers.forms[name].experts))
-            kind = [(part.weight.shape, part.weight.format) for part in (experts.w13, experts.w2)]
-            key: Hashable = (_pattern(name), *kind, experts.gate, experts.activation, experts.top_k)
-            layer = made.setdefault(key, experts)
-        else:
-            look = layers.look(name, cuts.linear(name))
-            key = _pattern(name), look
-            layer = made[key] = made[key] if key in made else look.linear()
+        key = _pattern(name), cuts.look(layers, name)
+        layer = made[key] = made[key] if key in made else key[1].module()
         for place in places:
             parent, _, child = place.rpartition(".")
             layers.model.get_submodule(parent)._modules[child] = layer
@@ -249,20 +248,21 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
         done |= {*names}
         dim, key = cuts.dim(name), _pattern(above + dot + whole)
         try:
-            if name in layers.forms:
-                layer: Any = experts_of(layers, name, *cuts.experts(layers.forms[name].experts))
-                kind: Hashable = (layer.w13.weight.format, layer.w2.weight.format, layer.w13.weight.shape, layer.gate)
-            else:
-                looks = [layers.look(each, cuts.linear(each)) for each in names]
-                static = None if last == "kv_b_proj" else looks[0].static  # whose weight MLA reads
-                format = in_common([look.format for look in looks])
-                look = replace(looks[0], n=sum(each.n for each in looks), format=format, static=static and 0)
-                layer, kind = look.linear(), look
+            look, *others = [cuts.look(layers, each) for each in names]
+            if isinstance(look, Look):
+                static = None if last == "kv_b_proj" or look.static is None else 0  # whose weight MLA reads
+                n, format = (
+                    look.n + sum(each.n for each in others),
+                    in_common([look.format, *(x.format for x in others)]),
+                )
+                look = replace(look, n=n, format=format, static=static)
+            layer: Any = look.module()
+            if isinstance(look, Look):
                 layer.fronts = fronts_in_vllm(dim, gates)
         except ValueError as error:
             warnings.warn(f"{key} is left to vLLM's own kernels: {error}", stacklevel=2)
             continue
-        made.setdefault((key, kind), layer)
+        made.setdefault((key, look), layer)
     model = torch.nn.Module()
     model.config = layers.model.config
     for number, ((key, _), layer) in enumerate(made.items()):

@@ -3,12 +3,14 @@ rows where values decide."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.layouts import N
 from jitgemm.checkpoint.reader import errors_that_name
@@ -21,7 +23,6 @@ from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
 from jitgemm.nn.quantize.quantize import choose, quantised
 from jitgemm.nn.quantize.replaceable import Replaceable
-from jitgemm.nn.warm.warm import block_of
 
 ROWS = 128
 """Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
@@ -46,13 +47,28 @@ class Look:
     static: int | None = None
     order: int | None = None
 
-    def linear(self) -> PackedLinear:
+    def module(self) -> PackedLinear:
         weight = empty_weight(self.k, self.n, self.group_size, self.format, self.order is not None)
         if self.order:
             weight.permutation.copy_(weight.permutation.roll(self.order))
         bias = None if self.bias is None else torch.zeros(self.n, dtype=self.bias)
         scale = None if self.static is None else torch.tensor([1.0 + self.static])
         return LINEARS[self.format.bits](weight, bias, activation=self.activation, input_scale=scale)
+
+
+@dataclass(frozen=True)
+class ExpertsLook:
+    """Experts but for their values."""
+
+    w13: Look
+    w2: Look
+    count: int
+    gate: Gate
+    top_k: int | None
+
+    def module(self) -> PackedExperts:
+        weights = [empty_weight(x.k, x.n, x.group_size, x.format, experts=self.count) for x in (self.w13, self.w2)]
+        return packed_experts(*weights, gate=self.gate, activation=self.w13.activation, top_k=self.top_k)
 
 
 class LayersOfPlan:
@@ -64,13 +80,8 @@ class LayersOfPlan:
     """
 
     def __init__(self, plan: Plan):
-        self.model, self.layers, self.checkpoint, self.head = (
-            plan.model,
-            plan.layers,
-            plan.checkpoint,
-            plan.replaceable.head,
-        )
-        self.places = {name: plan.replaceable.places[name] for name in plan.layers}
+        self.model, self.layers, self.checkpoint, found = plan.model, plan.layers, plan.checkpoint, plan.replaceable
+        self.places, self.head = {name: found.places[name] for name in plan.layers}, found.head
         self.forms = {name: layer.form for name, layer in plan.layers.items() if layer.form is not None}
         self._seen: dict[tuple[str, str], dict[Any, int]] = {}
 
@@ -137,7 +148,8 @@ class LayersOfPlan:
         """Which of the values this is that the layers of a block have; None for none."""
         if value is None:
             return None
-        seen = self._seen.setdefault((block_of(name), what), {})
+        block = re.match(r"(?:.*\.)?\d+(?=\.)", name)  # of a list of blocks
+        seen = self._seen.setdefault(("" if block is None else block[0], what), {})
         return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
 
 
@@ -183,12 +195,3 @@ class LayersOfFloats:
         open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
         format = replace(weight.format, order=self.order) if open else weight.format
         return Look(n, weight.k, weight.group_size, format, few.activation, bias)
-
-
-def experts_of(layers: Any, name: str, which: range, cut: Cut | None) -> PackedExperts:
-    """Some experts; cut: of their intermediate size."""
-    cuts = [None if cut is None else cut._replace(dim=dim) for dim in "nk"]
-    looks = [layers.part(name, part, which, along) for part, along in enumerate(cuts)]
-    weights = [empty_weight(x.k, x.n, x.group_size, x.format, experts=len(which)) for x in looks]
-    form = layers.forms[name]
-    return packed_experts(*weights, gate=form.gate, activation=looks[0].activation, top_k=form.top_k)

@@ -15,7 +15,6 @@ from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
@@ -23,20 +22,18 @@ from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.runtime.device import device_of, pick_device
-from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
-_FAMILIES: dict[type, KernelFamily[Any]] = {KernelSpec: gemms.KERNELS, **FAMILIES}
 MOST_TOP_K = 16
 """Experts of a token where a layer does not say: no model that we know takes more."""
 
@@ -89,7 +86,7 @@ def warmup(
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
     for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
-        source = _FAMILIES[type(spec)].source(spec)
+        source = source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
         if index is not None:
@@ -101,19 +98,23 @@ def warmup(
     if missing and not build:
         first, command = next(iter(missing.values())).label, _command(model, max_m, device, compiled)
         raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; {command} makes them")
-    results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
+    results: dict[str, tuple[Entry, bool] | JitGemmError] = {}
+    if missing:
+        from rich.console import Console  # needed here alone
+
+        console, threads = Console(stderr=True), jobs or default_threads()
+        done = dict(compile_all(process_cache, list(missing.values()), threads, console, bar=console.is_terminal))
+        results = {key: done[index] for index, key in enumerate(missing)}
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
     built = [result for result in results.values() if not isinstance(result, JitGemmError)]
     unwritten = [entry.unwritten for entry, _ in built if entry.path is None]
     if unwritten:
-        warnings.warn(
-            f"{len(unwritten)} kernels are not stored and every other process compiles them again: {unwritten[0]}",
-            stacklevel=2,
-        )
+        text = "kernels are not stored and every other process compiles them again"
+        warnings.warn(f"{len(unwritten)} {text}: {unwritten[0]}", stacklevel=2)
     for (spec, index), key in on_gpu.items():
         if key not in failed:
             with torch.cuda.device(index):
-                _FAMILIES[type(spec)].load(spec, index)
+                FAMILIES[spec.family].load(spec, index)
     if failed:
         first = next(iter(failed.values()))
         raise CompileError(
@@ -160,7 +161,7 @@ def kernels(
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
             for spec in _specs(layer, parts, fronts, TYPE_NAMES[dtype], figures, max_m):
-                debug = settings.debug() and isinstance(spec, KernelSpec)
+                debug = settings.debug() and spec.kind == "gemm"
                 yield replace(spec, debug=True) if debug else spec, index, label
 
 
@@ -230,20 +231,3 @@ def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]
         if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
             found[name] = NORMS if NORMS[0] in layer.fronts else ()
     return found
-
-
-def block_of(name: str) -> str:
-    """The element of a list of blocks that a module stands in."""
-    found = re.match(r"(?:.*\.)?\d+(?=\.)", name)
-    return found[0] if found else ""
-
-
-def _compile(sources: list[KernelSource], threads: int) -> list[tuple[Entry, bool] | JitGemmError]:
-    """Compiles under a bar; what `compile_all` yields for each source, in their order."""
-    from rich.console import Console  # needed here alone
-
-    if not sources:
-        return []
-    console = Console(stderr=True)
-    results = dict(compile_all(process_cache, sources, threads, console, bar=console.is_terminal))
-    return [results[index] for index in range(len(sources))]
