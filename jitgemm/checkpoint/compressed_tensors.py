@@ -107,15 +107,9 @@ class _CompressedTensors(Format):
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config, names = for_layer(config, prefix), headers or {}
-        weights = _weights_of(config)
-        code = _CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"
-        symmetric, strategy, size = (
-            weights.get("symmetric"),
-            weights.get("strategy") or "group",
-            weights.get("group_size"),
-        )
-        if code == "e4m3" and symmetric is False:
-            raise ValueError("weights: expected symmetric: true with type 'float', got false")
+        weights, code, block = _weights_of(config)
+        symmetric, size = weights.get("symmetric"), weights.get("group_size")
+        strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
         inputs = Inputs.of(config["input_activations"]) if "input_activations" in config else None
         scheme = Scheme(
@@ -123,7 +117,7 @@ class _CompressedTensors(Format):
             code,
             -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
             strategy,
-            _block_of(weights),
+            block,
             zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs or inputs_of(config, code, headers),
@@ -230,11 +224,8 @@ def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Scheme, n: int) -> 
 
 
 def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
-    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}.
-
-    Raises:
-        ValueError: a setting is of the wrong kind, or no group is for the layer.
-    """
+    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}. Raises ValueError where a setting
+    is of the wrong kind, or no group is for the layer."""
     _check_kinds(config)
     if config is None or "config_groups" not in config or "quant_algo" in config:  # ModelOpt's has groups, too
         return config or {}
@@ -322,8 +313,9 @@ def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | Non
     return None
 
 
-def _weights_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What a layer's config says of its weight, {} for nothing. Raises ValueError for what the kernel cannot have."""
+def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[int, int] | None]:
+    """What a layer's config says of its weight, {} for nothing; its code; rows and columns of a block. Raises ValueError
+    for what the kernel cannot have."""
     format, weights = setting(config, "format"), setting(config, "weights", default={})
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
@@ -331,33 +323,28 @@ def _weights_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise ValueError(f"weights: expected only {', '.join(_OF_WEIGHTS)}, got also {', '.join(unknown)}")
     if weights.get("dynamic"):
         raise ValueError(f"weights: expected dynamic: false, got {weights['dynamic']!r}")
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-    if weights and (bits, kind) not in _CODES:
+    width, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
+    code = _CODES.get((width, kind)) if weights else "int4"
+    if code is None:
         expected = "num_bits 4 or 8 and type 'int', or 8 and 'float'"
-        raise ValueError(f"weights: expected {expected}, got {bits} and {kind!r}")
-    known = ("group", "channel", "tensor", *(("block",) if _CODES.get((bits, kind)) != "int4" else ()))
-    if weights.get("strategy") not in (None, *known):
-        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {weights['strategy']!r}")
-    return weights
-
-
-def _block_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, with strategy "block"."""
-    if weights.get("strategy") != "block":
-        return None
+        raise ValueError(f"weights: expected {expected}, got {width} and {kind!r}")
+    known = ("group", "channel", "tensor", *(("block",) if code != "int4" else ()))
+    if strategy not in (None, *known):
+        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {strategy!r}")
+    if code == "e4m3" and weights.get("symmetric") is False:
+        raise ValueError("weights: expected symmetric: true with type 'float', got false")
     block = weights.get("block_structure")
+    if strategy != "block":
+        return weights, code, None
     block = [int(each) for each in block.split("x")] if isinstance(block, str) else block
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
         raise ValueError(f"block_structure: expected two positive integers, got {weights.get('block_structure')!r}")
-    return block[0], block[1]
+    return weights, code, (block[0], block[1])
 
 
 def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:
     """What the config says of a file whose tensors are none of a quantised layer's: sparse, or not yet quantised.
-
-    Args:
-        names: tensors that have no place in a model, or of a layer that no format has.
-    """
+    names: of tensors that have no place in a model, or of a layer that no format has."""
     names, sparsity = list(names), (config or {}).get("sparsity_config")
     sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):
