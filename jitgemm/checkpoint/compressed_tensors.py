@@ -36,8 +36,7 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
-from jitgemm.checkpoint.format import setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, check_known, inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe
 
@@ -157,15 +156,10 @@ class _CompressedTensors(Format):
         if scheme.zero_points:
             layout["weight_zero_point"] = stored(INT32, N / word, G) if packed else stored(INT8, N, G)
         if scheme.ordered:
-            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=True)
+            actorder = (scheme.settings.get("weights") or {}).get("actorder")
+            order = f"the tensor, as the config says actorder {actorder!r}"
+            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=order)
         return layout | scheme.static | scheme.found
-
-    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        sizes = super().sizes(headers, scheme)
-        if scheme.ordered and "weight_g_idx" not in headers and sizes.group_size != sizes.k:
-            actorder = scheme.settings["weights"]["actorder"]
-            raise ValueError(f"weight_g_idx: expected the tensor, as the config says actorder {actorder!r}; found none")
-        return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes, middle, packed = self.sizes(tensors, scheme), 128 if scheme.eight_bits else 8, scheme.form == "packed"

@@ -197,7 +197,11 @@ class Format:
             return Sizes(n, k, scheme.block[1])
         name = (grouped or [name for name in layout if "scale" in name])[0]
         what = "columns" if layout[name].axis("G") else "groups"
-        return Sizes(n, k, group_size_of(k, size.get("G", 1), scheme.group_size, name, what))
+        columns = group_size_of(k, size.get("G", 1), scheme.group_size, name, what)
+        for name, each in layout.items():
+            if scheme.ordered and columns != k and isinstance(each.optional, str) and name not in headers:
+                raise ValueError(f"{name}: expected {each.optional}, found none")
+        return Sizes(n, k, columns)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         """The layer, or a rank's part of it, without its bias, from its tensors by suffix, on the device asked for.

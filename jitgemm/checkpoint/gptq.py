@@ -34,7 +34,7 @@ import torch
 
 from jitgemm.checkpoint.bits import integer_zero
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, flag, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, check_setting, flag, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, fits, stored
 
 _VERSIONS = ("gptq", "gptq_v2")
@@ -73,19 +73,13 @@ class Gptq(Format):
         return Scheme(self.name, _CODES[width], size, zero_points=given, ordered=ordered, form=version, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
-        word = scheme.per_word
+        word, order = scheme.per_word, "the columns' groups, as the config says desc_act"
         return {
             "qweight": stored(INT32, K / word, N),
             "scales": stored(FLOATS, G, N),
             "qzeros": stored(INT32, G, N / word),
-            "g_idx": stored((torch.int32, torch.int64), K, optional=True),
+            "g_idx": stored((torch.int32, torch.int64), K, optional=order),
         }
-
-    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        sizes = super().sizes(headers, scheme)
-        if scheme.ordered and "g_idx" not in headers and sizes.group_size != sizes.k:
-            raise ValueError("g_idx: expected the columns' groups, as the config says desc_act, found none")
-        return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         size, middle = self.sizes(tensors, scheme).group_size, 128 if scheme.eight_bits else 8
