@@ -36,7 +36,8 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, check_known, inputs_of, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, block_of, check_known, inputs_of
+from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe
 
@@ -162,22 +163,32 @@ class _CompressedTensors(Format):
         return layout | scheme.static | scheme.found
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, middle, packed = self.sizes(tensors, scheme), 128 if scheme.eight_bits else 8, scheme.form == "packed"
-        q = scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k] if packed else tensors["weight"]
-        if not packed and not scheme.eight_bits:
-            form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
-            check_codes("weight", q, -8, 7, form)
-        zero = _zero_point(tensors, scheme, sizes.n)
-        if zero is None:
-            q = minus(q, middle) if packed else q
-        elif not packed:
-            q = q.view(torch.uint8) + middle  # which wraps
+        sizes, eight, middle = self.sizes(tensors, scheme), scheme.eight_bits, 128 if scheme.eight_bits else 8
+        zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
+        if scheme.form == "packed":
+            q = minus(scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k], middle)
+        else:
+            q = tensors["weight"]
+            if not eight:
+                form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
+                check_codes("weight", q, -8, 7, form)
+        if zero is not None and zero.dtype == torch.int32:
+            zero = minus(scheme.unpack(zero, 0)[: sizes.n], middle)
+        elif zero is not None:
+            zero = scheme.by_row("weight_zero_point", zero, sizes.n)
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
             raise ValueError(
                 "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
             )
-        scale, g_idx = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n), tensors.get("weight_g_idx")
-        weight = CanonicalWeight(q, scale, zero, group_size=sizes.group_size, code=scheme.code)
+        scale = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n)
+        weight = CanonicalWeight(q, scale, group_size=sizes.group_size, code=scheme.code)
+        if zero is not None and bool(zero.float().any()):
+            if not scheme.zero_points:
+                raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
+            if not eight:
+                check_codes("weight_zero_point", zero, -8, 7)
+            unsigned = (zero.to(torch.int16) + middle).to(torch.int16 if eight else torch.uint8)
+            weight = replace(weight.with_zero_points(), zero=unsigned)
         # -1 is the library's mark for an order that calibration never set.
         return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
@@ -193,25 +204,6 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     if scheme.block is not None:
         return stored(types, N / scheme.block[0], K / scheme.block[1])
     return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")
-
-
-def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Scheme, n: int) -> torch.Tensor | None:
-    """[n, G] on the scale of codes from 0, or None."""
-    zero = tensors.get("weight_zero_point")
-    if zero is None:
-        return None
-    if zero.dtype == torch.int32:
-        zero = minus(scheme.unpack(zero, 0)[:n], 128 if scheme.eight_bits else 8)
-    else:
-        zero = scheme.by_row("weight_zero_point", zero, n)
-    if not bool(zero.float().any()):
-        return None
-    if not scheme.zero_points:
-        raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
-    if scheme.eight_bits:
-        return zero.to(torch.int16) + 128
-    check_codes("weight_zero_point", zero, -8, 7)
-    return (zero + 8).view(torch.uint8)
 
 
 # ---- config ------------------------------------------------------------------------------------------------------------
@@ -327,13 +319,7 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
         raise ValueError(f"weights: expected strategy {', '.join(known)}, got {strategy!r}")
     if code == "e4m3" and weights.get("symmetric") is False:
         raise ValueError("weights: expected symmetric: true with type 'float', got false")
-    block = weights.get("block_structure")
-    if strategy != "block":
-        return weights, code, None
-    block = [int(each) for each in block.split("x")] if isinstance(block, str) else block
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-        raise ValueError(f"block_structure: expected two positive integers, got {weights.get('block_structure')!r}")
-    return weights, code, (block[0], block[1])
+    return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None
 
 
 def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:

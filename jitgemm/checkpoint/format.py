@@ -244,6 +244,14 @@ def flag(config: Config, name: str) -> bool | None:
     return value
 
 
+def block_of(name: str, given: Any) -> tuple[int, int]:
+    """Rows and columns of a block. Raises ValueError for a setting that is not two positive integers, or "128x128"."""
+    block = [int(each) for each in given.split("x")] if isinstance(given, str) else given
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
+        raise ValueError(f"{name}: expected two positive integers, got {given!r}")
+    return block[0], block[1]
+
+
 def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "groups") -> int:
     """Columns of a group, from the number of groups that tensor `name` has and the config's group_size: -1, or k and
     more, for one group a row; None where no config says, and groups divide k. Raises ValueError where they contradict

@@ -46,10 +46,15 @@ class Gptq(Format):
     name, methods, cuts = "gptq", ("gptq",), True
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        method = setting(config, "quant_method")
-        if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
+        method, version = setting(config, "quant_method"), self.version(config)
+        if "qweight" not in names or version == "bitblas" or method not in (None, self.name):
             return False
-        return method == "gptq" or any(fits(names, self.tensors(Scheme(self.name, code))) for code in _CODES.values())
+        forms = (Scheme(self.name, code, form=version) for code in _CODES.values())
+        return method == self.name or any(fits(names, self.tensors(form)) for form in forms)
+
+    def version(self, config: Config) -> str:
+        """What a config says of the layout and the zero points."""
+        return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
 
     def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
@@ -61,7 +66,7 @@ class Gptq(Format):
                 "or zero (gptq_v2); found none"
             )
         config = overridden(config, prefix)
-        version, width = _checkpoint_format(config), setting(config, "bits", "wbits", default=4)
+        version, width = self.version(config), setting(config, "bits", "wbits", default=4)
         if version not in _VERSIONS:
             raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
         if width not in _CODES:
@@ -98,10 +103,6 @@ class Gptq(Format):
         q, scale = scheme.unpack(tensors["qweight"], 0).T.contiguous(), tensors["scales"].T.contiguous()
         weight = replace(integer_zero(q, scale, zero, size, name="qzeros", code=scheme.code), note=note)
         return weight.ordered(tensors["g_idx"]) if "g_idx" in tensors else weight
-
-
-def _checkpoint_format(config: Config) -> str:
-    return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
 
 
 def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
