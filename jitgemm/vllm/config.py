@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.files import Checkpoint, weights_of
-from jitgemm.checkpoint.gptq import skipped
+from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
 from jitgemm.vllm.warm import Layers, Warmer
@@ -345,7 +345,7 @@ class JitGemmConfig(QuantizationConfig):
         if name in self._headers:
             found = self._headers[name]
             return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
-        return not any(each.match(name) for each in self._left_out) and skipped(self.checkpoint, name) is None
+        return not any(each.match(name) for each in self._left_out) and GPTQ.left_out(self.checkpoint, name) is None
 
     def _checkpoints_own(self) -> QuantizationConfig | None:
         """vLLM's config of the checkpoint, if it has one."""
