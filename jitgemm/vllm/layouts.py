@@ -174,7 +174,7 @@ def layout_of(
     }
     called = {own: other for own, other in _CALLED.items() if own in tensors and other in header}
     called = called if format.name == "w8a8" else {}
-    return Layout(format, scheme, tensors, columns, called, name=name, config=config)
+    return Layout(format, replace(scheme, group_size=columns), tensors, columns, called, name=name, config=config)
 
 
 def _check(scheme: Scheme, config: Mapping[str, Any]) -> None:
