@@ -52,9 +52,7 @@ class Gptq(Format):
         return method == "gptq" or any(fits(names, self.tensors(Scheme(self.name, code))) for code in _CODES.values())
 
     def left_out(self, config: Config, prefix: str) -> str | None:
-        pattern, _ = _dynamic(config or {}, prefix)
-        skipped = pattern.startswith("-:")
-        return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it" if skipped else None
+        return skipped(config, prefix)
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         if config is None:
@@ -115,6 +113,13 @@ def _checkpoint_format(config: Config) -> str:
 def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
     quantizer = (setting(config, "meta") or {}).get("quantizer") or []
     return any(q.lower().startswith("gptqmodel:") for q in ([quantizer] if isinstance(quantizer, str) else quantizer))
+
+
+def skipped(config: Config, prefix: str) -> str | None:
+    """The expression of GPTQModel's `dynamic` that leaves a layer in floats, as a message; None for none."""
+    pattern, _ = _dynamic(config or {}, prefix)
+    skips = pattern.startswith("-:")
+    return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it" if skips else None
 
 
 def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from jitgemm.activations.arguments import activation_of, check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.names import gemm_w4a8_nt
+from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.gemm.problem import POINTERS, W4, X, X_SCALE, X_ZERO, Gemm, Lhs, check_types, check_weight
 from jitgemm.gemm.problem import split_lhs
 from jitgemm.kernel.formats import K_ALIGNMENT

@@ -12,16 +12,8 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes, wgmma_shapes
-from jitgemm.kernel.tactics import (
-    direct_lhs,
-    fragment_sets,
-    multiply_widths,
-    pins_shared_base,
-    prefetch_stages,
-    promote_records,
-    units_in_flight,
-    yields,
-)
+from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
+from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
 
 KERNEL_NAME = "jitgemm_w4a8"
 

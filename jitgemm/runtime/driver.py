@@ -129,16 +129,16 @@ def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
 
 _ELEMENTS = {
-    "u8": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    "bf16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    "fp16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    "fp32": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    name: getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{type}")
+    for name, type in (("u8", "UINT8"), ("bf16", "BFLOAT16"), ("fp16", "FLOAT16"), ("fp32", "FLOAT32"))
 }
-_INTERLEAVE = cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
-_SWIZZLE_128 = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-_PROMOTE_256 = cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-_FILL_ZERO = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
+_MODES = (
+    cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+    cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+    cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+)
 
 
 class TileMap:
@@ -161,10 +161,8 @@ class TileMap:
 
     def encode(self, address: int) -> bytes:
         """The 128 bytes of the map for a tensor at `address`, 16-byte aligned."""
-        result = cu.cuTensorMapEncodeTiled(
-            self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
-            _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
-        )  # fmt: skip
+        shape = self._extent, self._strides, self._box, _ELEMENT_STRIDES
+        result = cu.cuTensorMapEncodeTiled(self._type, 2, address, *shape, *_MODES)
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
         return ctypes.string_at(result[1].getPtr(), 128)

@@ -32,25 +32,20 @@ class Call(Protocol):
     Attributes:
         pointers: what its launch has addresses of.
         empty: there is nothing to do. Asked of checked arguments.
+        check: raises TypeError or ValueError unless the arguments fit together.
+        operands: gives the tensors, in the order of `pointers`, those that the call makes among them.
+        run_reference: does on the CPU what the kernel does.
+        prepare: makes the launch, while the operands' device is the current one.
     """
 
     @property
     def pointers(self) -> Sequence[Pointer]: ...
-
     @property
     def empty(self) -> bool: ...
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError unless the arguments fit together."""
-
-    def operands(self) -> Operands:
-        """The tensors, in the order of `pointers`, those that the call makes among them."""
-
-    def run_reference(self, operands: Operands) -> None:
-        """Does on the CPU what the kernel does."""
-
-    def prepare(self, operands: Operands) -> Launch:
-        """The launch, made while the operands' device is the current one."""
+    def check(self) -> None: ...
+    def operands(self) -> Operands: ...
+    def run_reference(self, operands: Operands) -> None: ...
+    def prepare(self, operands: Operands) -> Launch: ...
 
 
 def run_prepared(key: Hashable, layouts: Sequence[torch.Tensor], call: Call) -> Operands:
@@ -146,16 +141,9 @@ class Launch:
     __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
 
     def __init__(
-        self,
-        kernel: driver.LoadedKernel,
-        block: ArgumentBlock,
-        values: Mapping[str, float],
-        *,
-        grid: int,
-        threads: tuple[int, int],
-        smem_bytes: int,
-        maps: Sequence[tuple[int, driver.TileMap]] = (),
-    ):
+        self, kernel: driver.LoadedKernel, block: ArgumentBlock, values: Mapping[str, float], *, grid: int,
+        threads: tuple[int, int], smem_bytes: int, maps: Sequence[tuple[int, driver.TileMap]] = (),
+    ):  # fmt: skip
         from jitgemm.runtime import driver
 
         self.number = next(_numbers)
@@ -197,6 +185,7 @@ class Launch:
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:
         """Launches with the tensors, in the block's order; it may start before the kernel before it ends."""
-        key = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
+        # In all calls of a launch the same ones are None.
+        key = (*[tensor.data_ptr() for tensor in tensors if tensor is not None], self.number)
         if not self.run(key, True):
             self.run(key, True, tensors)

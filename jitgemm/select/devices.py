@@ -93,12 +93,7 @@ _DRIVER_NAMES = {
 }
 """Names as the driver reports them. Nothing but the whole name counts: an H800 is no H8, an H200 no H20."""
 
-_SHORT = {
-    "sms": "num_sms",
-    "smem": "smem_per_block",
-    "hbm": "hbm_bytes_per_us",
-    "tensor": "tensor_ops_per_us",
-}
+_SHORT = {"sms": "num_sms", "smem": "smem_per_block", "hbm": "hbm_bytes_per_us", "tensor": "tensor_ops_per_us"}
 
 
 def device_spec(name: str) -> DeviceSpec:
@@ -138,15 +133,9 @@ def device_spec(name: str) -> DeviceSpec:
 
 
 def device_from_properties(
-    name: str,
-    num_sms: int,
-    smem_per_block: int,
-    smem_per_sm: int,
-    *,
-    clock_mhz: float,
-    memory_mhz: float,
+    name: str, num_sms: int, smem_per_block: int, smem_per_sm: int, *, clock_mhz: float, memory_mhz: float,
     memory_bits: int,
-) -> DeviceSpec:
+) -> DeviceSpec:  # fmt: skip
     """The spec of a GPU at hand, from what the driver reports.
 
     Rates are those of `DEVICES` for a name that is known, less where the GPU has fewer SMs: a part of a GPU (MIG) has

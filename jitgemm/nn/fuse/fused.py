@@ -280,21 +280,6 @@ class FusedMLP(torch.nn.Module):
 FUSED = (FusedNorm, FusedMLP, ProjectionView)
 
 
-def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
-    """Why one quantised input cannot serve all of these, or None."""
-    first = linears[0]
-    for other in linears[1:]:
-        if other.activation != first.activation:
-            return f"activations differ: {first.activation} and {other.activation}"
-        for name in ("input_scale", "permutation"):
-            a, b = first._buffers[name], other._buffers[name]
-            if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
-                return f"{name.replace('_', ' ')}s differ"
-        if other.in_features != first.in_features or other.blocks.device != first.blocks.device:
-            return "sizes or devices differ"
-    return None
-
-
 def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     """What must agree for one GEMM; not what depends on values, as weights have a format in common."""
     weight, bias = linear.weight, linear.bias

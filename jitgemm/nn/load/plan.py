@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.fuse.fused import ADVICE, FUSED
 from jitgemm.nn.layers.linear import PackedLinear
