@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,8 +23,10 @@ from jitgemm.runtime.checks import check_device, check_rows, check_vector
 from jitgemm.runtime.launch import Operands, check_once
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
-from jitgemm.weight.packed import AnyWeight, Weight
-from jitgemm.weight.parts import PackedWeight, check_packed
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import AnyWeight
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),
@@ -238,7 +240,7 @@ def tokens_activation(w13: AnyWeight, lhs_dtype: object, scheme: object, affine:
     """How a call quantises its tokens, checked; lhs_dtype None for what w13 is packed for."""
     if lhs_dtype is None:
         # Where it is no weight, the checks say what it is.
-        types = w13.format.lhs_types if isinstance(w13, (Weight, PackedWeight)) else LHS_TYPES
+        types = w13.format.lhs_types if isinstance(w13, (WeightBase, PackedWeight)) else LHS_TYPES
         lhs_dtype = torch_dtype(types[0])
     return activation_of(lhs_dtype, scheme, affine, "lhs_dtype", ("token", "block"))
 
@@ -296,7 +298,7 @@ def check_weights(w13: Any, w2: Any) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
-        if not isinstance(weight, (Weight, PackedWeight)):
+        if not isinstance(weight, (WeightBase, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
         counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
         if counts[-1] > MAX_EXPERTS:

@@ -163,7 +163,7 @@ jitgemm_{name}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
 def source_of(spec: Any) -> KernelSource:
     """A kernel of any family as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
-    from jitgemm.kernel.render import kernel_source  # with NVRTC, which importing jitgemm needs not find
+    from jitgemm.kernel.render import kernel_source
 
     if spec.kind == "routing":
         return KernelSource(spec.label, asdict(spec), render(spec), headers(f"moe/{spec.family}"), OPTIONS)
