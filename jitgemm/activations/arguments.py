@@ -190,8 +190,8 @@ def check_out(out: object, x: torch.Tensor, activation: Activation, gated: bool 
         check_device(name, tensor, "x", device)
         if tensor.requires_grad:
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
-    q, lead = out[0], tuple(x.shape[:-1])
-    shape = (*lead, x.shape[-1] // 2 if gated else x.shape[-1])
+    q, (*lead, columns) = out[0], x.shape
+    shape = (*lead, columns // 2 if gated else columns)
     if shapes_differ(q.shape, shape):
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)
@@ -199,14 +199,14 @@ def check_out(out: object, x: torch.Tensor, activation: Activation, gated: bool 
     if scheme == "block":
         return rows, _check_block_scale(out[1], (*lead, ceil_div(shape[-1], LHS_GROUP))), None
     for name, tensor in zip(_OUT_NAMES[1:], out[1:]):
-        if (
-            shapes_differ(tensor.shape, lead) and shapes_differ(tensor.shape, (*lead, 1))
-        ) or not tensor.is_contiguous():
+        fits = not shapes_differ(tensor.shape, lead) or not shapes_differ(tensor.shape, (*lead, 1))
+        if not fits or not tensor.is_contiguous():
             raise ValueError(
-                f"{name}: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got "
+                f"{name}: expected a contiguous tensor of shape {lead} or {[*lead, 1]}, got "
                 f"{list(tensor.shape)} with strides {tuple(tensor.stride())}"
             )
-    return rows, out[1].view(-1), out[2].view(-1) if affine else None
+    scale, *zero = [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in out[1:]]
+    return rows, scale, zero[0] if zero else None
 
 
 def _check_block_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

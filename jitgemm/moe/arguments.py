@@ -7,6 +7,7 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -134,12 +135,7 @@ class ExpertsCall:
         _check_biases(w13, w2, self.bias13, self.bias2)
         if self.addend is not None:
             _check_result("addend", self.addend, (x.shape[0], w2.n), x.dtype, "the result's type")
-        _check_devices(
-            x, w13=w13.blocks, w2=w2.blocks, topk_ids=self.topk_ids, topk_weights=self.topk_weights, bias13=self.bias13,
-            bias2=self.bias2, addend=self.addend,
-        )  # fmt: skip
-        for name in ("x", "topk_weights", "bias13", "bias2", "addend"):
-            check_no_grad(name, getattr(self, name))
+        _check_places(self.pointers, _operands(self), "x", x.device)
         if self.out is not None:
             check_out(self.out, x, w2)
 
@@ -192,20 +188,21 @@ class MaskedCall:
         check_runs("x", x)
         check_vector("masked_m", self.masked_m, ("s32",), experts)
         _check_biases(w13, w2, self.bias13, self.bias2)
-        for name in ("x", "out", "bias13", "bias2"):
-            check_no_grad(name, getattr(self, name))
-        _check_devices(
-            x, w13=w13.blocks, w2=w2.blocks, out=out, masked_m=self.masked_m, bias13=self.bias13, bias2=self.bias2
-        )
+        _check_places(self.pointers, _operands(self), "x", x.device)
+
+
+def _operands(call: ExpertsCall | MaskedCall) -> Operands:
+    """In the order of `pointers`."""
+    parts = [part for w in (call.w13, call.w2) for part in (w.blocks, w.channel_scale, w.row_sum)]
+    return *parts, *call.tensors()
 
 
 def check_call_once(call: ExpertsCall | MaskedCall) -> None:
     """Checks arguments and addresses of a call, unless this thread has checked one like it."""
     tensors = call.tensors()
     try:
-        weights = [part for w in (call.w13, call.w2) for part in (w.blocks, w.channel_scale, w.row_sum)]
         # What is new cannot overlap: of its own launches each checks its addresses.
-        addresses = None if call.out is None else tuple(map(address_of, (*weights, *tensors)))
+        addresses = None if call.out is None else tuple(map(address_of, _operands(call)))
         key = (
             type(call), addresses, call.w13.plan_key, call.w2.plan_key, call.activation, torch.is_grad_enabled(),
             *[tensor is None for tensor in tensors],
@@ -218,8 +215,8 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
         call.check()
         # As rows, of which column slices of one buffer are told apart.
         masked, x, out = isinstance(call, MaskedCall), call.x, call.out
-        rows = [each.flatten(0, 1) if masked and (each is x or each is out) else each for each in tensors]
-        check_addresses(call.pointers, (*weights, *rows))
+        rows = [each.flatten(0, 1) if masked and (each is x or each is out) else each for each in _operands(call)]
+        check_addresses(call.pointers, rows)
 
     check_once(key, [tensor for tensor in tensors if tensor is not None], check)
 
@@ -289,9 +286,7 @@ def check_combining(
     _check_matrix("out", out, inverse.shape[0], columns, REAL_TYPES)
     if addend is not None:
         _check_result("addend", addend, (inverse.shape[0], columns), out.dtype, "the result's type")
-    _check_devices(rows, "rows", inverse=inverse, topk_weights=topk_weights, addend=addend, out=out)
-    for name, tensor in (("rows", rows), ("topk_weights", topk_weights), ("addend", addend), ("out", out)):
-        check_no_grad(name, tensor)
+    _check_places(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out), "rows", rows.device)
 
 
 def check_weights(w13: Any, w2: Any) -> int:
@@ -344,10 +339,13 @@ def _check_biases(w13: AnyWeight, w2: AnyWeight, bias13: torch.Tensor | None, bi
             _check_exact(name, bias, (weight.experts, weight.n), ("bf16", "fp32"))
 
 
-def _check_devices(x: torch.Tensor, where: str = "x", /, **others: torch.Tensor | None) -> None:
-    for name, tensor in others.items():
+def _check_places(pointers: Sequence[Pointer], operands: Operands, where: str, device: torch.device) -> None:
+    """All are on one device, that of `where`, and no gradient is expected for any."""
+    for pointer, tensor in zip(pointers, operands, strict=True):
         if tensor is not None:
-            check_device(name, tensor, where, x.device)
+            name = pointer.argument.partition(".")[0]
+            check_device(name, tensor, where, device)
+            check_no_grad(name, tensor)
 
 
 def _check_exact(name: str, tensor: torch.Tensor, shape: Any, types: tuple[str, ...]) -> None:
