@@ -437,13 +437,11 @@ def _fake_op(*arguments: Any) -> None:
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
     "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None) -> ()",
-    _op,
-    _fake_op,
-)
+    _op, _fake_op,
+)  # fmt: skip
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
     "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
     "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
-    _grouped_op,
-    _fake_op,
-)
+    _grouped_op, _fake_op,
+)  # fmt: skip
