@@ -36,7 +36,7 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, block_of, check_known, inputs_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe
@@ -111,7 +111,6 @@ class _CompressedTensors(Format):
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
-        inputs = Inputs.of(config["input_activations"]) if "input_activations" in config else None
         scheme = Scheme(
             self.name,
             code,
@@ -120,7 +119,7 @@ class _CompressedTensors(Format):
             block,
             zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
-            inputs=inputs or inputs_of(config, code, headers),
+            inputs=inputs_of(config, code, headers),
             form="packed" if packed else "",
             settings=config,
         )
