@@ -284,11 +284,8 @@ def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, 
 
 
 def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [n, k], 0..15, of `_convert_weight_to_int4pack`'s output on NVIDIA GPUs.
-
-    Args:
-        words: int32 [n / 8, k / (16 * I), 32, I / 2], I = 2, 4 or 8.
-    """
+    """uint8 codes [n, k], 0..15, of `_convert_weight_to_int4pack`'s output on NVIDIA GPUs, int32 [n / 8, k / (16 * I),
+    32, I / 2], I = 2, 4 or 8."""
     tiles, super_tiles, _, per_lane = words.shape
     nibbles = unpack_nibbles(words, 3).reshape(tiles, super_tiles, 8, 4, per_lane, 2, 4)
     #                   tile of n, t / 4, super tile, word, j, t % 4, h
