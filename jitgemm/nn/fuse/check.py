@@ -37,11 +37,6 @@ class Unclear(Exception):
     """Why a block, or a fusion, is better left alone."""
 
 
-def first_line(error: Exception) -> str:
-    """An exception's first line, or its type."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -78,10 +73,18 @@ def run(block: torch.nn.Module, call: Call, readers: Sequence[str] = (), norm: s
         The names of those that were called.
 
     Raises:
-        Unclear: a reader is not called once, or the block returns something else than finite hidden states: something
-            else reads the norm.
-        Exception: the block's own.
+        Unclear: the block raises, a reader is not called once, or the block returns something else than finite hidden
+            states: something else reads the norm.
     """
+    try:
+        return _run(block, call, readers, norm, width)
+    except Exception as error:  # noqa: BLE001 - somebody else's code
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        failing = "with it fused the block fails" if readers else "the block does not run by itself"
+        raise Unclear(f"{failing}: {reason}") from error
+
+
+def _run(block: torch.nn.Module, call: Call, readers: Sequence[str], norm: str, width: int) -> set[str]:
     stubs, hidden = _stubs(block), _hidden_states(*call.inputs, **call.named).shape[-1]
     for name in readers:
         module = block.get_submodule(name)

@@ -1,29 +1,29 @@
 """`fuse_`: norms, quantisers and projections of a model's blocks in as few kernels as the calls allow, and back.
 
-How forward changes, and why so. A block's attention calls q_proj, k_proj and v_proj one by one on what its norm
-returned. Here the norm runs them all: a `FusedNorm` takes the norm's input, quantises it once and returns the outputs
-of all projections side by side, and each projection becomes a view of its columns (`ProjectionView`). So plain tensors go from
-module to module; no forward is patched, nothing is kept between calls, and torch.compile, CUDA graphs, deepcopy and
-pickle see ordinary modules. What else reads the norm's output would get the wrong tensor, so such a norm stays as it
-is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it.
+A block's attention calls q_proj, k_proj and v_proj one by one on what its norm returned. Here the norm runs them all: a
+`FusedNorm` takes the norm's input, quantises it once and returns the outputs of all projections side by side, and each
+projection becomes a view of its columns (`ProjectionView`). No forward is patched and nothing is kept between calls, so
+torch.compile, CUDA graphs, deepcopy and pickle see ordinary modules. An MLP's product is no module, so a `FusedMLP` with
+the same children replaces the MLP.
 
-What may be fused is declared by the names of a block's modules: `NORMS` and `MLPS`. Names prove nothing, so each
-fusion is checked once, before it is made: the norm's formula, the MLP's formula, and, by a run of the block with stubs
-for its packed layers (`check.py`), that nothing else reads the norm.
+What may be fused is declared by the names of a block's modules: `NORMS` and `MLPS`. Names prove nothing, so each fusion
+is checked once, before it is made (`check.py`): the norm's formula, the MLP's formula, and that nothing else reads the
+norm, which would get the wrong tensor.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, first_line, gate_of, norm_of, run
+from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, gate_of, norm_of, run
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
@@ -187,65 +187,64 @@ class _Block:
     called: set[str]
     skipped: dict[str, str] = field(default_factory=dict)
 
-    def layers(self, names: Iterable[str]) -> list[Any]:
-        return [self.module.get_submodule(each) for each in names]
-
-    def decide(self, candidates: Iterable[tuple[str, Callable[[], _Fusion]]]) -> dict[str, _Fusion]:
-        """Those whose check, the function, passes."""
-        found: dict[str, _Fusion] = {}
-        for name, check in candidates:
-            try:
-                found[name] = found.get(name) or check()
-                self.skipped.pop(name, None)
-            except Unclear as reason:
-                self.skipped[name] = str(reason)
-        return found
-
-    def mlps(self) -> Iterator[tuple[str, Callable[[], _Fusion]]]:
-        """MLPs whose product can perhaps be fused with the quantiser behind it."""
+    def mlps(self) -> dict[str, _Fusion]:
+        """MLPs whose product is fused with the quantiser behind it."""
+        found = {}
         for name, mlp in self.modules.items():
             for *gates, last in MLPS:
+                linears, down = [f"{name}.{each}" for each in gates], f"{name}.{last}"
                 packed = all(isinstance(mlp._modules.get(each), PackedLinear) for each in (*gates, last))
-                if name and packed and f"{name}.{last}" in self.called:
-                    yield name, partial(self._mlp, name, mlp, gates, last)
+                if not name or not packed or down not in self.called:
+                    continue
+                with self.skipping(name):
+                    gate = gate_of(mlp, gates, last)
+                    if mlp._parameters or mlp._buffers:
+                        raise Unclear("it has tensors of its own")
+                    self.check_replaceable(name, down, *linears)
+                    check_quantised_alike(self.layers(linears))
+                    run(self.module, self.call, [name])
+                    found[name] = _Fusion(linears, partial(FusedMLP, mlp, last, gate))
+        return found
 
-    def _mlp(self, name: str, mlp: torch.nn.Module, gates: list[str], last: str) -> _Fusion:
-        linears, down, gate = [f"{name}.{each}" for each in gates], f"{name}.{last}", gate_of(mlp, gates, last)
-        if mlp._parameters or mlp._buffers:
-            raise Unclear("it has tensors of its own")
-        self.check_replaceable(name, down, *linears)
-        check_quantised_alike(self.layers(linears))
-        self.run([name])
-        return _Fusion(linears, partial(FusedMLP, mlp, last, gate))
-
-    def norms(self, mlps: Mapping[str, _Fusion]) -> Iterator[tuple[str, Callable[[], _Fusion]]]:
-        """Norms that can perhaps be fused with the Linears that read them."""
+    def norms(self, mlps: Mapping[str, _Fusion]) -> dict[str, _Fusion]:
+        """Norms that are fused with the Linears that read them."""
+        found: dict[str, _Fusion] = {}
         for recipe in NORMS:
             norm = next((each for each in recipe.norms if each in self.modules), None)
             part = next((each for each in recipe.part if each in self.modules), None)
             readers = [name for each in recipe.projections if (name := f"{part}.{each}") in self.modules]
-            packed = [name for name in readers if isinstance(self.modules[name], PackedLinear)]
-            linears = [name for name in packed if name in self.called]
-            if norm is not None and linears:
-                others = [name for name in readers if name not in packed]
-                yield norm, partial(self._norm, norm, linears, others, mlps)
+            kinds = {name: type(self.modules[name]) for name in readers}
+            others = [f"{name} ({kind.__name__})" for name, kind in kinds.items() if not issubclass(kind, PackedLinear)]
+            linears = [name for name in readers if name in self.called and issubclass(kinds[name], PackedLinear)]
+            if norm is None or norm in found or not linears:
+                continue
+            with self.skipping(norm):
+                layers, formula = self.layers(linears), norm_of(self.modules[norm])
+                self.check_replaceable(norm, *linears)
+                check_quantised_alike(layers)
+                width = sum(layer.out_features for layer in layers)
+                if width == layers[0].in_features:
+                    raise Unclear(
+                        "its Linears give as many columns as they take: nobody would notice a call of one alone"
+                    )
+                if others:
+                    raise Unclear(f"{', '.join(others)} reads it too")
+                # An MLP that reads the norm is given all that it gives.
+                whole = [mlp for mlp, fusion in mlps.items() if fusion.linears == linears]
+                run(self.module, self.call, whole or linears, norm, width)
+                found[norm] = _Fusion(linears, partial(FusedNorm, self.modules[norm], *formula))
+        return found
 
-    def _norm(self, name: str, linears: list[str], others: list[str], mlps: Mapping[str, _Fusion]) -> _Fusion:
-        norm, layers = self.modules[name], self.layers(linears)
-        formula = norm_of(norm)
-        self.check_replaceable(name, *linears)
-        check_quantised_alike(layers)
-        width = sum(layer.out_features for layer in layers)
-        if width == layers[0].in_features:
-            raise Unclear(
-                "its Linears give as many columns as they take: called by itself, one could not tell its input"
-            )
-        if others:
-            kinds = (f"{each} ({type(self.modules[each]).__name__})" for each in others)
-            raise Unclear(f"{', '.join(kinds)} reads it too")
-        # An MLP that reads the norm is given all that it gives.
-        self.run([mlp for mlp, fusion in mlps.items() if fusion.linears == linears] or linears, name, width)
-        return _Fusion(linears, partial(FusedNorm, norm, *formula))
+    def layers(self, names: Iterable[str]) -> list[Any]:
+        return [self.module.get_submodule(each) for each in names]
+
+    @contextmanager
+    def skipping(self, name: str) -> Iterator[None]:
+        """Notes why a module is skipped where its check fails."""
+        try:
+            yield
+        except Unclear as reason:
+            self.skipped[name] = str(reason)
 
     def check_replaceable(self, *names: str) -> None:
         """Raises Unclear for a module that cannot be replaced."""
@@ -260,13 +259,6 @@ class _Block:
             if isinstance(module, PackedLinear) and module.split is not None and not module.split.plain:
                 raise Unclear(f"{name} changes the layout of its input or output")
 
-    def run(self, readers: Sequence[str], norm: str = "", width: int = 0) -> None:
-        """Runs the block as `check.run` does. Raises Unclear where that fails."""
-        try:
-            run(self.module, self.call, readers, norm, width)
-        except Exception as error:  # noqa: BLE001 - somebody else's code
-            raise Unclear(f"with it fused the block fails: {first_line(error)}") from error
-
 
 def _fuse_block(name: str, module: torch.nn.Module, call: Call | str, report: FusionReport) -> None:
     if any(isinstance(each, FUSED) for each in module.modules()):
@@ -276,15 +268,15 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call | str, report: Fu
         return
     try:
         block = _Block(module, call, dict(module.named_modules()), run(module, call))
-    except Exception as error:  # noqa: BLE001 - somebody else's code
-        report.skipped[name] = f"the block does not run by itself: {first_line(error)}"
+    except Unclear as reason:
+        report.skipped[name] = str(reason)
         return
     # All is decided before anything is replaced: the block runs to decide.
-    mlps = block.decide(block.mlps())
-    norms = block.decide(block.norms(mlps))
+    mlps = block.mlps()
+    norms = block.norms(mlps)
     if not norms and not mlps and not block.skipped:
         report.skipped[name] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
-    report.skipped.update({f"{name}.{child}": why for child, why in block.skipped.items()})
+    report.skipped.update({f"{name}.{child}": why for child, why in block.skipped.items() if child not in norms})
 
     new: dict[str, Any] = {}
     of_norms = [norm.linears for norm in norms.values()]
