@@ -60,14 +60,9 @@ class LayerSource:
 
     @classmethod
     def find(
-        cls,
-        checkpoint: Checkpoint,
-        prefix: str,
-        activation: str | None = None,
-        format: str | None = None,
-        expert: int | None = None,
-        k: int | None = None,
-    ) -> LayerSource:
+        cls, checkpoint: Checkpoint, prefix: str, activation: str | None = None, format: str | None = None,
+        expert: int | None = None, k: int | None = None,
+    ) -> LayerSource:  # fmt: skip
         """A quantised layer, from config and headers.
 
         Args:

@@ -65,14 +65,9 @@ class Plan:
 
 
 def plan_for(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    filter: Filter | None = None,
-    activation: str | None = None,
-    format: str | None = None,
-    allow_missing: Collection[str] = (),
-    strict: bool = True,
-) -> Plan:
+    model: torch.nn.Module, checkpoint: Checkpoint, filter: Filter | None = None, activation: str | None = None,
+    format: str | None = None, allow_missing: Collection[str] = (), strict: bool = True,
+) -> Plan:  # fmt: skip
     """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
     if activation is not None:
         activation_named(activation)

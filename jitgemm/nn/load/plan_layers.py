@@ -74,13 +74,9 @@ class Layers:
 
 
 def find_layers(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    replaceable: Replaceable,
-    filter: Filter | None,
-    activation: str | None,
-    format: str | None,
-) -> Layers:
+    model: torch.nn.Module, checkpoint: Checkpoint, replaceable: Replaceable, filter: Filter | None,
+    activation: str | None, format: str | None,
+) -> Layers:  # fmt: skip
     """Raises ValueError for layers that cannot be read, all named, and for a layer that does not fit its module."""
     layers, problems = Layers(), dict[str, ValueError]()
     others, hidden = _other_matrices(model)

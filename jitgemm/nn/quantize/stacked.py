@@ -102,14 +102,9 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
 
 
 def quantised_experts(
-    module: torch.nn.Module,
-    form: Form,
-    *,
-    bits: int = 4,
-    activation: str = "e4m3",
-    device: torch.device | str | int | None = None,
-    **options: Any,
-) -> PackedExperts:
+    module: torch.nn.Module, form: Form, *, bits: int = 4, activation: str = "e4m3",
+    device: torch.device | str | int | None = None, **options: Any,
+) -> PackedExperts:  # fmt: skip
     """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
 
     Raises:
