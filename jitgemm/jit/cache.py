@@ -262,7 +262,7 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
         "nvrtc": {"version": list(nvrtc.version), "build": nvrtc.build},
         "seconds": round(compiled.seconds, 4),
         "created": time.time(),
-        "jitgemm": getattr(jitgemm, "__version__", "unknown"),
+        "jitgemm": jitgemm.__version__,
         "cubin_bytes": len(compiled.cubin),
         "cubin_sha256": hashlib.sha256(compiled.cubin).hexdigest(),
     } | {name: getattr(compiled, name) for name in built}

@@ -75,19 +75,22 @@ class ProjectionView(Fused, PackedLinear):
         torch.nn.Module.__setstate__(self, state)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        *_, error_msgs = rest
+        error_msgs = rest[-1]
         if local_metadata.get("assign_to_params_buffers", False):
             error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {UNFUSE}")
             return
-        if prefix + "blocks" in state_dict and self._what_is_wrong(state_dict, prefix) is None:
-            weight, merged, problem = Weight.from_state_dict(state_dict, prefix), self.merged, None
+        described = {prefix + "blocks", prefix + "meta"} <= state_dict.keys()
+        if described and self._what_is_wrong(state_dict, prefix) is None:
+            weight, merged = Weight.from_state_dict(state_dict, prefix), self.merged
             found = weight.format
             if found.complete and not merged.complete:
-                problem = f"expected codes in the order {merged.order!r}, got {found.order!r}"
-            elif merged.strip_scales and not found.strip_scales:
-                problem = "expected one scale for every 64 rows, as the merged weight has, got several"
-            if problem is not None:
-                error_msgs.append(f"{prefix}meta: {problem}; {UNFUSE}")
+                error_msgs.append(
+                    f"{prefix}meta: expected codes in the order {merged.order!r}, got {found.order!r}; {UNFUSE}"
+                )
+                return
+            if merged.strip_scales and not found.strip_scales:
+                expected = "expected one scale for every 64 rows, as the merged weight has"
+                error_msgs.append(f"{prefix}meta: {expected}, got several; {UNFUSE}")
                 return
             self.order = found.order
             state_dict = {**state_dict, **_in_order(weight, merged.order).state_dict(prefix)}
@@ -277,21 +280,6 @@ class FusedMLP(Fused, torch.nn.Module):
 
 
 FUSED = (FusedNorm, FusedMLP, ProjectionView)
-
-
-def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
-    """Why one quantised input cannot serve all of these, or None."""
-    first = linears[0]
-    for other in linears[1:]:
-        if other.activation != first.activation:
-            return f"activations differ: {first.activation} and {other.activation}"
-        for name in ("input_scale", "permutation"):
-            a, b = first._buffers[name], other._buffers[name]
-            if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
-                return f"{name.replace('_', ' ')}s differ"
-        if other.in_features != first.in_features or other.blocks.device != first.blocks.device:
-            return "sizes or devices differ"
-    return None
 
 
 def _kind(linear: PackedLinear) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.layer_source import OF_CACHE, is_quantised, zero_bias

@@ -3,6 +3,7 @@ rows where values decide."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,6 @@ from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
 from jitgemm.nn.quantize.quantize import choose
 from jitgemm.nn.quantize.replaceable import Replaceable
-from jitgemm.nn.warm.warm import block_of
 
 ROWS = 128
 """Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
@@ -148,7 +148,8 @@ class LayersOfPlan:
         """Which of the values this is that the layers of a block have; None for none."""
         if value is None:
             return None
-        seen = self._seen.setdefault((block_of(name), what), {})
+        block = re.match(r"(?:.*\.)?\d+(?=\.)", name)  # of a list of blocks
+        seen = self._seen.setdefault(("" if block is None else block[0], what), {})
         return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
 
 
