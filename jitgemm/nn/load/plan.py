@@ -119,8 +119,8 @@ def _find_tensors(
 
     kept: list[str] = []
     for names in groups.values():
-        origins = {name: _origin(model, checkpoint, layers, name, state[name]) for name in names}
-        held = {name: origin for name, origin in origins.items() if origin is not None}
+        origins = ((name, _origin(model, checkpoint, layers, name, state[name])) for name in names)
+        held = {name: origin for name, origin in origins if origin is not None}
         found.origins.update(held)
         if held:
             _untie(found, model, checkpoint, list(held), state[names[0]])
