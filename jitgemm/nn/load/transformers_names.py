@@ -53,7 +53,7 @@ def renamed_for(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpo
         (layer, _, child), new = name.rpartition("."), renamed(name)
         if layer in known and new not in tensors:  # a packed layer's tensors, such as weight_scale
             continue
-        if layer and new == name and (weight := renamed(f"{layer}.weight")).endswith(".weight"):
+        if new == name and (weight := renamed(f"{layer}.weight")).endswith(".weight"):
             new = weight.removesuffix("weight") + child  # by rules that speak of weights alone
         if new != name and new not in checkpoint:
             new_names[new] = name
