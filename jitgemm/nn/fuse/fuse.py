@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, gate_of, norm_of, run
+from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, mlp_gate, norm_formula, run
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
@@ -197,7 +197,7 @@ class _Block:
                 if not name or not packed or down not in self.called:
                     continue
                 with self.skipping(name):
-                    gate = gate_of(mlp, gates, last)
+                    gate = mlp_gate(mlp, gates, last)
                     if mlp._parameters or mlp._buffers:
                         raise Unclear("it has tensors of its own")
                     self.check_replaceable(name, down, *linears)
@@ -219,7 +219,7 @@ class _Block:
             if norm is None or norm in found or not linears:
                 continue
             with self.skipping(norm):
-                layers, formula = self.layers(linears), norm_of(self.modules[norm])
+                layers, formula = self.layers(linears), norm_formula(self.modules[norm])
                 self.check_replaceable(norm, *linears)
                 check_quantised_alike(layers)
                 width = sum(layer.out_features for layer in layers)
