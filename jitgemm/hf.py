@@ -164,7 +164,7 @@ class JitGemmConfig(QuantizationConfigMixin):
     @property
     def quantising(self) -> dict[str, Any]:
         """Options of `quantised`."""
-        options = {"bits": self.bits, "activation": self.activation or "e4m3"}
+        options = {"bits": self.bits, "activation": self.activation or "e4m3", "lm_head": self.lm_head}
         four = {"group_size": self.group_size, "symmetric": self.symmetric}
         return options if self.bits == 8 else options | four | {"scale_dtype": getattr(torch, self.scale_dtype)}
 
@@ -219,7 +219,6 @@ class JitGemmQuantizer(HfQuantizer):
             self.report = Report((), plan.skipped, plan.ignored, kept)  # names are not known yet
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
-            self._head = plan.replaceable.head if said.lm_head is not None else None
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
         self._untied = any(plan.replaceable.shared(name) for name in (*plan.layers, *self._chosen))
@@ -257,7 +256,8 @@ class JitGemmQuantizer(HfQuantizer):
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
         tensors = list(plan.model.get_submodule(name).parameters(recurse=False))
         if name in self._chosen:
-            eighths = 9 if self.quantization_config.bits == 8 or name == self._head else 5
+            said = self.quantization_config
+            eighths = 9 if said.bits == 8 or (said.lm_head is not None and name == plan.replaceable.head) else 5
             return sum(tensor.numel() * eighths // 8 for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -281,10 +281,7 @@ class JitGemmQuantizer(HfQuantizer):
             for child, tensor in list(module.named_parameters(recurse=False)):
                 value = read_tensor(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
-            form, options = replaceable.forms.get(name), self.quantization_config.quantising
-            if name == self._head:
-                form, options = None, {"bits": 8, "activation": self.quantization_config.lm_head}
-            layer = quantised(module, form, **options)
+            layer = quantised(replaceable, name, module, **self.quantization_config.quantising)
             if division is not None:
                 division.divide(name, layer)
             return layer

@@ -36,7 +36,7 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe
@@ -107,15 +107,9 @@ class _CompressedTensors(Format):
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config, names = for_layer(config, prefix), headers or {}
-        weights = _weights_of(config)
-        code = _CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"
-        symmetric, strategy, size = (
-            weights.get("symmetric"),
-            weights.get("strategy") or "group",
-            weights.get("group_size"),
-        )
-        if code == "e4m3" and symmetric is False:
-            raise ValueError("weights: expected symmetric: true with type 'float', got false")
+        weights, code, block = _weights_of(config)
+        symmetric, size = weights.get("symmetric"), weights.get("group_size")
+        strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
         inputs = Inputs.of(config["input_activations"]) if "input_activations" in config else None
         scheme = Scheme(
@@ -123,7 +117,7 @@ class _CompressedTensors(Format):
             code,
             -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
             strategy,
-            _block_of(weights),
+            block,
             zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs or inputs_of(config, code, headers),
@@ -163,33 +157,38 @@ class _CompressedTensors(Format):
         if scheme.zero_points:
             layout["weight_zero_point"] = stored(INT32, N / word, G) if packed else stored(INT8, N, G)
         if scheme.ordered:
-            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=True)
+            actorder = (scheme.settings.get("weights") or {}).get("actorder")
+            order = f"the tensor, as the config says actorder {actorder!r}"
+            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=order)
         return layout | scheme.static | scheme.found
 
-    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        sizes = super().sizes(headers, scheme)
-        if scheme.ordered and "weight_g_idx" not in headers and sizes.group_size != sizes.k:
-            actorder = scheme.settings["weights"]["actorder"]
-            raise ValueError(f"weight_g_idx: expected the tensor, as the config says actorder {actorder!r}; found none")
-        return sizes
-
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, middle, packed = self.sizes(tensors, scheme), 128 if scheme.eight_bits else 8, scheme.form == "packed"
-        q = scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k] if packed else tensors["weight"]
-        if not packed and not scheme.eight_bits:
-            form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
-            check_codes("weight", q, -8, 7, form)
-        zero = _zero_point(tensors, scheme, sizes.n)
-        if zero is None:
-            q = minus(q, middle) if packed else q
-        elif not packed:
-            q = q.view(torch.uint8) + middle  # which wraps
+        sizes, eight, middle = self.sizes(tensors, scheme), scheme.eight_bits, 128 if scheme.eight_bits else 8
+        zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
+        if scheme.form == "packed":
+            q = minus(scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k], middle)
+        else:
+            q = tensors["weight"]
+            if not eight:
+                form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
+                check_codes("weight", q, -8, 7, form)
+        if zero is not None and zero.dtype == torch.int32:
+            zero = minus(scheme.unpack(zero, 0)[: sizes.n], middle)
+        elif zero is not None:
+            zero = scheme.by_row("weight_zero_point", zero, sizes.n)
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
             raise ValueError(
                 "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
             )
-        scale, g_idx = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n), tensors.get("weight_g_idx")
-        weight = CanonicalWeight(q, scale, zero, group_size=sizes.group_size, code=scheme.code)
+        scale = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n)
+        weight = CanonicalWeight(q, scale, group_size=sizes.group_size, code=scheme.code)
+        if zero is not None and bool(zero.float().any()):
+            if not scheme.zero_points:
+                raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
+            if not eight:
+                check_codes("weight_zero_point", zero, -8, 7)
+            unsigned = (zero.to(torch.int16) + middle).to(torch.int16 if eight else torch.uint8)
+            weight = replace(weight.with_zero_points(), zero=unsigned)
         # -1 is the library's mark for an order that calibration never set.
         return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
@@ -207,34 +206,12 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")
 
 
-def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Scheme, n: int) -> torch.Tensor | None:
-    """[n, G] on the scale of codes from 0, or None."""
-    zero = tensors.get("weight_zero_point")
-    if zero is None:
-        return None
-    if zero.dtype == torch.int32:
-        zero = minus(scheme.unpack(zero, 0)[:n], 128 if scheme.eight_bits else 8)
-    else:
-        zero = scheme.by_row("weight_zero_point", zero, n)
-    if not bool(zero.float().any()):
-        return None
-    if not scheme.zero_points:
-        raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
-    if scheme.eight_bits:
-        return zero.to(torch.int16) + 128
-    check_codes("weight_zero_point", zero, -8, 7)
-    return (zero + 8).view(torch.uint8)
-
-
 # ---- config ------------------------------------------------------------------------------------------------------------
 
 
 def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
-    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}.
-
-    Raises:
-        ValueError: a setting is of the wrong kind, or no group is for the layer.
-    """
+    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}. Raises ValueError where a setting
+    is of the wrong kind, or no group is for the layer."""
     _check_kinds(config)
     if config is None or "config_groups" not in config or "quant_algo" in config:  # ModelOpt's has groups, too
         return config or {}
@@ -322,8 +299,9 @@ def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | Non
     return None
 
 
-def _weights_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What a layer's config says of its weight, {} for nothing. Raises ValueError for what the kernel cannot have."""
+def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[int, int] | None]:
+    """What a layer's config says of its weight, {} for nothing; its code; rows and columns of a block. Raises ValueError
+    for what the kernel cannot have."""
     format, weights = setting(config, "format"), setting(config, "weights", default={})
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
@@ -331,33 +309,22 @@ def _weights_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise ValueError(f"weights: expected only {', '.join(_OF_WEIGHTS)}, got also {', '.join(unknown)}")
     if weights.get("dynamic"):
         raise ValueError(f"weights: expected dynamic: false, got {weights['dynamic']!r}")
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-    if weights and (bits, kind) not in _CODES:
+    width, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
+    code = _CODES.get((width, kind)) if weights else "int4"
+    if code is None:
         expected = "num_bits 4 or 8 and type 'int', or 8 and 'float'"
-        raise ValueError(f"weights: expected {expected}, got {bits} and {kind!r}")
-    known = ("group", "channel", "tensor", *(("block",) if _CODES.get((bits, kind)) != "int4" else ()))
-    if weights.get("strategy") not in (None, *known):
-        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {weights['strategy']!r}")
-    return weights
-
-
-def _block_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, with strategy "block"."""
-    if weights.get("strategy") != "block":
-        return None
-    block = weights.get("block_structure")
-    block = [int(each) for each in block.split("x")] if isinstance(block, str) else block
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-        raise ValueError(f"block_structure: expected two positive integers, got {weights.get('block_structure')!r}")
-    return block[0], block[1]
+        raise ValueError(f"weights: expected {expected}, got {width} and {kind!r}")
+    known = ("group", "channel", "tensor", *(("block",) if code != "int4" else ()))
+    if strategy not in (None, *known):
+        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {strategy!r}")
+    if code == "e4m3" and weights.get("symmetric") is False:
+        raise ValueError("weights: expected symmetric: true with type 'float', got false")
+    return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None
 
 
 def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:
     """What the config says of a file whose tensors are none of a quantised layer's: sparse, or not yet quantised.
-
-    Args:
-        names: tensors that have no place in a model, or of a layer that no format has.
-    """
+    names: of tensors that have no place in a model, or of a layer that no format has."""
     names, sparsity = list(names), (config or {}).get("sparsity_config")
     sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):

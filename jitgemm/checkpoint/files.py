@@ -239,9 +239,19 @@ class Checkpoint:
         return self._open(found).metadata() or {} if isinstance(found, Path) else self._said
 
     def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = _safe_open(path)
-        return self._files[path]
+        """safetensors' reader of a file, which is opened once."""
+        if path in self._files:
+            return self._files[path]
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("a checkpoint's files need the package safetensors: pip install safetensors") from None
+        if not path.is_file():
+            raise FileNotFoundError(f"source: expected the file {path}, found none")
+        try:
+            return self._files.setdefault(path, safe_open(path, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
 
     def _list(self, source: Path) -> Mapping[str, Path]:
         """The file of every tensor."""
@@ -358,19 +368,6 @@ def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoin
     if config is not None:
         raise ValueError("config: expected None with an open Checkpoint, which has its own")
     return source
-
-
-def _safe_open(path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("a checkpoint's files need the package safetensors: pip install safetensors") from None
-    if not path.is_file():
-        raise FileNotFoundError(f"source: expected the file {path}, found none")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
 
 
 def _read_index(path: Path) -> Mapping[str, Path]:

@@ -197,7 +197,11 @@ class Format:
             return Sizes(n, k, scheme.block[1])
         name = (grouped or [name for name in layout if "scale" in name])[0]
         what = "columns" if layout[name].axis("G") else "groups"
-        return Sizes(n, k, group_size_of(k, size.get("G", 1), scheme.group_size, name, what))
+        columns = group_size_of(k, size.get("G", 1), scheme.group_size, name, what)
+        for name, each in layout.items():
+            if scheme.ordered and columns != k and isinstance(each.optional, str) and name not in headers:
+                raise ValueError(f"{name}: expected {each.optional}, found none")
+        return Sizes(n, k, columns)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         """The layer, or a rank's part of it, without its bias, from its tensors by suffix, on the device asked for.
@@ -238,6 +242,14 @@ def flag(config: Config, name: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name}: expected true or false, got {value!r}")
     return value
+
+
+def block_of(name: str, given: Any) -> tuple[int, int]:
+    """Rows and columns of a block. Raises ValueError for a setting that is not two positive integers, or "128x128"."""
+    block = [int(each) for each in given.split("x")] if isinstance(given, str) else given
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
+        raise ValueError(f"{name}: expected two positive integers, got {given!r}")
+    return block[0], block[1]
 
 
 def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "groups") -> int:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import INPUT_SCALES, Config, Format, Headers, Scheme, inputs_of, setting
+from jitgemm.checkpoint.format import INPUT_SCALES, Config, Format, Headers, Scheme, block_of, inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, K, N, TensorLayout, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
@@ -121,11 +121,9 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
     if weight.dtype not in CODE_TYPES.values() or weight.dim() != 2:
         raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
     (n, k), shape, blocked = weight.shape, tuple(headers[name].shape), name in _BLOCKED
-    code, single, block = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1, _BLOCK
-    if blocked:
-        block = setting(config, "weight_block_size", default=_BLOCK)
-        if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
-            raise ValueError(f"weight_block_size: expected two positive integers, got {block!r}")
+    code, single = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1
+    given = setting(config, "weight_block_size", default=_BLOCK)
+    block = block_of("weight_block_size", given) if blocked else _BLOCK
     per_tensor = config.get("weight_block_size", block) is None
     rows, columns = N / block[0], K / block[1]
     grid = ceil_div(n, block[0]), ceil_div(k, block[1])

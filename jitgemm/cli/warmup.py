@@ -25,7 +25,6 @@ from jitgemm.activations.kernel import VARIANTS as QUANTIZER_VARIANTS
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.cli import common
-from jitgemm.cli.cache import kind_of
 from jitgemm.cli.common import layer_option
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.errors import JitGemmError
@@ -81,6 +80,7 @@ class Job:
 
     source: KernelSource
     key: str
+    kind: str
     status: str = "missing"
     layers: list[str] = field(default_factory=list)
     entry: Entry | None = None
@@ -92,20 +92,12 @@ class Job:
             self.entry, self.status = entry, how if entry.path else "unstored"
 
     def to_dict(self) -> dict[str, Any]:
-        built = self.entry.metadata if self.entry else {}
-        return {
-            "label": self.source.label,
-            "kind": kind_of(self.source.label),
-            "key": self.key,
-            "status": self.status,
-            "layers": self.layers,
-            "registers": built.get("registers"),
-            "spill_bytes": built.get("spill_bytes"),
-            "serialised": built.get("serialised", "") if built else None,
-            "seconds": built.get("seconds") if self.status in ("compiled", "unstored") else None,
-            "path": str(self.entry.path) if self.entry and self.entry.path else None,
-            "error": self.error,
-        }
+        facts = {"label": self.source.label, "kind": self.kind, "key": self.key, "status": self.status}
+        built = {"serialised": ""} | self.entry.metadata if self.entry else {}
+        facts |= {name: built.get(name) for name in ("registers", "spill_bytes", "serialised")}
+        facts["seconds"] = built.get("seconds") if self.status in ("compiled", "unstored") else None
+        facts["path"] = str(self.entry.path) if self.entry and self.entry.path else None
+        return facts | {"layers": self.layers, "error": self.error}
 
 
 _SHAPES, _FLOATS = "Layers by shape", "Layers by shape, or a --model in 16 bits"
@@ -208,7 +200,8 @@ def warmup(
         for order, result, lhs_group in product(orders, outs or ["bf16"], sorted(groups)):
             format = common.weight_format(order, kind, group, zero_point, scale_type, offset, k, width)
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
-            specs += kernels_for(n, k, kind, format, target, max_m, out=result, **more)
+            gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)
+            specs += [replace(spec, debug=settings.debug()) for spec in gemms]
         found += [(spec, f"shape {n}x{k}") for spec in specs]
     if model:
         from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
@@ -226,9 +219,7 @@ def warmup(
                 needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
                 found += [(spec, layer) for spec, _, layer in needed]
 
-    plan = enumerate_jobs(found)
-    for job in plan:
-        job.record(process_cache.lookup(job.key), "cached")
+    plan = look_up(found)
     missing = [job for job in plan if job.status != "cached"]
     started = time.perf_counter()
     if missing and not (dry_run or check):
@@ -249,18 +240,17 @@ def warmup(
         raise typer.Exit(common.FOUND)
 
 
-def enumerate_jobs(found: Iterable[tuple[Any, str]]) -> list[Job]:
-    """Every kernel once, in the order first needed, with the layers that need it."""
+def look_up(found: Iterable[tuple[Any, str]]) -> list[Job]:
+    """Every kernel once, in the order first needed, with the layers that need it and what the cache has of it."""
     jobs: dict[Any, Job] = {}
-    nvrtc, debug = nvrtc_info(), settings.debug()
-    for kernel, layer in found:
-        if debug and kernel.kind == "gemm":
-            kernel = replace(kernel, debug=True)
-        if kernel not in jobs:
-            source = source_of(kernel)
-            jobs[kernel] = Job(source, source.key(nvrtc))
-        if layer not in jobs[kernel].layers:
-            jobs[kernel].layers.append(layer)
+    for spec, layer in found:
+        job = jobs.get(spec)
+        if job is None:
+            source = source_of(spec)
+            job = jobs[spec] = Job(source, source.key(nvrtc_info()), spec.kind)
+            job.record(process_cache.lookup(job.key), "cached")
+        if layer not in job.layers:
+            job.layers.append(layer)
     return list(jobs.values())
 
 
@@ -285,21 +275,18 @@ def _compile(jobs: list[Job], threads: int) -> None:
 def _report(jobs: list[Job], device: DeviceSpec, max_m: int, seconds: float, as_json: bool) -> None:
     statuses = ("cached", "compiled", "unstored", "missing", "failed")
     counts = {status: sum(job.status == status for job in jobs) for status in statuses}
-    kernels, layers = (
-        [job.to_dict() for job in jobs],
-        list(dict.fromkeys(layer for job in jobs for layer in job.layers)),
-    )
+    kernels = [job.to_dict() for job in jobs]
+    layers = list(dict.fromkeys(layer for job in jobs for layer in job.layers))
     if as_json:
         facts = {"device": device.name, "max_m": max_m, "seconds": round(seconds, 3), "summary": counts}
         common.print_json(facts | {"layers": layers, "kernels": kernels})
         return
     rows = []
     for each in kernels:
+        start = each["label"], each["status"], each["registers"]
         spills = common.show_spills(each["spill_bytes"], each["serialised"])
         took = None if each["seconds"] is None else f"{each['seconds']:.2f} s"
-        rows.append(
-            (each["label"], each["status"], each["registers"], spills, took, each["key"][:12], len(each["layers"]))
-        )
+        rows.append((*start, spills, took, each["key"][:12], len(each["layers"])))
     columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
     drop = ("layers", "compiled in", "registers")
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))

@@ -23,8 +23,8 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.errors import CompileError
 
-# Where NVIDIA's wheels put the library and what they are called. CUDA 13's wins even under cuda-bindings 12, as the
-# bindings themselves look.
+# Where NVIDIA's wheels put the library and what they are called. In one folder CUDA 13's wins even under cuda-bindings
+# 12, as the bindings themselves look.
 _WHEELS = {
     "nvidia/cu13/lib/libnvrtc.so.13": "nvidia_cuda_nvrtc",
     "nvidia/cuda_nvrtc/lib/libnvrtc.so.12": "nvidia_cuda_nvrtc_cu12",
@@ -237,8 +237,8 @@ def _mapped_library() -> str | None:
 
 def _wheel_library() -> str | None:
     """The library of the first wheel where Python imports from."""
-    folders = [os.path.abspath(folder) for folder in sys.path if folder]
-    paths = (os.path.join(folder, relative) for relative in _WHEELS for folder in folders)
+    folders = (os.path.abspath(folder) for folder in sys.path if folder)
+    paths = (os.path.join(folder, relative) for folder in folders for relative in _WHEELS)
     return next(filter(os.path.exists, paths), None)
 
 

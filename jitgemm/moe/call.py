@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,10 @@ from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
-from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import AnyWeight, Weight
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""

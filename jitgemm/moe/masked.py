@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
-from jitgemm.weight.packed import Weight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import Weight
 
 
 def fused_experts_masked(

@@ -24,7 +24,7 @@ def check(result: tuple, what: str) -> object:
     """The value of a driver call's result tuple, or DriverError with the code's name and the driver's own words."""
     code = result[0]
     if code != _SUCCESS:
-        name = code.name if hasattr(code, "name") else str(code)
+        name = getattr(code, "name", str(code))
         error, text = cu.cuGetErrorString(code)
         words = f": {text.decode()}" if error == _SUCCESS and text else ""
         raise DriverError(f"{what} failed with {name}{words}", code=name)
@@ -81,17 +81,15 @@ class LoadedKernel:
 
 
 def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
-    """Refuses cubins of an NVRTC whose major version the driver cannot load.
+    """Raises UnsupportedDeviceError for an NVRTC of a major version whose cubins the driver cannot load.
 
     Within a major version CUDA's minor-version compatibility applies to cubins.
     """
     have = driver_version()
     if nvrtc[0] > have[0]:
-        raise UnsupportedDeviceError(
-            f"NVRTC {nvrtc[0]}.{nvrtc[1]} builds kernels that this driver (CUDA {have[0]}.{have[1]}) cannot load. "
-            f"Update the driver, or install jitgemm with the extra for CUDA {have[0]}: "
-            f"pip install 'jitgemm[cu{have[0]}]'"
-        )
+        what = "NVRTC {}.{} builds kernels that this driver (CUDA {}.{}) cannot load".format(*nvrtc, *have)
+        instead = f"install jitgemm with the extra for CUDA {have[0]}: pip install 'jitgemm[cu{have[0]}]'"
+        raise UnsupportedDeviceError(f"{what}. Update the driver, or {instead}")
 
 
 def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int) -> LoadedKernel:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from jitgemm.runtime.checks import Pointer, address_of, check_addresses
-from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.runtime.torch_private import current_device, current_stream
 
@@ -88,19 +86,7 @@ def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[
     """Checks a call of several launches, unless this thread has checked one of this key and these layouts."""
     if this_thread.cache.find_plan(key, layouts) is None:
         check()
-        this_thread.cache.add_plan(key, layouts, check_once)  # of such a call there is nothing else to remember
-
-
-def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operands) -> None:
-    """`check_addresses` for a call of several launches, before the first of them.
-
-    The same call on tensors of the same layouts at the same addresses costs a look-up. Tensors that a tracer follows
-    have no addresses.
-    """
-    if torch.compiler.is_compiling() or needs_dispatcher(tensors[0], tensors[0]):
-        return
-    layouts = [tensor for tensor in tensors if tensor is not None]
-    check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))
+        this_thread.cache.add_plan(key, layouts, True)
 
 
 class ArgumentBlock:

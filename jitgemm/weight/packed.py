@@ -397,14 +397,6 @@ def kind_of(format: WeightFormat) -> type[Weight]:
     return _KINDS[format.bits]
 
 
-def as_weight(weight: AnyWeight) -> Weight:
-    """A weight as it is; checked, of the tensors that an op was given."""
-    if isinstance(weight, Weight):
-        return weight
-    blocks, channel_scale, row_sum, n, k, format = weight
-    return kind_of(format)(blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
-
-
 def _of_tensors(name: str) -> property:
     """An attribute of tensors that models use and a packed weight does not have; `__getattr__` would slow down all."""
 

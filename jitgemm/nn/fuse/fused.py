@@ -16,16 +16,15 @@ import torch
 from jitgemm.activations.scheme import NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, input_rows, is_dtensor, on_parts, result_type
+from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
 
-ADVICE = "call jitgemm.nn.unfuse_(model) first"
 
-
-class ProjectionView(PackedLinear):
+class ProjectionView(Fused, PackedLinear):
     """A Linear whose GEMM a `MergedLinear` runs: forward takes what that gave, and returns this Linear's columns of it.
 
     Attributes:
@@ -47,7 +46,7 @@ class ProjectionView(PackedLinear):
         if x.shape[-1:] != (self.width,):
             raise ValueError(
                 f"x: expected shape [..., {self.width}], what the fused module in front computes, got {list(x.shape)}; "
-                f"to call the Linear by itself, {ADVICE}"
+                f"to call the Linear by itself, {UNFUSE}"
             )
         return x[..., self.start : self.start + self.out_features]
 
@@ -73,7 +72,7 @@ class ProjectionView(PackedLinear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         error_msgs = rest[-1]
         if local_metadata.get("assign_to_params_buffers", False):
-            error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {ADVICE}")
+            error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {UNFUSE}")
             return
         described = {prefix + "blocks", prefix + "meta"} <= state_dict.keys()
         if described and self._what_is_wrong(state_dict, prefix) is None:
@@ -81,19 +80,19 @@ class ProjectionView(PackedLinear):
             found = weight.format
             if found.complete and not merged.complete:
                 error_msgs.append(
-                    f"{prefix}meta: expected codes in the order {merged.order!r}, got {found.order!r}; {ADVICE}"
+                    f"{prefix}meta: expected codes in the order {merged.order!r}, got {found.order!r}; {UNFUSE}"
                 )
                 return
             if merged.strip_scales and not found.strip_scales:
                 expected = "expected one scale for every 64 rows, as the merged weight has"
-                error_msgs.append(f"{prefix}meta: {expected}, got several; {ADVICE}")
+                error_msgs.append(f"{prefix}meta: {expected}, got several; {UNFUSE}")
                 return
             self.order = found.order
             state_dict = {**state_dict, **_in_order(weight, merged.order).state_dict(prefix)}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-class MergedLinear(PackedLinear):
+class MergedLinear(Fused, PackedLinear):
     """Linears that read one input as one GEMM. Its tensors are theirs, and in a state dict theirs alone.
 
     Attributes:
@@ -174,7 +173,7 @@ class FusedProjections(torch.nn.Module):
         return out.view(*x.shape[:-1], self.width)
 
 
-class FusedNorm(torch.nn.Module):
+class FusedNorm(Fused, torch.nn.Module):
     """RMSNorm, quantiser and the projections that read the norm: x -> their outputs, side by side.
 
     `weight` is the norm's own parameter, under its own name. `gain` is what the norm multiplies by where that is
@@ -226,7 +225,7 @@ class FusedNorm(torch.nn.Module):
         return f"{self.joint.in_features} -> {self.joint.width}, eps={self.eps}"
 
 
-class FusedMLP(torch.nn.Module):
+class FusedMLP(Fused, torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
@@ -261,7 +260,7 @@ class FusedMLP(torch.nn.Module):
         y = x if joint is None else joint.forward(x)
         if y.shape[-1:] != (width,):
             expected = f"x: expected shape [..., {width}], what the fused norm in front computes"
-            raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {ADVICE}")
+            raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {UNFUSE}")
         rows = input_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
         down.multiply(down.quantise(rows, **self.front.keywords), out)

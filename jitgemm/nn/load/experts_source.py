@@ -221,7 +221,6 @@ def _one_by_one(
         odd = listed[quantised.index(not quantised[0])]
         kinds = ("quantised", "floats") if quantised[0] else ("floats", "quantised")
         raise ValueError(f"{odd}: expected {kinds[0]}, as {listed[0]} is, got {kinds[1]}")
-    find = find if quantised[0] else partial(_in_floats, checkpoint, form)
     projections: list[Projection] = []
     for part, (n, k) in zip(names, form.sizes):
         # By name first, so that errors name the first expert's layer of each.
@@ -247,26 +246,19 @@ def _all_in_one(
 
 
 def _layer(
-    checkpoint: Checkpoint,
-    form: Form,
-    activation: str | None,
-    format: str | None,
-    prefix: str,
-    n: int,
-    k: int,
+    checkpoint: Checkpoint, form: Form, activation: str | None, format: str | None, prefix: str, n: int, k: int,
     expert: int | None = None,
-) -> LayerSource:
-    """A layer of experts, without a static scale, and without a bias of zeros where the module's experts have none."""
-    layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
-    return layer if form.bias else layer.without_bias()
-
-
-def _in_floats(checkpoint: Checkpoint, form: Form, prefix: str, n: int, k: int) -> LayerSource:
-    """The same of an expert that the file has in floats."""
-    names = checkpoint.layer(prefix)
-    if (got := checkpoint.info(names["weight"]).shape) != (n, k):
-        raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
-    layer = LayerSource(checkpoint, prefix, {name: names[name] for name in ("weight", "bias") if name in names}, n, k)
+) -> LayerSource:  # fmt: skip
+    """A layer of experts, quantised or in floats, without a static scale, and without a bias of zeros where the module's
+    experts have none."""
+    if is_quantised(checkpoint, prefix):
+        layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
+    else:
+        names = checkpoint.layer(prefix)
+        if (got := checkpoint.info(names["weight"]).shape) != (n, k):
+            raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
+        names = {name: names[name] for name in ("weight", "bias") if name in names}
+        layer = LayerSource(checkpoint, prefix, names, n, k)
     return layer if form.bias else layer.without_bias()
 
 

@@ -21,7 +21,7 @@ from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
 from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
-from jitgemm.nn.quantize.quantize import choose, quantised
+from jitgemm.nn.quantize.quantize import choose
 from jitgemm.nn.quantize.replaceable import Replaceable
 
 ROWS = 128
@@ -186,7 +186,7 @@ class LayersOfFloats:
 
     def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None) -> Look:
         fast = {"clip_steps": 0} if self.bits == 4 else {}
-        few = quantised(torch.nn.Linear(k, 8, bias=False), None, self.bits, **fast, **self.options)
+        few = LINEARS[self.bits].from_linear(torch.nn.Linear(k, 8, bias=False), **fast, **self.options)
         weight, lhs = few.weight, few.lhs_dtype
         if cut is not None and cut.dim == "k":
             weight = part_of_weight(weight, *cut, lhs)
