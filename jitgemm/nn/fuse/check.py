@@ -45,20 +45,20 @@ def calls_of(owner: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> d
 
     As the owner calls it in a forward that takes `inputs_embeds`, else with one tensor.
     """
-    recorders = {number: _StandIn(block, _hidden_states) for number, block in blocks.items()}
+    recorders = {name: _StandIn(block, _hidden_states) for name, block in blocks.items()}
     with suppress(Exception):  # somebody else's code, and often no such argument
         embedded = _tokens(next(iter(blocks.values())))
         _copied(owner, [*_stubs(owner).values(), *recorders.values()])(inputs_embeds=embedded, use_cache=False)
     found: dict[str, Call | str] = {}
-    for number, block in blocks.items():
-        calls = recorders[number].calls
+    for name, block in blocks.items():
+        calls = recorders[name].calls
         inputs, named = calls[-1][0] if calls else Call((None,), {})
         try:
             x = _tokens(block)
             call = ((x, *inputs[1:]), named) if inputs else ((), named | {"hidden_states": x})
-            found[number] = Call(*_moved(call, x.device))
+            found[name] = Call(*_moved(call, x.device))
         except Unclear as reason:
-            found[number] = f"a block with {reason}"
+            found[name] = f"a block with {reason}"
     return found
 
 
