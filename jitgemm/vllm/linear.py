@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.vllm.matrix import CHILD, Matrix, Packing
@@ -53,7 +53,7 @@ class JitGemmLinearMethod(Packing, LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         module = getattr(layer, CHILD)
-        rows = as_rows(x, module.in_features)
+        rows = input_rows(x, module.in_features)
         out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
         if bias is not None and bias.dtype == torch.float16:
             bias = bias.float()
