@@ -95,9 +95,7 @@ def build_all(legal: dict[KernelSpec, bool], threads: int) -> Iterator[Built]:
             yield Built(spec.label, legal[spec], needed, available, spills, serialised)
 
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+app = common.command_line()
 
 
 @app.command()
