@@ -18,39 +18,15 @@ from jitgemm.errors import CacheMissError, CompileError, DriverError, JitGemmErr
 __version__ = "0.1.0"
 
 __all__ = [
-    "CacheMissError",
-    "CompileError",
-    "DriverError",
-    "JitGemmError",
-    "UnsupportedDeviceError",
-    "W4Weight",
-    "W8Weight",
-    "fused_experts",
-    "fused_experts_masked",
-    "fused_experts_reference",
-    "fused_experts_workspace_bytes",
-    "gemm_w4a8_bf16_nt",
-    "gemm_w4a8_int8_nt",
-    "gemm_w4a8_nt",
-    "gemm_w4a8_reference",
-    "gemm_w8a8_bf16_nt",
-    "gemm_w8a8_nt",
-    "load",
-    "m_grouped_gemm_w4a8_bf16_nt_contiguous",
-    "m_grouped_gemm_w4a8_bf16_nt_masked",
-    "m_grouped_gemm_w4a8_nt_contiguous",
-    "m_grouped_gemm_w4a8_nt_masked",
-    "m_grouped_gemm_w4a8_reference",
-    "m_grouped_gemm_w8a8_bf16_nt_contiguous",
-    "m_grouped_gemm_w8a8_bf16_nt_masked",
-    "m_grouped_gemm_w8a8_nt_contiguous",
-    "m_grouped_gemm_w8a8_nt_masked",
-    "pack_w4",
-    "pack_w8",
-    "quantize_activations",
-    "quantize_w4",
-    "quantize_w8",
-]
+    "CacheMissError", "CompileError", "DriverError", "JitGemmError", "UnsupportedDeviceError", "W4Weight",
+    "W8Weight", "fused_experts", "fused_experts_masked", "fused_experts_reference", "fused_experts_workspace_bytes",
+    "gemm_w4a8_bf16_nt", "gemm_w4a8_int8_nt", "gemm_w4a8_nt", "gemm_w4a8_reference", "gemm_w8a8_bf16_nt",
+    "gemm_w8a8_nt", "load", "m_grouped_gemm_w4a8_bf16_nt_contiguous", "m_grouped_gemm_w4a8_bf16_nt_masked",
+    "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",
+    "m_grouped_gemm_w8a8_bf16_nt_contiguous", "m_grouped_gemm_w8a8_bf16_nt_masked",
+    "m_grouped_gemm_w8a8_nt_contiguous", "m_grouped_gemm_w8a8_nt_masked", "pack_w4", "pack_w8",
+    "quantize_activations", "quantize_w4", "quantize_w8",
+]  # fmt: skip
 
 _PACKAGES = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
 """Loaded on first use, and `load` with the first of them: they take longer than all else here."""
@@ -68,26 +44,16 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.activations.call import quantize_activations
+    from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt, gemm_w8a8_bf16_nt, gemm_w8a8_nt
+    from jitgemm.gemm.call import m_grouped_gemm_w4a8_bf16_nt_contiguous, m_grouped_gemm_w4a8_bf16_nt_masked
+    from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous, m_grouped_gemm_w4a8_nt_masked
+    from jitgemm.gemm.call import m_grouped_gemm_w8a8_bf16_nt_contiguous, m_grouped_gemm_w8a8_bf16_nt_masked
+    from jitgemm.gemm.call import m_grouped_gemm_w8a8_nt_contiguous, m_grouped_gemm_w8a8_nt_masked
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
-    from jitgemm.gemm.names import (
-        gemm_w4a8_bf16_nt,
-        gemm_w4a8_nt,
-        gemm_w8a8_bf16_nt,
-        gemm_w8a8_nt,
-        m_grouped_gemm_w4a8_bf16_nt_contiguous,
-        m_grouped_gemm_w4a8_bf16_nt_masked,
-        m_grouped_gemm_w4a8_nt_contiguous,
-        m_grouped_gemm_w4a8_nt_masked,
-        m_grouped_gemm_w8a8_bf16_nt_contiguous,
-        m_grouped_gemm_w8a8_bf16_nt_masked,
-        m_grouped_gemm_w8a8_nt_contiguous,
-        m_grouped_gemm_w8a8_nt_masked,
-    )
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
     from jitgemm.moe.masked import fused_experts_masked
-    from jitgemm.weight.pack import pack_w4
-    from jitgemm.weight.pack8 import pack_w8
+    from jitgemm.weight.pack import pack_w4, pack_w8
     from jitgemm.weight.packed import W4Weight, W8Weight
     from jitgemm.weight.quantize import quantize_w4, quantize_w8
 

@@ -30,7 +30,7 @@ from jitgemm.gemm.problem import ANY, experts_of, fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w8
 from jitgemm.weight.packed import Weight
 
 Pair = tuple[torch.Tensor, torch.Tensor]

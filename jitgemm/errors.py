@@ -8,7 +8,7 @@ class JitGemmError(RuntimeError):
 
 
 class CompileError(JitGemmError):
-    """NVRTC is missing or refused a kernel.
+    """NVRTC is missing, or did not compile a kernel.
 
     Attributes:
         log: NVRTC's program log, ptxas output included.

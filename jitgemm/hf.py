@@ -164,7 +164,7 @@ class JitGemmConfig(QuantizationConfigMixin):
     @property
     def quantising(self) -> dict[str, Any]:
         """Options of `quantised`."""
-        options = {"bits": self.bits, "activation": self.activation or "e4m3"}
+        options = {"bits": self.bits, "activation": self.activation or "e4m3", "lm_head": self.lm_head}
         four = {"group_size": self.group_size, "symmetric": self.symmetric}
         return options if self.bits == 8 else options | four | {"scale_dtype": getattr(torch, self.scale_dtype)}
 
@@ -182,7 +182,7 @@ class JitGemmQuantizer(HfQuantizer):
     modules_to_not_convert: tuple[str, ...] = ()  # transformers 4 looks for it
     is_trainable = False
     is_compileable = True
-    report: Report | None = None
+    report: Report
     _divided = False
 
     def is_serializable(self, **_: Any) -> bool:
@@ -212,20 +212,13 @@ class JitGemmQuantizer(HfQuantizer):
         with _usual_defaults():
             # What no file holds is transformers' to compute.
             computed = {name for name, _ in model.named_buffers()} - set(model.state_dict()) | never_saved(model)
-            plan = plan_for(
-                model,
-                checkpoint,
-                (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None,
-                said.activation if self.pre_quantized else None,
-                said.format,
-                [*said.allow_missing, *computed],
-                said.strict,
-            )
-            self._kept = {name: why for name, why in plan.kept.items() if name not in computed}
-            self._skipped = dict(plan.skipped)
+            filter = (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None
+            activation, may_miss = said.activation if self.pre_quantized else None, [*said.allow_missing, *computed]
+            plan = plan_for(model, checkpoint, filter, activation, said.format, may_miss, said.strict)
+            kept = {name: why for name, why in plan.kept.items() if name not in computed}
+            self.report = Report((), plan.skipped, plan.ignored, kept)  # names are not known yet
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
-            self._head = plan.replaceable.head if said.lm_head is not None else None
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
         self._untied = any(plan.replaceable.shared(name) for name in (*plan.layers, *self._chosen))
@@ -245,14 +238,14 @@ class JitGemmQuantizer(HfQuantizer):
         """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out."""
         chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.lm_head)
         for name in [name for name in chosen if name not in plan.layers]:
-            tensors = _tensors(plan.model.get_submodule(name))
-            found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors.items()}
+            tensors = plan.model.get_submodule(name).named_parameters(recurse=False)
+            found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors}
             if self.quantization_config.leaves(name):
                 skipped[name] = "left out by modules_to_not_convert"
             elif None in found.values():
                 skipped[name] = "not in the checkpoint"
             self._origins[name] = {child: origin for child, origin in found.items() if origin is not None}
-        self._skipped |= skipped | plan.replaceable.others()
+        self.report.skipped |= skipped | plan.replaceable.others()
         return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
 
     def _size(self, name: str) -> int:
@@ -261,9 +254,10 @@ class JitGemmQuantizer(HfQuantizer):
         if layer is not None:
             infos = [plan.checkpoint.info(name) for name in layer.files]
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
-        tensors = _tensors(plan.model.get_submodule(name)).values()
+        tensors = list(plan.model.get_submodule(name).parameters(recurse=False))
         if name in self._chosen:
-            eighths = 9 if self.quantization_config.bits == 8 or name == self._head else 5
+            said = self.quantization_config
+            eighths = 9 if said.bits == 8 or (said.lm_head is not None and name == plan.replaceable.head) else 5
             return sum(tensor.numel() * eighths // 8 for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -284,13 +278,10 @@ class JitGemmQuantizer(HfQuantizer):
                 return make_layer(plan, name, module, device, division)
             for place in layers[name]:
                 del self._held[place]  # with which the module goes
-            for child, tensor in _tensors(module).items():
+            for child, tensor in list(module.named_parameters(recurse=False)):
                 value = read_tensor(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
-            form, options = replaceable.forms.get(name), self.quantization_config.quantising
-            if name == self._head:
-                form, options = None, {"bits": 8, "activation": self.quantization_config.lm_head}
-            layer = quantised(module, form, **options)
+            layer = quantised(replaceable, name, module, **self.quantization_config.quantising)
             if division is not None:
                 division.divide(name, layer)
             return layer
@@ -323,11 +314,10 @@ class JitGemmQuantizer(HfQuantizer):
             said = copy.copy(self.quantization_config)
             said._loaded = True
             model.config.quantization_config = said
-        names = [name for name in replaceable.places if name in layers]
-        self.report = Report(names, self._skipped, plan.ignored, self._kept)
+        self.report += [name for name in replaceable.places if name in layers]
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
-        del self._plan, self._held, self._chosen, self._origins, self._kept, self._skipped
+        del self._plan, self._held, self._chosen, self._origins
 
 
 def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan) -> None:
@@ -394,10 +384,6 @@ def _named(plan: Plan, places: Iterable[str], child: str, tensor: torch.Tensor) 
     """The name under which the checkpoint has a tensor of a module that stands at these places, or one tied to it."""
     tied = [name for name, other in plan.model.named_parameters(remove_duplicate=False) if other is tensor]
     return next((name for name in [*(f"{place}.{child}" for place in places), *tied] if name in plan.tensors), None)
-
-
-def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
 
 
 def _owner(name: str) -> str:

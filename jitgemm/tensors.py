@@ -64,14 +64,14 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors whose memory does not hold their values one by one."""
+    """Raises TypeError for tensors whose memory does not hold their values one by one."""
     if tensor.layout != torch.strided or (not torch.compiler.is_compiling() and tensor.is_neg()):
         kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
 
 
 def check_values(name: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors whose values cannot be read one by one."""
+    """`check_plain`; ValueError for tensors without values."""
     check_plain(name, tensor)
     if tensor.is_meta:
         raise ValueError(f"{name}: expected a tensor with values, got one on the meta device")
@@ -86,8 +86,8 @@ def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
 
 
 def check_no_grad(name: str, tensor: torch.Tensor | None) -> None:
-    """Refuses tensors that a gradient is expected for. Whoever remembers that a call was checked has to remember
-    whether gradients were on, too."""
+    """Raises ValueError for tensors that a gradient is expected for. Whoever remembers that a call was checked has to
+    remember whether gradients were on, too."""
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: expected a tensor that does not require grad, since jitgemm computes no gradients, got one that "

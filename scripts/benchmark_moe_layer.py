@@ -113,9 +113,9 @@ def calls_of(
 
         calls["layer"].append(layer)
         calls["route"].append(lambda ids=ids: route(ids, experts, expert_map=expert_map))
-        calls["quantise"].append(lambda inputs=first, lhs=lhs1: quantize(inputs, lhs))
+        calls["quantise"].append(lambda call=replace(first, out=lhs1): quantize(call))
         calls["gemm1"].append(gemm1)
-        calls["act"].append(lambda inputs=second, lhs=lhs2: quantize(inputs, lhs))
+        calls["act"].append(lambda call=replace(second, out=lhs2): quantize(call))
         calls["gemm2"].append(gemm2)
         calls["combine"].append(
             lambda rows=rows, inverse=routing.inverse, w=topk_weights, out=out: combine(rows, inverse, w, out)

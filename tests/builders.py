@@ -14,8 +14,7 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, ceil_div
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight
 
 PER_CHANNEL = 0

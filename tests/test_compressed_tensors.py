@@ -15,7 +15,7 @@ from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 import jitgemm.checkpoint.compressed_tensors as module
-from jitgemm.checkpoint.compressed_tensors_config import for_layer
+from jitgemm.checkpoint.compressed_tensors import for_layer
 import jitgemm.nn
 from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
 from jitgemm.nn import PackedLinear, load_

@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
-from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fuse import fuse
 from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, MergedLinear, ProjectionView

@@ -640,12 +640,12 @@ def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):
     floats(tmp_path, "llama")
     alive = []
 
-    def counted(module, form, **options):
+    def counted(*arguments, **options):
         state = [x for x in model_of[0].modules() if isinstance(x, torch.nn.Linear)]
         alive.append(sum(not x.weight.is_meta for x in state))
         held = [x.module[0] for x in model_of[0].modules() if isinstance(x, hf.Placeholder)]
         alive.append(sum(not x.weight.is_meta for x in held))
-        return original(module, form, **options)
+        return original(*arguments, **options)
 
     model_of, original = [], hf.quantised
     before = hf.JitGemmQuantizer._process_model_after_weight_loading

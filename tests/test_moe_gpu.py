@@ -16,7 +16,7 @@ from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.names import m_grouped_gemm_w4a8_nt_contiguous
+from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous
 from jitgemm.moe.arguments import Routing
 from jitgemm.moe.route import combine, combine_reference, route, route_and_quantize, route_reference
 from jitgemm.tensors import take_rows

@@ -25,8 +25,7 @@ from jitgemm.nn.fuse.fused import FusedProjections
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 

@@ -666,6 +666,27 @@ def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, sta
     assert same_weights(theirs, dense)
 
 
+def test_biases_under_the_modules_names_are_those_of_stacked_weights():
+    model, dense = build("gpt-oss"), build("gpt-oss")
+    tensors = {name: x.clone() for name, x in model.state_dict().items()}
+    for name, module in experts_of(dense).items():
+        for parameter in ("gate_up_proj", "down_proj"):
+            w = getattr(module, parameter).detach().transpose(1, 2)
+            q, scale, exact = fp8(w, *w.shape[1:])
+            getattr(module, parameter).data = exact.transpose(1, 2)
+            tensors |= {f"{name}.{parameter}": q, f"{name}.{parameter}_scale_inv": scale}
+    names, said = list(experts_of(model)), {"quant_method": "fp8", "weight_block_size": None}
+    assert load_(model, tensors, config=said) == names
+    for name in names:
+        ours, theirs = model.get_submodule(name), dense.get_submodule(name)
+        assert torch.equal(ours.w13.weight.dequantize().transpose(1, 2), theirs.gate_up_proj)
+        assert torch.equal(ours.w13.bias, theirs.gate_up_proj_bias) and torch.equal(ours.w2.bias, theirs.down_proj_bias)
+    left = build("gpt-oss", seed=1)
+    with pytest.warns(UserWarning, match="converted no layer"):
+        load_(left, tensors, config=said, filter=lambda *_: False)
+    assert same_state(left, dense)
+
+
 def test_experts_that_torchao_has_quantised_in_their_parameter(tmp_path):
     """As its FqnToConfig does: subclasses of [E, n, k]."""
     quantization = pytest.importorskip("torchao.quantization")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jitgemm.gemm import reference
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.names import gemm_w4a8_bf16_nt
+from jitgemm.gemm.call import gemm_w4a8_bf16_nt
 from jitgemm.gemm.reference import gemm_w4a8_reference, round_fp64
 
 

@@ -252,7 +252,7 @@ def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, mi
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
-@pytest.mark.parametrize("name", ["packed", "gptq", "fp8", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["packed", "packed-tensor", "gptq", "fp8", "fp8-blocks"])
 def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_path, name, mixture):
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

@@ -20,7 +20,6 @@ from moe_cases import Case
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
-from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.moe.route import combine, route
 
 K, N, E, M = 64, 96, 3, 4
@@ -117,6 +116,7 @@ PUBLIC |= {
         if name not in ("expected_m", "batch_invariant", "kernel")
     },
     "fused_experts": layer,
+    "fused_experts_masked": masked_layer,
     "fused_experts_reference": lambda: layer("batch_invariant", "out"),
     "fused_experts_workspace_bytes": lambda: {
         **layer("x", "topk_ids", "topk_weights", "expert_map", "addend", "out", "batch_invariant", "activation",
@@ -144,7 +144,6 @@ CALLS |= {
         jitgemm.quantize_activations,
         lambda: {"x": torch.ones(2, 2, K), "dtype": torch.int8, "rms_norm": torch.ones(K), "residual": torch.ones(2, 2, K)},
     ),
-    "fused_experts_masked": (fused_experts_masked, masked_layer),
     "gemm_w4a8_bound": (gemm_w4a8_bound, lambda: dense(out_dtype=FP32)),
     "route": (route, lambda: {"topk_ids": torch.zeros(M, 2, dtype=torch.int64), "experts": E, "expert_map": int32(0, 1, 2)}),
     "combine": (combine, combined),

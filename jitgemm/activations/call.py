@@ -55,22 +55,12 @@ def quantize_activations(
 
 
 def quantize_activations(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    scheme: str = "token",
-    affine: bool = False,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    gelu_mul: str | None = None,
-    rms_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    permutation: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
-) -> tuple[torch.Tensor, ...]:
+    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: bool = False,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False,
+    gelu_mul: str | None = None, rms_norm: torch.Tensor | None = None, eps: float = 1e-6,
+    permutation: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """8-bit activations for `gemm_w4a8_bf16_nt`, in one pass over x, on the current stream.
 
     ::
@@ -150,19 +140,23 @@ def quantize_activations(
         for name, value in (("scale", scale), ("zero", zero), ("rms_norm", rms_norm), ("permutation", permutation)):
             if value is not None:
                 check_tensor(name, value)
-        written, total = _call_op(
-            (rows, dtype, scheme == "tensor", affine, scale, zero, silu_mul, rms_norm, float(eps), permutation,
-             scheme == "block"), gelu_mul, residual, total, outputs,
-        )  # fmt: skip
+        static, block = scheme == "tensor", scheme == "block"
+        given = rows, dtype, static, affine, scale, zero, silu_mul, rms_norm, float(eps), permutation, block
+        if residual is None:
+            written = torch.ops.jitgemm.quantize_activations(*given, gelu_mul)
+        else:
+            *written, added = torch.ops.jitgemm.add_quantize_activations(*given, residual)
+            total = added if total is None else total.copy_(added)
+        for output, result in zip(outputs or (), written):
+            if output is not None:
+                output.copy_(result)
     else:
         if residual is not None and total is None:
             total = rows.new_empty(rows.shape)
         prologue = Prologue(rms_norm, eps, gate, residual, total, permutation)
         written = quantize(QuantizeCall(rows, activation, prologue, scale, zero, None, None, outputs))
-    results: tuple[torch.Tensor, ...] = written if affine else written[:2]  # type: ignore[assignment]
-    if out is not None:
-        results = tuple(out)
-    elif x.dim() != 2:  # results of rows, as x's shape has them
+    results: tuple[torch.Tensor, ...] = tuple(out) if out is not None else written if affine else written[:2]
+    if out is None and x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
         results = tuple(each.view((*lead, *each.shape[1:])) for each in results)
     if total is None:
@@ -257,24 +251,6 @@ def quantize(call: QuantizeCall) -> Outputs:
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _call_op(
-    arguments: tuple[Any, ...], gelu_mul: str | None, residual: torch.Tensor | None, total: torch.Tensor | None,
-    outputs: Outputs | None,
-) -> tuple[Outputs, torch.Tensor | None]:  # fmt: skip
-    """The outputs, and with residual the sum; arguments: of both ops."""
-    if residual is None:
-        results = torch.ops.jitgemm.quantize_activations(*arguments, gelu_mul)
-    else:
-        *results, added = torch.ops.jitgemm.add_quantize_activations(*arguments, residual)
-        total = added if total is None else total.copy_(added)
-    if outputs is None:
-        return tuple(results), total
-    for output, result in zip(outputs, results):
-        if output is not None:
-            output.copy_(result)
-    return outputs, total
 
 
 def _of_op(

@@ -53,20 +53,15 @@ class QuantizeSpec:
     Attributes:
         x: type of the values, "fp32", "bf16" or "fp16".
         q: type of the codes, "e4m3" or "s8".
-        affine: int8 with a zero point.
-        static: scale and zero point are given.
-        gate: values are act(gate) * up; the gate's kind, or "".
-        order: the gate's order.
+        affine, static, block: of the `Activation`.
+        gate, order: of the `Gate`; "" for none.
         limited: gates and ups are limited first.
-        rms_norm: values are normalised first.
-        permuted: columns are permuted.
+        rms_norm, permuted, residual: what there is of the `Prologue`.
         gathered: rows are gathered.
-        residual: values are sums, which are written, too; with rms_norm only.
         masked: of each of several parts, rows from a number on are left alone.
         vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
-        block: a scale for every `LHS_GROUP` codes.
         ctas: CTAs, a cluster, that share a row.
     """
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 
 from jitgemm.activations.arguments import POINTERS
-from jitgemm.activations.kernel import (
-    KERNEL_NAME,
-    MAX_PERMUTED_K,
-    QuantizeSpec,
-    block_dims,
-    quantize_source,
-    quantize_spec,
-    smem_bytes,
-    spec_for_rows,
-)
+from jitgemm.activations.kernel import KERNEL_NAME, MAX_PERMUTED_K, QuantizeSpec, block_dims, quantize_source
+from jitgemm.activations.kernel import quantize_spec, smem_bytes, spec_for_rows
 from jitgemm.activations.scheme import SILU_MUL, Activation, Prologue
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
@@ -31,13 +23,10 @@ ARGUMENTS = ArgumentBlock(
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
-
 KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
-    KERNEL_NAME,
-    quantize_source,
-    smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
+    KERNEL_NAME, quantize_source, smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
     call="quantize_activations once with these arguments",
-)
+)  # fmt: skip
 
 
 def prepare(activation: Activation, prologue: Prologue, masked: bool, operands: Operands) -> Launch:

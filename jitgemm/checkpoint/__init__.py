@@ -2,24 +2,23 @@
 
 ::
 
-    files                      the tensors of a checkpoint: names, headers, data, config
-    layouts                    how a format stores a tensor: types and dimensions
-    format                     what a format is: a scheme, its tensors, reading; settings of a quantization_config
-    formats                    the registry: names, quant_methods, detection
-    reader                     a layer's header and data, whole or a rank's part
-    canonical                  the layer before packing: cutting, joining, packing
-    bits                       codes out of words, kinds of zero point
-    autoround                  AutoRound's config in the words of GPTQ, AWQ and FP8
-    compressed_tensors_config  compressed-tensors' config: groups, presets, checks
-    compressed_tensors         integers of 4 and 8 bits, and FP8
-    gptq                       GPTQ v1 and v2
-    awq                        AWQ gemm and gemv
-    w4afp8                     SGLang's and TensorRT-LLM's int4 for e4m3 activations
-    w8a8                       FP8 and INT8, in blocks, per row or per tensor
-    torchao                    tinygemm and torchao's tensor subclasses
-    qserve                     QServe's two levels of scales
-    executorch                 ExecuTorch's operators
-    bitblas                    BitBLAS
+    files               the tensors of a checkpoint: names, headers, data, config
+    layouts             how a format stores a tensor: types and dimensions
+    format              what a format is: a scheme, its tensors, reading; settings of a quantization_config
+    formats             the registry: names, quant_methods, detection
+    reader              a layer's header and data, whole or a rank's part
+    canonical           the layer before packing: cutting, joining, packing
+    bits                codes out of words, kinds of zero point
+    autoround           AutoRound's config in the words of GPTQ, AWQ and FP8
+    compressed_tensors  integers of 4 and 8 bits, and FP8; its config: groups, presets, checks
+    gptq                GPTQ v1 and v2
+    awq                 AWQ gemm and gemv
+    w4afp8              SGLang's and TensorRT-LLM's int4 for e4m3 activations
+    w8a8                FP8 and INT8, in blocks, per row or per tensor
+    torchao             tinygemm and torchao's tensor subclasses
+    qserve              QServe's two levels of scales
+    executorch          ExecuTorch's operators
+    bitblas             BitBLAS
 """
 
 from __future__ import annotations

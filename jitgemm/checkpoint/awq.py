@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.bits import AWQ_ORDER, integer_zero, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.format import Config, Headers, Scheme, Sizes, check_setting, flag, group_size_of, setting
 from jitgemm.checkpoint.gptq import Gptq, overridden
-from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, G, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, G, K, N, TensorLayout, stored
 from jitgemm.kernel.formats import ceil_div
 
 _VERSIONS = ("gemm", "exllama", "exllamav2", "ipex", "gemv")
@@ -42,15 +42,12 @@ _W = Dim("W")
 class _Awq(Gptq):
     name, methods, cuts = "awq", ("awq",), True
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        method, version = setting(config, "quant_method"), _version(config)
-        if "qweight" not in names or version == "bitblas" or method not in (None, "awq"):
-            return False
-        return method == "awq" or fits(names, self.tensors(Scheme(self.name, form=version)))
+    def version(self, config: Config) -> str:
+        return str(setting(config, "version", "checkpoint_format", "format", default="gemm")).lower()
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config = overridden(config or {}, prefix)
-        version = _version(config)
+        version = self.version(config)
         if version not in _VERSIONS:
             raise ValueError(
                 f"version: expected gemm or gemv, got {version!r}, whose order of the codes is not read here"
@@ -97,10 +94,6 @@ class _Awq(Gptq):
                 f"{int(zero.min())}..{int(zero.max())}; a config with zero_point: true takes them as they are"
             )
         return integer_zero(q.contiguous(), scale.contiguous(), zero, sizes.group_size, name="qzeros")
-
-
-def _version(config: Config) -> str:
-    return str(setting(config, "version", "checkpoint_format", "format", default="gemm")).lower()
 
 
 FORMAT = _Awq()

@@ -35,16 +35,8 @@ WORD_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def unpack_nibbles(words: torch.Tensor, dim: int = -1, *, order: Sequence[int] | None = None) -> torch.Tensor:
-    """uint8 nibbles 0..15 of words: the size along `dim` grows by the nibbles of a word.
-
-    Args:
-        words: any shape and strides, of one of `WORD_DTYPES`.
-        dim: the dimension along which the values of a word are neighbours.
-        order: order[i] is the value, within its word, of nibble i (0 is the low one).
-
-    Raises:
-        TypeError, ValueError: words are of another dtype; order is no permutation of a word's nibbles.
-    """
+    """uint8 nibbles 0..15 of words, any shape and strides: the size along `dim` grows by the nibbles of a word. Raises
+    TypeError for words of another dtype, ValueError for an order that is no permutation of a word's nibbles."""
     if words.dtype not in WORD_DTYPES:
         raise TypeError(
             f"words: expected one of {', '.join(map(dtype_name, WORD_DTYPES))}, got {dtype_name(words.dtype)}"
@@ -93,11 +85,8 @@ def integer_zero(
 
     Args:
         q: uint8 [n, k], 0..15; of 8 bits 0..255.
-        zero: integers [n, G]; None where each is 8 or 128 by definition.
+        zero: integers [n, G]; None where each is 8 or 128 by definition. ValueError where one is not in 0..16 (0..256).
         name: the tensor that holds zero, for the message.
-
-    Raises:
-        ValueError: a zero is not in 0..16, or of 8 bits in 0..256.
     """
     most_zero = 1 << CODES[code].bits
     if zero is None or bool((zero == most_zero // 2).all()):

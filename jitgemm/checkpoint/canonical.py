@@ -18,8 +18,7 @@ from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, dequantize_groups
 
@@ -91,8 +90,6 @@ class CanonicalWeight:
                 continue
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-            if tensor.device != self.q.device:
-                raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
             if not fits(tensor.dtype):
                 raise ValueError(f"{name}: expected {wanted}, got {dtype_name(tensor.dtype)}")
         if self.permutation is not None:
@@ -314,7 +311,6 @@ def pack_experts(
     together: int = 1,
 ) -> Weight:
     """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
-
     Experts without zero points beside some with them get them.
 
     Args:
@@ -359,10 +355,7 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
 
 def check_values(weight: CanonicalWeight) -> None:
     """Raises ValueError for scales, offsets and codes that are no finite numbers, and for an input scale that is not
-    positive.
-
-    Scales of 0 are legal: a group of zeros has one.
-    """
+    positive. Scales of 0 are legal: a group of zeros has one."""
     for name in ("scale", "offset", "input_scale", *(("q",) if weight.q.is_floating_point() else ())):
         values = getattr(weight, name)
         if values is None:
@@ -377,18 +370,15 @@ def check_values(weight: CanonicalWeight) -> None:
 
 
 def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The permutation of k that makes the groups of an activation order contiguous, None where they are already.
+    """The permutation that makes the groups of an activation order contiguous, None where they are already.
 
     Args:
         g_idx: integers [k], the group of each column of the layer's input (`g_idx` of GPTQ and compressed-tensors).
-        group_size: columns of a group; the last may have fewer.
+        group_size: columns of a group; the last may have fewer. ValueError for groups that are not full.
 
     Returns:
         int32 [k]: column j of the reordered weight is column permutation[j] of the layer's input. Columns of one group
         keep their order.
-
-    Raises:
-        ValueError: a group is not full, so that the reordered groups would not all have group_size columns.
     """
     k = g_idx.shape[0]
     groups = ceil_div(k, group_size)

@@ -27,7 +27,8 @@ Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's fir
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +36,51 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.compressed_tensors_config import CODES, METHOD, block_of, for_layer, left_out, weights_of
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, block_of, check_known, inputs_of
+from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe
 
-_E4M3 = torch.float8_e4m3fn
+METHOD = "compressed-tensors"
+_CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3"}
+"""By num_bits and type."""
+_SUPPORTED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+
+_KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a list of names": ((list, tuple), ("ignore", "targets")),
+    "a mapping": (Mapping, ("config_groups", "transform_config", "weights", "input_activations")),
+    "a name": (str, ("type", "strategy")),
+    "an integer": (int, ("num_bits", "group_size")),
+    "true or false": (bool, ("symmetric",)),
+}
+"""What settings must be where they are given and not null."""
+_OF_WEIGHTS = (
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
+    "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+"""All that the library knows of a weight's scheme; zp_dtype and the observer's say nothing that tensors do not."""
+
+
+def _args(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
+
+
+_INT8, _E4M3_TOKEN = (_args(8, kind, "token", dynamic=True) for kind in ("int", "float"))
+_MXFP8 = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
+_BLOCKS = _args(8, "float", "block", block_structure=[128, 128])
+_PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    "UNQUANTIZED": (None, None),
+    "W4A16_ASYM": (_args(4, "int", "group", group_size=128, symmetric=False), None),
+    "W8A8": (_args(8, "int", "channel"), _INT8),
+    "INT8": (_args(8, "int", "channel"), _INT8),
+    "W4AFP8": (_args(4, "int", "group", group_size=128), _E4M3_TOKEN),
+    "FP8": (_args(8, "float", "tensor"), _args(8, "float", "tensor")),
+    "FP8_DYNAMIC": (_args(8, "float", "channel"), _E4M3_TOKEN),
+    "FP8_BLOCK": (_BLOCKS, _args(8, "float", "group", group_size=128, dynamic=True)),
+    "MXFP8A16": (_MXFP8, None),
+    "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
+}
+"""Weights and input activations; also W2A4 to W8A16, which are all alike."""
 
 
 class _CompressedTensors(Format):
@@ -57,22 +97,19 @@ class _CompressedTensors(Format):
         plain, said = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
         if plain is None or "weight_scale" not in names or {"weight_scale_2", "qweight"} & set(names):
             return False
-        return plain.dtype == torch.int8 or (plain.dtype == _E4M3 and bool(said))
+        return plain.dtype == torch.int8 or (plain.dtype == torch.float8_e4m3fn and bool(said))
 
     def left_out(self, config: Config, prefix: str) -> str | None:
-        return left_out(config, prefix)
+        _check_kinds(config)
+        if prefix and any(_names(prefix, target) for target in (config or {}).get("ignore") or ()):
+            return f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"
+        return None
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config, names = for_layer(config, prefix), headers or {}
-        weights = weights_of(config)
-        code = CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"
-        symmetric, strategy, size = (
-            weights.get("symmetric"),
-            weights.get("strategy") or "group",
-            weights.get("group_size"),
-        )
-        if code == "e4m3" and symmetric is False:
-            raise ValueError("weights: expected symmetric: true with type 'float', got false")
+        weights, code, block = _weights_of(config)
+        symmetric, size = weights.get("symmetric"), weights.get("group_size")
+        strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
         inputs = Inputs.of(config["input_activations"]) if "input_activations" in config else None
         scheme = Scheme(
@@ -80,7 +117,7 @@ class _CompressedTensors(Format):
             code,
             -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
             strategy,
-            block_of(weights),
+            block,
             zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs or inputs_of(config, code, headers),
@@ -120,33 +157,38 @@ class _CompressedTensors(Format):
         if scheme.zero_points:
             layout["weight_zero_point"] = stored(INT32, N / word, G) if packed else stored(INT8, N, G)
         if scheme.ordered:
-            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=True)
+            actorder = (scheme.settings.get("weights") or {}).get("actorder")
+            order = f"the tensor, as the config says actorder {actorder!r}"
+            layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=order)
         return layout | scheme.static | scheme.found
 
-    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        sizes = super().sizes(headers, scheme)
-        if scheme.ordered and "weight_g_idx" not in headers and sizes.group_size != sizes.k:
-            actorder = scheme.settings["weights"]["actorder"]
-            raise ValueError(f"weight_g_idx: expected the tensor, as the config says actorder {actorder!r}; found none")
-        return sizes
-
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, middle, packed = self.sizes(tensors, scheme), 128 if scheme.eight_bits else 8, scheme.form == "packed"
-        q = scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k] if packed else tensors["weight"]
-        if not packed and not scheme.eight_bits:
-            form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
-            check_codes("weight", q, -8, 7, form)
-        zero = _zero_point(tensors, scheme, sizes.n)
-        if zero is None:
-            q = minus(q, middle) if packed else q
-        elif not packed:
-            q = q.view(torch.uint8) + middle  # which wraps
+        sizes, eight, middle = self.sizes(tensors, scheme), scheme.eight_bits, 128 if scheme.eight_bits else 8
+        zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
+        if scheme.form == "packed":
+            q = minus(scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k], middle)
+        else:
+            q = tensors["weight"]
+            if not eight:
+                form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
+                check_codes("weight", q, -8, 7, form)
+        if zero is not None and zero.dtype == torch.int32:
+            zero = minus(scheme.unpack(zero, 0)[: sizes.n], middle)
+        elif zero is not None:
+            zero = scheme.by_row("weight_zero_point", zero, sizes.n)
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
             raise ValueError(
                 "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
             )
-        scale, g_idx = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n), tensors.get("weight_g_idx")
-        weight = CanonicalWeight(q, scale, zero, group_size=sizes.group_size, code=scheme.code)
+        scale = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n)
+        weight = CanonicalWeight(q, scale, group_size=sizes.group_size, code=scheme.code)
+        if zero is not None and bool(zero.float().any()):
+            if not scheme.zero_points:
+                raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
+            if not eight:
+                check_codes("weight_zero_point", zero, -8, 7)
+            unsigned = (zero.to(torch.int16) + middle).to(torch.int16 if eight else torch.uint8)
+            weight = replace(weight.with_zero_points(), zero=unsigned)
         # -1 is the library's mark for an order that calibration never set.
         return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
@@ -164,23 +206,141 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")
 
 
-def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Scheme, n: int) -> torch.Tensor | None:
-    """[n, G] on the scale of codes from 0, or None."""
-    zero = tensors.get("weight_zero_point")
-    if zero is None:
-        return None
-    if zero.dtype == torch.int32:
-        zero = minus(scheme.unpack(zero, 0)[:n], 128 if scheme.eight_bits else 8)
-    else:
-        zero = scheme.by_row("weight_zero_point", zero, n)
-    if not bool(zero.float().any()):
-        return None
-    if not scheme.zero_points:
-        raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
-    if scheme.eight_bits:
-        return zero.to(torch.int16) + 128
-    check_codes("weight_zero_point", zero, -8, 7)
-    return (zero + 8).view(torch.uint8)
+# ---- config ------------------------------------------------------------------------------------------------------------
+
+
+def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
+    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}. Raises ValueError where a setting
+    is of the wrong kind, or no group is for the layer."""
+    _check_kinds(config)
+    if config is None or "config_groups" not in config or "quant_algo" in config:  # ModelOpt's has groups, too
+        return config or {}
+    groups = {name: _spelt_out(name, group) for name, group in (config["config_groups"] or {}).items()}
+    for name, group in groups.items():
+        _check_kinds(group, f"{name}: ")
+    if (reason := online_transform(config, prefix)) is not None:
+        raise ValueError(reason)
+    group = _config_group(groups, prefix)
+    scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
+    return scheme | {"quant_method": METHOD, "format": group.get("format") or config.get("format")}
+
+
+def _check_kinds(settings: Mapping[str, Any] | None, where: str = "") -> None:
+    """Raises ValueError for a setting that is of another kind; where: what its name follows in the message."""
+    settings = settings or {}
+    for expected, (kind, keys) in _KINDS.items():
+        for key, value in ((key, settings[key]) for key in keys if settings.get(key) is not None):
+            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+            if not fits or (isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value)):
+                raise ValueError(f"{where}{key}: expected {expected}, got {value!r}")
+    for part in sorted(settings.keys() & {"weights", "input_activations"}):
+        _check_kinds(settings[part], f"{where}{part}: ")
+
+
+def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
+    """A group, or the scheme that a preset stands for: its name with a list of targets."""
+    if isinstance(group, Mapping):
+        return group
+    weights, inputs = _PRESETS.get(name.upper(), (None, None))
+    integers = re.fullmatch("W([2-8])A(4|8|16)", name.upper())
+    if name.upper() not in _PRESETS:
+        if integers is None or int(integers[1]) > int(integers[2]):
+            known = f"W2A4 to W8A16, {', '.join(_PRESETS)}"
+            raise ValueError(f"config_groups: expected a scheme, or one of the presets {known}, got {name!r}")
+        weights = _args(int(integers[1]), "int", "group", group_size=128)
+        inputs = None if integers[2] == "16" else _args(int(integers[2]), "int", "token", dynamic=True)
+    return {"targets": group, "weights": weights, "input_activations": inputs}
+
+
+def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """The group whose targets name the layer, the way the library chooses. Raises ValueError where there is none.
+
+    Targets are tried exact names first, then expressions, both in alphabetical order, then class names; of equal
+    targets in two groups the later group's counts. A checkpoint's names may differ from the module's that the targets
+    were written for, so a single group needs no match: something quantised the layer.
+    """
+    if len(groups) == 1:
+        return next(iter(groups.values()))
+    by_target = {target: group for group in groups.values() for target in group.get("targets") or ()}
+    for target in sorted(by_target, key=lambda target: ("re:" in target, target)):
+        if _names(prefix, target):
+            return by_target[target]
+    if "Linear" in by_target:
+        return by_target["Linear"]
+    raise ValueError(f"config_groups: expected one whose targets match {prefix!r}, got targets {sorted(by_target)}")
+
+
+def _names(prefix: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return target == prefix
+    try:
+        return re.match(target.removeprefix("re:"), prefix) is not None
+    except re.error as error:
+        raise ValueError(f"targets: expected regular expressions behind re:, got {target!r} ({error})") from None
+
+
+def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    """Why a Hadamard or other transform at run time forbids this layer, quantised or not; None where there is none.
+
+    Those at weight_input and weight_output are in the weight already; q_attn and k_cache, of queries and keys, cancel.
+    """
+
+    def named(targets: str | Iterable[str] | None) -> bool:
+        targets = [targets] if isinstance(targets, str) else targets or ()
+        return any(target == "Linear" or _names(prefix, target) for target in targets)
+
+    transforms = (config or {}).get("transform_config")
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for apply in (each for group in (groups or {}).values() for each in group.get("apply") or ()):
+        location = str(apply.get("location")).lower()
+        if location not in ("weight_input", "weight_output", "q_attn", "k_cache"):
+            if named(apply.get("targets")) and not named(apply.get("ignore")):
+                return f"transform_config: expected no transform at run time, got one at the {location}"
+    return None
+
+
+def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[int, int] | None]:
+    """What a layer's config says of its weight, {} for nothing; its code; rows and columns of a block. Raises ValueError
+    for what the kernel cannot have."""
+    format, weights = setting(config, "format"), setting(config, "weights", default={})
+    if format is not None and format not in _SUPPORTED and format != "mixed-precision":
+        raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
+    if unknown := sorted(set(weights) - set(_OF_WEIGHTS)):
+        raise ValueError(f"weights: expected only {', '.join(_OF_WEIGHTS)}, got also {', '.join(unknown)}")
+    if weights.get("dynamic"):
+        raise ValueError(f"weights: expected dynamic: false, got {weights['dynamic']!r}")
+    width, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
+    code = _CODES.get((width, kind)) if weights else "int4"
+    if code is None:
+        expected = "num_bits 4 or 8 and type 'int', or 8 and 'float'"
+        raise ValueError(f"weights: expected {expected}, got {width} and {kind!r}")
+    known = ("group", "channel", "tensor", *(("block",) if code != "int4" else ()))
+    if strategy not in (None, *known):
+        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {strategy!r}")
+    if code == "e4m3" and weights.get("symmetric") is False:
+        raise ValueError("weights: expected symmetric: true with type 'float', got false")
+    return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None
+
+
+def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:
+    """What the config says of a file whose tensors are none of a quantised layer's: sparse, or not yet quantised.
+    names: of tensors that have no place in a model, or of a layer that no format has."""
+    names, sparsity = list(names), (config or {}).get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):
+        return (
+            f"sparsity_config: expected format 'dense', got {sparse!r}: the weights are stored sparse (bitmask, "
+            "compressed), which is not read here; load them with their library and save them without it"
+        )
+    format, status = setting(config, "format"), setting(config, "quantization_status")
+    uncompressed = format in ("dense", "fakequant") or status in ("initialized", "calibration", "frozen")
+    if uncompressed and any(name.endswith("weight_scale") for name in names):
+        return (
+            f"the file was saved uncompressed (format {format!r}, quantization_status {status!r}): its weights are "
+            "floats that its library would quantise; save it with save_compressed=True, or take the floats with "
+            "strict=False and quantize_"
+        )
+    return None
 
 
 FORMAT = _CompressedTensors()

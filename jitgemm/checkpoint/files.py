@@ -128,24 +128,19 @@ class Checkpoint:
             self._warned.add(text)
             warnings.warn(f"{text} ({self.where})", stacklevel=2)
 
-    def _with(self, found: Mapping[str, torch.Tensor | Path | Rows]) -> Checkpoint:
-        other = copy.copy(self)
-        other._found, other._layers = found, _by_layer(found)
-        return other
-
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """The same open checkpoint with some tensors under other names, {new name: name in the files}; its config speaks
         of those in the files."""
-        new = {old: name for name, old in names.items()}
-        other = self._with({new.get(name, name): found for name, found in self._found.items()})
-        other._in_file = names
+        other, new = copy.copy(self), {old: name for name, old in names.items()}
+        other._found = {new.get(name, name): found for name, found in self._found.items()}
+        other._in_file, other._layers = names, _by_layer(other._found)
         return other
 
     def with_rows(self, made: Mapping[str, Rows]) -> Checkpoint:
         """The same open checkpoint with some tensors made of the rows of others, which are gone."""
-        gone = {source for rows in made.values() for source in rows.sources}
-        other = self._with({name: found for name, found in self._found.items() if name not in gone} | dict(made))
-        other._base = self
+        other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
+        other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
+        other._base, other._layers = self, _by_layer(other._found)
         return other
 
     def hiding(self, names: Collection[str]) -> Checkpoint:
@@ -230,10 +225,8 @@ class Checkpoint:
     def _of_parameter(self, name: str) -> dict[str, str]:
         """Of a quantised parameter, which stacks experts: what a layer's tensors would be called; {} for all others."""
         above, dot, child = name.rpartition(".")
-        found, start = {}, f"_{child}_"
-        for each in self._layers.get(above + dot, ()):
-            if each.startswith(start):  # torchao's
-                found["_weight_" + each.removeprefix(start)] = above + dot + each
+        torchaos = [each for each in self._layers.get(above + dot, ()) if each.startswith(f"_{child}_")]
+        found = {"_weight_" + each.removeprefix(f"_{child}_"): above + dot + each for each in torchaos}
         if name in self._found and not name.endswith("weight"):
             found |= {suffix: name + end for suffix, end in _STACKED.items() if name + end in self._found}
         return found
@@ -246,9 +239,19 @@ class Checkpoint:
         return self._open(found).metadata() or {} if isinstance(found, Path) else self._said
 
     def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = _safe_open(path)
-        return self._files[path]
+        """safetensors' reader of a file, which is opened once."""
+        if path in self._files:
+            return self._files[path]
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("a checkpoint's files need the package safetensors: pip install safetensors") from None
+        if not path.is_file():
+            raise FileNotFoundError(f"source: expected the file {path}, found none")
+        try:
+            return self._files.setdefault(path, safe_open(path, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
 
     def _list(self, source: Path) -> Mapping[str, Path]:
         """The file of every tensor."""
@@ -259,9 +262,8 @@ class Checkpoint:
                 return self._list(found)
             files, indices = (sorted(source.glob(f"*.safetensors{end}")) for end in ("", ".index.json"))
             if len(indices) > 1:
-                raise ValueError(
-                    f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path"
-                )
+                got = ", ".join(index.name for index in indices)
+                raise ValueError(f"source: expected one index, got {got}; give one's path")
             if not files and not indices:
                 raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}")
             return _read_index(indices[0]) if indices else self._headers(files)
@@ -286,14 +288,8 @@ def weights_of(folder: Path, *, by_index: bool = False) -> Path | None:
     """A folder's `model.safetensors` or its index, whichever is the model; None where it has neither.
 
     Where it has both, the index is left from another model if it names files that are not there: then
-    `model.safetensors` is the model, as for transformers, with a warning.
-
-    Args:
-        by_index: for loaders that follow an index wherever there is one, as vLLM's: an index that is left is an error.
-
-    Raises:
-        ValueError: both are whole, and only the caller can know which is meant.
-        FileNotFoundError: the index names files that are not there, and by_index.
+    `model.safetensors` is the model, as for transformers, with a warning; by_index, for loaders that follow an index
+    wherever there is one, as vLLM's: FileNotFoundError. ValueError where both are whole.
     """
     single, index = folder / _SINGLE, folder / _INDEX
     if not index.is_file():
@@ -374,19 +370,6 @@ def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoin
     return source
 
 
-def _safe_open(path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("a checkpoint's files need the package safetensors: pip install safetensors") from None
-    if not path.is_file():
-        raise FileNotFoundError(f"source: expected the file {path}, found none")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
-
-
 def _read_index(path: Path) -> Mapping[str, Path]:
     weight_map = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -410,13 +393,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def config_beside(folder: Path) -> Mapping[str, Any] | None:
     """What a folder's JSON files say of a model's quantisation, or one file."""
     path = folder if folder.is_file() else folder / "config.json"
-    found = _nested_config(_read_json(path)) if path.is_file() else None
-    for name in _CONFIG_FILES if folder.is_dir() and found is None else ():
-        if (folder / name).is_file():
-            content = _read_json(folder / name)
-            quantization = content.get("quantization")
-            return quantization if isinstance(quantization, dict) else content
-    return found
+    if path.is_file() and (found := _nested_config(_read_json(path))) is not None:
+        return found
+    others = (_read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file())
+    content = next(others, {})
+    quantization = content.get("quantization")
+    return quantization if isinstance(quantization, dict) else content or None
 
 
 def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -58,9 +58,8 @@ class Inputs:
         """From compressed-tensors' `input_activations`; nothing there means that the input stays in floats."""
         if not said:
             return cls(num_bits=16)
-        bits, type, symmetric = said.get("num_bits", 8), said.get("type", "int"), said.get("symmetric", True)
-        dynamic = bool(said.get("dynamic", False))
-        return cls(type, bits, said.get("strategy"), said.get("group_size"), symmetric, dynamic)
+        type, bits, dynamic = said.get("type", "int"), said.get("num_bits", 8), bool(said.get("dynamic", False))
+        return cls(type, bits, said.get("strategy"), said.get("group_size"), said.get("symmetric", True), dynamic)
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,8 @@ class Format:
     cuts: bool = False
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        """Whether a layer's tensors are of this format. Raises nothing. No two formats may detect the same layer.
-
-        Args:
-            names: {what stands behind the layer's name: header}.
-            config: the model's quantization_config.
-        """
+        """Whether a layer's tensors, {what stands behind its name: header}, are of this format by headers and the model's
+        quantization_config. Raises nothing. No two formats may detect the same layer."""
         raise NotImplementedError
 
     def left_out(self, config: Config, prefix: str) -> str | None:
@@ -189,12 +184,8 @@ class Format:
         return dict(scheme.found)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        """Sizes of a layer, from tensors or their headers.
-
-        Raises:
-            ValueError: for all that scheme, shapes and dtypes show to be wrong, so that a model is not changed by a load
-                that cannot succeed.
-        """
+        """Sizes of a layer, from tensors or their headers. Raises ValueError for all that scheme, shapes and dtypes show
+        to be wrong, so that a model is not changed by a load that cannot succeed."""
         layout = self.tensors(scheme)
         check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
@@ -206,13 +197,14 @@ class Format:
             return Sizes(n, k, scheme.block[1])
         name = (grouped or [name for name in layout if "scale" in name])[0]
         what = "columns" if layout[name].axis("G") else "groups"
-        return Sizes(n, k, group_size_of(k, size.get("G", 1), scheme.group_size, name, what))
+        columns = group_size_of(k, size.get("G", 1), scheme.group_size, name, what)
+        for name, each in layout.items():
+            if scheme.ordered and columns != k and isinstance(each.optional, str) and name not in headers:
+                raise ValueError(f"{name}: expected {each.optional}, found none")
+        return Sizes(n, k, columns)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        """The layer, or a rank's part of it, without its bias.
-
-        Args:
-            tensors: by suffix, on the device asked for.
+        """The layer, or a rank's part of it, without its bias, from its tensors by suffix, on the device asked for.
 
         Raises:
             ValueError: what cannot be read exactly, naming tensor or setting.
@@ -252,16 +244,18 @@ def flag(config: Config, name: str) -> bool | None:
     return value
 
 
+def block_of(name: str, given: Any) -> tuple[int, int]:
+    """Rows and columns of a block. Raises ValueError for a setting that is not two positive integers, or "128x128"."""
+    block = [int(each) for each in given.split("x")] if isinstance(given, str) else given
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
+        raise ValueError(f"{name}: expected two positive integers, got {given!r}")
+    return block[0], block[1]
+
+
 def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "groups") -> int:
-    """Columns of a group, from the number of groups that tensor `name` has and the config's group_size.
-
-    Args:
-        given: the config's; -1, or k and more, for one group a row; None where no config says, and groups divide k.
-        what: the tensor has for each group, for the message.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """Columns of a group, from the number of groups that tensor `name` has and the config's group_size: -1, or k and
+    more, for one group a row; None where no config says, and groups divide k. Raises ValueError where they contradict
+    each other; what: the tensor has for each group, for the message."""
     if given is None:
         if groups < 1 or k % groups:
             raise ValueError(f"{name}: expected {what} that divide k = {k}, got {groups}")
@@ -276,11 +270,8 @@ def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "group
 
 
 def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
-    """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence.
-
-    Args:
-        blocks: whether engines quantise the input per token and 128 values, as DeepSeek's do with blocks.
-    """
+    """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence;
+    blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
     type = "int" if code == "int8" else "float"
     named = None if code == "int4" else (config or {}).get("activation_scheme")
     if str(named).lower() == "static" or (named is None and any(name in (headers or ()) for name in INPUT_SCALES)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.format import Format
 from jitgemm.tensors import describe
 
@@ -25,10 +25,10 @@ def register(format: Format) -> None:
 
 def by_name(name: str) -> Format:
     """The format called `name`. Raises ValueError, listing all names, for another one."""
-    for format in FORMATS:
-        if format.name == name:
-            return format
-    raise ValueError(f"format: expected one of {', '.join(f.name for f in FORMATS)}, got {name!r}")
+    known = {format.name: format for format in FORMATS}
+    if name not in known:
+        raise ValueError(f"format: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def by_method(method: Any) -> Format | None:
@@ -37,16 +37,8 @@ def by_method(method: Any) -> Format | None:
 
 
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
-    """The one format that a layer's tensors are of.
-
-    Args:
-        names: what stands behind the layer's prefix, with shapes and dtypes.
-        config: the model's quantization_config, or None; AutoRound's translated.
-        prefix: the layer's name, for messages.
-
-    Raises:
-        ValueError: no format, or more than one, has such tensors; the message lists them.
-    """
+    """The one format that a layer's tensors are of, by their headers and the model's quantization_config, AutoRound's
+    translated; prefix: its name, for messages. Raises ValueError where no format, or more than one, has such tensors."""
     found = [format for format in FORMATS if format.detect(names, config)]
     if len(found) == 1:
         return found[0]

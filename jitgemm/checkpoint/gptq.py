@@ -34,7 +34,7 @@ import torch
 
 from jitgemm.checkpoint.bits import integer_zero
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, flag, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, check_setting, flag, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, fits, stored
 
 _VERSIONS = ("gptq", "gptq_v2")
@@ -46,15 +46,18 @@ class Gptq(Format):
     name, methods, cuts = "gptq", ("gptq",), True
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        method = setting(config, "quant_method")
-        if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
+        method, version = setting(config, "quant_method"), self.version(config)
+        if "qweight" not in names or version == "bitblas" or method not in (None, self.name):
             return False
-        return method == "gptq" or any(fits(names, self.tensors(Scheme(self.name, code))) for code in _CODES.values())
+        forms = (Scheme(self.name, code, form=version) for code in _CODES.values())
+        return method == self.name or any(fits(names, self.tensors(form)) for form in forms)
+
+    def version(self, config: Config) -> str:
+        """What a config says of the layout and the zero points."""
+        return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
 
     def left_out(self, config: Config, prefix: str) -> str | None:
-        pattern, _ = _dynamic(config or {}, prefix)
-        skipped = pattern.startswith("-:")
-        return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it" if skipped else None
+        return skipped(config, prefix)
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         if config is None:
@@ -63,7 +66,7 @@ class Gptq(Format):
                 "or zero (gptq_v2); found none"
             )
         config = overridden(config, prefix)
-        version, width = _checkpoint_format(config), setting(config, "bits", "wbits", default=4)
+        version, width = self.version(config), setting(config, "bits", "wbits", default=4)
         if version not in _VERSIONS:
             raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
         if width not in _CODES:
@@ -75,19 +78,13 @@ class Gptq(Format):
         return Scheme(self.name, _CODES[width], size, zero_points=given, ordered=ordered, form=version, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
-        word = scheme.per_word
+        word, order = scheme.per_word, "the columns' groups, as the config says desc_act"
         return {
             "qweight": stored(INT32, K / word, N),
             "scales": stored(FLOATS, G, N),
             "qzeros": stored(INT32, G, N / word),
-            "g_idx": stored((torch.int32, torch.int64), K, optional=True),
+            "g_idx": stored((torch.int32, torch.int64), K, optional=order),
         }
-
-    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        sizes = super().sizes(headers, scheme)
-        if scheme.ordered and "g_idx" not in headers and sizes.group_size != sizes.k:
-            raise ValueError("g_idx: expected the columns' groups, as the config says desc_act, found none")
-        return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         size, middle = self.sizes(tensors, scheme).group_size, 128 if scheme.eight_bits else 8
@@ -108,13 +105,16 @@ class Gptq(Format):
         return weight.ordered(tensors["g_idx"]) if "g_idx" in tensors else weight
 
 
-def _checkpoint_format(config: Config) -> str:
-    return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
-
-
 def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
     quantizer = (setting(config, "meta") or {}).get("quantizer") or []
     return any(q.lower().startswith("gptqmodel:") for q in ([quantizer] if isinstance(quantizer, str) else quantizer))
+
+
+def skipped(config: Config, prefix: str) -> str | None:
+    """The expression of GPTQModel's `dynamic` that leaves a layer in floats, as a message; None for none."""
+    pattern, _ = _dynamic(config or {}, prefix)
+    skips = pattern.startswith("-:")
+    return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it" if skips else None
 
 
 def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

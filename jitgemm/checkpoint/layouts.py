@@ -58,13 +58,13 @@ class TensorLayout:
     Attributes:
         dtypes: those that it may have, the usual one first.
         dims: `Dim`s and numbers. (PARTS,) is a single element, in a file of any number of dimensions.
-        optional: whether files may lack it.
+        optional: whether files may lack it; as text, what an error says where columns in groups are in activation order.
         wanted: what an error says of another shape.
     """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[Dim | int, ...]
-    optional: bool = False
+    optional: bool | str = False
     wanted: str = "shape {shape}, got {got}"
 
     @property

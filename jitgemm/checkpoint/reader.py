@@ -13,7 +13,7 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
 from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes
 from jitgemm.checkpoint.layouts import Dim, N
@@ -109,22 +109,15 @@ def read_layer(
     format: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> CanonicalWeight:
-    """The layer before packing: `load` without its last step. With bias and static activation scale.
-
-    Cut along k, the bias stays with rank 0, as the ranks' results are added up.
-
-    Arguments and errors are `load`'s.
-    """
+    """The layer before packing: `load` without its last step, with the same arguments and errors. With static activation
+    scale, and with bias: cut along k it stays with rank 0, as the ranks' results are added up."""
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix) if isinstance(prefix, Sequence) else []
     if not prefixes or not all(isinstance(p, str) for p in prefixes):
         raise TypeError(f"prefix: expected a layer's name or several, got {prefix!r}")
     if tp_dim is None and (tp_size, tp_rank) != (1, 0):
         raise ValueError(f"tp_dim: expected 'n' or 'k' with tp_rank {tp_rank} of tp_size {tp_size}, got None")
-    checkpoint = opened(source, config)
-    device = target_device(device)
-
-    cut = None if tp_dim is None else (tp_dim, tp_rank, tp_size)
-    parts = []
+    checkpoint, device = opened(source, config), target_device(device)
+    cut, parts = None if tp_dim is None else (tp_dim, tp_rank, tp_size), []
     with torch.no_grad():
         for name in prefixes:
             with errors_that_name(checkpoint, name):
@@ -134,11 +127,8 @@ def read_layer(
 
 
 def target_device(device: torch.device | str | int | None) -> torch.device:
-    """Where tensors go: the current GPU, or the CPU where there is none, unless the caller says.
-
-    Raises:
-        ValueError: a GPU is asked for, and PyTorch finds none.
-    """
+    """Where tensors go: the current GPU, or the CPU where there is none, unless the caller says. Raises ValueError for
+    a GPU where PyTorch finds none."""
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that is here, got {target}, and PyTorch finds no GPU")
@@ -160,8 +150,8 @@ def layer_header(
     """Format, config and sizes of a layer, from headers alone.
 
     Args:
-        k: columns of the weight as the model has it, None where no model is known: for formats whose tensors leave
-            open whether a byte is one code or two, which find it as in_features in their config.
+        k: columns of the weight as the model has it, if known: for formats whose tensors leave open whether a byte is
+            one code or two, which find it as in_features in their config.
 
     Raises:
         ValueError: there is no such layer, or headers and config show that it cannot be read.

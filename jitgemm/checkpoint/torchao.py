@@ -260,35 +260,31 @@ def tinygemm(q: torch.Tensor, parameters: torch.Tensor, group_size: int) -> Cano
 
 
 def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> torch.Tensor:
-    """uint8 [n, k], 0..15."""
+    """uint8 [n, k], 0..15. Whether bytes are two codes each: by k, else by the group size, else by what they hold."""
     if codes.dim() == 4:
         return unpack_tiles(codes)
-    packed = codes.dtype == torch.uint8 and _is_packed(name, codes, groups, group_size, k)
-    if k is not None and codes.dtype == torch.uint8 and codes.shape[1] * (1 + packed) != k:
-        raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
+    columns, size = codes.shape[1], group_size if (group_size or 0) > 0 else None
+    wrong = [bool(ceil_div(each, size) - groups if size else each % groups) for each in (columns, 2 * columns)]
+    if codes.dtype != torch.uint8:
+        packed = False
+    elif k is not None:
+        if k not in (columns, 2 * columns):
+            raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
+        packed = columns != k
+    elif wrong[0] != wrong[1]:
+        packed = wrong[0]
+    else:
+        least, most = (int(each) for each in codes.aminmax())
+        if most <= 15 and least == most:
+            raise ValueError(
+                f'{name}: expected "shape": [n, k] in the config, as {describe(codes)} of {most} alone can be codes or '
+                f"pairs of codes, and {groups} groups of {group_size} fit both"
+            )
+        packed = most > 15
     if packed:
         return unpack_nibbles(codes, 1, order=HIGH_FIRST)
     check_codes(name, codes, 0, 15)
     return codes.to(torch.uint8)
-
-
-def _is_packed(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> bool:
-    """Whether bytes are two codes each: by k, else by the group size, else by what they hold."""
-    columns = codes.shape[1]
-    if k is not None:
-        return columns != k
-    size = group_size if (group_size or 0) > 0 else None
-    wrong = [ceil_div(k, size) - groups if size else k % groups for k in (columns, 2 * columns)]
-    fitting = [each for each in (1, 2) if not wrong[each - 1]]
-    if len(fitting) == 1:
-        return fitting[0] == 2
-    least, most = (int(each) for each in codes.aminmax())
-    if most <= 15 and least == most:
-        raise ValueError(
-            f'{name}: expected "shape": [n, k] in the config, as {describe(codes)} of {most} alone can be codes or '
-            f"pairs of codes, and {groups} groups of {group_size} fit both"
-        )
-    return most > 15
 
 
 def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
@@ -325,12 +321,8 @@ def _activations(settings: Mapping[str, Any]) -> dict[str, Any]:
         return said | {"strategy": "group", "group_size": columns}
     if kind == "PerRow" and inner.get("dim", -1) not in (-1, 1):
         kind = f"PerRow of dim {inner['dim']}"
-    known = {
-        "PerRow": "token",
-        "PerToken": "token",
-        "PerTensor": "tensor",
-        "PerBlock": f"PerBlock of {rows} x {columns}",
-    }
+    known = {"PerRow": "token", "PerToken": "token", "PerTensor": "tensor"}
+    known["PerBlock"] = f"PerBlock of {rows} x {columns}"
     return said | {"strategy": known.get(kind, kind)}
 
 

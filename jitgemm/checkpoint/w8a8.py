@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import INPUT_SCALES, Config, Format, Headers, Scheme, inputs_of, setting
+from jitgemm.checkpoint.format import INPUT_SCALES, Config, Format, Headers, Scheme, block_of, inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, K, N, TensorLayout, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
@@ -121,26 +121,26 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
     if weight.dtype not in CODE_TYPES.values() or weight.dim() != 2:
         raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
     (n, k), shape, blocked = weight.shape, tuple(headers[name].shape), name in _BLOCKED
-    code, single, block = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1, _BLOCK
-    if blocked:
-        block = setting(config, "weight_block_size", default=_BLOCK)
-        if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
-            raise ValueError(f"weight_block_size: expected two positive integers, got {block!r}")
+    code, single = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1
+    given = setting(config, "weight_block_size", default=_BLOCK)
+    block = block_of("weight_block_size", given) if blocked else _BLOCK
     per_tensor = config.get("weight_block_size", block) is None
     rows, columns = N / block[0], K / block[1]
-    grid = ceil_div(n, rows.per), ceil_div(k, columns.per)
-    if blocked and shape == (2, 1) and per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
-        return code, name, "tensor", (N / (n // 2), 1)
-    if blocked and shape == grid and not (per_tensor and single):
-        return code, name, "block", (rows, columns)
-    if not blocked and shape == (grid[0], 1, grid[1], 1):
-        return code, name, "block", (rows, 1, columns, 1)
-    if not blocked and shape in ((n,), (n, 1)):
-        return code, name, "channel", (N, 1)[: len(shape)]
-    if single:
-        return code, name, "tensor", (PARTS,)
-    expected = f"shape {list(grid)}, or one element" if blocked else f"one element, shape [{n}] or [{n}, 1]"
-    raise ValueError(f"{name}: expected {expected}, got shape {list(shape)}")
+    grid = ceil_div(n, block[0]), ceil_div(k, block[1])
+    forms: dict[tuple[int, ...], tuple[str, tuple[Dim | int, ...]]] = {}
+    if blocked:
+        expected = f"shape {list(grid)}, or one element"
+        if not (per_tensor and single):
+            forms[grid] = "block", (rows, columns)
+        if per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
+            forms[2, 1] = "tensor", (N / (n // 2), 1)
+    else:
+        expected = f"one element, shape [{n}] or [{n}, 1]"
+        forms = {(n,): ("channel", (N,)), (n, 1): ("channel", (N, 1))}
+        forms[grid[0], 1, grid[1], 1] = "block", (rows, 1, columns, 1)
+    if shape not in forms and not single:
+        raise ValueError(f"{name}: expected {expected}, got shape {list(shape)}")
+    return code, name, *forms.get(shape, ("tensor", (PARTS,)))
 
 
 FORMAT = _W8A8()

@@ -2,8 +2,7 @@
 
 Files::
 
-    names         the public calls
-    call          what they have in common, and their ops
+    call          the public calls, and their ops
     problem       a GEMM's arguments, dense or grouped, and their checks
     launch        from a checked GEMM to a launch
     grouped       others' ways to say which rows are which expert's

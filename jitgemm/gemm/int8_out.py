@@ -5,18 +5,20 @@ Composes two public calls; knows nothing of kernels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from jitgemm.activations.arguments import activation_of, check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.names import gemm_w4a8_nt
+from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.gemm.problem import POINTERS, W4, X, X_SCALE, X_ZERO, Gemm, Lhs, check_types, check_weight
 from jitgemm.gemm.problem import split_lhs
 from jitgemm.kernel.formats import K_ALIGNMENT
-from jitgemm.runtime.checks import Pointer
-from jitgemm.runtime.launch import check_addresses_once
+from jitgemm.runtime.checks import Pointer, address_of, check_addresses
+from jitgemm.runtime.dispatch import needs_dispatcher
+from jitgemm.runtime.launch import check_once
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import W4Weight
@@ -89,8 +91,11 @@ def gemm_w4a8_int8_nt(
         rows = check_out(out, result, activation_of(torch.int8, "token", affine))
         gemm = Gemm(x, x_scale, x_zero, rhs, result, bias, None, batch_invariant)
         check_types(gemm)
-        if not torch.compiler.is_compiling():
-            check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*gemm.operands()[:-1], *rows))
+        # Tensors that a tracer follows have no addresses.
+        if not torch.compiler.is_compiling() and not needs_dispatcher(x, x):
+            operands = *gemm.operands()[:-1], *rows
+            key, layouts = tuple(map(address_of, operands)), [each for each in operands if each is not None]
+            check_once(("gemm_w4a8_int8_nt", *key), layouts, partial(check_addresses, _POINTERS, operands))
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"
     return quantize_activations(result, torch.int8, scheme=scheme, affine=affine, scale=scale, zero=zero, out=out)

@@ -8,6 +8,7 @@ checks when it first meets them; everything else `problem.py` has checked.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,25 +86,18 @@ class GemmLaunch(Launch):
         # One row's stride is never walked, and torch may report any value for it.
         x_row_bytes = x.stride(0) if tokens > 1 else k
         out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else n)
-        x_maps = {
-            box: TileMap("u8", columns=k, rows=tokens, row_bytes=x_row_bytes, box=(128, box)) for box in set(x_boxes)
-        }
-        out_maps = [
-            TileMap(spec.out, columns=n, rows=rows, row_bytes=out_row_bytes, box=(128 // out.element_size(), box))
-            for box in out_boxes
-        ]
+        x_map = partial(TileMap, "u8", columns=k, rows=tokens, row_bytes=x_row_bytes)
+        x_maps = {box: x_map(box=(128, box)) for box in set(x_boxes)}
+        out_map = partial(TileMap, spec.out, columns=n, rows=rows, row_bytes=out_row_bytes)
+        out_maps = [out_map(box=(128 // out.element_size(), box)) for box in out_boxes]
         loaded = KERNELS.load(spec, x.get_device())
         block = ARGUMENTS if groups is None else GROUPED_ARGUMENTS
         x_at, out_at = len(block.pointers) - len(POINTERS), len(block.pointers) - 1
         super().__init__(
-            loaded,
-            block,
-            _values(gemm, x_row_bytes, last_rows) | _group_values(gemm),
-            grid=_grid(spec, loaded, units, device),
-            threads=(spec.threads, 1),
-            smem_bytes=smem_bytes(spec),
+            loaded, block, _values(gemm, x_row_bytes, last_rows), grid=_grid(spec, loaded, units, device),
+            threads=(spec.threads, 1), smem_bytes=smem_bytes(spec),
             maps=(*((x_at, x_maps[box]) for box in x_boxes), *((out_at, each) for each in out_maps)),
-        )
+        )  # fmt: skip
 
     def launch(self, gemm: Gemm) -> None:
         """Runs on the device of the operands, on its current stream. Raises as `Launch.run`."""
@@ -150,35 +144,32 @@ def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: Dev
 
 
 def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
-    """What VALUES names."""
-    x_scale, weight, bias, per_block = gemm.x_scale, gemm.weight, gemm.bias, lhs_group_of(gemm.x_scale) > 0
-    return {
+    """What VALUES and GROUP_VALUES name."""
+    x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
+    per_block = lhs_group_of(x_scale) > 0
+    values = {
         "lhs_stride": x_row_bytes,
         "lhs_scale_stride": x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
-        "lhs_zero_stride": x_scale.stride(-1) if per_block else _per_token_stride(gemm.x_zero),
-        "m": gemm.out.shape[0],
+        "lhs_zero_stride": x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
+        "m": out.shape[0],
         "n": weight.n,
         "k": weight.k,
         "channel_scale_type": DTYPES[weight.format.scale_type].number,
         "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
         "last_rows": last_rows,
     }
-
-
-def _group_values(gemm: Gemm) -> dict[str, int]:
-    """What GROUP_VALUES names; nothing for a dense GEMM."""
-    groups, x_scale, experts = gemm.groups, gemm.x_scale, gemm.weight.experts
-    if groups is None or experts is None:
-        return {}
+    if groups is None:
+        return values
+    sizes, _, rows_of_expert, _ = groups
     # What an expert adds to the index of a scale of [E, rows, groups] beside its rows' stride, modulo 2^64.
-    step = (x_scale.stride(0) - groups.rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
-    return {
-        "experts": experts,
-        "rows_of_expert": groups.rows_of_expert,
-        "expected_rows": ceil_div(gemm.expected_rows, experts),
-        "tokens": gemm.x.shape[0],
-        "sizes_step": 2 if groups.sizes.dim() == 2 else 1,
-        "wide_sizes": groups.sizes.element_size() == 8,
+    step = (x_scale.stride(0) - rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
+    return values | {
+        "experts": weight.experts,
+        "rows_of_expert": rows_of_expert,
+        "expected_rows": ceil_div(gemm.expected_rows, weight.experts),
+        "tokens": x.shape[0],
+        "sizes_step": 2 if sizes.dim() == 2 else 1,
+        "wide_sizes": sizes.element_size() == 8,
         "scale_expert_step": step,
     }
 

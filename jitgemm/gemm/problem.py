@@ -80,11 +80,6 @@ class Gemm(NamedTuple):
     kernel: str | None = None
 
     @property
-    def lhs(self) -> Lhs:
-        """As the public calls take it."""
-        return (self.x, self.x_scale) if self.x_zero is None else (self.x, self.x_scale, self.x_zero)
-
-    @property
     def expected_rows(self) -> int:
         """Rows of all experts, as far as the kernel's choice goes."""
         return 0 if self.groups is None or not self.out.dim() else max(1, min(self.groups[3], self.out.shape[0]))
@@ -118,13 +113,54 @@ class Gemm(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         check_types(self)
-        if self.kernel is not None:
+        x, x_scale, x_zero, weight, out, bias, groups, _, kernel = self
+        if kernel is not None:
             from jitgemm.kernel.spec import KernelSpec
 
-            KernelSpec.from_label(self.kernel)
-        experts = _check_arguments(self)
-        if self.groups is not None and experts is not None:
-            check_groups(self.groups, experts, self.out.shape[0], self.x.device)
+            KernelSpec.from_label(kernel)
+        experts = check_packed(weight, "rhs.", experts=groups is not None)
+        n, k, format = weight.n, weight.k, weight.format
+        if n > MAX_ROWS:
+            raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
+        check_plain(X, x)
+        lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
+        _check_matrix(X, x, "[m, k]", k)
+        m, most = x.shape[0], format.max_int8_k
+        if lhs_type == "s8" and not lhs_group_of(x_scale) and k > most:
+            why = "int8 with scales per channel, whose sums are 32-bit"
+            raise ValueError(f"{X}: expected k of at most {most} for {why}, got {k}")
+        if lhs_type not in format.lhs_types:
+            why = "as rhs is" if format.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+            expected = DTYPES[format.lhs_types[0]].torch_name
+            raise TypeError(f"{X}: expected {expected}, {why}, got {dtype_name(x.dtype)}")
+        # Those per token and 128 k of masked calls have a dimension for the experts.
+        masked = groups is not None and groups.masked
+        check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)
+        if x_zero is not None and weight.row_sum is None:
+            raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
+
+        check_plain("out", out)
+        check_dtype("out", out.dtype, REAL_TYPES)
+        _check_matrix("out", out, "[m, n]", n)
+        if (groups is None or groups.row_index is None) and statically_true(out.shape[0] != m):
+            raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
+        if out.requires_grad:
+            raise ValueError("out: expected a tensor that does not require grad, got one that does")
+        if bias is not None and experts is not None:
+            if shapes_differ(bias.shape, (experts, n)) or not bias.is_contiguous():
+                raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
+            bias = bias.view(-1)
+        if bias is not None:
+            check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
+
+        if x.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"{X}: expected a CUDA or CPU tensor, got one on {x.device}")
+        tensors = {X_SCALE: x_scale, X_ZERO: x_zero, "rhs": weight.blocks, "out": out, "bias": bias}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                check_device(name, tensor, X, x.device)
+        if groups is not None and experts is not None:
+            check_groups(groups, experts, out.shape[0], x.device)
 
 
 def check_types(gemm: Gemm) -> None:
@@ -180,9 +216,8 @@ def experts_of(rhs: AnyWeight, bits: tuple[int, ...] = ANY) -> int:
         check_weight(rhs, bits)
     count = count_experts(rhs.blocks)
     if count is None:
-        raise ValueError(
-            f"rhs: expected a weight of experts, got a dense one, which gemm_w{rhs.format.bits}a8_nt takes"
-        )
+        takes = f"gemm_w{rhs.format.bits}a8_nt takes"
+        raise ValueError(f"rhs: expected a weight of experts, got a dense one, which {takes}")
     return count
 
 
@@ -196,59 +231,8 @@ def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: 
     try:
         return tensor.view(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
     except RuntimeError:
-        raise ValueError(
-            f"{name}: expected strides of a view of all rows, one expert {max_m} row strides behind the other, got "
-            f"{tuple(tensor.stride())}"
-        ) from None
-
-
-def _check_arguments(gemm: Gemm) -> int | None:
-    """The weight's experts, if all but the groups fits together."""
-    x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
-    experts = check_packed(weight, "rhs.", experts=groups is not None)
-    n, k = weight.n, weight.k
-    if n > MAX_ROWS:
-        raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
-    check_plain(X, x)
-    lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
-    _check_matrix(X, x, "[m, k]", k)
-    m = x.shape[0]
-    group = lhs_group_of(x_scale)
-    if lhs_type == "s8" and not group and k > (most := weight.format.max_int8_k):
-        raise ValueError(
-            f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
-        )
-    if lhs_type not in weight.format.lhs_types:
-        packed_for = DTYPES[weight.format.lhs_types[0]].torch_name
-        why = "as rhs is" if weight.format.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
-        raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
-
-    masked = groups is not None and groups.masked  # then scales per token and 128 k have a dimension for the experts
-    check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)
-    if x_zero is not None and weight.row_sum is None:
-        raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
-
-    check_plain("out", out)
-    check_dtype("out", out.dtype, REAL_TYPES)
-    _check_matrix("out", out, "[m, n]", n)
-    gathers = groups is not None and groups.row_index is not None
-    if not gathers and statically_true(out.shape[0] != m):
-        raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
-    if out.requires_grad:
-        raise ValueError("out: expected a tensor that does not require grad, got one that does")
-    if bias is not None:
-        if experts is not None:
-            if shapes_differ(bias.shape, (experts, n)) or not bias.is_contiguous():
-                raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
-            bias = bias.view(-1)
-        check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
-
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"{X}: expected a CUDA or CPU tensor, got one on {x.device}")
-    for name, tensor in ((X_SCALE, x_scale), (X_ZERO, x_zero), ("rhs", weight.blocks), ("out", out), ("bias", bias)):
-        if tensor is not None:
-            check_device(name, tensor, X, x.device)
-    return experts
+        expected = f"strides of a view of all rows, one expert {max_m} row strides behind the other"
+        raise ValueError(f"{name}: expected {expected}, got {tuple(tensor.stride())}") from None
 
 
 def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> None:
@@ -281,8 +265,8 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
     """One value per token, or one for all."""
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
-    per_token = not shapes_differ(tensor.shape, (m,)) or not shapes_differ(tensor.shape, (m, 1))
-    if not (per_token or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
+    other = shapes_differ(tensor.shape, (m,)) and shapes_differ(tensor.shape, (m, 1))
+    if other and not (statically_true(tensor.numel() == 1) and tensor.dim() <= 2):
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
 
@@ -290,34 +274,33 @@ def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> No
     """One value per token and `LHS_GROUP` of k, or four of them in an int32, with any strides."""
     check_plain(X_SCALE, x_scale)
     type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))
-    expected = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
-    if shapes_differ(x_scale.shape, expected):
-        per_token = "" if type != "fp32" else f"{list(rows)} or one element, or "
-        per_token = per_token if len(rows) > 1 else per_token.replace(" or", f", {[*rows, 1]} or", 1)
-        of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
-        raise ValueError(
-            f"{X_SCALE}: expected shape {per_token}{expected} for {of} {LHS_GROUP} k, got {list(x_scale.shape)}"
+    shape = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
+    if shapes_differ(x_scale.shape, shape):
+        one = (
+            f"{list(rows)}, {[*rows, 1]} or one element, or " if len(rows) == 1 else f"{list(rows)} or one element, or "
         )
+        of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
+        expected = f"{one if type == 'fp32' else ''}{shape} for {of} {LHS_GROUP} k"
+        raise ValueError(f"{X_SCALE}: expected shape {expected}, got {list(x_scale.shape)}")
 
 
 def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) -> None:
     """Raises TypeError or ValueError unless the groups are of this many experts and rows, on x's device."""
-    sizes, row_index, masked = groups.sizes, groups.row_index, groups.masked
-    name = "masked_m" if masked else "offsets"
+    sizes, row_index, _, _ = groups
+    name, shapes = ("masked_m", [[experts]]) if groups.masked else ("offsets", [[experts + 1], [experts, 2]])
     check_plain(name, sizes)
     if sizes.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
-    shapes = ((experts,),) if masked else ((experts + 1,), (experts, 2))
     if all(shapes_differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
-        expected = f"[{experts}]" if masked else f"[{experts + 1}] or [{experts}, 2]"
+        expected = " or ".join(map(str, shapes))
         raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
-    check_device(name, sizes, "lhs[0] (x)", device)
+    check_device(name, sizes, X, device)
     if row_index is not None:
         check_plain("row_index", check_tensor("row_index", row_index))
         check_dtype("row_index", row_index.dtype, ("s32",))
         if shapes_differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
             raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
-        check_device("row_index", row_index, "lhs[0] (x)", device)
+        check_device("row_index", row_index, X, device)
 
 
 # ---- scales in e8m0 --------------------------------------------------------------------------------------------------

@@ -31,11 +31,7 @@ _BUDGET = 1 << 25
 
 
 def gemm_w4a8_reference(
-    lhs: Lhs,
-    rhs: Weight,
-    *,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """lhs · rhsᵀ with scales, rounded once; for weights of 8 bits too.
 
@@ -64,15 +60,9 @@ def gemm_w4a8_reference(
 
 
 def m_grouped_gemm_w4a8_reference(
-    lhs: Lhs,
-    rhs: Weight,
-    offsets: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    lhs: Lhs, rhs: Weight, offsets: torch.Tensor, *, row_index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """What `m_grouped_gemm_w4a8_nt_contiguous` computes, rounded once; waits for the device.
 
     Args:

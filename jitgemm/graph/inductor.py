@@ -23,21 +23,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from jitgemm.graph.producers import (
-    PRODUCERS,
-    Front,
-    Producer,
-    call_of,
-    converts,
-    either,
-    is_tensor,
-    only_for,
-    readers_of,
-    root_of,
-    same_shape,
-    types_of,
-    value_of,
-)
+from jitgemm.activations.scheme import Prologue
+from jitgemm.graph.producers import PRODUCERS, Front, Producer, call_of, converts, either, is_tensor, only_for
+from jitgemm.graph.producers import readers_of, root_of, same_shape, types_of, value_of
 
 aten = torch.ops.aten
 
@@ -45,7 +33,7 @@ aten = torch.ops.aten
 def add_producer(target: Any, producer: Producer) -> None:
     """From now on `producer` is asked about each result of the operator `target` that a quantiser reads."""
     PRODUCERS.setdefault(target, []).append(producer)
-    _state.key = None
+    _State.key = None
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
@@ -58,9 +46,6 @@ class _State:
     key: str | None = None
 
 
-_state = _State()
-
-
 def register() -> None:
     """Puts the pass among inductor's patterns once inductor is loaded; called whenever an op of jitgemm is traced.
 
@@ -69,17 +54,17 @@ def register() -> None:
     apart: inductor hashes its configuration, and that has one entry that is there to say what else a graph depends on.
     """
     config = sys.modules.get(_CONFIG)
-    if config is not None and _state.key is None:
-        modules = {each.__module__ for each in (fuse, Front, *itertools.chain(*PRODUCERS.values()))}
+    if config is not None and _State.key is None:
+        modules = {each.__module__ for each in (fuse, Front, Prologue, *itertools.chain(*PRODUCERS.values()))}
         files = sorted(str(sys.modules[module].__file__) for module in modules)
-        _state.key = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
-        noted = {**config.unsafe_marked_cacheable_functions, __name__: _state.key}
+        _State.key = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+        noted = {**config.unsafe_marked_cacheable_functions, __name__: _State.key}
         config.unsafe_marked_cacheable_functions = noted
-    if not _state.registered and hasattr(sys.modules.get(_POST_GRAD), "pass_patterns"):
+    if not _State.registered and hasattr(sys.modules.get(_POST_GRAD), "pass_patterns"):
         from torch._inductor.fx_passes.post_grad import pass_patterns
         from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
 
-        _state.registered = True
+        _State.registered = True
         pattern = CallFunctionVarArgs(torch.ops.jitgemm.quantize_activations.default)
         for patterns, rewrite in zip(pass_patterns, (fuse, add_residual)):
             register_graph_pattern(pattern, pass_dict=patterns)(
@@ -96,7 +81,8 @@ def fuse(quantiser: Node) -> None:
     if not is_tensor(value):
         return
     readers = list(readers_of(value, converts))
-    front = None if _exact_rounding() or not all(map(_plain, readers)) else _front(value)
+    exact = getattr(sys.modules.get(_CONFIG), "emulate_precision_casts", False)
+    front = None if exact or not all(map(_plain, readers)) else _front(value)
     alike: dict[Any, list[Node]] = {}
     for reader in filter(_is_quantiser, readers):
         arguments = tuple(_arguments(reader).items())[1:]
@@ -109,8 +95,7 @@ def fuse(quantiser: Node) -> None:
                 node.replace_all_uses_with(made or first)
                 _erase(node)
         if made is not None and front is not None and front.sum is not None:  # which the others normalise
-            norm = {name: value for name, value in front.arguments.items() if name != "residual"}
-            front = Front(_read_sum(made, front.sum), norm, ())
+            front = Front(_read_sum(made, front.sum), front.prologue._replace(residual=None), ())
 
 
 def add_residual(quantiser: Node) -> None:
@@ -126,7 +111,7 @@ def add_residual(quantiser: Node) -> None:
         return
     same = all(same_shape(part, total) and value_of(part).dtype == value_of(total).dtype for part in parts)
     if same and parts[0] is not parts[1] and all(map(_is_stored, parts)):
-        front = Front(parts[0], {"residual": parts[1]}, (total,), total)
+        front = Front(parts[0], Prologue(residual=parts[1]), (total,), total)
         made = _fused(quantiser, front)
         if made is not None:
             quantiser.replace_all_uses_with(made)
@@ -182,12 +167,14 @@ def _front(value: Node) -> Front | None:
 
 def _fused(quantiser: Node, front: Front) -> Node | None:
     """A quantiser with that front, ahead of this one; None if the op takes no such arguments."""
-    arguments = _arguments(quantiser) | front.arguments
+    arguments = _arguments(quantiser) | front.prologue.keywords
     outs = [_gemm_out(root_of(part)) for part in front.x] if isinstance(front.x, tuple) else None
     if any(_region(node) != _region(quantiser) for node in front.reads):
         return None
-    if outs and (None in outs or not _same_out(*outs)):
-        return None
+    if outs:
+        a, b = outs
+        if a is None or b is None or a is b or a.kwargs != b.kwargs or not same_shape(a, b):
+            return None
     if (total := front.sum) is not None:  # whatever else reads it can wait for the quantiser
         later = all(user > quantiser or only_for(user, quantiser) for user in total.users)
         if not later or (total.meta["val"].dim() != 2 and _sizes(total) is None):
@@ -244,11 +231,6 @@ def _gemm_out(result: Node) -> Node | None:
     return out if alone and len(out.args[0]) == 2 else None
 
 
-def _same_out(a: Node, b: Node) -> bool:
-    """Whether two empty tensors are alike."""
-    return a is not b and a.kwargs == b.kwargs and same_shape(a, b)
-
-
 def _side_by_side(outs: list[Node], fake: torch.Tensor) -> Node:
     """One tensor, which the GEMMs that wrote to these two write to, the first into its left half."""
     gemms = [next(iter(out.users)) for out in outs]
@@ -290,20 +272,13 @@ def _erase(node: Node) -> None:
 _FUNCTIONALISED = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
 
 
-def _exact_rounding() -> bool:
-    return bool(getattr(sys.modules.get(_CONFIG), "emulate_precision_casts", False))
-
-
 def _is_quantiser(node: Node) -> bool:
     return node.target is torch.ops.jitgemm.quantize_activations.default
 
 
 def _plain(node: Node) -> bool:
     """Whether this is a quantiser that computes nothing first."""
-    if not _is_quantiser(node):
-        return False
-    arguments = _arguments(node)
-    return not arguments["silu_mul"] and arguments["gelu_mul"] is None and arguments["rms_norm"] is None
+    return _is_quantiser(node) and not any(_arguments(node)[name] for name in ("silu_mul", "gelu_mul", "rms_norm"))
 
 
 def _arguments(quantiser: Node) -> dict[str, Any]:

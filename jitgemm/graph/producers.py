@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from jitgemm.activations.scheme import GELU_MULS, SILU_MUL, Gate, Prologue
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
@@ -22,13 +24,13 @@ class Front(NamedTuple):
     Attributes:
         x: what it then reads: [..., k], or [..., 2k] with a gate; or two tensors [..., k] for the halves of that,
             which nothing else reads: if GEMMs made them, they write side by side then, else nothing is fused.
-        arguments: of the op, by name, in place of what it was called with.
-        reads: the nodes that read x and the arguments' tensors today: nothing may have been written since they ran.
-        sum: with a residual among the arguments: x + residual, whose readers are given the op's last result.
+        prologue: what the quantiser then computes first, its tensors nodes of the graph.
+        reads: the nodes that read x and the prologue's tensors today: nothing may have been written since they ran.
+        sum: with a residual: x + residual, whose readers are given the op's last result.
     """
 
     x: Node | tuple[Node, Node]
-    arguments: dict[str, Any]
+    prologue: Prologue
     reads: tuple[Node, ...]
     sum: Node | None = None
 
@@ -130,7 +132,8 @@ def norm(value: Node) -> Front | None:
             eps = _eps(factor, wide)
             if eps is not None and same_shape(wide, value):
                 x = _unconverted(wide)
-                return Front(x, {"rms_norm": _unwidened(weight), "eps": eps}, (wide, factor, normed, value))
+                weight = _unconverted(weight) if _is_fp32(weight) else weight  # widened exactly
+                return Front(x, Prologue(weight, eps), (wide, factor, normed, value))
     return None
 
 
@@ -145,11 +148,6 @@ def _eps(factor: Node, wide: Node) -> float | None:
     if list(dims) not in ([-1], [wide.meta["val"].dim() - 1]) or kept != [True] or not _is_fp32(wide):
         return None
     return float(eps) if isinstance(eps, (int, float)) else None
-
-
-def _unwidened(weight: Node) -> Node:
-    """A weight ahead of its exact conversion to fp32, if there was one."""
-    return _unconverted(weight) if _is_fp32(weight) else weight
 
 
 def same_shape(a: Node, b: Node) -> bool:
@@ -169,21 +167,19 @@ def _whole_norm(value: Node) -> Front | None:
     x, sizes, weight, eps = (*call.args, None, None)[:4]
     if weight is None or eps is None or call.kwargs or len(sizes) != 1:
         return None
-    return Front(x, {"rms_norm": weight, "eps": float(eps)}, (call,))
+    return Front(x, Prologue(weight, float(eps)), (call,))
 
 
 def _gate_mul(value: Node) -> Front | None:
     """silu(gate) * up or gelu(gate) * up of one tensor's halves, silu and gelu in fp32."""
     for activated, up in either(call_of(value, aten.mul.Tensor)):
         activated = _unconverted(activated)
-        gate, arguments = _silu(activated), {"silu_mul": True}
-        if gate is None:
-            gate, arguments = _gelu(activated) or (None, {})
+        gate, kind = _silu(activated) or _gelu(activated) or (None, SILU_MUL)
         if gate is not None and same_shape(gate, value):
             gate, up = _unconverted(gate), _unconverted(up)
             x = _whole(gate, up) or (root_of(gate), root_of(up))
             if isinstance(x, Node) or all(only_for(part, value) for part in x):
-                return Front(x, arguments, (gate, up, value))
+                return Front(x, Prologue(gate=kind), (gate, up, value))
     return None
 
 
@@ -193,25 +189,25 @@ def only_for(node: Node, value: Node) -> bool:
     return node is value or (ahead and all(only_for(user, value) for user in node.users))
 
 
-def _silu(activated: Node) -> Node | None:
-    """gate, if this is silu(gate): inductor's own decomposition, in fp32, or the operator."""
+def _silu(activated: Node) -> tuple[Node, Gate] | None:
+    """(gate, SILU_MUL), if this is silu(gate): inductor's own decomposition, in fp32, or the operator."""
     if (args := call_of(activated, aten.silu.default)) is not None:
-        return args[0]
+        return args[0], SILU_MUL
     gate, below = call_of(activated, aten.div.Tensor) or (None, None)
     exp, one = call_of(below, aten.add.Tensor, aten.add.Scalar) or (None, None)
     (negated,) = call_of(exp, aten.exp.default) or (None,)
     if call_of(negated, aten.neg.default) == (gate,) and one == 1 and _is_fp32(gate):
-        return gate
+        return gate, SILU_MUL
     for gate, factor in either(call_of(activated, aten.mul.Tensor)):
         if call_of(factor, aten.sigmoid.default) == (gate,) and _is_fp32(gate):
-            return gate
+            return gate, SILU_MUL
     return None
 
 
-def _gelu(activated: Node) -> tuple[Node, dict[str, Any]] | None:
-    """(gate, arguments), if this is gelu(gate): inductor's own decomposition, in fp32, or the operator."""
+def _gelu(activated: Node) -> tuple[Node, Gate] | None:
+    """(gate, one of GELU_MULS), if this is gelu(gate): inductor's own decomposition, in fp32, or the operator."""
     if activated.target is aten.gelu.default:
-        return activated.args[0], {"gelu_mul": activated.kwargs.get("approximate", "none")}
+        return activated.args[0], GELU_MULS[activated.kwargs.get("approximate", "none")]
     half, factor = call_of(activated, aten.mul.Tensor) or (None, None)
     gate, by = call_of(half, aten.mul.Tensor) or (None, None)
     curve, one = call_of(factor, aten.add.Tensor, aten.add.Scalar) or (None, None)
@@ -220,17 +216,14 @@ def _gelu(activated: Node) -> tuple[Node, dict[str, Any]] | None:
     if (by, one) != (0.5, 1) or not _is_fp32(gate):
         return None
     if curve.target is aten.erf.default:
-        return (
-            (gate, {"gelu_mul": "none"})
-            if argument is gate and isinstance(scale, float) and math.isclose(scale, math.sqrt(0.5))
-            else None
-        )
+        exact = argument is gate and isinstance(scale, float) and math.isclose(scale, math.sqrt(0.5))
+        return (gate, GELU_MULS["none"]) if exact else None
     first, cubic = call_of(argument, aten.add.Tensor) or (None, None)
     cube, coefficient = call_of(cubic, aten.mul.Tensor) or (None, None)
     square, last = call_of(cube, aten.mul.Tensor) or (None, None)
     same = first is gate and last is gate and call_of(square, aten.mul.Tensor) == (gate, gate)
     close = isinstance(scale, float) and math.isclose(scale, math.sqrt(2 / math.pi)) and coefficient == 0.044715
-    return (gate, {"gelu_mul": "tanh"}) if same and close else None
+    return (gate, GELU_MULS["tanh"]) if same and close else None
 
 
 def _whole(gate: Node, up: Node) -> Node | None:

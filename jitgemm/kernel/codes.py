@@ -103,6 +103,11 @@ def every_order() -> Iterator[tuple[Code, Order]]:
             yield code, order
 
 
+def numbered_orders() -> dict[tuple[int, int], tuple[Code, Order]]:
+    """Every order with its code, by the bits of codes and the order's number."""
+    return {(code.bits, order.number): (code, order) for code, order in every_order()}
+
+
 def typed_code(lhs: str) -> str:
     """The code whose values are of this type of activations: "e4m3", or "int8" for "s8"."""
     return next(code.name for code in CODES.values() if code.lhs_type == lhs)
@@ -124,67 +129,27 @@ def register(code: Code) -> None:
     CODES[code.name] = code
 
 
-register(
-    Code(
-        "int4",
-        bits=4,
-        orders=(
-            Order(
-                "any",
-                0,
-                {
-                    "e4m3": Decoder("Int4Codec<E4m3Codes, false>", "signed"),
-                    "s8": Decoder("Int4Codec<S8Codes, false>", "any"),
-                },
-                {
-                    "e4m3": Decoder("Int4Codec<E4m3ZeroPointCodes, true>", "any"),
-                    "s8": Decoder("Int4Codec<S8ZeroPointCodes, true>", "any"),
-                },
-                max_channel_k=2**20 - 16,  # products of up to 128 * 16
-                slow=True,
-            ),
-            # Sign and magnitude, which has no code for -8.
-            Order(
-                "e4m3",
-                1,
-                {"e4m3": Decoder("Int4Codec<E4m3SignMagnitudeCodes, false>", "own")},
-                mark="fast",
-                complete=False,
-            ),
-            # Its sums are 16 times as large.
-            Order(
-                "s8",
-                2,
-                {"s8": Decoder("Int4Codec<S8TwosComplementCodes, false>", "own")},
-                mark="fast",
-                max_channel_k=2**16,
-            ),  # fmt: skip
-        ),
-        largest=16.0,
-        offsets=True,
-    )
+_INT4_ANY = Order(
+    "any",
+    0,
+    {"e4m3": Decoder("Int4Codec<E4m3Codes, false>", "signed"), "s8": Decoder("Int4Codec<S8Codes, false>", "any")},
+    {
+        "e4m3": Decoder("Int4Codec<E4m3ZeroPointCodes, true>", "any"),
+        "s8": Decoder("Int4Codec<S8ZeroPointCodes, true>", "any"),
+    },
+    max_channel_k=2**20 - 16,  # products of up to 128 * 16
+    slow=True,
 )
-register(
-    Code(
-        "e4m3",
-        bits=8,
-        orders=(Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w8"),),
-        largest=None,
-        prefix="w8",
-        lhs_type="e4m3",
-        row_sums=False,
-        strip_scales=True,
-    )
-)
-register(
-    Code(
-        "int8",
-        bits=8,
-        # Products of up to 128 * 128.
-        orders=(Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16),),
-        largest=None,
-        prefix="w8",
-        lhs_type="s8",
-        strip_scales=True,
-    )
-)
+# Sign and magnitude, which has no code for -8.
+_SIGN_MAGNITUDE = {"e4m3": Decoder("Int4Codec<E4m3SignMagnitudeCodes, false>", "own")}
+_INT4_E4M3 = Order("e4m3", 1, _SIGN_MAGNITUDE, mark="fast", complete=False)
+# Its sums are 16 times as large.
+_TWOS_COMPLEMENT = {"s8": Decoder("Int4Codec<S8TwosComplementCodes, false>", "own")}
+_INT4_S8 = Order("s8", 2, _TWOS_COMPLEMENT, mark="fast", max_channel_k=2**16)
+_E4M3 = Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w8")
+# Products of up to 128 * 128.
+_INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16)
+
+register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
+register(Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, strip_scales=True))
+register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", strip_scales=True))

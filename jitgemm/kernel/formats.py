@@ -226,7 +226,7 @@ class Problem:
 
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
-    exponents (`jitgemm.gemm.e8m0`).
+    exponents (`jitgemm.gemm.problem`).
     """
 
     m: int

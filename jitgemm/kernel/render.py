@@ -12,16 +12,8 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes, wgmma_shapes
-from jitgemm.kernel.tactics import (
-    direct_lhs,
-    fragment_sets,
-    multiply_widths,
-    pins_shared_base,
-    prefetch_stages,
-    promote_records,
-    units_in_flight,
-    yields,
-)
+from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
+from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
 
 KERNEL_NAME = "jitgemm_w4a8"
 
@@ -95,23 +87,20 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "bool kDebug": str(spec.debug).lower(),
     }
-    lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    return "\n".join(
-        [
-            "struct Config {",
-            "    template <u32 kTokens>",
-            "    using Wgmma = jitgemm::Wgmma<kTokens>;",
-            f"    using Codec = {fmt.decoder(spec.lhs).codec};",
-            *lines,
-            "    __device__ static constexpr u32 width(u32 index) {",
-            f"        constexpr u32 widths[] = {{{', '.join(map(str, multiply_widths(spec)))}}};",
-            "        return widths[index];",
-            "    }",
-            "};",
-            f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");',
-            f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");',
-        ]
-    )
+    lines = "\n".join(f"    static constexpr {name} = {value};" for name, value in constants.items())
+    return f"""\
+struct Config {{
+    template <u32 kTokens>
+    using Wgmma = jitgemm::Wgmma<kTokens>;
+    using Codec = {fmt.decoder(spec.lhs).codec};
+{lines}
+    __device__ static constexpr u32 width(u32 index) {{
+        constexpr u32 widths[] = {{{", ".join(map(str, multiply_widths(spec)))}}};
+        return widths[index];
+    }}
+}};
+static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");
+static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");"""
 
 
 def render(spec: KernelSpec) -> str:

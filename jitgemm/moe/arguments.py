@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,15 +23,15 @@ from jitgemm.runtime.checks import check_device, check_rows, check_vector
 from jitgemm.runtime.launch import Operands, check_once
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
-from jitgemm.weight.packed import AnyWeight, Weight
-from jitgemm.weight.parts import PackedWeight, check_packed
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import AnyWeight
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),
     Pointer("expert_map", "expert_map", 4),
-    Pointer("offsets", "offsets", 4, written=True),
-    Pointer("row_index", "row_index", 4, written=True),
-    Pointer("inverse", "inverse", 4, written=True),
+    *(Pointer(name, name, 4, written=True) for name in ("offsets", "row_index", "inverse")),
 )
 """What a launch has addresses of, in the order of `RouteArgs` in include/jitgemm/moe/route.cuh."""
 FRONT_POINTERS = (
@@ -133,8 +133,7 @@ class ExpertsCall:
         _check_exact("topk_weights", self.topk_weights, self.topk_ids.shape, REAL_TYPES)
         _check_biases(w13, w2, self.bias13, self.bias2)
         if self.addend is not None:
-            _check_matrix("addend", self.addend, x.shape[0], w2.n, REAL_TYPES)
-            _check_result_type("addend", self.addend, x.dtype, "the result's type")
+            _check_result("addend", self.addend, (x.shape[0], w2.n), x.dtype, "the result's type")
         _check_devices(
             x, w13=w13.blocks, w2=w2.blocks, topk_ids=self.topk_ids, topk_weights=self.topk_weights, bias13=self.bias13,
             bias2=self.bias2, addend=self.addend,
@@ -233,18 +232,15 @@ def make_gate(activation: str, order: str, limit: float | None, alpha: float) ->
     for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
         if not check_float(name, number) > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
-    return Gate(
-        activation, order, math.inf if limit is None else float(limit),
-        float(alpha) if activation == "swiglu_oai" else 1.0,
-    )  # fmt: skip
+    limit, alpha = math.inf if limit is None else float(limit), float(alpha) if activation == "swiglu_oai" else 1.0
+    return Gate(activation, order, limit, alpha)
 
 
 def tokens_activation(w13: AnyWeight, lhs_dtype: object, scheme: object, affine: object) -> Activation:
     """How a call quantises its tokens, checked; lhs_dtype None for what w13 is packed for."""
     if lhs_dtype is None:
-        types = (
-            w13.format.lhs_types if isinstance(w13, (Weight, PackedWeight)) else LHS_TYPES
-        )  # the checks say what it is
+        # Where it is no weight, the checks say what it is.
+        types = w13.format.lhs_types if isinstance(w13, (WeightBase, PackedWeight)) else LHS_TYPES
         lhs_dtype = torch_dtype(types[0])
     return activation_of(lhs_dtype, scheme, affine, "lhs_dtype", ("token", "block"))
 
@@ -292,8 +288,7 @@ def check_combining(
     _check_exact("topk_weights", topk_weights, inverse.shape, REAL_TYPES)
     _check_matrix("out", out, inverse.shape[0], columns, REAL_TYPES)
     if addend is not None:
-        _check_matrix("addend", addend, inverse.shape[0], columns, REAL_TYPES)
-        _check_result_type("addend", addend, out.dtype, "the result's type")
+        _check_result("addend", addend, (inverse.shape[0], columns), out.dtype, "the result's type")
     _check_devices(rows, "rows", inverse=inverse, topk_weights=topk_weights, addend=addend, out=out)
     for name, tensor in (("rows", rows), ("topk_weights", topk_weights), ("addend", addend), ("out", out)):
         check_no_grad(name, tensor)
@@ -303,7 +298,7 @@ def check_weights(w13: Any, w2: Any) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
-        if not isinstance(weight, (Weight, PackedWeight)):
+        if not isinstance(weight, (WeightBase, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
         counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
         if counts[-1] > MAX_EXPERTS:
@@ -331,14 +326,14 @@ def check_experts(w13: Any, w2: Any, activation: Activation) -> int:
 
 def check_out(out: torch.Tensor, x: torch.Tensor, w2: AnyWeight) -> None:
     """Raises TypeError or ValueError unless the layer can write there."""
-    _check_matrix("out", out, x.shape[0], w2.n, REAL_TYPES)
-    _check_result_type("out", out, x.dtype, "as x is")
+    _check_result("out", out, (x.shape[0], w2.n), x.dtype, "as x is")
     check_device("out", out, "x", x.device)
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
 
 
-def _check_result_type(name: str, tensor: torch.Tensor, dtype: torch.dtype, why: str) -> None:
+def _check_result(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, why: str) -> None:
+    _check_matrix(name, tensor, *shape, REAL_TYPES)
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: expected {dtype_name(dtype)}, {why}, got {dtype_name(tensor.dtype)}")
 
@@ -366,9 +361,7 @@ def _check_exact(name: str, tensor: torch.Tensor, shape: Any, types: tuple[str, 
         )
 
 
-def _check_matrix(
-    name: str, tensor: torch.Tensor, rows: int | None, columns: int | None, types: tuple[str, ...]
-) -> None:
+def _check_matrix(name: str, tensor: torch.Tensor, rows: int | None, columns: int | None, types: tuple[str, ...]) -> None:  # fmt: skip
     check_tensor(name, tensor)
     if not torch.compiler.is_compiling():  # a tracer cannot ask
         check_plain(name, tensor)

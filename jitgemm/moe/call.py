@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,34 +26,22 @@ from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
-from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import AnyWeight, Weight
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""
 
 
 def fused_experts(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    expert_map: torch.Tensor | None = None,
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None, batch_invariant: bool = False, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The routed experts of a mixture, from tokens and their choices to results, on the current stream.
 
     ::
@@ -123,24 +111,12 @@ def fused_experts(
 
 
 def fused_experts_reference(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    expert_map: torch.Tensor | None = None,
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
+    x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 but for the documented roundings."""
     from jitgemm.moe.reference import layer_reference
 
@@ -151,15 +127,9 @@ def fused_experts_reference(
 
 
 def fused_experts_workspace_bytes(
-    tokens: int,
-    top_k: int,
-    w13: Weight,
-    w2: Weight,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    affine: bool = False,
+    tokens: int, top_k: int, w13: Weight, w2: Weight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False,
     scheme: str = "token",
-) -> int:
+) -> int:  # fmt: skip
     """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
 
     Both GEMMs' results share their memory, as the first is gone when the second is written. With E experts of

@@ -12,7 +12,6 @@ from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_s
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.kernel.render import kernel_source
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
@@ -168,6 +167,7 @@ jitgemm_{name}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
 def source_of(spec: Any) -> KernelSource:
     """A kernel of any family as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
+    from jitgemm.kernel.render import kernel_source
 
     if spec.kind == "routing":
         return KernelSource(spec.label, asdict(spec), render(spec), headers(f"moe/{spec.family}"), OPTIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,32 +11,22 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
-from jitgemm.moe.arguments import MaskedCall, check_call_once, check_weights, make_gate, tokens_activation
+from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
+from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
-from jitgemm.weight.packed import Weight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import Weight
 
 
 def fused_experts_masked(
-    x: torch.Tensor | Lhs,
-    w13: Weight,
-    w2: Weight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> None:
+    x: torch.Tensor | Lhs, w13: Weight, w2: Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
+) -> None:  # fmt: skip
     """out[e, i] = w2[e] · Q(act(g, u)) + bias2[e] for i < masked_m[e], where (g, u) = w13[e] · Q(x[e, i]) + bias13[e].
 
     DeepEP's low-latency form between its dispatch and its combine, which weighs and sums. Four launches: quantise, GEMM,
@@ -65,6 +55,7 @@ def fused_experts_masked(
     if not needs_dispatcher(lhs[0], out):
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
         return
+    check_experts(w13, w2, tokens)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(

@@ -31,17 +31,15 @@ COMBINE_ARGUMENTS = ArgumentBlock(
 )
 """`CombineArgs` in include/jitgemm/moe/combine.cuh."""
 
-_ROUTING_WARPS = {"route": 32, "front": FRONT_THREADS // 32}
-
-
-def _smem_bytes(spec: Any) -> int:
-    warps = _ROUTING_WARPS.get(spec.family)
-    return 0 if warps is None else route_smem_bytes(warps, MAX_EXPERTS, MAX_GLOBAL_EXPERTS)
-
-
+_SMEM_BYTES = {
+    "route": route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    "front": route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    "combine": 0,
+}
 _CALL = "the layer once with these shapes"
 FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS} | {
-    family: KernelFamily(f"jitgemm_{name}", source_of, _smem_bytes, _CALL) for family, name in ENTRIES.items()
+    family: KernelFamily(f"jitgemm_{name}", source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL)
+    for family, name in ENTRIES.items()
 }
 """By `family` of specs."""
 
@@ -53,15 +51,8 @@ def _route_values(
     device_of(topk_ids.get_device())  # refuses what is no Hopper
     choices, global_experts = topk_ids.numel(), 0 if expert_map is None else expert_map.numel()
     run, smem = route_launch(threads, ctas, choices, experts, global_experts)
-    values = {
-        "choices": choices,
-        "top_k": topk_ids.shape[1],
-        "experts": experts,
-        "global_experts": global_experts,
-        "run": run,
-        "id_bytes": topk_ids.element_size(),
-    }
-    return values, smem
+    values = choices, topk_ids.shape[1], experts, global_experts, run, topk_ids.element_size()
+    return dict(zip(_ROUTE_VALUES, values, strict=True)), smem
 
 
 def prepare_route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Launch:
@@ -79,8 +70,8 @@ def prepare_front(
     """The routing, and quantising of the tokens beside it. It waits for the kernel before it, as does the next."""
     m, k = x.shape
     values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
-    values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k}
-    values["scale_block_stride"] = 4 * ceil_div(m, 4)  # as `QuantizeCall.new_outputs` lays them out
+    # Scales as `QuantizeCall.new_outputs` lays them out.
+    values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k, "scale_block_stride": 4 * ceil_div(m, 4)}
     kernel = FAMILIES["front"].load(spec, x.get_device())
     # A CTA for each token beside the one that routes: there are few tokens.
     return Launch(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)

@@ -116,13 +116,9 @@ class _Front(NamedTuple):
 
 
 def combine(
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-    *,
+    rows: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *,
     addend: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """out[t] = addend[t] + sum over i of topk_weights[t, i] * rows[inverse[t, i]], on the current stream.
 
     In fp32, in the order of i, a fused multiply-add each, rounded once: the same bits in every run.

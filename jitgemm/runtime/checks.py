@@ -28,15 +28,11 @@ def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) ->
         return
     unit = ALIGNMENT // tensor.element_size()
     if statically_true(tensor.stride(0) % unit != 0):
-        raise ValueError(
-            f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), "
-            f"got {tensor.stride(0)}"
-        )
+        multiple = f"a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes)"
+        raise ValueError(f"{name}: expected {multiple}, got {tensor.stride(0)}")
     if statically_true(tensor.stride(0) < columns) and not may_overlap:
-        raise ValueError(
-            f"{name}: expected rows that do not overlap (row stride at least {columns}), "
-            f"got row stride {tensor.stride(0)}"
-        )
+        apart = f"rows that do not overlap (row stride at least {columns})"
+        raise ValueError(f"{name}: expected {apart}, got row stride {tensor.stride(0)}")
 
 
 def check_vector(name: str, value: object, types: tuple[str, ...], elements: int) -> None:
@@ -95,9 +91,9 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
             kind = type(tensor).__name__
             raise TypeError(f"{pointer.argument}: expected a tensor with memory of its own, got a {kind} without")
         if start % pointer.alignment and tensor.is_cuda:
+            multiple, past = f"a multiple of {pointer.alignment} bytes", start % pointer.alignment
             raise ValueError(
-                f"{pointer.argument}: expected an address that is a multiple of {pointer.alignment} bytes, "
-                f"got one that is {start % pointer.alignment} bytes past it"
+                f"{pointer.argument}: expected an address that is {multiple}, got one {past} bytes past it"
             )
         spans.append((pointer, tensor, start, start + byte_extent(tensor)))
     for i, (pointer, tensor, start, end) in enumerate(spans):
@@ -105,9 +101,8 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
             apart = end <= other_start or other_end <= start or i == j or (other.written and j > i)
             apart = apart or (other.argument in pointer.in_place and (start, end) == (other_start, other_end))
             if not apart and _share_a_byte(tensor, other_tensor):
-                raise ValueError(
-                    f"{pointer.argument}: expected memory of its own, got a tensor that overlaps {other.argument}"
-                )
+                got = f"a tensor that overlaps {other.argument}"
+                raise ValueError(f"{pointer.argument}: expected memory of its own, got {got}")
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

@@ -22,15 +22,14 @@ def device_of(index: int) -> DeviceSpec:
         )
     from jitgemm.runtime import driver
 
-    return device_from_properties(
-        properties.name,
-        properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
-        properties.shared_memory_per_multiprocessor,
-        clock_mhz=driver.device_attribute(index, "CLOCK_RATE") / 1000,
-        memory_mhz=driver.device_attribute(index, "MEMORY_CLOCK_RATE") / 1000,
-        memory_bits=driver.device_attribute(index, "GLOBAL_MEMORY_BUS_WIDTH"),
+    clock, memory_clock, memory_bits = (
+        driver.device_attribute(index, name) for name in ("CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
     )
+    return device_from_properties(
+        properties.name, properties.multi_processor_count, properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor, clock_mhz=clock / 1000, memory_mhz=memory_clock / 1000,
+        memory_bits=memory_bits,
+    )  # fmt: skip
 
 
 def local_device() -> DeviceSpec | None:

@@ -24,7 +24,7 @@ def check(result: tuple, what: str) -> object:
     """The value of a driver call's result tuple, or DriverError with the code's name and the driver's own words."""
     code = result[0]
     if code != _SUCCESS:
-        name = code.name if hasattr(code, "name") else str(code)
+        name = getattr(code, "name", str(code))
         error, text = cu.cuGetErrorString(code)
         words = f": {text.decode()}" if error == _SUCCESS and text else ""
         raise DriverError(f"{what} failed with {name}{words}", code=name)
@@ -81,17 +81,15 @@ class LoadedKernel:
 
 
 def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
-    """Refuses cubins of an NVRTC whose major version the driver cannot load.
+    """Raises UnsupportedDeviceError for an NVRTC of a major version whose cubins the driver cannot load.
 
     Within a major version CUDA's minor-version compatibility applies to cubins.
     """
     have = driver_version()
     if nvrtc[0] > have[0]:
-        raise UnsupportedDeviceError(
-            f"NVRTC {nvrtc[0]}.{nvrtc[1]} builds kernels that this driver (CUDA {have[0]}.{have[1]}) cannot load. "
-            f"Update the driver, or install jitgemm with the extra for CUDA {have[0]}: "
-            f"pip install 'jitgemm[cu{have[0]}]'"
-        )
+        what = "NVRTC {}.{} builds kernels that this driver (CUDA {}.{}) cannot load".format(*nvrtc, *have)
+        instead = f"install jitgemm with the extra for CUDA {have[0]}: pip install 'jitgemm[cu{have[0]}]'"
+        raise UnsupportedDeviceError(f"{what}. Update the driver, or {instead}")
 
 
 def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int) -> LoadedKernel:
@@ -129,16 +127,16 @@ def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
 
 _ELEMENTS = {
-    "u8": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    "bf16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    "fp16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    "fp32": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    name: getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{type}")
+    for name, type in (("u8", "UINT8"), ("bf16", "BFLOAT16"), ("fp16", "FLOAT16"), ("fp32", "FLOAT32"))
 }
-_INTERLEAVE = cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
-_SWIZZLE_128 = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-_PROMOTE_256 = cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-_FILL_ZERO = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
+_MODES = (
+    cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+    cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+    cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+)
 
 
 class TileMap:
@@ -161,10 +159,8 @@ class TileMap:
 
     def encode(self, address: int) -> bytes:
         """The 128 bytes of the map for a tensor at `address`, 16-byte aligned."""
-        result = cu.cuTensorMapEncodeTiled(
-            self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
-            _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
-        )  # fmt: skip
+        shape = self._extent, self._strides, self._box, _ELEMENT_STRIDES
+        result = cu.cuTensorMapEncodeTiled(self._type, 2, address, *shape, *_MODES)
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
         return ctypes.string_at(result[1].getPtr(), 128)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from jitgemm.runtime.checks import Pointer, address_of, check_addresses
-from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.runtime.torch_private import current_device, current_stream
 
@@ -32,25 +30,20 @@ class Call(Protocol):
     Attributes:
         pointers: what its launch has addresses of.
         empty: there is nothing to do. Asked of checked arguments.
+        check: raises TypeError or ValueError unless the arguments fit together.
+        operands: gives the tensors, in the order of `pointers`, those that the call makes among them.
+        run_reference: does on the CPU what the kernel does.
+        prepare: makes the launch, while the operands' device is the current one.
     """
 
     @property
     def pointers(self) -> Sequence[Pointer]: ...
-
     @property
     def empty(self) -> bool: ...
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError unless the arguments fit together."""
-
-    def operands(self) -> Operands:
-        """The tensors, in the order of `pointers`, those that the call makes among them."""
-
-    def run_reference(self, operands: Operands) -> None:
-        """Does on the CPU what the kernel does."""
-
-    def prepare(self, operands: Operands) -> Launch:
-        """The launch, made while the operands' device is the current one."""
+    def check(self) -> None: ...
+    def operands(self) -> Operands: ...
+    def run_reference(self, operands: Operands) -> None: ...
+    def prepare(self, operands: Operands) -> Launch: ...
 
 
 def run_prepared(key: Hashable, layouts: Sequence[torch.Tensor], call: Call) -> Operands:
@@ -93,19 +86,7 @@ def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[
     """Checks a call of several launches, unless this thread has checked one of this key and these layouts."""
     if this_thread.cache.find_plan(key, layouts) is None:
         check()
-        this_thread.cache.add_plan(key, layouts, check_once)  # of such a call there is nothing else to remember
-
-
-def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operands) -> None:
-    """`check_addresses` for a call of several launches, before the first of them.
-
-    The same call on tensors of the same layouts at the same addresses costs a look-up. Tensors that a tracer follows
-    have no addresses.
-    """
-    if torch.compiler.is_compiling() or needs_dispatcher(tensors[0], tensors[0]):
-        return
-    layouts = [tensor for tensor in tensors if tensor is not None]
-    check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))
+        this_thread.cache.add_plan(key, layouts, True)
 
 
 class ArgumentBlock:
@@ -146,16 +127,9 @@ class Launch:
     __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
 
     def __init__(
-        self,
-        kernel: driver.LoadedKernel,
-        block: ArgumentBlock,
-        values: Mapping[str, float],
-        *,
-        grid: int,
-        threads: tuple[int, int],
-        smem_bytes: int,
-        maps: Sequence[tuple[int, driver.TileMap]] = (),
-    ):
+        self, kernel: driver.LoadedKernel, block: ArgumentBlock, values: Mapping[str, float], *, grid: int,
+        threads: tuple[int, int], smem_bytes: int, maps: Sequence[tuple[int, driver.TileMap]] = (),
+    ):  # fmt: skip
         from jitgemm.runtime import driver
 
         self.number = next(_numbers)
@@ -197,6 +171,7 @@ class Launch:
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:
         """Launches with the tensors, in the block's order; it may start before the kernel before it ends."""
-        key = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
+        # In all calls of a launch the same ones are None.
+        key = (*[tensor.data_ptr() for tensor in tensors if tensor is not None], self.number)
         if not self.run(key, True):
             self.run(key, True, tensors)

@@ -88,7 +88,7 @@ def same_layout_check(*tensors: torch.Tensor) -> Callable[..., bool]:
     """A check of as many other tensors: have they the same types, dtypes, devices, shapes and strides?
 
     Tensors that would be dispatched in another way are none such: negated lazily, made or met in inference mode. The
-    check may refuse more than it must (a tensor that comes twice); never less.
+    check may say no where it need not (a tensor that comes twice); never yes where it must not.
     """
     if TensorGuards is not None:
         try:

@@ -54,15 +54,15 @@ class KernelFamily(Generic[Spec]):
         kernel = kernels.get((spec, device))
         if kernel is not None:
             return kernel
+        source = self.source(spec)
         if torch.cuda.is_current_stream_capturing():
-            label = self.source(spec).label
             raise CacheMissError(
-                f"kernel {label} is not loaded, and loading it now would break the CUDA graph being captured: call "
-                f"{self.call} before the capture"
+                f"kernel {source.label} is not loaded, and loading it now would break the CUDA graph being captured: "
+                f"call {self.call} before the capture"
             )
         # Before anything is compiled: a cubin that the driver cannot load is of no use.
         driver.check_nvrtc_against_driver(nvrtc_info().version)
-        entry, _ = cache.get_or_compile(self.source(spec))
+        entry, _ = cache.get_or_compile(source)
         if entry.slow_build and not getattr(spec, "debug", False):
             _warn_of_slow(entry)
         with _lock:
@@ -77,13 +77,9 @@ class KernelFamily(Generic[Spec]):
 def _warn_of_slow(entry: Entry) -> None:
     """Says once a process that a kernel computes what it should and takes longer than it should."""
     global _warned_of_slow
-    if _warned_of_slow:
-        return
-    warnings.warn(
-        f"kernel {entry.metadata['label']} is slower than it should be: NVRTC {entry.metadata['nvrtc']['build']} built "
-        f"it with {entry.slow_because}. Its results are right. Please report this; `jitgemm cache ls --sort spills` "
-        "lists such kernels",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    if not _warned_of_slow:
+        built = f"NVRTC {entry.metadata['nvrtc']['build']} built it with {entry.slow_because}"
+        said = f"kernel {entry.metadata['label']} is slower than it should be: {built}. Its results are right. "
+        said += "Please report this; `jitgemm cache ls --sort spills` lists such kernels"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
     _warned_of_slow = True

@@ -60,14 +60,14 @@ def _costed(
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
-    order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
+    asked = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
     rows = cost.most_rows(problem.experts, problem.m)
     for block_m in legal.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
         formats = problem.lhs, problem.format, device, problem.out
         for spec, costs in _costed(*formats, block_m, problem.table_size, problem.lhs_group):
-            if order in (None, _order(spec)):
+            if asked in (None, _order(spec)):
                 yield spec, costs
 
 
@@ -138,19 +138,9 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
 
 
 def kernels_for(
-    n: int,
-    k: int,
-    lhs: str,
-    format: WeightFormat,
-    device: DeviceSpec,
-    max_m: int,
-    *,
-    out: str = "bf16",
-    batch_invariant: bool = False,
-    experts: int = 0,
-    lhs_group: int = 0,
-    lhs_e8m0: bool = False,
-) -> list[KernelSpec]:
+    n: int, k: int, lhs: str, format: WeightFormat, device: DeviceSpec, max_m: int, *, out: str = "bf16",
+    batch_invariant: bool = False, experts: int = 0, lhs_group: int = 0, lhs_e8m0: bool = False,
+) -> list[KernelSpec]:  # fmt: skip
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing.

@@ -47,58 +47,31 @@ class DeviceSpec:
 _H200 = DeviceSpec("h200", 132, 232448, 233472, hbm_bytes_per_us=4.5e6, tensor_ops_per_us=1.80e9, clock_mhz=1755.0)
 
 
-def _like_h200(
-    name: str, hbm_tb_per_s: float, fp8_tflops: float, num_sms: int = 132, clock_mhz: float = 1755.0
-) -> DeviceSpec:
+def _like_h200(hbm_tb_per_s: float, fp8_tflops: float, num_sms: int = 132, clock_mhz: float = 1755.0) -> DeviceSpec:
     """The H200 with its rates scaled by data sheets: 4.8 TB/s and 1979 TFLOP/s of dense FP8 are the H200's own."""
-    return replace(
-        _H200,
-        name=name,
-        num_sms=num_sms,
-        hbm_bytes_per_us=_H200.hbm_bytes_per_us * hbm_tb_per_s / 4.8,
-        tensor_ops_per_us=_H200.tensor_ops_per_us * fp8_tflops / 1979,
-        clock_mhz=clock_mhz,
-    )
+    hbm = _H200.hbm_bytes_per_us * hbm_tb_per_s / 4.8
+    tensor = _H200.tensor_ops_per_us * fp8_tflops / 1979
+    return replace(_H200, num_sms=num_sms, hbm_bytes_per_us=hbm, tensor_ops_per_us=tensor, clock_mhz=clock_mhz)
 
 
-DEVICES: dict[str, DeviceSpec] = {
-    spec.name: spec
-    for spec in (
-        _H200,
-        _like_h200("h200-nvl", 4.8, 1671),
-        _like_h200("h100-sxm", 3.35, 1979),
-        _like_h200("h100-nvl", 3.9, 1671),
-        _like_h200("h100-pcie", 2.0, 1513, num_sms=114, clock_mhz=1620.0),
-        _like_h200("h800", 3.35, 1979),
-        _like_h200("h800-pcie", 2.0, 1513, num_sms=114, clock_mhz=1620.0),
-        _like_h200("gh200", 4.0, 1979),
-        _like_h200("gh200-144g", 4.9, 1979),
-        _like_h200("h20", 4.0, 296, num_sms=78, clock_mhz=1830.0),
-        _like_h200("h20-3e", 4.8, 296, num_sms=78, clock_mhz=1830.0),
-    )
-}
-
-_DRIVER_NAMES = {
-    "NVIDIA H200": "h200",
-    "NVIDIA H200 NVL": "h200-nvl",
-    "NVIDIA H100 80GB HBM3": "h100-sxm",
-    "NVIDIA H100 NVL": "h100-nvl",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H800": "h800",
-    "NVIDIA H800 PCIe": "h800-pcie",
-    "NVIDIA GH200 480GB": "gh200",
-    "NVIDIA GH200 144G HBM3e": "gh200-144g",
-    "NVIDIA H20": "h20",
-    "NVIDIA H20-3e": "h20-3e",
-}
+_TABLE = (
+    ("h200", "NVIDIA H200", _H200),
+    ("h200-nvl", "NVIDIA H200 NVL", _like_h200(4.8, 1671)),
+    ("h100-sxm", "NVIDIA H100 80GB HBM3", _like_h200(3.35, 1979)),
+    ("h100-nvl", "NVIDIA H100 NVL", _like_h200(3.9, 1671)),
+    ("h100-pcie", "NVIDIA H100 PCIe", _like_h200(2.0, 1513, num_sms=114, clock_mhz=1620.0)),
+    ("h800", "NVIDIA H800", _like_h200(3.35, 1979)),
+    ("h800-pcie", "NVIDIA H800 PCIe", _like_h200(2.0, 1513, num_sms=114, clock_mhz=1620.0)),
+    ("gh200", "NVIDIA GH200 480GB", _like_h200(4.0, 1979)),
+    ("gh200-144g", "NVIDIA GH200 144G HBM3e", _like_h200(4.9, 1979)),
+    ("h20", "NVIDIA H20", _like_h200(4.0, 296, num_sms=78, clock_mhz=1830.0)),
+    ("h20-3e", "NVIDIA H20-3e", _like_h200(4.8, 296, num_sms=78, clock_mhz=1830.0)),
+)
+DEVICES: dict[str, DeviceSpec] = {name: replace(spec, name=name) for name, _, spec in _TABLE}
+_DRIVER_NAMES = {driver_name: name for name, driver_name, _ in _TABLE}
 """Names as the driver reports them. Nothing but the whole name counts: an H800 is no H8, an H200 no H20."""
 
-_SHORT = {
-    "sms": "num_sms",
-    "smem": "smem_per_block",
-    "hbm": "hbm_bytes_per_us",
-    "tensor": "tensor_ops_per_us",
-}
+_SHORT = {"sms": "num_sms", "smem": "smem_per_block", "hbm": "hbm_bytes_per_us", "tensor": "tensor_ops_per_us"}
 
 
 def device_spec(name: str) -> DeviceSpec:
@@ -117,9 +90,8 @@ def device_spec(name: str) -> DeviceSpec:
         figures.insert(0, base)
         base = "h200"
     if base not in DEVICES:
-        raise ValueError(
-            f"device: expected one of {', '.join(DEVICES)} or figures such as 'sms=66,hbm=2.2e6', got {name!r}"
-        )
+        expected = f"one of {', '.join(DEVICES)} or figures such as 'sms=66,hbm=2.2e6'"
+        raise ValueError(f"device: expected {expected}, got {name!r}")
     known = {field.name: field for field in fields(DeviceSpec) if field.name != "name"}
     changes: dict[str, Any] = {}
     for figure in figures:
@@ -138,15 +110,9 @@ def device_spec(name: str) -> DeviceSpec:
 
 
 def device_from_properties(
-    name: str,
-    num_sms: int,
-    smem_per_block: int,
-    smem_per_sm: int,
-    *,
-    clock_mhz: float,
-    memory_mhz: float,
+    name: str, num_sms: int, smem_per_block: int, smem_per_sm: int, *, clock_mhz: float, memory_mhz: float,
     memory_bits: int,
-) -> DeviceSpec:
+) -> DeviceSpec:  # fmt: skip
     """The spec of a GPU at hand, from what the driver reports.
 
     Rates are those of `DEVICES` for a name that is known, less where the GPU has fewer SMs: a part of a GPU (MIG) has
@@ -167,11 +133,5 @@ def device_from_properties(
         base = replace(_H200, name=name, clock_mhz=_H200.clock_mhz * clock_mhz / 1980)
         hbm = _H200.hbm_bytes_per_us * (memory_mhz * memory_bits) / (3201 * 6144)
         tensor = _H200.tensor_ops_per_us * (num_sms * clock_mhz) / (132 * 1980)
-    return replace(
-        base,
-        num_sms=num_sms,
-        smem_per_block=smem_per_block,
-        smem_per_sm=smem_per_sm,
-        hbm_bytes_per_us=hbm,
-        tensor_ops_per_us=tensor,
-    )
+    sizes = {"num_sms": num_sms, "smem_per_block": smem_per_block, "smem_per_sm": smem_per_sm}
+    return replace(base, hbm_bytes_per_us=hbm, tensor_ops_per_us=tensor, **sizes)

@@ -16,6 +16,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import CompilationConfig, CompilationMode
 from vllm.platforms import current_platform
 
+from jitgemm.activations.scheme import Prologue
 from jitgemm.graph import inductor
 from jitgemm.graph.producers import Front
 
@@ -69,7 +70,7 @@ def _norm(value: Node) -> Front | None:
     x, weight, eps, size = (*value.args, None)[:4]
     if weight is None or size is not None or _left_to_vllm(x):
         return None
-    return Front(x, {"rms_norm": weight, "eps": eps}, (value,))  # type: ignore[arg-type]
+    return Front(x, Prologue(weight, eps), (value,))  # type: ignore[arg-type]
 
 
 def _add_norm(value: Node) -> Front | None:
@@ -80,7 +81,7 @@ def _add_norm(value: Node) -> Front | None:
     if not first or weight is None or size is not None or _left_to_vllm(x):
         return None
     total = next((each for each in call.users if each.args[1] == 1), None)
-    return Front(x, {"rms_norm": weight, "eps": eps, "residual": residual}, (call,), total)
+    return Front(x, Prologue(weight, eps, residual=residual), (call,), total)
 
 
 def _left_to_vllm(x: Any) -> bool:

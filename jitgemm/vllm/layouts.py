@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 import torch
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Format, Scheme
+from jitgemm.checkpoint.format import Config, Format, Scheme
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
-from jitgemm.checkpoint.format import Config
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
@@ -172,27 +172,23 @@ def layout_of(
         )
         for suffix, each in format.tensors(scheme).items()
     }
-    called = {
-        own: other for own, other in _CALLED.items() if format.name == "w8a8" and own in tensors and other in header
-    }
-    return Layout(format, scheme, tensors, columns, called, name=name, config=config)
+    called = {own: other for own, other in _CALLED.items() if own in tensors and other in header}
+    called = called if format.name == "w8a8" else {}
+    return Layout(format, replace(scheme, group_size=columns), tensors, columns, called, name=name, config=config)
 
 
-def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
+def _check(scheme: Scheme, config: Mapping[str, Any]) -> None:
     """Raises Unsupported for what the format's reader has and vLLM's parameters do not."""
-    if scheme.block not in (None, (BLOCK, BLOCK)):
-        name = "weight_block_size" if scheme.format == "w8a8" else "block_structure"
-        raise Unsupported(f"{name}: expected {[BLOCK, BLOCK]}, got {list(scheme.block or ())}")
-    if scheme.form == "gemv":
-        raise Unsupported("version: expected gemm, got 'gemv'")
-    algorithm = str(config.get("quant_algo")).upper()
-    if config.get("quant_method") == "modelopt" and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        expected = "FP8 or FP8_PER_CHANNEL_PER_TOKEN of ModelOpt"
-        raise Unsupported(f"quant_algo: expected {expected}, got {config.get('quant_algo')!r}")
-    if scheme.format == "compressed-tensors":
-        kind = "float" if scheme.code == "e4m3" else "int"
-        packed, said = scheme.form == "packed" and kind == "int", scheme.settings.get("format")
-        if not packed and said not in ("naive-quantized", f"{kind}-quantized"):
-            raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
-        if scheme.zero_points and scheme.strategy not in ("group", "channel"):
-            raise Unsupported(f"strategy: expected group or channel with zero points, got {scheme.strategy}")
+    ct, kind, block = scheme.format == "compressed-tensors", "float" if scheme.code == "e4m3" else "int", (BLOCK, BLOCK)
+    algorithm, format = config.get("quant_algo"), scheme.settings.get("format")
+    of_modelopt, packed = config.get("quant_method") == "modelopt", scheme.form == "packed" and kind == "int"
+    for name, expected, got, fits in (
+        ("block_structure" if ct else "weight_block_size", [*block], scheme.block, scheme.block in (None, block)),
+        ("version", "gemm", "gemv", scheme.form != "gemv"),
+        ("quant_algo", " or ".join(_OF_MODELOPT), algorithm, not of_modelopt or str(algorithm).upper() in _OF_MODELOPT),
+        ("format", f"{kind}-quantized", format, not ct or packed or format in ("naive-quantized", f"{kind}-quantized")),
+        ("strategy", "group or channel with zero points", scheme.strategy,
+         not ct or not scheme.zero_points or scheme.strategy in ("group", "channel")),
+    ):  # fmt: skip
+        if not fits:
+            raise Unsupported(f"{name}: expected {expected}, got {list(got) if isinstance(got, tuple) else got!r}")

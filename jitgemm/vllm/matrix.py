@@ -212,7 +212,7 @@ class Matrix:
             elif suffix == "input_scale" and part not in found:
                 values.fill_(torch.nan)
             elif part in missing:
-                # Beside scales of zero, packed zero points are those of another layer: symmetric ones stay so.
+                # Packed zero points are those of another layer, whose scales are zero here: symmetric ones stay so.
                 other = next(each for i, each in enumerate(parts) if i not in missing)
                 values.fill_(other[0, 0] if suffix == "qzeros" else 0)
 
@@ -406,12 +406,17 @@ class Packing:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if any(param is None for matrix in self.matrices for param in matrix.params(layer).values()):
             return
-        for matrix in self.matrices if self.layout.tensors else ():
-            if not self.made_up or any(map(written, matrix.params(layer).values())):
-                matrix.check(layer)
+        if self.layout.tensors:
+            self.check(layer)
         module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.install(layer, module)
+
+    def check(self, layer: torch.nn.Module) -> None:
+        """See `Matrix.check`."""
+        for matrix in self.matrices:
+            if not self.made_up or any(map(written, matrix.params(layer).values())):
+                matrix.check(layer)
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""

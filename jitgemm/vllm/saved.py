@@ -44,7 +44,7 @@ class SavedMatrix(Matrix):
         numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
         rows = parameters.ChannelQuantScaleParameter(data=numbers, weight_loader=load, output_dim=0)
         layer.register_parameter(_ROWS, rows)
-        for suffix in self.parameters.keys() - {_ROWS}:
+        for suffix in [*self.parameters][1:]:
             keep = self.keep(load, rows) if suffix == "meta" else self.keep()
             layer.register_parameter(suffix, parameters.BasevLLMParameter(data=torch.empty(0), weight_loader=keep))
 

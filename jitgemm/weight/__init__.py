@@ -1,8 +1,7 @@
 """Packed weights of 4 and 8 bits.
 
 quantize   from a float weight
-pack       4-bit weights from codes, scales, zero points and offsets
-pack8      8-bit weights from codes and scales
+pack       from codes, scales, zero points and offsets
 codes      the bytes and numbers of codes, the twin of kernel/codes.py
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
 parts      PackedWeight, their tensors: their checks, and what sizes and group sizes there are

@@ -154,16 +154,9 @@ def unpack_field(field: torch.Tensor, n: int, k: int, group_size: int, dtype: to
 
 
 def pack_records(
-    blocks: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    *,
-    k: int,
-    canonical: bool,
-    format: WeightFormat,
-) -> None:
+    blocks: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None,
+    zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat,
+) -> None:  # fmt: skip
     """Codes, scales, offsets, zero points -> blocks.
 
     Args:

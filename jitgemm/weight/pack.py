@@ -1,6 +1,6 @@
-"""pack_w4: a 4-bit weight from the codes, scales, zero points and offsets of any quantiser into a `W4Weight`.
+"""pack_w4 and pack_w8: a weight from the codes, scales, zero points and offsets of any quantiser.
 
-Checks what a caller gives and says what is wrong with it; the order of the bytes is `layout.py`'s business.
+Check what a caller gives and say what is wrong with it; the order of the bytes is `layout.py`'s business.
 """
 
 from __future__ import annotations
@@ -10,35 +10,29 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_order
-from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
+from jitgemm.kernel.codes import CODES, typed_code
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, ceil_div, tuned_order
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import INTEGERS, PackedWeight, RowParts, by_group, check_permutation, check_sizes
-from jitgemm.weight.parts import expert_indices, format_group, group_count
+from jitgemm.weight.packed import W4Weight, W8Weight
+from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_permutation, check_sizes, expert_indices
+from jitgemm.weight.parts import format_group, group_count
 from jitgemm.weight.ready import capturing
 
+BLOCK = 128
+"""Rows and columns of a block with a scale of its own."""
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
-
 _ALL = MAX_ROWS
 """A group size that covers every k: per channel, until k is known."""
 
 
 def pack_w4(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None = None,
-    *,
-    offset: torch.Tensor | None = None,
-    permutation: torch.Tensor | None = None,
-    group_size: int | str,
-    k: int | None = None,
-    lhs_dtype: torch.dtype | None = None,
-    code: str = "int4",
-) -> W4Weight:
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, offset: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None, group_size: int | str, k: int | None = None,
+    lhs_dtype: torch.dtype | None = None, code: str = "int4",
+) -> W4Weight:  # fmt: skip
     """Pack a 4-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
     The weight is (q - zero) * scale + offset; scales and offsets are applied as they are, never rounded or converted.
@@ -76,9 +70,10 @@ def pack_w4(
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
         ValueError: wrong shape or device, values out of range or missing (meta tensors), or a form that cannot be told.
     """
-    for name, tensor in (("q", q), ("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
-        if tensor is not None or name in ("q", "scale"):
-            check_plain(name, check_tensor(name, tensor))
+    others = {"scale": scale, "zero": zero, "offset": offset, "permutation": permutation}
+    others = {name: tensor for name, tensor in others.items() if tensor is not None or name == "scale"}
+    for name, tensor in {"q": q, **others}.items():
+        check_plain(name, check_tensor(name, tensor))
     check_values("q", q)
     if q.dtype not in (torch.int8, torch.uint8):
         raise TypeError(f"q: expected int8 or uint8, got {dtype_name(q.dtype)}")
@@ -88,9 +83,9 @@ def pack_w4(
     if offset is not None and offset.dtype != scale.dtype:
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
-    four_bits = [name for name, each in CODES.items() if each.bits == 4]
-    if not isinstance(code, str) or code not in four_bits:
-        raise ValueError(f"code: expected one of {', '.join(four_bits)}, got {code!r}")
+    names = [name for name, each in CODES.items() if each.lhs_type is None]
+    if not isinstance(code, str) or code not in names:
+        raise ValueError(f"code: expected one of {', '.join(names)}, got {code!r}")
     group_size = check_group_size(group_size, _ALL)
     if k is not None and (k := check_int("k", k)) < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
@@ -103,8 +98,8 @@ def pack_w4(
         raise ValueError(f"scale: expected shape {expected}, got {list(scale.shape)}")
     if lead and permutation is not None:
         raise ValueError("permutation: expected none for a weight of experts, got one")
-    for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
-        if tensor is not None and tensor.device != q.device:
+    for name, tensor in others.items():
+        if tensor.device != q.device:
             raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
     if group_size < 1:
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k for per channel, got {group_size}")
@@ -119,18 +114,15 @@ def pack_w4(
         raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
     groups = group_count(k, group_size)
     if scale.shape[-1] != groups:
-        raise ValueError(
-            f"scale: expected shape {[*lead, n, groups]} for k = {k} and group_size {group_size}, "
-            f"got {list(scale.shape)}"
-        )
+        sizes = f"k = {k} and group_size {group_size}"
+        raise ValueError(f"scale: expected shape {[*lead, n, groups]} for {sizes}, got {list(scale.shape)}")
     for name, tensor in (("zero", zero), ("offset", offset)):
         if tensor is not None and tensor.shape != scale.shape:
             raise ValueError(f"{name}: expected scale's shape {list(scale.shape)}, got {list(tensor.shape)}")
     permutation = None if permutation is None else check_permutation(permutation, k)
 
     with torch.inference_mode(False), torch.no_grad():
-        format = replace(format, offset=offset is not None)
-        tuned = format
+        tuned = format = replace(format, offset=offset is not None)
         if lhs is not None:
             tuned = replace(format, order=tuned_order(lhs, format.group_size, format.zero_point, k, code))
         held, of_tuned = (numbers.nibbles(each.order, each.zero_point) for each in (format, tuned))
@@ -138,37 +130,73 @@ def pack_w4(
             tuned = tuned if tuned.complete else format
         else:
             for e in expert_indices(lead[0] if lead else None):
-                at = "" if not lead else f"[{e}]"
+                at = f"[{e}]" if lead else ""
                 if not canonical:
                     _check_range(f"q{at}", q[e], held.low, held.high)
                 if zero is not None:
                     _check_range(f"zero{at}", zero[e].to(torch.int64), 0, MAX_ZERO)
-                if not tuned.complete and _least_code(q[e], canonical) < of_tuned.low:
-                    tuned = format
-        format = tuned
-        packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=format)
-        return W4Weight(
-            packed.blocks,
-            packed.channel_scale,
-            n,
-            k,
-            group_size,
-            format,
-            row_sum=packed.row_sum,
-            permutation=permutation,
-        )
+                if not tuned.complete:
+                    parts = layout.split_canonical(q[e], False) if canonical else (q[e],)
+                    if min(int(part.min()) for part in parts) < of_tuned.low:
+                        tuned = format
+        packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=tuned)
+        sizes = n, k, group_size, tuned
+        return W4Weight(packed.blocks, packed.channel_scale, *sizes, row_sum=packed.row_sum, permutation=permutation)
+
+
+def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | None = None) -> W8Weight:
+    """Pack an 8-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
+
+    The weight is q * scale; scales are applied as they are, never rounded. Any strides will do. For experts q and scale
+    have a first dimension E, and are packed one by one into the result's memory.
+
+    Args:
+        q: float8_e4m3fn or int8 [n, k], n a multiple of 8 and k a multiple of 16. It meets activations of its own type.
+            Values are not scanned: NaNs stay NaNs.
+        scale: fp32, bf16, fp16 or float8_e8m0fnu, in one of these forms; any values will do:
+
+            - one element, or one per expert [E]: for the whole weight;
+            - [n], [n, 1]: a scale per row;
+            - [n, ceil(k / group_size)]: a scale per group of 32, 64, 128 or 256 values of k;
+            - [ceil(n / 128), ceil(k / 128)]: a scale per block of 128 x 128.
+
+        group_size: what scale's columns must say; they always tell it, so that it may be left out.
+
+    Returns:
+        The packed weight on q's device. The CPU and the GPU give the same bytes. Blocks become groups of 128 that
+        repeat their scale, e8m0 scales the same numbers in bf16. Where every strip of 64 rows shares its scales per
+        group of 128, as in blocks, the format says so, unless packing is being captured. On a GPU the current stream is
+        synchronised, unless it is being captured.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a wrong dtype or layout.
+        ValueError: wrong shape or device, or values missing (meta tensors).
+    """
+    check_values("q", check_tensor("q", q))
+    check_values("scale", check_tensor("scale", scale))
+    lhs = check_dtype("q", q.dtype, LHS_TYPES)
+    if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
+        raise ValueError(f"q: expected shape [n, k] or [experts, n, k], got {list(q.shape)}")
+    if scale.device != q.device:
+        raise ValueError(f"scale: expected q's device {q.device}, got {scale.device}")
+    *lead, n, k = q.shape
+    check_sizes(n, k)
+    check_dtype("scale", scale.dtype, (*REAL_TYPES, "e8m0"))
+    with torch.inference_mode(False), torch.no_grad():
+        scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale  # exact
+        scale_type = TYPE_NAMES[scale.dtype]
+        scale, group_size = _by_row(scale, lead, n, k, group_size)
+        group = format_group(k, group_size)
+        strips = group == BLOCK and _same_in_strips(scale)
+        format = WeightFormat(group, False, scale_type, lhs, code=typed_code(lhs), strip_scales=strips)
+        packed = pack_codes(q, scale, k=k, format=format)
+        return W8Weight(packed.blocks, packed.channel_scale, n, k, group_size, format, row_sum=packed.row_sum)
 
 
 def pack_codes(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    *,
-    k: int,
-    canonical: bool = False,
-    format: WeightFormat,
-) -> PackedWeight:
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, offset: torch.Tensor | None = None, *,
+    k: int, canonical: bool = False, format: WeightFormat,
+) -> PackedWeight:  # fmt: skip
     """Codes that the format holds, in its order; the arguments are `layout.pack_records`', with experts or without."""
     *lead, n, _ = q.shape
     shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
@@ -183,35 +211,25 @@ def pack_codes(
     return packed._replace(row_sum=row_sums(packed)) if format.row_sums else packed
 
 
-def _least_code(q: torch.Tensor, canonical: bool) -> int:
-    return min(int(part.min()) for part in (layout.split_canonical(q, False) if canonical else (q,)))
-
-
 def row_sums(packed: PackedWeight) -> torch.Tensor:
-    """`Weight.row_sum` of a packed weight."""
-    lead, n = packed.blocks.shape[:-3], packed.n
-    sums = [_row_sums(parts, packed.format.group_size or packed.k) for _, parts in packed.chunks()]
+    """`Weight.row_sum` of a packed weight: each row's sum of dequantised weights, summed up in fp64."""
+    lead, n, group_size = packed.blocks.shape[:-3], packed.n, packed.format.group_size or packed.k
+    sums = []
+    for _, (q, scale, zero, offset) in packed.chunks():
+        total = torch.zeros(q.shape[0], dtype=torch.float64, device=q.device)
+        column = 0
+        for part, _ in by_group(q, scale, group_size):
+            codes = part.sum(-1, dtype=torch.int32).view(q.shape[0], -1)
+            groups = slice(column, column := column + codes.shape[1])
+            if zero is not None:
+                codes = codes - part.shape[-1] * zero[:, groups].to(torch.int32)
+            total += (codes * scale[:, groups].double()).sum(1)
+            if offset is not None:
+                total += part.shape[-1] * offset[:, groups].double().sum(1)
+        sums.append(total.float())
     row_sum = torch.zeros((*lead, layout.strips_of(n) * STRIP_ROWS), dtype=torch.float32, device=packed.blocks.device)
     row_sum[..., :n] = torch.cat(sums).view(*lead, n)
     return row_sum
-
-
-def _row_sums(parts: RowParts, group_size: int) -> torch.Tensor:
-    """Each row's sum of dequantised weights, summed up in fp64: fp32 [rows]."""
-    q, scale, zero, offset = parts
-    total = torch.zeros(q.shape[0], dtype=torch.float64, device=q.device)
-    column = 0
-    for part, _ in by_group(q, scale, group_size):
-        count = part.shape[-1]
-        codes = part.sum(-1, dtype=torch.int32).view(q.shape[0], -1)
-        groups = slice(column, column + codes.shape[1])
-        column = groups.stop
-        if zero is not None:
-            codes = codes - count * zero[:, groups].to(torch.int32)
-        total += (codes * scale[:, groups].double()).sum(1)
-        if offset is not None:
-            total += count * offset[:, groups].double().sum(1)
-    return total.float()
 
 
 def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
@@ -224,6 +242,40 @@ def check_group_size(group_size: object, k: int) -> int:
     """Columns that share a scale, of k; -1 and "channel" stand for all of them."""
     size = -1 if isinstance(group_size, str) and group_size == "channel" else check_int("group_size", group_size)
     return k if size == -1 else size
+
+
+def _same_in_strips(scale: torch.Tensor) -> bool:
+    """Whether the rows of every strip have the same scales [*lead, n, groups]."""
+    if scale.is_cuda and capturing(scale.device):
+        return False
+    same = scale[..., 1:, :] == scale[..., :-1, :]
+    same[..., STRIP_ROWS - 1 :: STRIP_ROWS, :] = True
+    return bool(same.all())
+
+
+def _by_row(
+    scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: int | str | None
+) -> tuple[torch.Tensor, int]:
+    """A scale of any form as [*lead, n, groups], and the group size."""
+    group_size = None if group_size is None else check_group_size(group_size, k)
+    shape, block = tuple(scale.shape), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK))
+    if scale.numel() == 1 or (lead and shape in ((*lead,), (*lead, 1), (*lead, 1, 1))):
+        found = scale.reshape(*(lead if scale.numel() > 1 else ()), 1, 1).expand(*lead, n, 1)
+    elif shape[: len(lead) + 1] == (*lead, n) and len(shape) <= len(lead) + 2:
+        found = scale if len(shape) == len(lead) + 2 else scale[..., None]
+    elif shape == block:
+        found = scale.repeat_interleave(BLOCK, -2)[..., :n, :]
+    else:
+        rows = f"{[*lead, n]}, {[*lead, n, 'ceil(k / group_size)']}".replace("'", "")
+        raise ValueError(f"scale: expected one element, shape {rows} or, by block, {list(block)}, got {list(shape)}")
+    sizes = {group_count(k, size): size for size in (*(size for size in GROUP_SIZES if size < k), k)}  # no two as many
+    size = sizes.get(found.shape[-1])
+    if size is None:
+        columns, of = (", ".join(map(str, each)) for each in (sizes, sizes.values()))
+        raise ValueError(f"scale: expected {columns} columns for groups of {of} of k = {k}, got shape {list(shape)}")
+    if group_size is not None and size != min(group_size, k):
+        raise ValueError(f"group_size: expected {size}, by scale {list(shape)} for k = {k}, got {group_size}")
+    return found, size
 
 
 def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k: int | None) -> tuple[int, bool]:

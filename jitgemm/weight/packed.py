@@ -1,7 +1,6 @@
 """W4Weight and W8Weight, weights in the kernel's order: their tensors, what they hold, and back to codes and scales.
 
-The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s and `pack8.py`'s. Knows nothing of kernels
-or the driver.
+The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s. Knows nothing of kernels or the driver.
 """
 
 from __future__ import annotations
@@ -177,12 +176,9 @@ class Weight(WeightBase):
             return self.with_tensors(moved["blocks"], *(moved.get(name) for name in TENSORS[1:]))
 
     def with_tensors(
-        self,
-        blocks: torch.Tensor,
-        channel_scale: torch.Tensor | None,
-        row_sum: torch.Tensor | None,
+        self, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
         permutation: torch.Tensor | None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
         weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation)
@@ -399,14 +395,6 @@ _KINDS: dict[int, type[Weight]] = {4: W4Weight, 8: W8Weight}
 def kind_of(format: WeightFormat) -> type[Weight]:
     """The class of weights of this format."""
     return _KINDS[format.bits]
-
-
-def as_weight(weight: AnyWeight) -> Weight:
-    """A weight as it is; checked, of the tensors that an op was given."""
-    if isinstance(weight, Weight):
-        return weight
-    blocks, channel_scale, row_sum, n, k, format = weight
-    return kind_of(format)(blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
 
 
 def _of_tensors(name: str) -> property:

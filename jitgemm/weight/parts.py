@@ -151,12 +151,9 @@ def by_group(
 
 
 def dequantize_groups(
-    matrix: torch.Tensor,
-    group_size: int,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
+    matrix: torch.Tensor, group_size: int, scale: torch.Tensor | None = None, zero: torch.Tensor | None = None,
     offset: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """matrix [rows, k] -> (matrix - zero) * scale + offset in place, with values per group [rows, groups] or None; each
     step is rounded to the matrix's type."""
     for apply, values in ((torch.Tensor.sub_, zero), (torch.Tensor.mul_, scale), (torch.Tensor.add_, offset)):

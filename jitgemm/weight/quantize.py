@@ -15,8 +15,7 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
-from jitgemm.weight.pack import check_group_size, pack_w4
-from jitgemm.weight.pack8 import BLOCK, pack_w8
+from jitgemm.weight.pack import BLOCK, check_group_size, pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import check_sizes, format_group
 
@@ -33,15 +32,9 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 def quantize_w4(
-    w: torch.Tensor,
-    group_size: int | str,
-    *,
-    symmetric: bool = True,
-    scale_dtype: torch.dtype = torch.bfloat16,
-    full_range: bool = True,
-    clip_steps: int = CLIP_STEPS,
-    lhs_dtype: torch.dtype | None = None,
-) -> W4Weight:
+    w: torch.Tensor, group_size: int | str, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
+    full_range: bool = True, clip_steps: int = CLIP_STEPS, lhs_dtype: torch.dtype | None = None,
+) -> W4Weight:  # fmt: skip
     """Quantise a weight to 4 bits: per group, the scale (and zero point) of least squared error among those tried.
 
     ::

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES, every_order
+from jitgemm.kernel.codes import CODES, numbered_orders
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat
 from jitgemm.tensors import PLAIN, check_tensor, describe
 from jitgemm.weight import layout
@@ -38,14 +38,9 @@ class Meta(NamedTuple):
 
     @property
     def format(self) -> WeightFormat:
-        group, (code, order) = format_group(self.k, self.group_size), _orders(self.bits)[self.order]
+        group, (code, order) = format_group(self.k, self.group_size), numbered_orders()[self.bits, self.order]
         strips, scale_type = self.offset == 2 and group == BLOCK_K, _SCALE_TYPES[self.scale_type]
-        return WeightFormat(group, bool(self.zero_point), scale_type, order, self.offset == 1, code, strips)
-
-
-def _orders(bits: int) -> dict[int, tuple[str, str]]:
-    """Names of a code and its order, by the order's number in `meta`."""
-    return {order.number: (code.name, order.name) for code, order in every_order() if code.bits == bits}
+        return WeightFormat(group, bool(self.zero_point), scale_type, order.name, self.offset == 1, code.name, strips)
 
 
 def magic_of(bits: int) -> int:
@@ -83,17 +78,15 @@ def read_state(
         what = "packed weight" if len(widths) > 1 else f"packed W{next(iter(widths))} weight"
         raise ValueError(f"{key}: expected a {what}, got another tensor (first value {values[0]})")
     if values[1] != layout.LAYOUT_VERSION:
-        raise ValueError(
-            f"{key}: expected layout version {layout.LAYOUT_VERSION}, got {values[1]}; pack the weight again"
-        )
+        version = f"layout version {layout.LAYOUT_VERSION}"
+        raise ValueError(f"{key}: expected {version}, got {values[1]}; pack the weight again")
     if len(values) != count:
         raise ValueError(f"{key}: expected {count} values, got {len(values)}")
     found = Meta(*values)
-    known = found.scale_type in _SCALE_TYPES and found.order in _orders(found.bits)
+    known = found.scale_type in _SCALE_TYPES and (found.bits, found.order) in numbered_orders()
     if found.zero_point not in (0, 1) or found.offset not in (0, 1, 2) or not known:
-        raise ValueError(
-            f"{key}: expected zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes, got {values[5:]}"
-        )
+        what = "zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes"
+        raise ValueError(f"{key}: expected {what}, got {values[5:]}")
     return found, {name: _aligned(tensors.get(prefix + name)) for name in TENSORS}
 
 

@@ -62,26 +62,33 @@ def calls_of(owner: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> d
     return found
 
 
-def run(
-    block: torch.nn.Module, call: Call, readers: Mapping[str, int] | None = None, norm: str = "", width: int = 0
-) -> set[str]:
+def run(block: torch.nn.Module, call: Call, readers: Sequence[str] = (), norm: str = "", width: int = 0) -> set[str]:
     """Runs the block with stand-ins for its packed layers.
 
     Args:
-        readers: Linears and MLPs that have stand-ins, with their numbers of columns; each is to be called once.
+        readers: Linears and MLPs that have stand-ins; each is to be called once.
         norm: gives `width` columns of NaN, which the readers alone are to read.
 
     Returns:
         The names of those that were called.
 
     Raises:
-        Unclear: a reader is not called once, or the block returns something else than finite hidden states: something
-            else reads the norm.
-        Exception: the block's own.
+        Unclear: the block raises, a reader is not called once, or the block returns something else than finite hidden
+            states: something else reads the norm.
     """
-    readers = readers or {}
-    stubs = _stubs(block)
-    stubs |= {each: _StandIn(block.get_submodule(each), _columns(n, not norm)) for each, n in readers.items()}
+    try:
+        return _run(block, call, readers, norm, width)
+    except Exception as error:  # noqa: BLE001 - somebody else's code
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        failing = "with it fused the block fails" if readers else "the block does not run by itself"
+        raise Unclear(f"{failing}: {reason}") from error
+
+
+def _run(block: torch.nn.Module, call: Call, readers: Sequence[str], norm: str, width: int) -> set[str]:
+    stubs, hidden = _stubs(block), _hidden_states(*call.inputs, **call.named).shape[-1]
+    for name in readers:
+        module = block.get_submodule(name)
+        stubs[name] = _StandIn(module, _columns(getattr(module, "out_features", hidden), passing=not norm))
     if norm:
         stubs[norm] = _StandIn(block.get_submodule(norm), lambda x: x.new_full((*x.shape[:-1], width), math.nan))
     output = _copied(block, stubs.values())(*call.inputs, **call.named)
@@ -89,7 +96,7 @@ def run(
     if not isinstance(output, torch.Tensor):
         raise Unclear(f"the block returns a {type(output).__name__}")
     calls = {name: stub.calls for name, stub in stubs.items() if stub.calls}
-    if any(len(calls.get(name, ())) != 1 for name in (*readers, *filter(None, [norm]))):
+    if any(len(calls.get(name, ())) != 1 for name in (*readers, *([norm] if norm else ()))):
         raise Unclear("what would be fused is not called once")
     if norm and any(calls[each][0][0].inputs[0] is not calls[norm][0][1] for each in readers):
         raise Unclear("what would be fused is given something else than the norm's output")
@@ -192,8 +199,8 @@ def _copied(module: torch.nn.Module, put: Iterable[_StandIn]) -> torch.nn.Module
 # ---- formulas --------------------------------------------------------------------------------------------------------
 
 
-def gate_of(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate | None:
-    """The gate, of those that quantisers have, where the MLP computes down(act(gate(x)) * up(x)), else None.
+def gate_of(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate:
+    """The gate where the MLP computes down(act(gate(x)) * up(x)). Raises Unclear for gates that quantisers do not have.
 
     Args:
         gates: the children gate and up, or one for both, gate first.
@@ -204,33 +211,45 @@ def gate_of(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate | Non
         output = _copied(mlp, stubs.values())(x)
         ((call, result),) = stubs[down].calls
         read = [stubs[name].calls for name in gates]
+        halves = torch.cat([calls[0][1] for calls in read], -1)
         if output is result and all(len(calls) == 1 and calls[0][0].inputs[0] is x for calls in read):
-            halves = torch.cat([calls[0][1] for calls in read], -1)
-            return next((gate for gate in MUL_KEYWORDS if _equal(call.inputs[0], gated(halves, gate), 1e-4)), None)
-    return None
+            return next(gate for gate in MUL_KEYWORDS if _equal(call.inputs[0], gated(halves, gate), 1e-4))
+    raise Unclear("what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up")
 
 
-def norm_of(norm: torch.nn.Module) -> tuple[float, bool] | None:
-    """(eps, whether it multiplies by 1 + weight) of an RMSNorm with one weight and a fixed eps; None for anything else.
+def norm_of(norm: torch.nn.Module) -> tuple[float, bool]:
+    """(eps, whether it multiplies by 1 + weight) of an RMSNorm. Raises Unclear for anything else.
 
     Found by trying, in fp32, on tokens of which some are so small that eps shows.
     """
-    eps = next((value for name in _EPS if isinstance(value := getattr(norm, name, None), float)), None)
+    eps: float = next((value for name in _EPS if isinstance(value := getattr(norm, name, None), float)), math.nan)
     tensors = {name: each for name, each in (norm._parameters | norm._buffers).items() if each is not None}
-    if eps is None or [*tensors] != ["weight"] or norm._modules:
-        return None
-    weight = tensors["weight"]
-    if weight.dim() != 1 or TYPE_NAMES.get(weight.dtype) not in REAL_TYPES or not weight.is_contiguous():
-        return None
-    x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(2), device="cpu") + 0.5
-    x[2:] *= max(eps, 1e-30) ** 0.5
-    x, gain = x.to(weight.device), weight.detach().float()
-    with suppress(Exception):  # somebody else's code
-        found = torch.func.functional_call(norm, {"weight": gain}, (x,)).float()
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        return next(((eps, one) for one in (False, True) if _equal(found, normed * (gain + one), 1e-5)), None)
-    return None
+    with suppress(Exception):  # somebody else's code, or no weight, or none of one dimension
+        weight = tensors.pop("weight")
+        (k,) = weight.shape
+        if TYPE_NAMES[weight.dtype] in REAL_TYPES and weight.is_contiguous() and not tensors and not norm._modules:
+            x = torch.randn(4, k, generator=torch.Generator().manual_seed(2), device="cpu") + 0.5
+            x[2:] *= max(eps, 1e-30) ** 0.5
+            x, gain = x.to(weight.device), weight.detach().float()
+            found = torch.func.functional_call(norm, {"weight": gain}, (x,)).float()
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+            return eps, next(one for one in (False, True) if _equal(found, normed * (gain + one), 1e-5))
+    raise Unclear(f"{type(norm).__name__} is no RMSNorm with one weight and a fixed eps")
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor, rtol: float) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=rtol, atol=rtol / 10)
+
+
+def check_quantised_alike(linears: Sequence[PackedLinear]) -> None:
+    """Raises Unclear where one quantised input cannot serve all of these."""
+    first = linears[0]
+    for other in linears[1:]:
+        if other.activation != first.activation:
+            raise Unclear(f"activations differ: {first.activation} and {other.activation}")
+        for name in ("input_scale", "permutation"):
+            a, b = first._buffers[name], other._buffers[name]
+            if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
+                raise Unclear(f"{name.replace('_', ' ')}s differ")
+        if other.in_features != first.in_features or other.blocks.device != first.blocks.device:
+            raise Unclear("sizes or devices differ")

@@ -1,30 +1,30 @@
 """`fuse_`: norms, quantisers and projections of a model's blocks in as few kernels as the calls allow, and back.
 
-How forward changes, and why so. A block's attention calls q_proj, k_proj and v_proj one by one on what its norm
-returned. Here the norm runs them all: a `FusedNorm` takes the norm's input, quantises it once and returns the outputs
-of all projections side by side, and each projection becomes a view of its columns (`ProjectionView`). So plain tensors go from
-module to module; no forward is patched, nothing is kept between calls, and torch.compile, CUDA graphs, deepcopy and
-pickle see ordinary modules. What else reads the norm's output would get the wrong tensor, so such a norm stays as it
-is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it.
+A block's attention calls q_proj, k_proj and v_proj one by one on what its norm returned. Here the norm runs them all: a
+`FusedNorm` takes the norm's input, quantises it once and returns the outputs of all projections side by side, and each
+projection becomes a view of its columns (`ProjectionView`). No forward is patched and nothing is kept between calls, so
+torch.compile, CUDA graphs, deepcopy and pickle see ordinary modules. An MLP's product is no module, so a `FusedMLP` with
+the same children replaces the MLP.
 
-What may be fused is declared by the names of a block's modules: `NORMS` and `MLPS`. Names prove nothing, so each
-fusion is checked once, before it is made: the norm's formula, the MLP's formula, and, by a run of the block with stubs
-for its packed layers (`check.py`), that nothing else reads the norm.
+What may be fused is declared by the names of a block's modules: `NORMS` and `MLPS`. Names prove nothing, so each fusion
+is checked once, before it is made (`check.py`): the norm's formula, the MLP's formula, and that nothing else reads the
+norm, which would get the wrong tensor.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.scheme import Gate
-from jitgemm.nn.fuse.check import Call, calls_of, gate_of, norm_of, run
-from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
+from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, gate_of, norm_of, run
+from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.nn.quantize.swap import put_module
@@ -160,16 +160,104 @@ def block_lists(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, 
 # ---- one block -------------------------------------------------------------------------------------------------------
 
 
-class _Norm(NamedTuple):
-    eps: float
-    one_plus: bool
+class _Fusion(NamedTuple):
+    """A fusion that passed its check.
+
+    Attributes:
+        linears: names of the Linears that its quantised input serves.
+        make: gives the module, of these Linears.
+    """
+
     linears: list[str]
+    make: Callable[[list[Any]], Any]
 
 
-class _MLP(NamedTuple):
-    linears: list[str]
-    down: str
-    gate: Gate
+@dataclass(frozen=True)
+class _Block:
+    """A block while it is decided what of it is fused.
+
+    Attributes:
+        called: the packed layers that a call of the block calls.
+        skipped: {name: why it stays as it is}.
+    """
+
+    module: torch.nn.Module
+    call: Call
+    modules: Mapping[str, torch.nn.Module]
+    called: set[str]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def mlps(self) -> dict[str, _Fusion]:
+        """MLPs whose product is fused with the quantiser behind it."""
+        found = {}
+        for name, mlp in self.modules.items():
+            for *gates, last in MLPS:
+                linears, down = [f"{name}.{each}" for each in gates], f"{name}.{last}"
+                packed = all(isinstance(mlp._modules.get(each), PackedLinear) for each in (*gates, last))
+                if not name or not packed or down not in self.called:
+                    continue
+                with self.skipping(name):
+                    gate = gate_of(mlp, gates, last)
+                    if mlp._parameters or mlp._buffers:
+                        raise Unclear("it has tensors of its own")
+                    self.check_replaceable(name, down, *linears)
+                    check_quantised_alike(self.layers(linears))
+                    run(self.module, self.call, [name])
+                    found[name] = _Fusion(linears, partial(FusedMLP, mlp, last, gate))
+        return found
+
+    def norms(self, mlps: Mapping[str, _Fusion]) -> dict[str, _Fusion]:
+        """Norms that are fused with the Linears that read them."""
+        found: dict[str, _Fusion] = {}
+        for recipe in NORMS:
+            norm = next((each for each in recipe.norms if each in self.modules), None)
+            part = next((each for each in recipe.part if each in self.modules), None)
+            readers = [name for each in recipe.projections if (name := f"{part}.{each}") in self.modules]
+            kinds = {name: type(self.modules[name]) for name in readers}
+            others = [f"{name} ({kind.__name__})" for name, kind in kinds.items() if not issubclass(kind, PackedLinear)]
+            linears = [name for name in readers if name in self.called and issubclass(kinds[name], PackedLinear)]
+            if norm is None or norm in found or not linears:
+                continue
+            with self.skipping(norm):
+                layers, formula = self.layers(linears), norm_of(self.modules[norm])
+                self.check_replaceable(norm, *linears)
+                check_quantised_alike(layers)
+                width = sum(layer.out_features for layer in layers)
+                if width == layers[0].in_features:
+                    raise Unclear(
+                        "its Linears give as many columns as they take: nobody would notice a call of one alone"
+                    )
+                if others:
+                    raise Unclear(f"{', '.join(others)} reads it too")
+                # An MLP that reads the norm is given all that it gives.
+                whole = [mlp for mlp, fusion in mlps.items() if fusion.linears == linears]
+                run(self.module, self.call, whole or linears, norm, width)
+                found[norm] = _Fusion(linears, partial(FusedNorm, self.modules[norm], *formula))
+        return found
+
+    def layers(self, names: Iterable[str]) -> list[Any]:
+        return [self.module.get_submodule(each) for each in names]
+
+    @contextmanager
+    def skipping(self, name: str) -> Iterator[None]:
+        """Notes why a module is skipped where its check fails."""
+        try:
+            yield
+        except Unclear as reason:
+            self.skipped[name] = str(reason)
+
+    def check_replaceable(self, *names: str) -> None:
+        """Raises Unclear for a module that cannot be replaced."""
+        places = Counter(module for _, module in self.module.named_modules(remove_duplicate=False))
+        for name, module in zip(names, self.layers(names)):
+            if places[module] > 1:
+                raise Unclear(f"{name} stands at several places")
+            if any(value for key, value in vars(module).items() if key.endswith("_hooks")):
+                raise Unclear(f"{name} has hooks, which would see other tensors")
+            if "forward" in vars(module):
+                raise Unclear(f"the forward of {name} was replaced")
+            if isinstance(module, PackedLinear) and module.split is not None and not module.split.plain:
+                raise Unclear(f"{name} changes the layout of its input or output")
 
 
 def _fuse_block(name: str, module: torch.nn.Module, call: Call | str, report: FusionReport) -> None:
@@ -180,146 +268,39 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call | str, report: Fu
         return
     try:
         block = _Block(module, call, dict(module.named_modules()), run(module, call))
-    except Exception as error:  # noqa: BLE001 - somebody else's code
-        report.skipped[name] = f"the block does not run by itself: {_first_line(error)}"
+    except Unclear as reason:
+        report.skipped[name] = str(reason)
         return
     # All is decided before anything is replaced: the block runs to decide.
-    mlps = _mlps(block)
-    norms = _norms(block, mlps)
-    joined = [norm.linears for norm in norms.values() if isinstance(norm, _Norm)]
-    for child, mlp in mlps.items():
-        if isinstance(mlp, _MLP) and mlp.linears not in joined:
-            mlps[child] = quantised_alike(block.layers(mlp.linears)) or mlp
-    if not norms and not mlps:
+    mlps = block.mlps()
+    norms = block.norms(mlps)
+    if not norms and not mlps and not block.skipped:
         report.skipped[name] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
+    report.skipped.update({f"{name}.{child}": why for child, why in block.skipped.items() if child not in norms})
 
     new: dict[str, Any] = {}
-    for child, found in (*norms.items(), *mlps.items()):
-        if isinstance(found, str):
-            report.skipped[f"{name}.{child}"] = found
-            continue
-        own, old = found.linears, block.modules[child]
-        fused: Any
-        if isinstance(found, _Norm):
-            fused = FusedNorm(old, found.eps, found.one_plus, block.layers(own))
-            what = f"RMSNorm, quantiser and {_gemms(own, fused.joint)}"
-        else:
-            own, down = [] if own in joined else own, found.down.rpartition(".")[2]
-            fused = FusedMLP(old, down, found.gate, block.layers(own))
-            what = f"quantiser and {_gemms(own, fused.joint)}; " if own else ""
-            what += f"{found.gate.kind} * mul, quantiser and {down}"
+    of_norms = [norm.linears for norm in norms.values()]
+    for child, (linears, make) in (*norms.items(), *mlps.items()):
+        own = [] if child in mlps and linears in of_norms else linears
+        new[child] = fused = make(block.layers(own))
+        new |= zip(own, fused.joint.slices if own else ())
         report.append(f"{name}.{child}")
+        names = (each.rpartition(".")[2] for each in own)
+        gemms = ", ".join(" + ".join(next(names) for _ in run.slices) for run in (fused.joint.runs if own else ()))
+        if child in norms:
+            what = f"RMSNorm, quantiser and {gemms}"
+        else:
+            product = f"{fused.front.gate.kind} * mul, quantiser and {fused.down_name}"
+            what = f"quantiser and {gemms}; {product}" if own else product
         report.fused[report[-1]] = what
-        new |= {child: fused} | dict(zip(own, fused.joint.slices if own else ()))
-    whole = [each for each in new.values() if isinstance(each, FusedMLP)]
     # MLPs first: views go into what replaces them.
-    before = {child: module.get_submodule(child) for child in sorted(new, key=lambda child: new[child] not in whole)}
+    old = {child: module.get_submodule(child) for child in sorted(new, key=lambda child: child not in mlps)}
     try:
-        for child in before:
+        for child in old:
             put_module(module, child, new[child])
     except BaseException:  # Ctrl-C too: half of a block computes nothing
-        for child in reversed(before):
-            put_module(module, child, before[child])
+        for child in reversed(old):
+            put_module(module, child, old[child])
         raise
-    for each in whole:
-        each.take_over()
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block while it is decided what of it is fused.
-
-    Attributes:
-        called: the packed layers that a call of the block calls.
-    """
-
-    module: torch.nn.Module
-    call: Call
-    modules: Mapping[str, torch.nn.Module]
-    called: set[str]
-
-    def layers(self, names: Iterable[str]) -> list[Any]:
-        return [self.module.get_submodule(each) for each in names]
-
-    def why_kept(self, *names: str) -> str | None:
-        """Why these modules cannot be replaced, or None."""
-        places = Counter(module for _, module in self.module.named_modules(remove_duplicate=False))
-        for name, module in zip(names, self.layers(names)):
-            if places[module] > 1:
-                return f"{name} stands at several places"
-            if any(value for key, value in vars(module).items() if key.endswith("_hooks")):
-                return f"{name} has hooks, which would see other tensors"
-            if "forward" in vars(module):
-                return f"the forward of {name} was replaced"
-            if isinstance(module, PackedLinear) and module.split is not None and not module.split.plain:
-                return f"{name} changes the layout of its input or output"
-        return None
-
-    def why_failing(self, readers: Mapping[str, int], norm: str = "", width: int = 0) -> str | None:
-        """Why the block does not run with stand-ins for these, or None; arguments are those of `run`."""
-        try:
-            run(self.module, self.call, readers, norm, width)
-        except Exception as error:  # noqa: BLE001 - somebody else's code
-            return f"with it fused the block fails: {_first_line(error)}"
-        return None
-
-
-def _mlps(block: _Block) -> dict[str, _MLP | str]:
-    """MLPs whose product can be fused with the quantiser behind it, or why not."""
-    found: dict[str, _MLP | str] = {}
-    for child, mlp in block.modules.items():
-        for *gates, last in MLPS:
-            linears, down = [f"{child}.{each}" for each in gates], f"{child}.{last}"
-            children = [mlp._modules.get(each) for each in (*gates, last)]
-            if not child or down not in block.called or not all(isinstance(each, PackedLinear) for each in children):
-                continue
-            gate = gate_of(mlp, gates, last)
-            if gate is None:
-                found[child] = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
-            elif mlp._parameters or mlp._buffers:
-                found[child] = "it has tensors of its own"
-            else:
-                reason = block.why_kept(child, down, *linears)
-                reason = reason or block.why_failing({child: block.layers([down])[0].out_features})
-                found[child] = reason or _MLP(linears, down, gate)
-    return found
-
-
-def _norms(block: _Block, mlps: Mapping[str, _MLP | str]) -> dict[str, _Norm | str]:
-    """Norms that can be fused with the Linears that read them, or why not."""
-    found: dict[str, _Norm | str] = {}
-    for recipe in NORMS:
-        norm = next((each for each in recipe.norms if each in block.modules), None)
-        part = next((each for each in recipe.part if each in block.modules), None)
-        readers = [name for each in recipe.projections if (name := f"{part}.{each}") in block.modules]
-        others = {name: kind for name in readers if not isinstance(kind := block.modules[name], PackedLinear)}
-        linears = [name for name in readers if name in block.called and name not in others]
-        if norm is None or isinstance(found.get(norm), _Norm) or not linears:
-            continue
-        layers, formula = block.layers(linears), norm_of(block.modules[norm])
-        if formula is None:
-            found[norm] = f"{type(block.modules[norm]).__name__} is no RMSNorm with one weight and a fixed eps"
-            continue
-        widths = {name: layer.out_features for name, layer in zip(linears, layers)}
-        width = sum(widths.values())
-        reason = block.why_kept(norm, *linears) or quantised_alike(layers)
-        if reason is None and width == layers[0].in_features:
-            reason = "its Linears give as many columns as they take: called by itself, one could not tell its input"
-        if reason is None and others:
-            reason = f"{', '.join(f'{name} ({type(each).__name__})' for name, each in others.items())} reads it too"
-        for child, mlp in mlps.items():
-            if isinstance(mlp, _MLP) and mlp.linears == linears:  # it is given all that the norm gives
-                widths = {child: block.layers([mlp.down])[0].out_features}
-        found[norm] = reason or block.why_failing(widths, norm, width) or _Norm(*formula, linears)
-    return found
-
-
-def _first_line(error: Exception) -> str:
-    """An exception's first line, or its type."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _gemms(linears: Sequence[str], joint: Any) -> str:
-    """The GEMMs of these Linears: "q_proj + k_proj, v_proj"."""
-    names = (each.rpartition(".")[2] for each in linears)
-    return ", ".join(" + ".join(next(names) for _ in run.slices) for run in joint.runs)
+    for child in mlps:
+        new[child].take_over()

@@ -16,16 +16,15 @@ import torch
 from jitgemm.activations.scheme import NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
+from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
 
-ADVICE = "call jitgemm.nn.unfuse_(model) first"
 
-
-class ProjectionView(PackedLinear):
+class ProjectionView(Fused, PackedLinear):
     """A Linear whose GEMM a `MergedLinear` runs: forward takes what that gave, and returns this Linear's columns of it.
 
     Attributes:
@@ -47,7 +46,7 @@ class ProjectionView(PackedLinear):
         if x.shape[-1:] != (self.width,):
             raise ValueError(
                 f"x: expected shape [..., {self.width}], what the fused module in front computes, got {list(x.shape)}; "
-                f"to call the Linear by itself, {ADVICE}"
+                f"to call the Linear by itself, {UNFUSE}"
             )
         return x[..., self.start : self.start + self.out_features]
 
@@ -76,26 +75,29 @@ class ProjectionView(PackedLinear):
         torch.nn.Module.__setstate__(self, state)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        *_, error_msgs = rest
+        error_msgs = rest[-1]
         if local_metadata.get("assign_to_params_buffers", False):
-            error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {ADVICE}")
+            error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {UNFUSE}")
             return
-        if prefix + "blocks" in state_dict and self._what_is_wrong(state_dict, prefix) is None:
-            weight, merged, problem = Weight.from_state_dict(state_dict, prefix), self.merged, None
+        described = {prefix + "blocks", prefix + "meta"} <= state_dict.keys()
+        if described and self._what_is_wrong(state_dict, prefix) is None:
+            weight, merged = Weight.from_state_dict(state_dict, prefix), self.merged
             found = weight.format
             if found.complete and not merged.complete:
-                problem = f"expected codes in the order {merged.order!r}, got {found.order!r}"
-            elif merged.strip_scales and not found.strip_scales:
-                problem = "expected one scale for every 64 rows, as the merged weight has, got several"
-            if problem is not None:
-                error_msgs.append(f"{prefix}meta: {problem}; {ADVICE}")
+                error_msgs.append(
+                    f"{prefix}meta: expected codes in the order {merged.order!r}, got {found.order!r}; {UNFUSE}"
+                )
+                return
+            if merged.strip_scales and not found.strip_scales:
+                expected = "expected one scale for every 64 rows, as the merged weight has"
+                error_msgs.append(f"{prefix}meta: {expected}, got several; {UNFUSE}")
                 return
             self.order = found.order
             state_dict = {**state_dict, **_in_order(weight, merged.order).state_dict(prefix)}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-class MergedLinear(PackedLinear):
+class MergedLinear(Fused, PackedLinear):
     """Linears that read one input as one GEMM. Its tensors are theirs, and in a state dict theirs alone.
 
     Attributes:
@@ -176,7 +178,7 @@ class FusedProjections(torch.nn.Module):
         return out.view(*x.shape[:-1], self.width)
 
 
-class FusedNorm(torch.nn.Module):
+class FusedNorm(Fused, torch.nn.Module):
     """RMSNorm, quantiser and the projections that read the norm: x -> their outputs, side by side.
 
     `weight` is the norm's own parameter, under its own name. `gain` is what the norm multiplies by where that is
@@ -228,7 +230,7 @@ class FusedNorm(torch.nn.Module):
         return f"{self.joint.in_features} -> {self.joint.width}, eps={self.eps}"
 
 
-class FusedMLP(torch.nn.Module):
+class FusedMLP(Fused, torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
@@ -263,7 +265,7 @@ class FusedMLP(torch.nn.Module):
         y = x if joint is None else joint(x)
         if y.shape[-1:] != (width,):
             expected = f"x: expected shape [..., {width}], what the fused norm in front computes"
-            raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {ADVICE}")
+            raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {UNFUSE}")
         rows = as_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
         down.multiply(down.quantise(rows, **self.front.keywords), out)
@@ -278,21 +280,6 @@ class FusedMLP(torch.nn.Module):
 
 
 FUSED = (FusedNorm, FusedMLP, ProjectionView)
-
-
-def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
-    """Why one quantised input cannot serve all of these, or None."""
-    first = linears[0]
-    for other in linears[1:]:
-        if other.activation != first.activation:
-            return f"activations differ: {first.activation} and {other.activation}"
-        for name in ("input_scale", "permutation"):
-            a, b = first._buffers[name], other._buffers[name]
-            if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
-                return f"{name.replace('_', ' ')}s differ"
-        if other.in_features != first.in_features or other.blocks.device != first.blocks.device:
-            return "sizes or devices differ"
-    return None
 
 
 def _kind(linear: PackedLinear) -> tuple[Any, ...]:

@@ -25,10 +25,10 @@ def encoded(gate: Gate) -> torch.Tensor:
 
 def decoded(numbers: torch.Tensor) -> Gate:
     """The gate that `encoded` wrote. Raises ValueError for a tensor that is none."""
-    kind, order, limit, alpha = numbers.tolist() if tuple(numbers.shape) == (4,) else (-1, -1, 0, 0)
-    if kind not in range(len(GATE_KINDS)) or order not in range(len(GATE_ORDERS)):
-        raise ValueError(f"gate: expected the four numbers of a gate, got {numbers.tolist()}")
-    return Gate(GATE_KINDS[int(kind)], GATE_ORDERS[int(order)], limit, alpha)
+    values, kinds, orders = numbers.tolist(), dict(enumerate(GATE_KINDS)), dict(enumerate(GATE_ORDERS))
+    if tuple(numbers.shape) != (4,) or values[0] not in kinds or values[1] not in orders:
+        raise ValueError(f"gate: expected the four numbers of a gate, got {values}")
+    return Gate(kinds[values[0]], orders[values[1]], *values[2:])
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:

@@ -21,12 +21,12 @@ from jitgemm.gemm.call import gemm
 from jitgemm.gemm.problem import ANY
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.nn.layers.packed import LHS_DTYPES, Packed, Parts, state_dict_parts
+from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
 from jitgemm.weight.parts import check_packed, format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
@@ -111,12 +111,12 @@ class PackedLinear(Packed):
         """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        activation_named(activation)
+        lhs_dtype = torch_dtype(activation_named(activation).dtype)
         if linear.weight.is_meta:
             raise ValueError("linear: expected a weight with data, got one on the meta device")
         device = linear.weight.device if device is None else target_device(device)
         with torch.no_grad():
-            weight = quantise(linear.weight.detach().to(device), lhs_dtype=LHS_DTYPES[activation])
+            weight = quantise(linear.weight.detach().to(device), lhs_dtype=lhs_dtype)
             bias = None if linear.bias is None else linear.bias.detach().to(device, copy=True)
         return cls(weight, bias, activation=activation)
 
@@ -144,9 +144,10 @@ class PackedLinear(Packed):
             activation_named(activation)
         checkpoint = opened(source, config)
         layer = LayerSource.find(checkpoint, prefix, activation, format)
-        if cls.kind.bits not in (0, layer.bits):
-            kind = LINEARS[layer.bits].__name__
-            raise ValueError(f"prefix: expected a layer of {cls.kind.bits} bits, got {prefix!r}, which is a {kind}'s")
+        kind = LINEARS[layer.bits]
+        if not issubclass(kind.kind, cls.kind):
+            expected = f"expected a layer of {cls.kind.bits} bits"
+            raise ValueError(f"prefix: {expected}, got {prefix!r}, which is a {kind.__name__}'s")
         return cls.of_parts(layer.read(target_device(device)))
 
     @classmethod
@@ -207,10 +208,10 @@ class PackedLinear(Packed):
 
     def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
         """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
-        permutation = self._buffers["permutation"]
-        scheme, scale = self.scheme, self._buffers["input_scale"]
+        scheme, buffers = self.scheme, self._buffers
         return quantize_activations(
-            rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=scale, permutation=permutation, **front
+            rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=buffers["input_scale"],
+            permutation=buffers["permutation"], **front,
         )  # fmt: skip
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -322,7 +323,7 @@ def empty_weight(
     lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
     empty = partial(torch.empty, device=device)
     rows = (*lead, STRIP_ROWS * strips)
-    return LINEARS[fmt.bits].kind(
+    return kind_of(fmt)(
         empty((*lead, strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
         None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
         n,

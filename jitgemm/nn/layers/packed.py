@@ -220,9 +220,9 @@ def _lasting(weight: Weight) -> Weight:
 
 def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """fn(tensor) with the dtype kept: `model.half()` and its like convert floats and leave integers alone."""
-    bits = tensor.view(torch.uint8)
-    out = fn(bits)
-    if out is bits:
+    raw = tensor.view(torch.uint8)
+    out = fn(raw)
+    if out is raw:
         return tensor
     if out.dtype != torch.uint8:
         raise TypeError(

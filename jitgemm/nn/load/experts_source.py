@@ -23,12 +23,12 @@ from itertools import chain
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, check_order, concat, pack_experts
-from jitgemm.checkpoint.files import Checkpoint, Part
+from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
-from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data, zero_bias
+from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data
 from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
 from jitgemm.weight.packed import Weight
 
@@ -54,7 +54,6 @@ class ExpertsSource:
         form: how the module holds them; `gate.order` as the checkpoint's rows stand.
         order: of the module's rows.
         projections: w13 and w2; () for the state dict of a `PackedExperts`.
-        biases: full names of biases [E, n] that stand beside the projections' layers.
         activation: one of ACTIVATIONS; "" where the file has them in floats, each by itself.
     """
 
@@ -63,7 +62,6 @@ class ExpertsSource:
     form: Form
     order: str
     projections: Sequence[Projection]
-    biases: Sequence[str | None]
     activation: str
 
     @classmethod
@@ -88,15 +86,15 @@ class ExpertsSource:
             )
         for names in _STACKED:
             if all(is_quantised(checkpoint, f"{prefix}.{name}") for name in names):
-                layers, biases = zip(*(_all_in_one(checkpoint, prefix, form, part, names, find) for part in (0, 1)))
-                return _checked(checkpoint, prefix, form, order, layers, biases)
+                parts = [_all_in_one(checkpoint, prefix, form, part, names[part], find) for part in (0, 1)]
+                return _checked(checkpoint, prefix, form, order, parts)
         return None
 
     @property
     def files(self) -> set[str]:
         """Full names of all their tensors."""
         if self.projections:
-            return {*filter(None, self.biases)}.union(*(layer.files for layer in _layers(self.projections)))
+            return set[str]().union(*(layer.files for layer in _layers(self.projections)))
         layers = (self.checkpoint.layer(f"{self.prefix}.{part}") for part in ("w13", "w2"))
         return {f"{self.prefix}.gate"}.union(*(names.values() for names in layers))
 
@@ -155,14 +153,10 @@ class ExpertsSource:
             return pack_experts(len(which), expert, LHS_DTYPES[self.activation], projection[0][0].bits)
 
     def _bias(self, part: int, device: torch.device, which: range) -> torch.Tensor | None:
-        """[E, n], rows in the file's order."""
-        read, beside = self.checkpoint.read, self.biases[part]
-        if beside is not None:
-            return read(beside, device, None, Part(0, which.start, len(which)))
-        if not self.form.bias:
-            return None
-        layers = (self.projections[part][e] for e in which)
-        return torch.stack([torch.cat([read(x.names["bias"], device, x.expert) for x in each]) for each in layers])
+        """[E, n], rows in the file's order; None where the experts have none."""
+        read, found = self.checkpoint.read, [self.projections[part][e] for e in which]
+        rows = [[read(x.names["bias"], device, x.expert) for x in layers] for layers in found if self.form.bias]
+        return torch.stack([torch.cat(each) for each in rows]) if rows else None
 
     @property
     def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
@@ -210,7 +204,7 @@ def _saved(checkpoint: Checkpoint, prefix: str, form: Form, activation: str | No
         expected, got = [form.experts, n, k], [saved.weight.experts, saved.weight.n, saved.weight.k]
         if got != expected:
             raise ValueError(f"{layer}: expected experts, n, k = {expected}, got {got}")
-    return ExpertsSource(checkpoint, prefix, replace(form, gate=gate), gate.order, (), (None, None), saved.activation)
+    return ExpertsSource(checkpoint, prefix, replace(form, gate=gate), gate.order, (), saved.activation)
 
 
 def _one_by_one(
@@ -227,7 +221,6 @@ def _one_by_one(
         odd = listed[quantised.index(not quantised[0])]
         kinds = ("quantised", "floats") if quantised[0] else ("floats", "quantised")
         raise ValueError(f"{odd}: expected {kinds[0]}, as {listed[0]} is, got {kinds[1]}")
-    find = find if quantised[0] else partial(_in_floats, checkpoint, form)
     projections: list[Projection] = []
     for part, (n, k) in zip(names, form.sizes):
         # By name first, so that errors name the first expert's layer of each.
@@ -237,54 +230,44 @@ def _one_by_one(
 
 
 def _all_in_one(
-    checkpoint: Checkpoint, prefix: str, form: Form, part: int, names: Sequence[str], find: Find
-) -> tuple[Projection, str | None]:
-    """A projection whose tensors stack the experts, and the name of the bias that stands beside it."""
-    layer = find(f"{prefix}.{names[part]}", *form.sizes[part], expert=0)
+    checkpoint: Checkpoint, prefix: str, form: Form, part: int, name: str, find: Find
+) -> list[tuple[LayerSource]]:
+    layer = find(f"{prefix}.{name}", *form.sizes[part], expert=0)
     if form.transposed and "_weight_qdata" in layer.names:
         raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
-    bias: str | None = f"{prefix}.{BIASES[part]}"
-    if bias not in checkpoint or "bias" in layer.names:
-        bias = None
-    elif not form.bias:
-        layer, bias = replace(layer, unused={**layer.unused, bias: zero_bias(checkpoint, bias)}), None
     count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
     if count != form.experts:
         raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
-    return [(replace(layer, expert=e),) for e in range(count)], bias
+    bias = f"{prefix}.{BIASES[part]}"
+    if bias in checkpoint and "bias" not in layer.names:  # under the module's name, whatever the weight is called
+        layer = replace(layer, names={**layer.names, "bias": bias})
+        layer = layer if form.bias else layer.without_bias()
+    return [(replace(layer, expert=e),) for e in range(count)]
 
 
 def _layer(
-    checkpoint: Checkpoint,
-    form: Form,
-    activation: str | None,
-    format: str | None,
-    prefix: str,
-    n: int,
-    k: int,
+    checkpoint: Checkpoint, form: Form, activation: str | None, format: str | None, prefix: str, n: int, k: int,
     expert: int | None = None,
-) -> LayerSource:
-    """A layer of experts, without a static scale, and without a bias of zeros where the module's experts have none."""
-    layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
-    return layer if form.bias else layer.without_bias()
-
-
-def _in_floats(checkpoint: Checkpoint, form: Form, prefix: str, n: int, k: int) -> LayerSource:
-    """The same of an expert that the file has in floats."""
-    names = checkpoint.layer(prefix)
-    if (got := checkpoint.info(names["weight"]).shape) != (n, k):
-        raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
-    layer = LayerSource(checkpoint, prefix, {name: names[name] for name in ("weight", "bias") if name in names}, n, k)
+) -> LayerSource:  # fmt: skip
+    """A layer of experts, quantised or in floats, without a static scale, and without a bias of zeros where the module's
+    experts have none."""
+    if is_quantised(checkpoint, prefix):
+        layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
+    else:
+        names = checkpoint.layer(prefix)
+        if (got := checkpoint.info(names["weight"]).shape) != (n, k):
+            raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
+        names = {name: names[name] for name in ("weight", "bias") if name in names}
+        layer = LayerSource(checkpoint, prefix, names, n, k)
     return layer if form.bias else layer.without_bias()
 
 
 def _checked(
-    checkpoint: Checkpoint, prefix: str, form: Form, order: str, projections: Sequence[Projection],
-    biases: Sequence[str | None] = (None, None),
-) -> ExpertsSource:  # fmt: skip
+    checkpoint: Checkpoint, prefix: str, form: Form, order: str, projections: Sequence[Projection]
+) -> ExpertsSource:
     """Experts whose layers have the module's sizes, one format and one kind of activations."""
     first = projections[0][0][0]
-    for projection, bias, (n, k) in zip(projections, biases, form.sizes):
+    for projection, (n, k) in zip(projections, form.sizes):
         like, rows = projection[0][0], n // len(projection[0])
         shared = (
             ("group_size", "groups of {}", like, ": the experts of a layer share one format"),
@@ -294,11 +277,11 @@ def _checked(
         for layer in _layers([projection]):
             if layer.n != rows or layer.k not in (None, k):
                 raise ValueError(f"{layer.prefix}: expected n, k = {[rows, k]}, got {[layer.n, layer.k]}")
-            if form.bias and "bias" not in layer.names and bias is None:
+            if form.bias and "bias" not in layer.names:
                 raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
             for name, text, other, why in shared:
                 expected, got = getattr(other, name), getattr(layer, name)
                 if got != expected:
                     wanted = f"{text.format(expected)}, as {other.prefix} has"
                     raise ValueError(f"{layer.prefix}: expected {wanted}, got {got}{why}")
-    return ExpertsSource(checkpoint, prefix, form, order, projections, biases, first.activation)
+    return ExpertsSource(checkpoint, prefix, form, order, projections, first.activation)

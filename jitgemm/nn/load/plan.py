@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.fuse.fused import ADVICE, FUSED
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.layer_source import OF_CACHE, is_quantised, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
 from jitgemm.nn.quantize.stacked import form_of
+from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.nn.report import some
 
 _IGNORABLE = {
@@ -76,9 +76,9 @@ def plan_for(
     """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
     if activation is not None:
         activation_named(activation)
-    fused = next((name for name, module in model.named_modules() if isinstance(module, FUSED)), None)
+    fused = next((name for name, module in model.named_modules() if isinstance(module, Fused)), None)
     if fused is not None:
-        raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
+        raise ValueError(f"model: expected no fused modules, got {fused}; {UNFUSE}")
     checkpoint, heads = renamed_for(model, checkpoint)
     tie = getattr(model, "tie_weights", None)
     if tie is not None and any(p.is_meta for p in model.parameters()):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.compressed_tensors_config import online_transform
+from jitgemm.checkpoint.compressed_tensors import online_transform
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.load.experts_source import ExpertsSource
 from jitgemm.nn.load.layer_source import LayerSource, is_quantised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.quantize.stacked import PARAMETERS, Form, quantised_experts
+from jitgemm.nn.quantize.stacked import PARAMETERS, quantised_experts
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
 from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 
@@ -87,14 +88,8 @@ def quantize_(
         if getattr(model.get_submodule(name), PARAMETERS[0] if name in found.forms else "weight").is_meta:
             raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
     untied = any(found.shared(name) for name in chosen)
-
-    def make(name: str, module: torch.nn.Module) -> PackedLinear | PackedExperts:
-        if lm_head is not None and name == found.head:
-            return quantised(module, None, 8, activation=lm_head, device=device)
-        return quantised(module, found.forms.get(name), bits, **options)
-
     report = Report(chosen, skipped | found.others())
-    put_layers(model, chosen, make, "quantising")
+    put_layers(model, chosen, partial(quantised, found, lm_head=lm_head, bits=bits, **options), "quantising")
     if report:
         describe_to_transformers(model, untied)
     warn_of_experts(model, report, "quantize_")
@@ -139,11 +134,15 @@ def check_options(bits: int, lm_head: str | None) -> None:
         raise ValueError(f"lm_head: expected None or one of {', '.join(ACTIVATIONS)}, got {lm_head!r}")
 
 
-def quantised(module: torch.nn.Module, form: Form | None, bits: int, **options: Any) -> PackedLinear | PackedExperts:
-    """The layer of so many bits for a Linear, or for stacked experts of that form."""
-    if form is None:
-        return LINEARS[bits].from_linear(module, **options)
-    return quantised_experts(module, form, bits=bits, **options)
+def quantised(
+    found: Replaceable, name: str, module: torch.nn.Module, *, lm_head: str | None, bits: int, **options: Any
+) -> PackedLinear | PackedExperts:
+    """The layer for a module of that name, which `choose` chose."""
+    if lm_head is not None and name == found.head:
+        return LINEARS[8].from_linear(module, activation=lm_head, device=options.get("device"))
+    if name in found.forms:
+        return quantised_experts(module, found.forms[name], bits=bits, **options)
+    return LINEARS[bits].from_linear(module, **options)
 
 
 def warn_of_experts(model: torch.nn.Module, report: Report, call: str) -> None:

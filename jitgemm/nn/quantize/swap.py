@@ -1,4 +1,4 @@
-"""Putting a layer wherever a module stands in a model, under a progress bar."""
+"""Putting a layer wherever a module stands in a model, under a progress bar, and what else may stand in its place."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ HOOKS = (
 )  # fmt: skip
 SAVED = {"quant_method": "jitgemm"}
 """`quantization_config` of a model with packed layers. How each is packed is in its tensors."""
+UNFUSE = "call jitgemm.nn.unfuse_(model) first"
+
+
+class Fused:
+    """Marks what `fuse_` puts in a module's place."""
 
 
 def put_layers(

@@ -3,6 +3,7 @@ rows where values decide."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +21,8 @@ from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
 from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
-from jitgemm.nn.quantize.quantize import choose, quantised
+from jitgemm.nn.quantize.quantize import choose
 from jitgemm.nn.quantize.replaceable import Replaceable
-from jitgemm.nn.warm.warm import block_of
 
 ROWS = 128
 """Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
@@ -148,7 +148,8 @@ class LayersOfPlan:
         """Which of the values this is that the layers of a block have; None for none."""
         if value is None:
             return None
-        seen = self._seen.setdefault((block_of(name), what), {})
+        block = re.match(r"(?:.*\.)?\d+(?=\.)", name)  # of a list of blocks
+        seen = self._seen.setdefault(("" if block is None else block[0], what), {})
         return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
 
 
@@ -185,7 +186,7 @@ class LayersOfFloats:
 
     def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None) -> Look:
         fast = {"clip_steps": 0} if self.bits == 4 else {}
-        few = quantised(torch.nn.Linear(k, 8, bias=False), None, self.bits, **fast, **self.options)
+        few = LINEARS[self.bits].from_linear(torch.nn.Linear(k, 8, bias=False), **fast, **self.options)
         weight, lhs = few.weight, few.lhs_dtype
         if cut is not None and cut.dim == "k":
             weight = part_of_weight(weight, *cut, lhs)

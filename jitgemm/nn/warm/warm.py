@@ -98,15 +98,19 @@ def warmup(
     if missing and not build:
         first, command = next(iter(missing.values())).label, _command(model, max_m, device, compiled)
         raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; {command} makes them")
-    results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
+    results: dict[str, tuple[Entry, bool] | JitGemmError] = {}
+    if missing:
+        from rich.console import Console  # needed here alone
+
+        console, threads = Console(stderr=True), jobs or default_threads()
+        done = dict(compile_all(process_cache, list(missing.values()), threads, console, bar=console.is_terminal))
+        results = {key: done[index] for index, key in enumerate(missing)}
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
     built = [result for result in results.values() if not isinstance(result, JitGemmError)]
     unwritten = [entry.unwritten for entry, _ in built if entry.path is None]
     if unwritten:
-        warnings.warn(
-            f"{len(unwritten)} kernels are not stored and every other process compiles them again: {unwritten[0]}",
-            stacklevel=2,
-        )
+        text = "kernels are not stored and every other process compiles them again"
+        warnings.warn(f"{len(unwritten)} {text}: {unwritten[0]}", stacklevel=2)
     for (spec, index), key in on_gpu.items():
         if key not in failed:
             with torch.cuda.device(index):
@@ -227,20 +231,3 @@ def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]
         if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
             found[name] = NORMS if NORMS[0] in layer.fronts else ()
     return found
-
-
-def block_of(name: str) -> str:
-    """The element of a list of blocks that a module stands in."""
-    found = re.match(r"(?:.*\.)?\d+(?=\.)", name)
-    return found[0] if found else ""
-
-
-def _compile(sources: list[KernelSource], threads: int) -> list[tuple[Entry, bool] | JitGemmError]:
-    """Compiles under a bar; what `compile_all` yields for each source, in their order."""
-    from rich.console import Console  # needed here alone
-
-    if not sources:
-        return []
-    console = Console(stderr=True)
-    results = dict(compile_all(process_cache, sources, threads, console, bar=console.is_terminal))
-    return [results[index] for index in range(len(sources))]
