@@ -168,7 +168,7 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
     ],
 )
 def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
-    monkeypatch.setattr("jitgemm.moe.kernel.kernel_source", lambda spec: replace(slow, label=spec.label))
+    monkeypatch.setattr("jitgemm.kernel.render.kernel_source", lambda spec: replace(slow, label=spec.label))
     options = FEW
     done = run("warmup", *options)
     assert done.code == 0 and re.search(shown, done.stdout)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.gemm.problem import W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, as_rows, check_types, check_weight
-from jitgemm.gemm.problem import experts_of, pack_e8m0, split_lhs
+from jitgemm.gemm.problem import ANY, W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, as_rows, check_types
+from jitgemm.gemm.problem import check_weight, experts_of, pack_e8m0, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared
@@ -273,42 +273,44 @@ class _Call(Gemm):
 
 
 def gemm(
-    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
+    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`gemm_w4a8_nt` for a weight whose codes have one of these numbers of bits."""
-    if getattr(rhs, "bits", 0) not in bits:
-        check_weight(rhs, bits)
+    """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
     else:
         x, x_scale, x_zero = split_lhs(lhs)
     if needs_dispatcher(x, out):
+        check_weight(rhs, bits)
         call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         return
     try:
-        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
+        _run(bits, x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
     except (AttributeError, TypeError):
+        check_weight(rhs, bits)
         check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         raise
 
 
 def _run(
-    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None,
+    bits: int, x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight,
+    out: torch.Tensor, bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None,
 ) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
-    key = (weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
+    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
     tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
     launch = this_thread.cache.find_plan(key, tensors)
     if launch is None:
+        if bits:
+            check_weight(weight, bits)
         call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
         if call.packs_scales:
-            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel)
+            return _run(bits, x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel)
         call.check()
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
@@ -320,11 +322,11 @@ def _run(
 
 
 def contiguous(
-    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
+    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
     bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
     batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have one of these numbers of bits."""
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
     check_tensor("out", out)
@@ -335,10 +337,10 @@ def contiguous(
 
 
 def masked(
-    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
+    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have one of these numbers of bits."""
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
     check_tensor("out", out)
@@ -421,7 +423,7 @@ def gemm_of_op(*arguments: Any) -> _Call:
 
 def _op(*arguments: Any) -> None:
     gemm = gemm_of_op(*arguments)
-    _run(*gemm[:6], *gemm[7:])
+    _run(ANY, *gemm[:6], *gemm[7:])
 
 
 def _grouped_op(*arguments: Any) -> None:
@@ -435,13 +437,11 @@ def _fake_op(*arguments: Any) -> None:
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
     "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None) -> ()",
-    _op,
-    _fake_op,
-)
+    _op, _fake_op,
+)  # fmt: skip
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
     "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
     "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
-    _grouped_op,
-    _fake_op,
-)
+    _grouped_op, _fake_op,
+)  # fmt: skip

@@ -147,31 +147,23 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     """What VALUES and GROUP_VALUES name."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     per_block = lhs_group_of(x_scale) > 0
-    values = {
-        "lhs_stride": x_row_bytes,
-        "lhs_scale_stride": x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
-        "lhs_zero_stride": x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
-        "m": out.shape[0],
-        "n": weight.n,
-        "k": weight.k,
-        "channel_scale_type": DTYPES[weight.format.scale_type].number,
-        "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
-        "last_rows": last_rows,
-    }
+    values = dict(
+        lhs_stride=x_row_bytes,
+        lhs_scale_stride=x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
+        lhs_zero_stride=x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
+        m=out.shape[0], n=weight.n, k=weight.k, channel_scale_type=DTYPES[weight.format.scale_type].number,
+        bias_type=0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number, last_rows=last_rows,
+    )  # fmt: skip
     if groups is None:
         return values
     sizes, _, rows_of_expert, _ = groups
     # What an expert adds to the index of a scale of [E, rows, groups] beside its rows' stride, modulo 2^64.
     step = (x_scale.stride(0) - rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
-    return values | {
-        "experts": weight.experts,
-        "rows_of_expert": rows_of_expert,
-        "expected_rows": ceil_div(gemm.expected_rows, weight.experts),
-        "tokens": x.shape[0],
-        "sizes_step": 2 if sizes.dim() == 2 else 1,
-        "wide_sizes": sizes.element_size() == 8,
-        "scale_expert_step": step,
-    }
+    return values | dict(
+        experts=weight.experts, rows_of_expert=rows_of_expert,
+        expected_rows=ceil_div(gemm.expected_rows, weight.experts), tokens=x.shape[0],
+        sizes_step=2 if sizes.dim() == 2 else 1, wide_sizes=sizes.element_size() == 8, scale_expert_step=step,
+    )  # fmt: skip
 
 
 def _per_token_stride(tensor: torch.Tensor | None) -> int:

@@ -199,19 +199,19 @@ def lhs_group_of(x_scale: torch.Tensor) -> int:
     return LHS_GROUP if per_block else 0
 
 
-W4, W8, ANY = (4,), (8,), (4, 8)
-"""Bits of codes that a call takes."""
+W4, W8, ANY = 4, 8, 0
+"""Bits of the codes that a call takes; 0 for any."""
 
 
-def check_weight(rhs: object, bits: tuple[int, ...] = ANY) -> Weight:
-    """The call's second argument, if it is a packed weight with such codes."""
-    if not isinstance(rhs, WeightBase) or rhs.bits not in bits:
-        names = " or ".join(f"a W{each}Weight from pack_w{each}" for each in bits)
-        raise TypeError(f"rhs: expected {names}, got {type(rhs).__name__}")
+def check_weight(rhs: object, bits: int = ANY) -> Weight:
+    """The call's second argument, if it is a packed weight of such codes."""
+    if not isinstance(rhs, WeightBase) or (bits and rhs.bits != bits):
+        names = [f"a W{each}Weight from pack_w{each}" for each in ((bits,) if bits else (W4, W8))]
+        raise TypeError(f"rhs: expected {' or '.join(names)}, got {type(rhs).__name__}")
     return rhs  # type: ignore[return-value]
 
 
-def experts_of(rhs: AnyWeight, bits: tuple[int, ...] = ANY) -> int:
+def experts_of(rhs: AnyWeight, bits: int = ANY) -> int:
     if not isinstance(rhs, PackedWeight):
         check_weight(rhs, bits)
     count = count_experts(rhs.blocks)

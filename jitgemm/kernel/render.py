@@ -138,14 +138,9 @@ extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas
 def kernel_source(spec: KernelSpec) -> KernelSource:
     """Render a kernel into what the cache keys and compiles."""
     return KernelSource(
-        label=spec.label,
-        spec=spec.to_dict(),
-        source=render(spec),
-        headers=headers(),
-        options=OPTIONS,
-        yields=yields(spec) if settings.yields() else None,
-        warmup=_warmup(spec),
-    )
+        spec.label, spec.to_dict(), render(spec), headers(), OPTIONS,
+        yields=yields(spec) if settings.yields() else None, warmup=_warmup(spec),
+    )  # fmt: skip
 
 
 def _warmup(spec: KernelSpec) -> str:
