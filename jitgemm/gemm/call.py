@@ -30,8 +30,7 @@ from jitgemm.gemm.problem import ANY, W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, 
 from jitgemm.gemm.problem import check_weight, experts_of, pack_e8m0, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.runtime.launch import prepare, run_prepared
-from jitgemm.runtime.launch_cache import this_thread
+from jitgemm.runtime.launch import prepare, run_prepared, this_thread
 from jitgemm.tensors import check_tensor, dtype_name
 from jitgemm.weight.parts import PackedWeight
 
