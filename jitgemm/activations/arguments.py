@@ -7,7 +7,6 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import torch
 
@@ -44,27 +43,27 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 CODES = {name: torch_dtype(name) for name in LHS_TYPES}
 """PyTorch's dtype of codes by the name in `Activation`."""
 _ACTIVATIONS = {
-    (CODES[dtype], scheme, affine): Activation(dtype, scheme, affine)
-    for dtype, scheme, affine in product(LHS_TYPES, SCHEMES, (False, True))
-    if not affine or (dtype == "s8" and scheme != "block")
+    CODES[dtype]: {scheme: (Activation(dtype, scheme), Activation(dtype, scheme, True)) for scheme in SCHEMES}
+    for dtype in LHS_TYPES
 }
+"""By dtype and scheme, without and with zero points."""
 
 
 def activation_of(
-    dtype: object, scheme: object, affine: object, name: str = "dtype", schemes: tuple[str, ...] = SCHEMES
+    dtype: object, scheme: object, affine: bool, name: str = "dtype", schemes: tuple[str, ...] = SCHEMES
 ) -> Activation:
     """The activation of a call's arguments, checked; `name` is the dtype's."""
     if type(scheme) is not str or scheme not in schemes:
         raise ValueError(f"scheme: expected one of {schemes}, got {scheme!r}")
     if type(affine) is not bool:
         check_flag("affine", affine)
-    found = _ACTIVATIONS.get((dtype, scheme, affine)) if isinstance(dtype, torch.dtype) else None  # type: ignore[arg-type]
-    if found is not None:
-        return found
-    check_dtype(name, dtype, LHS_TYPES)
-    if dtype != torch.int8:
+    if not isinstance(dtype, torch.dtype) or dtype not in _ACTIVATIONS:
+        check_dtype(name, dtype, LHS_TYPES)
+    if affine and dtype != torch.int8:
         raise ValueError(f"affine: expected {name} int8, got {dtype_name(dtype)}, which has no zero point")
-    raise ValueError("affine: expected False for scheme 'block', got True")
+    if affine and scheme == "block":
+        raise ValueError("affine: expected False for scheme 'block', got True")
+    return _ACTIVATIONS[dtype][scheme][affine]  # type: ignore[index]
 
 
 def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:

@@ -31,11 +31,8 @@ _OF_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 
 
 def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """The config of the layer called prefix, if AutoRound wrote it; any other config as it is.
-
-    Raises:
-        ValueError: a setting is of another kind, or means weights or activations that are not read here.
-    """
+    """The config of the layer called prefix, if AutoRound wrote it; any other config as it is. Raises ValueError where a
+    setting is of another kind, or means weights or activations that are not read here."""
     method = str((config or {}).get("quant_method")).lower().replace("_", "-")
     if config is None or not method.endswith("auto-round"):
         return config

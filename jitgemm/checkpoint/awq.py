@@ -55,9 +55,8 @@ class _Awq(Gptq):
         if setting(config, "backend") == "llm-awq":
             raise ValueError("backend: expected autoawq, got 'llm-awq', whose order of the codes is not read here")
         check_setting(config, 4, "bits", "w_bit")
-        zero_point, symmetric = flag(config, "zero_point"), flag(config, "sym")
-        asymmetric = zero_point if zero_point is not None else not symmetric
-        size = setting(config, "group_size", "q_group_size")
+        zero_point, size = flag(config, "zero_point"), setting(config, "group_size", "q_group_size")
+        asymmetric = zero_point if zero_point is not None else not flag(config, "sym")
         return Scheme(self.name, group_size=size, zero_points=asymmetric, form=version, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:

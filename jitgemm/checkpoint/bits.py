@@ -102,12 +102,8 @@ def integer_zero(
 
 
 def float_zero(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_size: int) -> CanonicalWeight:
-    """q * scale + zero; without offset where every zero is 0.
-
-    Args:
-        q: [n, k], int8 of -8..7 or uint8 of 0..15.
-        scale, zero: floats [n, G]. Where their dtypes differ, both are widened to fp32.
-    """
+    """q * scale + zero, q [n, k], int8 of -8..7 or uint8 of 0..15; without offset where every zero is 0. scale and zero
+    are floats [n, G]; where their dtypes differ, both are widened to fp32."""
     offset = zero if bool(zero.any()) else None
     if offset is not None and scale.dtype != zero.dtype:
         scale, offset = scale.float(), zero.float()

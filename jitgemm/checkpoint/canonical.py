@@ -239,8 +239,8 @@ class CanonicalWeight:
                 raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
         parameters = self.regrouped(size).parameters(lambda values: values)
         if CODE_BYTES[self.code].dtype is None:
-            options = {"permutation": self.permutation, "group_size": size, "k": self.k, "code": self.code}
-            return pack_w4(self.q, **parameters, **options, lhs_dtype=lhs_dtype)
+            parameters["permutation"] = self.permutation
+            return pack_w4(self.q, **parameters, group_size=size, k=self.k, lhs_dtype=lhs_dtype, code=self.code)
         if self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
@@ -315,10 +315,10 @@ def pack_experts(
 
     Args:
         count: how many experts.
-        read: gives expert 0, 1, ... before packing; it may be called twice for each.
+        read: gives expert 0, 1, ... before packing; it may be called twice for each. With `together`, as in
+            `Weight.stacked`, the rows of experts e to e + together - 1.
         lhs_dtype: as in `CanonicalWeight.pack`.
         bits: of all experts' codes.
-        together: as in `Weight.stacked`: read(e) gives the rows of experts e to e + together - 1.
 
     Raises:
         ValueError: an expert has an activation order, which its quantised input cannot have beside the others', or

@@ -36,7 +36,7 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, block_of, check_known, inputs_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe
@@ -69,6 +69,13 @@ _INT8, _E4M3_TOKEN = (_args(8, kind, "token", dynamic=True) for kind in ("int", 
 _MXFP8 = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
 _BLOCKS = _args(8, "float", "block", block_structure=[128, 128])
 _PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    f"W{width}A{inputs}": (
+        _args(width, "int", "group", group_size=128),
+        None if inputs == 16 else _args(inputs, "int", "token", dynamic=True),
+    )
+    for inputs in (4, 8, 16)
+    for width in range(2, min(inputs, 8) + 1)
+} | {
     "UNQUANTIZED": (None, None),
     "W4A16_ASYM": (_args(4, "int", "group", group_size=128, symmetric=False), None),
     "W8A8": (_args(8, "int", "channel"), _INT8),
@@ -80,7 +87,7 @@ _PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "MXFP8A16": (_MXFP8, None),
     "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
 }
-"""Weights and input activations; also W2A4 to W8A16, which are all alike."""
+"""Weights and input activations."""
 
 
 class _CompressedTensors(Format):
@@ -111,7 +118,6 @@ class _CompressedTensors(Format):
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
-        inputs = Inputs.of(config["input_activations"]) if "input_activations" in config else None
         scheme = Scheme(
             self.name,
             code,
@@ -120,7 +126,7 @@ class _CompressedTensors(Format):
             block,
             zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
-            inputs=inputs or inputs_of(config, code, headers),
+            inputs=inputs_of(config, code, headers),
             form="packed" if packed else "",
             settings=config,
         )
@@ -241,14 +247,10 @@ def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
     """A group, or the scheme that a preset stands for: its name with a list of targets."""
     if isinstance(group, Mapping):
         return group
-    weights, inputs = _PRESETS.get(name.upper(), (None, None))
-    integers = re.fullmatch("W([2-8])A(4|8|16)", name.upper())
     if name.upper() not in _PRESETS:
-        if integers is None or int(integers[1]) > int(integers[2]):
-            known = f"W2A4 to W8A16, {', '.join(_PRESETS)}"
-            raise ValueError(f"config_groups: expected a scheme, or one of the presets {known}, got {name!r}")
-        weights = _args(int(integers[1]), "int", "group", group_size=128)
-        inputs = None if integers[2] == "16" else _args(int(integers[2]), "int", "token", dynamic=True)
+        expected = f"a scheme, or one of the presets {', '.join(_PRESETS)}"
+        raise ValueError(f"config_groups: expected {expected}, got {name!r}")
+    weights, inputs = _PRESETS[name.upper()]
     return {"targets": group, "weights": weights, "input_activations": inputs}
 
 

@@ -412,5 +412,5 @@ def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """From a whole config.json, or from one that is the quantization_config already."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
-    whole = "architectures" in config or "model_type" in config
-    return _nested_config(config) or (None if whole else config)
+    nested, whole = _nested_config(config), "architectures" in config or "model_type" in config
+    return config if nested is None and not whole else nested

@@ -270,11 +270,13 @@ def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "group
 
 
 def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
-    """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence;
-    blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
-    type = "int" if code == "int8" else "float"
-    named = None if code == "int4" else (config or {}).get("activation_scheme")
-    if str(named).lower() == "static" or (named is None and any(name in (headers or ()) for name in INPUT_SCALES)):
+    """The inputs by compressed-tensors' `input_activations`, by `activation_scheme` for 8 bits, or by a static scale's
+    presence; blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
+    config, headers, type = config or {}, headers or (), "int" if code == "int8" else "float"
+    if "input_activations" in config:
+        return Inputs.of(config["input_activations"])
+    named = None if code == "int4" else config.get("activation_scheme")
+    if str(named).lower() == "static" or (named is None and any(name in headers for name in INPUT_SCALES)):
         return Inputs(type, strategy="tensor", dynamic=False)
     return Inputs(type, strategy="group", group_size=128) if blocks else None
 

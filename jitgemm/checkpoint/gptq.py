@@ -118,11 +118,8 @@ def skipped(config: Config, prefix: str) -> str | None:
 
 
 def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """The layer's config: the first expression of `dynamic` that matches its name overrides the model's.
-
-    Raises:
-        ValueError: `dynamic` holds no settings by expressions, or the layer's input is to be rotated.
-    """
+    """The layer's config: the first expression of `dynamic` that matches its name overrides the model's. Raises
+    ValueError where `dynamic` holds no settings by expressions, or the layer's input is to be rotated."""
     if config.get("rotation") and prefix.endswith("mlp.down_proj"):
         raise ValueError(f"rotation: expected none for {prefix!r}, whose input it transforms at run time")
     _, overrides = _dynamic(config, prefix)

@@ -116,10 +116,8 @@ def stored(dtypes: torch.dtype | tuple[torch.dtype, ...], *dims: Dim | int, **mo
 
 def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
     """The size that each letter of the layout stands for, from tensors or their headers. A tensor `weight_shape` is n, k.
-
-    Raises:
-        ValueError: a tensor is missing, has another dtype or number of dimensions, or contradicts one further up.
-    """
+    Raises ValueError where a tensor is missing, has another dtype or number of dimensions, or contradicts one further
+    up."""
     sizes, shape = {}, tensors.get("weight_shape")
     if isinstance(shape, torch.Tensor):
         if shape.is_floating_point() or tuple(shape.shape) != (2,):

@@ -76,7 +76,8 @@ class _QServe(Format):
         q, s1 = _codes(tensors["qweight"]), tensors["s1_scales"][:, None]
         if scheme.strategy == "channel":
             return scaled_zero(q, s1, tensors["s1_szeros"][:, None], group_size)
-        s2, s2_zero = (_channels_in_order(tensors[name]).T.to(torch.int32) for name in ("s2_scales", "s2_zeros"))
+        tiles = (tensors[name].unflatten(1, (-1, 8, 4)) for name in ("s2_scales", "s2_zeros"))  # 0, 8, 16, 24, 1, ...
+        s2, s2_zero = (tile.transpose(-2, -1).flatten(1).T.to(torch.int32) for tile in tiles)
         zero = _zero_points(q, s2, s2_zero, group_size)
         return integer_zero(q, s2.float() * s1.float(), zero, group_size, name="-s2_zeros / s2_scales")
 
@@ -88,11 +89,6 @@ def _codes(qweight: torch.Tensor) -> torch.Tensor:
     tiles = qweight.reshape(n // _TILE, k // _TILE, 8, 4, 2, 2, 4)
     nibbles = unpack_nibbles(tiles.unsqueeze(-1), -1)
     return nibbles.permute(0, 7, 5, 2, 1, 4, 3, 6).reshape(n, k)
-
-
-def _channels_in_order(values: torch.Tensor) -> torch.Tensor:
-    """[G, n] with the 32 channels of a tile back in order: 0, 8, 16, 24, 1, ... -> 0, 1, 2, ..."""
-    return values.unflatten(1, (-1, 8, 4)).transpose(-2, -1).flatten(1)
 
 
 def _zero_points(q: torch.Tensor, s2: torch.Tensor, s2_zero: torch.Tensor, group_size: int) -> torch.Tensor:

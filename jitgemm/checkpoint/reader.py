@@ -206,13 +206,9 @@ def read_header(
     expert: int | None = None,
     cut: tuple[str, int, int] | None = None,
 ) -> CanonicalWeight:
-    """The layer that the header describes, or its part of (dim, rank, world), as `CanonicalWeight.shard` cuts it.
-
-    Where that is a part of each of its tensors, no more of them is read.
-
-    Raises:
-        ValueError: values that cannot be, or a layer that cannot be cut so.
-    """
+    """The layer that the header describes, or its part of (dim, rank, world), as `CanonicalWeight.shard` cuts it. Where
+    that is a part of each of its tensors, no more of them is read. Raises ValueError for values that cannot be, or a
+    layer that cannot be cut so."""
     dim, rank, world = cut or ("n", 0, 1)
     parts = parts_of_rank(header, dim, rank, world) if expert is None else None
     names, of = dict(header.names), parts or {}
@@ -232,10 +228,8 @@ def read_header(
 
 
 def parts_of_rank(header: LayerHeader, dim: str, rank: int, world: int) -> dict[str, Part] | None:
-    """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole.
-
-    None where all tensors have to be read, to be cut by `CanonicalWeight.shard`, which says what cannot be.
-    """
+    """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole. None where all tensors
+    have to be read, to be cut by `CanonicalWeight.shard`, which says what cannot be."""
     layout = header.format.tensors(header.scheme) if header.format.cuts else {}
     whole, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
     ordered = dim == "k" and any("g_idx" in suffix for suffix in header.names)

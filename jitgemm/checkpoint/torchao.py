@@ -59,7 +59,7 @@ import torch
 from jitgemm.checkpoint.bits import HIGH_FIRST, check_codes, float_zero, integer_zero, minus, twos_complement
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, group_size_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_known, group_size_of
 from jitgemm.checkpoint.format import inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, Dim, G, K, Layout, N
 from jitgemm.checkpoint.layouts import check_single, fits, measure, stored
@@ -110,15 +110,11 @@ class _TorchAo(Format):
         else:
             form = _kind(headers, config)
             check_known(headers, self.also)
-            if form == _TILES:
-                found = _tinygemm(_QDATA, headers, _BOTH)
-            else:
-                found = _LAYOUTS.get(form) or _blocks(headers, _EIGHT[form])
-        code, said = _EIGHT.get(form, "int4"), config.get("input_activations")
-        inputs = Inputs.of(said) if "input_activations" in config else inputs_of(config, code, headers)
-        return Scheme(
-            self.name, code, size, zero_points=code == "int4", inputs=inputs, form=form, found=found, settings=config
-        )
+            tiles = form == _TILES
+            found = _tinygemm(_QDATA, headers, _BOTH) if tiles else _LAYOUTS.get(form) or _blocks(headers, _EIGHT[form])
+        code = _EIGHT.get(form, "int4")
+        inputs, zeros = inputs_of(config, code, headers), code == "int4"
+        return Scheme(self.name, code, size, zero_points=zeros, inputs=inputs, form=form, found=found, settings=config)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         if scheme.form != _TILES:
@@ -288,11 +284,8 @@ def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, 
 
 
 def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [n, k], 0..15, of `_convert_weight_to_int4pack`'s output on NVIDIA GPUs.
-
-    Args:
-        words: int32 [n / 8, k / (16 * I), 32, I / 2], I = 2, 4 or 8.
-    """
+    """uint8 codes [n, k], 0..15, of `_convert_weight_to_int4pack`'s output on NVIDIA GPUs, int32 [n / 8, k / (16 * I),
+    32, I / 2], I = 2, 4 or 8."""
     tiles, super_tiles, _, per_lane = words.shape
     nibbles = unpack_nibbles(words, 3).reshape(tiles, super_tiles, 8, 4, per_lane, 2, 4)
     #                   tile of n, t / 4, super tile, word, j, t % 4, h

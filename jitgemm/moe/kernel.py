@@ -101,18 +101,14 @@ def layer_specs(
         gate, affine, block: as the call has them.
         masked: the layer is called by `fused_experts_masked`, too.
     """
-    found: tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...] = ()
+    quantisers: list[tuple[int, dict[str, Any]]] = [(k, {}), (k, {"gathered": True}), (inter, {"gate": gate})]
     if masked:
-        found += quantize_specs(k, x, q, affine=affine, block=block, masked=True)
-        found += quantize_specs(inter, x, q, affine=affine, block=block, gate=gate, masked=True)
+        quantisers += [(k, {"masked": True}), (inter, {"gate": gate, "masked": True})]
     return (
-        *found,
         *filter(None, [front_spec(1, k, x, q, affine, block)]),  # up to GATHER_M rows an expert
         RouteSpec(1),
         RouteSpec(CLUSTER),
-        *quantize_specs(k, x, q, affine=affine, block=block),
-        *quantize_specs(k, x, q, affine=affine, block=block, gathered=True),
-        *quantize_specs(inter, x, q, affine=affine, block=block, gate=gate),
+        *(each for n, more in quantisers for each in quantize_specs(n, x, q, affine=affine, block=block, **more)),
         CombineSpec(x, x),
     )
 

@@ -92,35 +92,30 @@ class _Records:
 
     Attributes:
         bytes: uint8 [tokens, width]; 0xFF everywhere is a token without experts.
-        dtypes, widths: of the parts, in bytes.
-        flat: whether a part is a vector, one value of a token.
+        parts: tensors [0, ...] like the parts.
     """
 
     bytes: torch.Tensor
-    dtypes: tuple[torch.dtype, ...]
-    widths: tuple[int, ...]
-    flat: tuple[bool, ...]
+    parts: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, call: ExpertsCall) -> _Records:
-        lhs = quantize(QuantizeCall(call.x, call.activation))
         ids = call.topk_ids
         if ids.dtype != torch.int32:
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()  # none comes back as another expert
-        parts = *lhs_of(lhs), ids, call.topk_weights.float()
+        parts = *lhs_of(quantize(QuantizeCall(call.x, call.activation))), ids, call.topk_weights.float()
         rows = [_bytes(part[:, None] if part.dim() == 1 else part) for part in parts]
-        widths = tuple(each.shape[1] for each in rows)
-        return cls(torch.cat(rows, 1), tuple(p.dtype for p in parts), widths, tuple(p.dim() == 1 for p in parts))
+        return cls(torch.cat(rows, 1), tuple(part.new_empty((0, *part.shape[1:])) for part in parts))
 
     def run(self, got: torch.Tensor, call: ExpertsCall, split: ExpertSharding, tokens: int, y: torch.Tensor) -> None:
         """y = what this rank's experts make of the tokens that it got, some `tokens` of them."""
-        parts = [
-            part.contiguous().view(dtype) for part, dtype in zip(got.split(self.widths, 1), self.dtypes, strict=True)
-        ]
-        *lhs, ids, weights = (part[:, 0] if flat else part for part, flat in zip(parts, self.flat))
+        columns = got.split([part.shape[1:].numel() * part.element_size() for part in self.parts], 1)
+        *lhs, ids, weights = (
+            each.contiguous().view(part.dtype).view(got.shape[0], *part.shape[1:])
+            for each, part in zip(columns, self.parts, strict=True)
+        )
         ids = ids - split.rank * split.experts  # those of other ranks are outside of this one's
-        x = call.x.new_empty((got.shape[0], call.x.shape[1]))
-        mine = replace(call, x=x, topk_ids=ids, topk_weights=weights)
+        mine = replace(call, x=call.x.new_empty(got.shape[0], call.x.shape[1]), topk_ids=ids, topk_weights=weights)
         launch(mine, y, tuple(lhs), tokens * ids.shape[1] / (split.world * split.experts))
 
 
