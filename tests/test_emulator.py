@@ -26,7 +26,7 @@ from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
-from jitgemm.runtime.launch_cache import LaunchCache, this_thread
+from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
 from jitgemm.tensors import TYPE_NAMES
 

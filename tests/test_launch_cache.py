@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from prepared_calls import gemm_operands, without_driver
 
 from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.runtime import launch_cache
-from jitgemm.runtime.launch_cache import LaunchCache, Recent, same_layout_check
+from jitgemm.runtime import launch
+from jitgemm.runtime.launch import LaunchCache, Recent, same_layout_check
 
 
 class RefusingGuards:
@@ -39,9 +39,9 @@ class BlindGuards:
 def every_way_of_comparing(request, monkeypatch):
     """PyTorch's own comparison, and what stands in for it where PyTorch has none, or another one."""
     if request.param == "guards":
-        assert launch_cache.TensorGuards is not None, "this PyTorch has none: look for another, calls take longer"
+        assert launch.TensorGuards is not None, "this PyTorch has none: look for another, calls take longer"
     else:
-        monkeypatch.setattr(launch_cache, "TensorGuards", request.param)
+        monkeypatch.setattr(launch, "TensorGuards", request.param)
 
 
 def matrix(rows=4, columns=32, dtype=torch.int8) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_a_plan_is_found_by_its_key_and_its_tensors():
 
 
 def test_a_key_has_so_many_plans(monkeypatch):
-    monkeypatch.setattr(launch_cache, "MAX_PLANS_PER_KEY", 2)
+    monkeypatch.setattr(launch, "MAX_PLANS_PER_KEY", 2)
     cache = LaunchCache()
     for rows in (1, 2, 3):
         cache.add_plan("key", (matrix(rows),), rows)
@@ -125,7 +125,7 @@ class Block:
 
 
 def test_what_was_found_least_lately_goes_first(monkeypatch):
-    monkeypatch.setattr(launch_cache, "MAX_PLAN_BYTES", 3 * launch_cache.PLAN_BYTES)
+    monkeypatch.setattr(launch, "MAX_PLAN_BYTES", 3 * launch.PLAN_BYTES)
     cache = LaunchCache()
     for key in "abc":
         cache.add_plan(key, (matrix(),), key)
@@ -145,11 +145,11 @@ def test_there_are_never_more_bytes_than_allowed(entries):
 
 
 def test_threads_share_no_plans():
-    launch_cache.this_thread.cache.add_plan("test", (matrix(),), "plan")
+    launch.this_thread.cache.add_plan("test", (matrix(),), "plan")
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(lambda: launch_cache.this_thread.cache.find_plan("test", (matrix(),)))
+        found = pool.submit(lambda: launch.this_thread.cache.find_plan("test", (matrix(),)))
         assert found.result() is None
-    assert launch_cache.this_thread.cache.find_plan("test", (matrix(),)) == "plan"
+    assert launch.this_thread.cache.find_plan("test", (matrix(),)) == "plan"
 
 
 def test_remembering_a_plan_keeps_no_tensor_alive():
@@ -181,7 +181,7 @@ def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
     cache, plan = LaunchCache(), GemmLaunch(operands)
-    monkeypatch.setattr(launch_cache.this_thread, "cache", cache)
+    monkeypatch.setattr(launch.this_thread, "cache", cache)
 
     def launch_at(i: int) -> None:
         plan.run(tuple(range(i << 40, (i << 40) + 9)), True, operands.operands())
@@ -202,4 +202,4 @@ def test_plans_hold_the_bytes_that_they_count(monkeypatch):
         cache.add_plan((i,), tensors, GemmLaunch(operands))
 
     measured = held_by(remember, 200)
-    assert 0.5 * launch_cache.PLAN_BYTES <= measured <= launch_cache.PLAN_BYTES, measured
+    assert 0.5 * launch.PLAN_BYTES <= measured <= launch.PLAN_BYTES, measured

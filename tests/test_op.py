@@ -673,8 +673,8 @@ del torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_sta
 import torch._C._dynamo.guards
 del torch._C._dynamo.guards.TensorGuards
 import jitgemm
-from jitgemm.runtime import dispatch, launch_cache
-assert launch_cache.TensorGuards is None and dispatch.needs_dispatcher(torch.ones(1), torch.ones(1))
+from jitgemm.runtime import dispatch, launch
+assert launch.TensorGuards is None and dispatch.needs_dispatcher(torch.ones(1), torch.ones(1))
 q, scale = torch.ones(64, 128, dtype=torch.int8), torch.ones(64, 1)
 rhs, out = jitgemm.pack_w4(q, scale, group_size=128), torch.empty(4, 64, dtype=torch.bfloat16)
 for m in (4, 4):

@@ -33,7 +33,7 @@ from jitgemm.activations.kernel import (
 from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
-from jitgemm.runtime.launch_cache import LaunchCache, this_thread
+from jitgemm.runtime.launch import LaunchCache, this_thread
 
 OP = torch.ops.jitgemm.quantize_activations.default
 K = 96

@@ -473,10 +473,10 @@ def test_a_graph_of_quantisers_and_gemms():
 
 
 def test_a_miss_during_capture_raises(monkeypatch):
-    from jitgemm.runtime import launch_cache, loaded
+    from jitgemm.runtime import launch, loaded
 
     monkeypatch.setattr(loaded, "kernels", {})
-    monkeypatch.setattr(launch_cache.this_thread, "cache", launch_cache.LaunchCache())
+    monkeypatch.setattr(launch.this_thread, "cache", launch.LaunchCache())
     x = activations(1, 4, 1024, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -489,12 +489,12 @@ def test_a_miss_during_capture_raises(monkeypatch):
 
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
-    from jitgemm.runtime import launch_cache, loaded
+    from jitgemm.runtime import launch, loaded
 
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
     loaded.cache.get_or_compile(quantize_source(quantize_spec(1024, "bf16", "s8", affine=True)))
     monkeypatch.setattr(loaded, "kernels", {})
-    monkeypatch.setattr(launch_cache.this_thread, "cache", launch_cache.LaunchCache())
+    monkeypatch.setattr(launch.this_thread, "cache", launch.LaunchCache())
     monkeypatch.setenv("JITGEMM_JIT", "off")
     x = activations(1, 700, 1024, device="cuda")
     for m in (*range(1, 70), *range(71, 700, 13), 700):

@@ -30,8 +30,7 @@ from jitgemm.gemm.problem import ANY, W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, 
 from jitgemm.gemm.problem import check_weight, experts_of, pack_e8m0, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.runtime.launch import prepare, run_prepared
-from jitgemm.runtime.launch_cache import this_thread
+from jitgemm.runtime.launch import prepare, run_prepared, this_thread
 from jitgemm.tensors import check_tensor, dtype_name
 from jitgemm.weight.parts import PackedWeight
 
@@ -287,7 +286,7 @@ def gemm(
         call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         return
     try:
-        _run(bits, x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
+        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, bits)
     except (AttributeError, TypeError):
         check_weight(rhs, bits)
         check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
@@ -295,8 +294,8 @@ def gemm(
 
 
 def _run(
-    bits: int, x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight,
-    out: torch.Tensor, bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None,
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, bits: int = ANY,
 ) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
@@ -310,7 +309,7 @@ def _run(
             check_weight(weight, bits)
         call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
         if call.packs_scales:
-            return _run(bits, x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel)
+            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, bits)
         call.check()
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
@@ -423,7 +422,7 @@ def gemm_of_op(*arguments: Any) -> _Call:
 
 def _op(*arguments: Any) -> None:
     gemm = gemm_of_op(*arguments)
-    _run(ANY, *gemm[:6], *gemm[7:])
+    _run(*gemm[:6], *gemm[7:])
 
 
 def _grouped_op(*arguments: Any) -> None:

@@ -23,7 +23,7 @@ from jitgemm.gemm import launch as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
-from jitgemm.runtime import driver, launch, launch_cache
+from jitgemm.runtime import driver, launch
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -156,7 +156,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
         return real_run(self, addresses, dependent, tensors)
 
     # Launches that are made ready here run nowhere else.
-    monkeypatch.setattr(launch_cache.this_thread, "cache", launch_cache.LaunchCache())
+    monkeypatch.setattr(launch.this_thread, "cache", launch.LaunchCache())
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", emulator.launch)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 2)
