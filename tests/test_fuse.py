@@ -521,6 +521,12 @@ def test_a_block_whose_names_no_recipe_has_is_named():
         assert "no recipe fits" in fuse_(model).skipped["blocks.0"]
 
 
+def test_a_list_of_blocks_without_a_model_around_it_is_fused():
+    blocks = torch.nn.ModuleList([OwnBlock("")]).to(torch.bfloat16)
+    quantize(blocks)
+    assert fuse_(blocks) == ["0.norm"]
+
+
 def test_projections_that_a_call_by_itself_could_be_mistaken_for_stay():
     model = Own().to(torch.bfloat16)
     model.blocks[0].attention = torch.nn.Sequential(collections.OrderedDict(qkv=torch.nn.Linear(128, 128).bfloat16()))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.vllm.matrix import CHILD, Matrix, Packing
@@ -37,7 +37,7 @@ class JitGemmLinearMethod(Packing, LinearMethodBase):
         rank = layer.tp_rank if k != input_size else 0
         kind = Matrix if self.layout.tensors else SavedMatrix
         self.matrices = [kind(self, output_partition_sizes, k, input_size, rank)]
-        if self.layout.strategy == "block":
+        if self.layout.scheme.strategy == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
         self.create(layer, params_dtype, extra_weight_attrs)
 
@@ -53,7 +53,7 @@ class JitGemmLinearMethod(Packing, LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         module = getattr(layer, CHILD)
-        rows = as_rows(x, module.in_features)
+        rows = input_rows(x, module.in_features)
         out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
         if bias is not None and bias.dtype == torch.float16:
             bias = bias.float()

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.reference import gated
 from jitgemm.activations.scheme import MUL_KEYWORDS, Gate
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.gate import matching_gate
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.tensors import TYPE_NAMES
 
@@ -45,20 +45,20 @@ def calls_of(owner: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> d
 
     As the owner calls it in a forward that takes `inputs_embeds`, else with one tensor.
     """
-    recorders = {number: _StandIn(block, _hidden_states) for number, block in blocks.items()}
+    recorders = {name: _StandIn(block, _hidden_states) for name, block in blocks.items()}
     with suppress(Exception):  # somebody else's code, and often no such argument
         embedded = _tokens(next(iter(blocks.values())))
         _copied(owner, [*_stubs(owner).values(), *recorders.values()])(inputs_embeds=embedded, use_cache=False)
     found: dict[str, Call | str] = {}
-    for number, block in blocks.items():
-        calls = recorders[number].calls
+    for name, block in blocks.items():
+        calls = recorders[name].calls
         inputs, named = calls[-1][0] if calls else Call((None,), {})
         try:
             x = _tokens(block)
             call = ((x, *inputs[1:]), named) if inputs else ((), named | {"hidden_states": x})
-            found[number] = Call(*_moved(call, x.device))
+            found[name] = Call(*_moved(call, x.device))
         except Unclear as reason:
-            found[number] = f"a block with {reason}"
+            found[name] = f"a block with {reason}"
     return found
 
 
@@ -199,7 +199,7 @@ def _copied(module: torch.nn.Module, put: Iterable[_StandIn]) -> torch.nn.Module
 # ---- formulas --------------------------------------------------------------------------------------------------------
 
 
-def gate_of(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate:
+def mlp_gate(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate:
     """The gate where the MLP computes down(act(gate(x)) * up(x)). Raises Unclear for gates that quantisers do not have.
 
     Args:
@@ -207,17 +207,20 @@ def gate_of(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate:
     """
     stubs = _stubs(mlp)
     x = _random((64, stubs[gates[0]].in_features), torch.empty(0, device="cpu"))
+    gate = None
     with suppress(Exception):  # somebody else's code
         output = _copied(mlp, stubs.values())(x)
         ((call, result),) = stubs[down].calls
         read = [stubs[name].calls for name in gates]
         halves = torch.cat([calls[0][1] for calls in read], -1)
         if output is result and all(len(calls) == 1 and calls[0][0].inputs[0] is x for calls in read):
-            return next(gate for gate in MUL_KEYWORDS if _equal(call.inputs[0], gated(halves, gate), 1e-4))
+            gate = matching_gate(halves, call.inputs[0], MUL_KEYWORDS)
+    if gate is not None:
+        return gate
     raise Unclear("what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up")
 
 
-def norm_of(norm: torch.nn.Module) -> tuple[float, bool]:
+def norm_formula(norm: torch.nn.Module) -> tuple[float, bool]:
     """(eps, whether it multiplies by 1 + weight) of an RMSNorm. Raises Unclear for anything else.
 
     Found by trying, in fp32, on tokens of which some are so small that eps shows.
@@ -233,12 +236,10 @@ def norm_of(norm: torch.nn.Module) -> tuple[float, bool]:
             x, gain = x.to(weight.device), weight.detach().float()
             found = torch.func.functional_call(norm, {"weight": gain}, (x,)).float()
             normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-            return eps, next(one for one in (False, True) if _equal(found, normed * (gain + one), 1e-5))
+            for one_plus in (False, True):
+                if torch.allclose(found, normed * (gain + one_plus), rtol=1e-5, atol=1e-6):
+                    return eps, one_plus
     raise Unclear(f"{type(norm).__name__} is no RMSNorm with one weight and a fixed eps")
-
-
-def _equal(found: torch.Tensor, expected: torch.Tensor, rtol: float) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=rtol, atol=rtol / 10)
 
 
 def check_quantised_alike(linears: Sequence[PackedLinear]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, gate_of, norm_of, run
+from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, mlp_gate, norm_formula, run
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
@@ -110,9 +110,9 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
         raise ValueError(f"model: expected a module that holds packed Linears, got a {type(model).__name__}")
     report = FusionReport()
     with torch.inference_mode(False), torch.no_grad():
-        for owner, name, blocks in block_lists(model):
-            for number, call in calls_of(owner, blocks).items():
-                _fuse_block(f"{name}.{number}", blocks[number], call, report)
+        for owner, blocks in block_lists(model):
+            for name, call in calls_of(owner, blocks).items():
+                _fuse_block(name, blocks[name], call, report)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     report.sort(key=lambda name: order[name])
     if not report:
@@ -141,20 +141,21 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     return [name for name, found in names if not isinstance(found, ProjectionView)]
 
 
-def block_lists(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, dict[str, torch.nn.Module]]]:
-    """The outermost ModuleLists whose elements hold packed Linears: owner, the list's name, blocks by number."""
+def block_lists(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[str, torch.nn.Module]]]:
+    """The outermost ModuleLists whose elements hold packed Linears: owner, and blocks by name."""
     inside: list[str] = []
     for name, module in list(model.named_modules()):
         if not isinstance(module, torch.nn.ModuleList) or name.startswith(tuple(inside)):
             continue
+        prefix = f"{name}." if name else ""
         blocks = {
-            number: block
+            prefix + number: block
             for number, block in module.named_children()
             if not isinstance(block, PackedLinear) and any(isinstance(m, PackedLinear) for m in block.modules())
         }
         if blocks:
-            inside.append(f"{name}.")
-            yield model.get_submodule(name.rpartition(".")[0]), name, blocks
+            inside.append(prefix)
+            yield model.get_submodule(name.rpartition(".")[0]), blocks
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class _Block:
                 if not name or not packed or down not in self.called:
                     continue
                 with self.skipping(name):
-                    gate = gate_of(mlp, gates, last)
+                    gate = mlp_gate(mlp, gates, last)
                     if mlp._parameters or mlp._buffers:
                         raise Unclear("it has tensors of its own")
                     self.check_replaceable(name, down, *linears)
@@ -219,7 +220,7 @@ class _Block:
             if norm is None or norm in found or not linears:
                 continue
             with self.skipping(norm):
-                layers, formula = self.layers(linears), norm_of(self.modules[norm])
+                layers, formula = self.layers(linears), norm_formula(self.modules[norm])
                 self.check_replaceable(norm, *linears)
                 check_quantised_alike(layers)
                 width = sum(layer.out_features for layer in layers)

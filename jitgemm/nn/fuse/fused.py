@@ -15,7 +15,7 @@ import torch
 
 from jitgemm.activations.scheme import NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
-from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
+from jitgemm.nn.layers.linear import PackedLinear, input_rows, is_dtensor, on_parts, result_type
 from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
@@ -56,11 +56,6 @@ class ProjectionView(Fused, PackedLinear):
         weight = weight.with_tensors(*(_clone(getattr(weight, name)) for name in TENSORS))
         parts = self.parts._replace(weight=weight, bias=_clone(self.bias), input_scale=_clone(self.input_scale))
         return _set_like(PackedLinear.of_parts(parts), self)
-
-    def show(self, views: dict[str, torch.Tensor | None]) -> None:
-        """Makes views of the merged tensors the buffers."""
-        self._buffers.update(views)
-        self._bind(self._weight if isinstance(self._weight, torch.Tensor) else None)  # its `meta`, in a copy
 
     # ---- buffers: the `MergedLinear` moves and copies them -----------------------------------------------------------
 
@@ -116,13 +111,13 @@ class MergedLinear(Fused, PackedLinear):
         self._show()
 
     def _show(self) -> None:
+        """Makes views of its tensors the slices' buffers."""
         sizes = _sizes(self.slices)
         for i, part in enumerate(self.slices):
-            views = {
-                name: tensor.split(sizes[name])[i] if name in sizes and tensor is not None else tensor
-                for name, tensor in self._buffers.items()
-            }
-            part.show(views)
+            for name, tensor in self._buffers.items():
+                divided = name in sizes and tensor is not None
+                part._buffers[name] = tensor.split(sizes[name])[i] if divided else tensor
+            part._bind(part._weight if isinstance(part._weight, torch.Tensor) else None)  # its `meta`, in a copy
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MergedLinear:
         super()._apply(fn, recurse)
@@ -169,7 +164,7 @@ class FusedProjections(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
         """x [..., in_features] -> [..., width] of x's dtype, or of autocast's."""
-        rows, dtype = as_rows(x, self.in_features), result_type(x)
+        rows, dtype = input_rows(x, self.in_features), result_type(x)
         lhs = self.runs[0].quantise(rows if norm else rows.to(dtype), **norm)
         out = torch.empty((rows.shape[0], self.width), dtype=dtype, device=x.device)
         for run in self.runs:
@@ -201,7 +196,7 @@ class FusedNorm(Fused, torch.nn.Module):
         if is_dtensor(x):
             return on_parts(self.forward, x, self.joint.slices[0].split)
         gain = self._buffers["gain"]
-        return self.joint(x, rms_norm=self.weight.detach() if gain is None else gain, eps=self.eps)
+        return self.joint.forward(x, rms_norm=self.weight.detach() if gain is None else gain, eps=self.eps)
 
     def original(self) -> torch.nn.Module:
         norm = self.replaced[0]
@@ -262,11 +257,11 @@ class FusedMLP(Fused, torch.nn.Module):
             if joint is None and down.split is not None:
                 raise TypeError("x: expected a plain tensor, what the fused norm in front computes, got a DTensor")
             return on_parts(self.forward, x, joint and joint.slices[0].split)
-        y = x if joint is None else joint(x)
+        y = x if joint is None else joint.forward(x)
         if y.shape[-1:] != (width,):
             expected = f"x: expected shape [..., {width}], what the fused norm in front computes"
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {UNFUSE}")
-        rows = as_rows(y, width)
+        rows = input_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
         down.multiply(down.quantise(rows, **self.front.keywords), out)
         return out.view(*y.shape[:-1], down.out_features)

@@ -17,7 +17,7 @@ from jitgemm.moe.arguments import ExpertsCall
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
-from jitgemm.nn.layers.linear import as_rows, is_dtensor, result_type
+from jitgemm.nn.layers.linear import input_rows, is_dtensor, result_type
 from jitgemm.nn.layers.packed import Described, Packed, state_dict_parts
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
@@ -129,7 +129,7 @@ class PackedExperts(Described):
         """
         if is_dtensor(hidden_states):
             raise TypeError("hidden_states: expected a plain tensor, such as a DTensor's to_local(), got a DTensor")
-        rows, dtype = as_rows(hidden_states, self.hidden_dim, "hidden_states"), result_type(hidden_states)
+        rows, dtype = input_rows(hidden_states, self.hidden_dim, "hidden_states"), result_type(hidden_states)
         out = self.run(rows if rows.dtype is dtype else rows.to(dtype), top_k_index, top_k_weights)
         return out.view(hidden_states.shape)
 

@@ -6,6 +6,7 @@ Knows neither weights nor calls.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import product
 
 import torch
@@ -45,16 +46,23 @@ def gate_of(experts: torch.nn.Module) -> Gate | None:
     reach = 3 * max(4.0, limit or 0.0)
     generator = torch.Generator("cpu").manual_seed(1)
     probe = (2 * torch.rand((64, 16), generator=generator, dtype=torch.float32, device="cpu") - 1) * reach
+    bounds = dict.fromkeys((math.inf, limit or math.inf))
+    alphas = {"swiglu_oai": alpha or 1.0}
+    gates = [Gate(kind, *more, alphas.get(kind, 1.0)) for kind, *more in product(GATE_KINDS, GATE_ORDERS, bounds)]
     with torch.no_grad():
         try:
             found = experts._apply_gate(probe)  # type: ignore[operator]
         except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
             return None
-        for kind, order, bound in product(GATE_KINDS, GATE_ORDERS, dict.fromkeys((math.inf, limit or math.inf))):
-            gate = Gate(kind, order, bound, (alpha or 1.0) if kind == "swiglu_oai" else 1.0)
-            expected = gated(probe, gate)
-            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
-                return gate
+        return matching_gate(probe, found, gates)
+
+
+def matching_gate(x: torch.Tensor, y: torch.Tensor, gates: Iterable[Gate]) -> Gate | None:
+    """The first gate that makes y out of x, apart from roundings."""
+    for gate in gates:
+        expected = gated(x, gate)
+        if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5):
+            return gate
     return None
 
 

@@ -199,7 +199,7 @@ class PackedLinear(Packed):
             x = split.enter(x)
         elif is_dtensor(x):
             return on_parts(self.forward, x)
-        rows, dtype = as_rows(x, self.in_features), result_type(x)
+        rows, dtype = input_rows(x, self.in_features), result_type(x)
         out = torch.empty((rows.shape[0], self.out_features), dtype=dtype, device=x.device)
         # A call of PyTorch's that changes nothing takes half a microsecond.
         self.multiply(self.quantise(rows if rows.dtype is dtype else rows.to(dtype)), out)
@@ -356,7 +356,7 @@ def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: LinearSharding
     return sharding.on_parts(forward, x, split)
 
 
-def as_rows(x: torch.Tensor, columns: int, name: str = "x") -> torch.Tensor:
+def input_rows(x: torch.Tensor, columns: int, name: str = "x") -> torch.Tensor:
     """x [..., columns] in two dimensions, as the quantiser takes it. Raises TypeError or ValueError for any other x."""
     if x.shape[-1:] != (columns,):
         raise ValueError(f"{name}: expected shape [..., {columns}], got {list(x.shape)}")

@@ -106,11 +106,9 @@ class Packed(Described):
         scheme = activation_named(activation)
         self.activation, self.lhs_dtype = activation, LHS_DTYPES[activation]
         self.scheme = scheme if input_scale is None else scheme.given
-        _check_weight(weight, activation)
         self._weight: Any = _lasting(weight)  # while a copy is made its `meta`: the buffers hold the rest of it
         buffers = {name: getattr(self._weight, name) for name in TENSORS}
-        buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
-        buffers["bias"] = _check_bias(bias, weight)
+        buffers["input_scale"], buffers["bias"] = _checked(weight, activation, input_scale, bias)
         # Absent ones last: torch.export (2.13, not strict) counts on it.
         for name, tensor in sorted(buffers.items(), key=lambda item: item[1] is None):
             self.register_buffer(name, tensor)
@@ -231,48 +229,34 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
     return out.view(tensor.dtype)
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _check_weight(weight: Weight, activation: str) -> None:
+def _checked(
+    weight: Weight, activation: str, input_scale: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """input_scale and bias as the calls take them: a bias of fp16 is widened to fp32, which is exact."""
     scheme, types = NAMED[activation], weight.format.lhs_types
     if scheme.dtype not in types:
         either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
-        raise ValueError(
-            f"weight: expected one packed for {activation}{either}, got one for {activation_name(types[0])}"
-        )
+        got = activation_name(types[0])
+        raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {got}")
     if scheme.affine and weight.row_sum is None:
         raise ValueError(f"weight: expected row sums, which {activation} needs, got a weight without; pack it again")
-
-
-def _check_given(name: str, tensor: object, device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected the weight's device {device}, got {tensor.device}")
-
-
-def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device: torch.device) -> torch.Tensor | None:
-    if input_scale is None:
-        return None
-    _check_given("input_scale", input_scale, device)
-    if NAMED[activation].block or NAMED[activation].affine:
-        raise ValueError(f"input_scale: expected None with {activation}, whose scales are found per token")
-    if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
-        raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
-    if not input_scale.is_meta and not 0 < float(input_scale) < torch.inf:
-        raise ValueError(f"input_scale: expected a positive, finite number, got {float(input_scale)}")
-    return input_scale.detach().reshape(1)
-
-
-def _check_bias(bias: torch.Tensor | None, weight: Weight) -> torch.Tensor | None:
-    """As the GEMM takes it: fp16 widened to fp32, which is exact."""
-    if bias is None:
-        return None
-    _check_given("bias", bias, weight.device)
-    check_dtype("bias", bias.dtype, REAL_TYPES)
-    shape = [*weight.shape[:-1]]
-    if list(bias.shape) != shape:
-        raise ValueError(f"bias: expected shape {shape}, got {list(bias.shape)}")
-    bias = bias.detach().contiguous()
-    return bias.to(torch.float32) if bias.dtype == torch.float16 else bias
+    for name, tensor in (("input_scale", input_scale), ("bias", bias)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
+        if tensor is not None and tensor.device != weight.device:
+            raise ValueError(f"{name}: expected the weight's device {weight.device}, got {tensor.device}")
+    if input_scale is not None:
+        if scheme.block or scheme.affine:
+            raise ValueError(f"input_scale: expected None with {activation}, whose scales are found per token")
+        if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
+            raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
+        if not input_scale.is_meta and not 0 < float(input_scale) < torch.inf:
+            raise ValueError(f"input_scale: expected a positive, finite number, got {float(input_scale)}")
+        input_scale = input_scale.detach().reshape(1)
+    if bias is not None:
+        check_dtype("bias", bias.dtype, REAL_TYPES)
+        if bias.shape != weight.shape[:-1]:
+            raise ValueError(f"bias: expected shape {list(weight.shape[:-1])}, got {list(bias.shape)}")
+        bias = bias.detach().contiguous()
+        bias = bias.to(torch.float32) if bias.dtype == torch.float16 else bias
+    return input_scale, bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,13 +20,11 @@ from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.nn.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, rank_of
 
-STYLES: dict[str, Callable[[], Style]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+STYLES: dict[str, Style] = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), ColwiseParallel(output_layouts=Replicate())),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), RowwiseParallel(input_layouts=Replicate())),
 }
 """Styles by the names that transformers' plans give them."""
 
@@ -51,14 +49,13 @@ class ShardingPlan:
 
     def style(self, name: str) -> Style | None:
         """Of the Linear of that name; None for one that is whole on every rank."""
-        style = self._rule(name)
-        if style is None or style in WHOLE:
+        rule = self._rule(name)
+        if rule is None or rule in WHOLE:
             return None
-        if isinstance(style, str) and style in STYLES:
-            style = STYLES[style]()
+        style = STYLES.get(rule) if isinstance(rule, str) else rule
         if not isinstance(style, Style):
             expected = ", ".join((*STYLES, *WHOLE))
-            raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {style!r} for {name}")
+            raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {rule!r} for {name}")
         return style
 
     def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
@@ -117,9 +114,11 @@ class ShardingPlan:
 
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
-        style = self._rule(name) if isinstance(module, PackedExperts) else self.style(name)
-        if isinstance(module, PackedExperts) and not isinstance(style, ExpertParallel):
-            return
+        if isinstance(module, PackedExperts):
+            rule = self._rule(name)
+            style = rule if isinstance(rule, ExpertParallel) else None
+        else:
+            style = self.style(name)
         if isinstance(module, torch.nn.Linear) and style is not None:
             whole = style.output_layouts if style.dim == "n" else style.input_layouts
             style = None if whole == (Replicate(),) else style
