@@ -55,15 +55,9 @@ NAME = "jitgemm"
 
 
 def config(
-    folder: str | PathLike[str],
-    *,
-    activation: str | None = None,
-    modules_to_not_convert: Iterable[str] = (),
-    strict: bool = True,
-    allow_missing: Iterable[str] = (),
-    format: str | None = None,
-    **options: Any,
-) -> Any:
+    folder: str | PathLike[str], *, activation: str | None = None, modules_to_not_convert: Iterable[str] = (),
+    strict: bool = True, allow_missing: Iterable[str] = (), format: str | None = None, **options: Any,
+) -> Any:  # fmt: skip
     """A quantised checkpoint's config, with which from_pretrained loads it into layers of jitgemm.nn.
 
     Args:
@@ -116,19 +110,11 @@ class JitGemmConfig(QuantizationConfigMixin):
     _loaded = False
 
     def __init__(
-        self,
-        bits: int = 4,
-        group_size: int | str = 128,
-        activation: str | None = None,
-        symmetric: bool = True,
-        scale_dtype: str = "bfloat16",
-        modules_to_not_convert: Iterable[str] | None = (),
-        strict: bool = True,
-        allow_missing: Iterable[str] = (),
-        format: str | None = None,
-        lm_head: str | None = None,
+        self, bits: int = 4, group_size: int | str = 128, activation: str | None = None, symmetric: bool = True,
+        scale_dtype: str = "bfloat16", modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
+        allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME,
-    ):
+    ):  # fmt: skip
         check_options(bits, lm_head)
         given = group_size, symmetric, scale_dtype
         if bits == 8 and given != (128, True, "bfloat16"):

@@ -16,12 +16,9 @@ class Report(list[str]):
     """
 
     def __init__(
-        self,
-        names: Iterable[str] = (),
-        skipped: Mapping[str, str] | None = None,
-        ignored: Mapping[str, str] | None = None,
-        kept: Mapping[str, str] | None = None,
-    ):
+        self, names: Iterable[str] = (), skipped: Mapping[str, str] | None = None,
+        ignored: Mapping[str, str] | None = None, kept: Mapping[str, str] | None = None,
+    ):  # fmt: skip
         super().__init__(names)
         self.skipped, self.ignored, self.kept = dict(skipped or {}), dict(ignored or {}), dict(kept or {})
 

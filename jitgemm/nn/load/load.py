@@ -28,19 +28,11 @@ if TYPE_CHECKING:
 
 
 def load_(
-    model: torch.nn.Module,
-    source: Source,
-    *,
-    filter: Filter | None = None,
-    activation: str | None = None,
-    device: torch.device | str | int | None = None,
-    strict: bool = True,
-    allow_missing: Collection[str] = (),
-    config: Mapping[str, Any] | None = None,
-    format: str | None = None,
-    tp: DeviceMesh | None = None,
+    model: torch.nn.Module, source: Source, *, filter: Filter | None = None, activation: str | None = None,
+    device: torch.device | str | int | None = None, strict: bool = True, allow_missing: Collection[str] = (),
+    config: Mapping[str, Any] | None = None, format: str | None = None, tp: DeviceMesh | None = None,
     tp_plan: Mapping[str, str | Style] | None = None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
     is copied.
 

@@ -18,20 +18,11 @@ from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 
 
 def quantize_(
-    model: torch.nn.Module,
-    filter: Filter | None = None,
-    *,
-    bits: int = 4,
-    lm_head: str | None = None,
-    activation: str = "e4m3",
-    group_size: int | str | None = None,
-    symmetric: bool | None = None,
-    scale_dtype: torch.dtype | None = None,
-    full_range: bool | None = None,
-    clip_steps: int | None = None,
-    block: int | None = None,
-    device: torch.device | str | int | None = None,
-) -> Report:
+    model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, lm_head: str | None = None,
+    activation: str = "e4m3", group_size: int | str | None = None, symmetric: bool | None = None,
+    scale_dtype: torch.dtype | None = None, full_range: bool | None = None, clip_steps: int | None = None,
+    block: int | None = None, device: torch.device | str | int | None = None,
+) -> Report:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes.
 

@@ -72,9 +72,8 @@ def put_tensor(model: torch.nn.Module, names: Iterable[str], old: torch.Tensor, 
     new = torch.nn.Parameter(value, requires_grad=old.requires_grad) if is_parameter else value
     for name in names:
         parent, _, child = name.rpartition(".")
-        module = model.get_submodule(parent)
-        held: dict[str, Any] = module._parameters if is_parameter else module._buffers
-        held[child] = new
+        module: Any = model.get_submodule(parent)
+        (module._parameters if is_parameter else module._buffers)[child] = new
 
 
 class Placeholder(torch.nn.Module):
