@@ -218,7 +218,6 @@ class JitGemmQuantizer(HfQuantizer):
             kept = {name: why for name, why in plan.kept.items() if name not in computed}
             self.report = Report((), plan.skipped, plan.ignored, kept)  # names are not known yet
             _check_patterns(model, said.modules_to_not_convert, plan)
-            self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
         self._untied = any(plan.replaceable.shared(name) for name in (*plan.layers, *self._chosen))
@@ -234,9 +233,13 @@ class JitGemmQuantizer(HfQuantizer):
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(self._held.keys())
 
-    def _choose(self, plan: Plan) -> dict[str, list[str]]:
-        """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out."""
+    def _choose(self, plan: Plan) -> dict[str, dict[str, Any]]:
+        """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out.
+
+        {name: {parameter: its name in the plan}}.
+        """
         chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.lm_head)
+        origins = {}
         for name in [name for name in chosen if name not in plan.layers]:
             tensors = plan.model.get_submodule(name).named_parameters(recurse=False)
             found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors}
@@ -244,9 +247,10 @@ class JitGemmQuantizer(HfQuantizer):
                 skipped[name] = "left out by modules_to_not_convert"
             elif None in found.values():
                 skipped[name] = "not in the checkpoint"
-            self._origins[name] = {child: origin for child, origin in found.items() if origin is not None}
+            else:
+                origins[name] = found
         self.report.skipped |= skipped | plan.replaceable.others()
-        return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
+        return origins
 
     def _size(self, name: str) -> int:
         """Bytes that the layer of that name takes, about."""
@@ -279,7 +283,7 @@ class JitGemmQuantizer(HfQuantizer):
             for place in layers[name]:
                 del self._held[place]  # with which the module goes
             for child, tensor in list(module.named_parameters(recurse=False)):
-                value = read_tensor(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
+                value = read_tensor(plan, self._chosen[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
             layer = quantised(replaceable, name, module, **self.quantization_config.quantising)
             if division is not None:
@@ -317,7 +321,7 @@ class JitGemmQuantizer(HfQuantizer):
         self.report += [name for name in replaceable.places if name in layers]
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
-        del self._plan, self._held, self._chosen, self._origins
+        del self._plan, self._held, self._chosen
 
 
 def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan) -> None:
@@ -363,7 +367,7 @@ def _division(model: Any, plan: Plan) -> ShardingPlan | None:
     return division
 
 
-def _to_hold(plan: Plan, chosen: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def _to_hold(plan: Plan, chosen: Iterable[str]) -> dict[str, list[str]]:
     """{a name: all names} of the modules that transformers is not to load: what it cannot read, or not as the plan."""
     held = {name: plan.replaceable.places[name] for name in (*plan.layers, *chosen)}
     groups: dict[int, list[str]] = {}

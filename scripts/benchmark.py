@@ -21,9 +21,7 @@ from benchmark_lib.timing import MOE_ROUNDS, QUICK_ROUNDS, ROUNDS
 from jitgemm.cli import common
 from jitgemm.runtime.device import local_device
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+app = common.command_line()
 
 
 @app.command()

@@ -320,9 +320,7 @@ def run(
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+app = common.command_line()
 
 
 @app.command()

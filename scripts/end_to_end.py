@@ -54,9 +54,7 @@ EXPERTS_DIFFERENCE = 0.02
 LAYER_LIMIT = 2.2e-3
 """Largest relative RMS error of a layer's output: rounding it to bf16 alone takes 1.7e-3."""
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+app = common.command_line()
 
 
 Hidden = Annotated[int, typer.Option("--hidden", min=32, help="Hidden size.")]

@@ -289,9 +289,7 @@ def _numbers(option: str, text: str, example: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, part)) for part in parts]
 
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+app = common.command_line()
 
 
 @app.command()

@@ -20,7 +20,6 @@ from benchmark_lib.cells import Format, parse_format
 
 from jitgemm.cli import common
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.errors import JitGemmError
 from jitgemm.jit.entry import MAX_SPILL_BYTES
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
@@ -80,24 +79,22 @@ def sample(
 def build_all(legal: dict[KernelSpec, bool], threads: int) -> Iterator[Built]:
     """Compiles kernels in threads and yields them as they are done; leaves the kernel cache alone."""
     from jitgemm.jit.cache import KernelCache
-    from jitgemm.jit.compile_many import compile_all
+    from jitgemm.jit.compile_many import compile_all, look_up
     from jitgemm.kernel.render import kernel_source
 
-    jobs = list(legal)
     with TemporaryDirectory() as folder:
         cache = KernelCache([Path(folder)])
-        for index, result in compile_all(cache, [kernel_source(spec) for spec in jobs], threads, common.err()):
-            if isinstance(result, JitGemmError):
-                raise result
-            spec, metadata = jobs[index], result[0].metadata
+        specs = {spec.label: spec for spec in legal}
+        for job in compile_all(cache, [look_up(cache, kernel_source(spec)) for spec in legal], threads, common.err()):
+            if job.error:
+                raise job.error
+            spec, metadata = specs[job.source.label], job.entry.metadata
             needed, available = registers_needed(spec), spec.consumer_registers
             spills, serialised = metadata["spill_bytes"], metadata.get("serialised", "")
             yield Built(spec.label, legal[spec], needed, available, spills, serialised)
 
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+app = common.command_line()
 
 
 @app.command()

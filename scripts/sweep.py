@@ -508,10 +508,7 @@ def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int)
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+app = common.command_line(
     help=__doc__
     + """
 

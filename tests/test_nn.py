@@ -732,7 +732,7 @@ def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch
 
     whole, model = render.kernel_source, torch.nn.Sequential(layer_of("int8"))
     with monkeypatch.context() as patch:  # the GEMM's source is broken, its quantiser's is not
-        patch.setattr("jitgemm.kernel.render.kernel_source", lambda spec: replace(whole(spec), source="#error broken"))
+        patch.setattr(render, "kernel_source", lambda spec: replace(whole(spec), source="#error broken"))
         with pytest.raises(CompileError, match="(?s)1 of 2 kernels did not compile; the first: .*#error broken"):
             warmup(model, 1, device="h200")
     assert all(not label.startswith("quantize") for label in warmup(model, 1, device="h200"))

@@ -7,18 +7,16 @@ from typing import Annotated
 import typer
 
 import jitgemm
+from jitgemm.cli import common
 from jitgemm.cli.cache import cache_app
 from jitgemm.cli.env import env
 from jitgemm.cli.explain import explain
 from jitgemm.cli.warmup import warmup
 
-app = typer.Typer(
+app = common.command_line(
     name="jitgemm",
     epilog="Exit codes: 0 done, 1 a check found something, 2 wrong arguments, 3 failed (compiler, disk).",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

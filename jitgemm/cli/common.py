@@ -70,6 +70,12 @@ _JSON_HELP = "Print JSON on stdout instead of a table, which leaves out columns 
 Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
 
 
+def command_line(**options: Any) -> typer.Typer:
+    """A `typer.Typer` as the commands and scripts are."""
+    help_names = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=help_names, **options)
+
+
 def out() -> Console:
     """Console for data. Piped output is not cut to a terminal's width."""
     return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import product
@@ -27,17 +27,12 @@ from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.cli import common
 from jitgemm.cli.common import layer_option
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
-from jitgemm.jit.compile_many import compile_all, default_threads
-from jitgemm.jit.entry import Entry
-from jitgemm.jit.nvrtc import nvrtc_info
-from jitgemm.jit.source import KernelSource
+from jitgemm.jit.compile_many import Job, compile_all, default_threads, look_up
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
-from jitgemm.select.devices import DeviceSpec
 
 ORDERS = {"any": [common.Codes.any], "tuned": [common.Codes.tuned], "both": list(common.Codes)}
 CodesSet = Enum("CodesSet", {name: name for name in ORDERS}, type=str)
@@ -66,38 +61,6 @@ def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[s
         flags = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
         found.append((x, flags | {"block": True} if block else flags))
     return found
-
-
-@dataclass
-class Job:
-    """One kernel of the warm-up and what became of it.
-
-    Attributes:
-        status: "cached", "missing", "compiled", "unstored" (compiled, and no folder took it) or "failed".
-        layers: names of the layers that can need it.
-        entry: its cache entry, None while it has none.
-    """
-
-    source: KernelSource
-    key: str
-    kind: str
-    status: str = "missing"
-    layers: list[str] = field(default_factory=list)
-    entry: Entry | None = None
-    error: str | None = None
-
-    def record(self, entry: Entry | None, how: str) -> None:
-        """Take what a look-up or a compilation gave."""
-        if entry is not None:
-            self.entry, self.status = entry, how if entry.path else "unstored"
-
-    def to_dict(self) -> dict[str, Any]:
-        facts = {"label": self.source.label, "kind": self.kind, "key": self.key, "status": self.status}
-        built = {"serialised": ""} | self.entry.metadata if self.entry else {}
-        facts |= {name: built.get(name) for name in ("registers", "spill_bytes", "serialised")}
-        facts["seconds"] = built.get("seconds") if self.status in ("compiled", "unstored") else None
-        facts["path"] = str(self.entry.path) if self.entry and self.entry.path else None
-        return facts | {"layers": self.layers, "error": self.error}
 
 
 _SHAPES, _FLOATS = "Layers by shape", "Layers by shape, or a --model in 16 bits"
@@ -219,67 +182,68 @@ def warmup(
                 needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
                 found += [(spec, layer) for spec, _, layer in needed]
 
-    plan = look_up(found)
-    missing = [job for job in plan if job.status != "cached"]
+    layers: dict[Any, dict[str, None]] = {}
+    for spec, layer in found:
+        layers.setdefault(spec, {})[layer] = None
+    plan = {spec: look_up(process_cache, source_of(spec)) for spec in layers}
+    missing = [job for job in plan.values() if not job.stored]
     started = time.perf_counter()
     if missing and not (dry_run or check):
         _compile(missing, jobs or default_threads())
-    seconds = time.perf_counter() - started
+    seconds = round(time.perf_counter() - started, 3)
 
-    _report(plan, target, max_m, seconds, as_json)
-    slow = [job for job in plan if job.entry and job.entry.slow_because]
-    for job in slow:
-        slower = f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
+    facts = [_facts(job, spec.kind, list(layers[spec])) for spec, job in plan.items()]
+    _report(facts, {"device": target.name, "max_m": max_m, "seconds": seconds}, as_json)
+    slow = [
+        f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
+        for job in plan.values()
+        if job.entry and job.entry.slow_because
+    ]
+    for slower in slow:
         common.note(f"failed: {slower}" if strict else slower)
-    unstored = [job for job in plan if job.status == "unstored"]
+    unstored = [job.entry.unwritten for job in plan.values() if job.entry and not job.stored]
     if unstored:
-        common.note(f"{len(unstored)} kernels are not stored: {unstored[0].entry.unwritten}")
-    if unstored or any(job.status == "failed" for job in plan) or (strict and slow):
+        common.note(f"{len(unstored)} kernels are not stored: {unstored[0]}")
+    if unstored or any(job.error for job in missing) or (strict and slow):
         raise typer.Exit(common.FAILED)
     if check and missing:
         raise typer.Exit(common.FOUND)
 
 
-def look_up(found: Iterable[tuple[Any, str]]) -> list[Job]:
-    """Every kernel once, in the order first needed, with the layers that need it and what the cache has of it."""
-    jobs: dict[Any, Job] = {}
-    for spec, layer in found:
-        job = jobs.get(spec)
-        if job is None:
-            source = source_of(spec)
-            job = jobs[spec] = Job(source, source.key(nvrtc_info()), spec.kind)
-            job.record(process_cache.lookup(job.key), "cached")
-        if layer not in job.layers:
-            job.layers.append(layer)
-    return list(jobs.values())
-
-
 def _compile(jobs: list[Job], threads: int) -> None:
     console = common.err()
     try:
-        with closing(compile_all(process_cache, [job.source for job in jobs], threads, console)) as results:
-            for index, result in results:
-                job = jobs[index]
-                if isinstance(result, JitGemmError):
-                    job.status, job.error = "failed", str(result)
-                    console.print(f"{job.source.label}: {result}", style="red", markup=False, soft_wrap=True)
-                else:
-                    job.record(result[0], "compiled" if result[1] else "cached")
+        with closing(compile_all(process_cache, jobs, threads, console)) as done:
+            for job in done:
+                if job.error:
+                    console.print(f"{job.source.label}: {job.error}", style="red", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
-        done = sum(job.status == "compiled" for job in jobs)
-        common.note(f"interrupted: {done} of {len(jobs)} compiled, which are kept")
+        common.note(f"interrupted: {sum(job.compiled for job in jobs)} of {len(jobs)} compiled, which are kept")
         sys.stdout.flush()
         os._exit(130)  # sys.exit would wait for the compilations in flight; the locks they leave are free
 
 
-def _report(jobs: list[Job], device: DeviceSpec, max_m: int, seconds: float, as_json: bool) -> None:
-    statuses = ("cached", "compiled", "unstored", "missing", "failed")
-    counts = {status: sum(job.status == status for job in jobs) for status in statuses}
-    kernels = [job.to_dict() for job in jobs]
-    layers = list(dict.fromkeys(layer for job in jobs for layer in job.layers))
+STATUSES = ("cached", "compiled", "unstored", "missing", "failed")
+"""What became of a kernel; unstored: compiled, and no folder took it."""
+
+
+def _facts(job: Job, kind: str, layers: list[str]) -> dict[str, Any]:
+    """What --json prints of a kernel."""
+    there = "unstored" if not job.stored else "compiled" if job.compiled else "cached"
+    status = "failed" if job.error else there if job.entry else "missing"
+    facts = {"label": job.source.label, "kind": kind, "key": job.key, "status": status, "layers": layers}
+    built = {"serialised": ""} | job.entry.metadata if job.entry else {}
+    facts |= {name: built.get(name) for name in ("registers", "spill_bytes", "serialised")}
+    facts["seconds"] = built.get("seconds") if status in ("compiled", "unstored") else None
+    facts["path"] = str(job.entry.path) if job.entry and job.stored else None
+    return facts | {"error": str(job.error) if job.error else None}
+
+
+def _report(kernels: list[dict[str, Any]], facts: dict[str, Any], as_json: bool) -> None:
+    counts = {status: sum(each["status"] == status for each in kernels) for status in STATUSES}
+    layers = list(dict.fromkeys(layer for each in kernels for layer in each["layers"]))
     if as_json:
-        facts = {"device": device.name, "max_m": max_m, "seconds": round(seconds, 3), "summary": counts}
-        common.print_json(facts | {"layers": layers, "kernels": kernels})
+        common.print_json(facts | {"summary": counts, "layers": layers, "kernels": kernels})
         return
     rows = []
     for each in kernels:
@@ -291,5 +255,5 @@ def _report(jobs: list[Job], device: DeviceSpec, max_m: int, seconds: float, as_
     drop = ("layers", "compiled in", "registers")
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))
     known = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    where = f"{len(layers)} layers on {device.name}, m up to {max_m}"
-    common.note(f"{where}: {len(jobs)} kernels, {known}, {seconds:.1f} s")
+    where = f"{len(layers)} layers on {facts['device']}, m up to {facts['max_m']}"
+    common.note(f"{where}: {len(kernels)} kernels, {known}, {facts['seconds']:.1f} s")

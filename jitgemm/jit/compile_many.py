@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.entry import Entry
+from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 
 if TYPE_CHECKING:
@@ -27,16 +29,41 @@ def default_threads() -> int:
         return cpus
 
 
+@dataclass
+class Job:
+    """A kernel that is wanted before it is called, and what became of it.
+
+    Attributes:
+        entry: its cache entry, None while it has none.
+        compiled: whether this job compiled it.
+        error: why it does not compile.
+    """
+
+    source: KernelSource
+    key: str
+    entry: Entry | None = None
+    compiled: bool = False
+    error: JitGemmError | None = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether a folder of the cache has it."""
+        return self.entry is not None and self.entry.path is not None
+
+
+def look_up(cache: KernelCache, source: KernelSource) -> Job:
+    """A kernel as the cache has it. Compiles nothing."""
+    key = source.key(nvrtc_info())
+    return Job(source, key, cache.lookup(key))
+
+
 def compile_all(
-    cache: KernelCache, sources: Sequence[KernelSource], threads: int, console: Console, *, bar: bool = True
-) -> Generator[tuple[int, tuple[Entry, bool] | JitGemmError]]:
-    """Looks up or compiles each source, also under JITGEMM_JIT=off, and yields them as they are done.
+    cache: KernelCache, jobs: Sequence[Job], threads: int, console: Console, *, bar: bool = True
+) -> Generator[Job]:
+    """Looks up or compiles each kernel, also under JITGEMM_JIT=off, and yields the jobs as they are done.
 
     An exception, Ctrl-C too, leaves at once: nothing more is begun, and what is being compiled goes into the cache when
     it is done, in threads that only the interpreter's end waits for.
-
-    Yields:
-        The source's index, and what `KernelCache.get_or_compile` returned, or the error it raised.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,17 +72,15 @@ def compile_all(
     pool = ThreadPoolExecutor(threads)
     try:
         with progress:
-            task = progress.add_task("", total=len(sources))
-            futures = {
-                pool.submit(cache.get_or_compile, source, allow_compile=True): index
-                for index, source in enumerate(sources)
-            }
+            task = progress.add_task("", total=len(jobs))
+            futures = {pool.submit(cache.get_or_compile, job.source, allow_compile=True): job for job in jobs}
             for future in as_completed(futures):
-                index = futures[future]
+                job = futures[future]
                 try:
-                    yield index, future.result()
+                    job.entry, job.compiled = future.result()
                 except JitGemmError as error:
-                    yield index, error
-                progress.update(task, advance=1, description=sources[index].label)
+                    job.error = error
+                yield job
+                progress.update(task, advance=1, description=job.source.label)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

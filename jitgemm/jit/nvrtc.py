@@ -79,12 +79,12 @@ def nvrtc_info() -> NvrtcInfo:
     Raises:
         CompileError: there is none.
     """
-    library = _mapped_library() or _wheel_library()
+    library = next(iter(_mapped_libraries()), None) or _wheel_library()
     build = _build_of(library)
     if not build:  # toolkits, conda and broken installations: only the library knows
         with _gate:
             version = "{}.{}".format(*_call(_load(), "Version"))
-        library = _mapped_library()
+        library = next(iter(_mapped_libraries()), None)
         build = _build_of(library)
         if not build.startswith(version + "."):
             build = f"{version}+{os.path.getsize(library)}" if library else version
@@ -222,17 +222,13 @@ def _check_is_reported(nvrtc: Any) -> None:
 
 
 def _mapped_libraries() -> list[str]:
-    """Every libnvrtc this process has mapped, whoever loaded it."""
+    """Every libnvrtc that this process has mapped, whoever loaded it; first the one that the bindings take."""
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     except OSError:
         return []
-    return sorted(set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps)))
-
-
-def _mapped_library() -> str | None:
-    """The libnvrtc that the bindings take before any other, because it is mapped already."""
-    return max(_mapped_libraries(), key=os.path.basename, default=None)
+    found = set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps))
+    return sorted(found, key=os.path.basename, reverse=True)
 
 
 def _wheel_library() -> str | None:

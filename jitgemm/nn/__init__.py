@@ -20,32 +20,17 @@ Packages and files::
 
 from __future__ import annotations
 
-from jitgemm.activations.scheme import Gate
-from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
+from jitgemm.activations.scheme import ACTIVATIONS, Gate
 from jitgemm.nn.fuse.fuse import fuse_, unfuse_
+from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn.layers.settle import settle
 from jitgemm.nn.load.load import load_
 from jitgemm.nn.quantize.quantize import quantize_
-from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.nn.report import FusionReport, Report
-from jitgemm.nn.layers.settle import settle
 from jitgemm.nn.warm.warm import warmup
 
 __all__ = [
-    "ACTIVATIONS",
-    "FusionReport",
-    "Gate",
-    "PackedExperts",
-    "PackedLinear",
-    "Report",
-    "W4A8Experts",
-    "W4A8Linear",
-    "W8A8Experts",
-    "W8A8Linear",
-    "fuse_",
-    "load_",
-    "quantize_",
-    "settle",
-    "unfuse_",
-    "warmup",
-]
+    "ACTIVATIONS", "FusionReport", "Gate", "PackedExperts", "PackedLinear", "Report", "W4A8Experts", "W4A8Linear",
+    "W8A8Experts", "W8A8Linear", "fuse_", "load_", "quantize_", "settle", "unfuse_", "warmup",
+]  # fmt: skip

@@ -132,16 +132,13 @@ class JitGemmConfig(QuantizationConfig):
         """Options from --hf-overrides '{"jitgemm": {...}}', and the headers of the checkpoint's files."""
         self._set(getattr(hf_config, NAME, None) or {})
         self._model = (model_name, hf_config, revision)
-        from vllm.transformers_utils.config import get_safetensors_params_metadata
+        from vllm.transformers_utils.config import get_safetensors_params_metadata as headers_of
 
         local = os.path.isdir(model_name)
         if local:
             weights_of(Path(model_name), by_index=True)  # as vLLM's loader reads them
         try:
-            if local:
-                found = Checkpoint(model_name).headers()
-            else:
-                found = get_safetensors_params_metadata(model_name, revision=revision)
+            found = Checkpoint(model_name).headers() if local else headers_of(model_name, revision=revision)
         except (OSError, ValueError) as error:
             logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model_name, error)
             return

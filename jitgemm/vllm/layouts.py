@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
 import torch
 
 from jitgemm.checkpoint import formats
@@ -23,7 +23,6 @@ BLOCK = 128
 _FORMATS = ("compressed-tensors", "gptq", "awq", "w4afp8", "w8a8")
 _CALLED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 """What transformers calls the scales of FP8 per tensor."""
-_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _SCALES = ("weight_scale", "scales", "weight_scale_inv")
 
@@ -38,40 +37,27 @@ class Layout:
 
     Attributes:
         format: what reads it; None for floats, which are quantised when loaded, and for layers that jitgemm packed.
-        scheme: what the checkpoint's config says of it.
+        scheme: what the checkpoint's config says of it, in vLLM's words: group_size is 0 and strategy not "group" where a
+            row or the whole weight has one scale.
         tensors: by what stands behind the layer's name.
-        group_size: columns of k with a scale; 0 where there is one for a row, or for the whole weight.
         called: {name in `tensors`: what the files have behind the layer's name instead}.
         by_row: whether the parameter has a block's scales once for each row of the weight.
         name, config: of the layer in the files, and what says `scheme` of it.
     """
 
     format: Format | None = None
-    scheme: Scheme = Scheme("")
+    scheme: Scheme = Scheme("", group_size=0, strategy="channel")
     tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
-    group_size: int = 0
     called: Mapping[str, str] = field(default_factory=dict)
     by_row: bool = False
     name: str = field(default="", compare=False)
     config: Config = field(default=None, compare=False)
 
     @property
-    def strategy(self) -> str:
-        """What a scale belongs to, as vLLM calls it: "group", "channel", "tensor" or "block"."""
-        if self.by_row:
-            return "group"
-        return self.scheme.strategy if self.group_size or self.scheme.strategy != "group" else "channel"
-
-    @property
-    def ordered(self) -> bool:
-        """Whether columns may be in activation order."""
-        return self.scheme.ordered and bool(self.group_size)
-
-    @property
     def needed(self) -> list[str]:
         """What the files must hold of a layer, as the format's reader asks for it."""
         static = self.scheme.format == "compressed-tensors"  # whose config alone says so; of others the tensor does
-        needed = {"input_scale": static, "g_idx": self.ordered, "weight_g_idx": self.ordered}
+        needed = {"input_scale": static, "g_idx": self.scheme.ordered, "weight_g_idx": self.scheme.ordered}
         return [suffix for suffix, each in self.tensors.items() if needed.get(suffix, not each.optional)]
 
     @property
@@ -81,7 +67,7 @@ class Layout:
 
     def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
         """The number behind each word, and the columns of a group."""
-        group = self.group_size or k
+        group = self.scheme.group_size or k
         return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
 
     def cut(self, widths: Sequence[int], n: int, k: int, whole: int) -> Layout:
@@ -98,21 +84,22 @@ class Layout:
         if sum(widths) % 8 or k % K_ALIGNMENT:
             wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
             raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
-        size = self.group_size
+        size = self.scheme.group_size
         if size % 32:
             raise Unsupported(f"group_size: expected a multiple of 32, got {size}")
         if size and k != whole and math.gcd(size, k) % 32:
             raise Unsupported(f"expected columns in multiples of 32 in groups of {size} on each rank, got {k}")
-        if self.ordered and k != whole:
+        if self.scheme.ordered and k != whole:
             raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
         apart = widths if sum(widths) != n else widths[:-1]
-        if self.strategy != "block" or not any(width % BLOCK for width in apart):
+        if self.scheme.strategy != "block" or not any(width % BLOCK for width in apart):
             return self
         if self.scheme.format != "w8a8":
             raise Unsupported(f"expected joined layers to have whole blocks of {BLOCK} rows on each rank, got {widths}")
         scale = self.tensors["weight_scale_inv"]
         rows = replace(scale, dims=(N, scale.dims[1]))
-        return replace(self, tensors={**self.tensors, "weight_scale_inv": rows}, by_row=True)
+        scheme = replace(self.scheme, strategy="group")
+        return replace(self, scheme=scheme, tensors={**self.tensors, "weight_scale_inv": rows}, by_row=True)
 
     def check(self, k: int) -> None:
         """Raises Unsupported for a layer of k columns that the format's reader cannot read."""
@@ -174,21 +161,26 @@ def layout_of(
     }
     called = {own: other for own, other in _CALLED.items() if own in tensors and other in header}
     called = called if format.name == "w8a8" else {}
-    return Layout(format, replace(scheme, group_size=columns), tensors, columns, called, name=name, config=config)
+    strategy = "channel" if scheme.strategy == "group" and not columns else scheme.strategy
+    scheme = replace(scheme, group_size=columns, strategy=strategy, ordered=scheme.ordered and columns > 0)
+    return Layout(format, scheme, tensors, called, name=name, config=config)
 
 
-def _check(scheme: Scheme, config: Mapping[str, Any]) -> None:
+def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
     """Raises Unsupported for what the format's reader has and vLLM's parameters do not."""
-    ct, kind, block = scheme.format == "compressed-tensors", "float" if scheme.code == "e4m3" else "int", (BLOCK, BLOCK)
-    algorithm, format = config.get("quant_algo"), scheme.settings.get("format")
-    of_modelopt, packed = config.get("quant_method") == "modelopt", scheme.form == "packed" and kind == "int"
-    for name, expected, got, fits in (
-        ("block_structure" if ct else "weight_block_size", [*block], scheme.block, scheme.block in (None, block)),
-        ("version", "gemm", "gemv", scheme.form != "gemv"),
-        ("quant_algo", " or ".join(_OF_MODELOPT), algorithm, not of_modelopt or str(algorithm).upper() in _OF_MODELOPT),
-        ("format", f"{kind}-quantized", format, not ct or packed or format in ("naive-quantized", f"{kind}-quantized")),
-        ("strategy", "group or channel with zero points", scheme.strategy,
-         not ct or not scheme.zero_points or scheme.strategy in ("group", "channel")),
-    ):  # fmt: skip
-        if not fits:
-            raise Unsupported(f"{name}: expected {expected}, got {list(got) if isinstance(got, tuple) else got!r}")
+    if scheme.block not in (None, (BLOCK, BLOCK)):
+        name = "weight_block_size" if scheme.format == "w8a8" else "block_structure"
+        raise Unsupported(f"{name}: expected {[BLOCK, BLOCK]}, got {list(scheme.block or ())}")
+    if scheme.form == "gemv":
+        raise Unsupported("version: expected gemm, got 'gemv'")
+    algorithm = str(config.get("quant_algo")).upper()
+    if config.get("quant_method") == "modelopt" and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        expected = "FP8 or FP8_PER_CHANNEL_PER_TOKEN of ModelOpt"
+        raise Unsupported(f"quant_algo: expected {expected}, got {config.get('quant_algo')!r}")
+    if scheme.format == "compressed-tensors":
+        kind = "float" if scheme.code == "e4m3" else "int"
+        packed, said = scheme.form == "packed" and kind == "int", scheme.settings.get("format")
+        if not packed and said not in ("naive-quantized", f"{kind}-quantized"):
+            raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
+        if scheme.zero_points and scheme.strategy not in ("group", "channel"):
+            raise Unsupported(f"strategy: expected group or channel with zero points, got {scheme.strategy}")

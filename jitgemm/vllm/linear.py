@@ -37,7 +37,7 @@ class JitGemmLinearMethod(Packing, LinearMethodBase):
         rank = layer.tp_rank if k != input_size else 0
         kind = Matrix if self.layout.tensors else SavedMatrix
         self.matrices = [kind(self, output_partition_sizes, k, input_size, rank)]
-        if self.layout.strategy == "block":
+        if self.layout.scheme.strategy == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
         self.create(layer, params_dtype, extra_weight_attrs)
 

@@ -58,7 +58,7 @@ class Matrix:
     def __init__(self, method: Packing, widths: Sequence[int], k: int, whole: int, rank: int = 0):
         self.config, self.layout, self.names, self.option = method.config, method.layout, method.names, method.option
         self.widths, self.k, self.whole, self.rank = widths, k, whole, rank
-        size, self.touched, self.own = self.layout.group_size, None, None
+        size, self.touched, self.own = self.layout.scheme.group_size, None, None
         if k != whole and size and k % size:
             start, stop = rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
             self.touched, self.own, k = (start, stop), (rank * k - start, (rank + 1) * k - start), stop - start
@@ -157,7 +157,7 @@ class Matrix:
         axis = layout.axis("k", "G")
         if self.touched is None or axis is None:
             return tensor
-        each = self.layout.group_size if layout.dims[axis] == G else layout.per(axis)
+        each = self.layout.scheme.group_size if layout.dims[axis] == G else layout.per(axis)
         start, stop = self.touched[0] // each, ceil_div(self.touched[1], each)
         mine = tensor.narrow(stacked + axis, start, stop - start)
         return torch.cat([mine] * (self.whole // self.k), stacked + axis)
@@ -283,7 +283,7 @@ class ExpertsMatrix(Matrix):
         param = torch.nn.Parameter(torch.empty((self.count, *shape), dtype=tensor.dtype), requires_grad=False)
         said = {
             "is_transposed": (tensor.axis("k", "G", "1") or 0) < (tensor.axis("n") or 0),
-            "quant_method": self.layout.strategy,
+            "quant_method": self.layout.scheme.strategy,
             "weight_loader": self.loader(suffix, attributes["weight_loader"]),
         }
         set_weight_attrs(param, {**attributes, **said})
@@ -298,7 +298,7 @@ class ExpertsMatrix(Matrix):
         """
         if suffix.endswith("g_idx"):
             k = tensor.shape[-1]
-            order = torch.arange(k, device=tensor.device) // (self.layout.group_size or k)
+            order = torch.arange(k, device=tensor.device) // (self.layout.scheme.group_size or k)
             if bool((tensor != order).any()) and not bool((tensor == -1).any()):
                 raise ValueError(
                     f"g_idx: expected columns in the input's order, got an activation order of experts such as "
@@ -357,7 +357,7 @@ class ExpertsMatrix(Matrix):
 
     def _together(self, codes: torch.Tensor) -> int:
         """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""
-        if sum(self.widths) % (BLOCK if self.layout.strategy == "block" else STRIP_ROWS):
+        if sum(self.widths) % (BLOCK if self.layout.scheme.strategy == "block" else STRIP_ROWS):
             return 1
         most = max(1, AT_ONCE // codes[0].nbytes)
         return max(each for each in range(1, self.count + 1) if self.count % each == 0 and each <= most)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -161,10 +162,8 @@ class ExpertsSource:
     @property
     def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
         """{the module's parameter: its values in floats}."""
-        names = [pair[: 1 + self.form.bias] for pair in zip(PARAMETERS, BIASES) if self.projections]
-        return {
-            n: partial(self._dense, part, bool(bias)) for part, each in enumerate(names) for bias, n in enumerate(each)
-        }
+        parts = [(part, bias) for part in range(len(self.projections)) for bias in range(1 + self.form.bias)]
+        return {(PARAMETERS, BIASES)[bias][part]: partial(self._dense, part, bool(bias)) for part, bias in parts}
 
     def _dense(self, part: int, bias: bool, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[E, n, k] as the module has it, or [E, n]; rows of w13 in the module's order."""
@@ -172,9 +171,8 @@ class ExpertsSource:
         mixed = part == 0 and self.order == "interleaved" and form.gate.order == "gate_up"
         n, k = form.sizes[part]
         out = torch.empty((form.experts, n) if bias else (form.experts, n, k), dtype=dtype, device=device)
-        found: Iterable[torch.Tensor] | None = self._bias(part, device, range(form.experts)) if bias else None
-        if found is None:
-            found = (torch.cat([layer.weight(device) for layer in each]) for each in self.projections[part])
+        weights = (torch.cat([layer.weight(device) for layer in each]) for each in self.projections[part])
+        found: Any = self._bias(part, device, range(form.experts)) if bias else weights
         for e, rows in enumerate(found):
             out[e] = interleaved(rows) if mixed else rows
         return out.transpose(1, 2) if form.transposed and not bias else out

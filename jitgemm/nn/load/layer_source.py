@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
@@ -60,14 +60,9 @@ class LayerSource:
 
     @classmethod
     def find(
-        cls,
-        checkpoint: Checkpoint,
-        prefix: str,
-        activation: str | None = None,
-        format: str | None = None,
-        expert: int | None = None,
-        k: int | None = None,
-    ) -> LayerSource:
+        cls, checkpoint: Checkpoint, prefix: str, activation: str | None = None, format: str | None = None,
+        expert: int | None = None, k: int | None = None,
+    ) -> LayerSource:  # fmt: skip
         """A quantised layer, from config and headers.
 
         Args:
@@ -86,14 +81,12 @@ class LayerSource:
                 size = weight.n, weight.k, weight.group_size
                 return cls(checkpoint, prefix, names, *size, saved.activation, weight.bits)
             header = layer_header(checkpoint, prefix, expert, format, k)
-            chosen, static, why = _activation(header, activation)
-        code, size = CODES[header.scheme.code], header.sizes
-        layer = cls(
-            checkpoint, prefix, header.names, size.n, size.k, size.group_size, chosen, code.bits, header, expert
-        )  # fmt: skip
+            chosen, why_not_static = _activation(header, activation)
+        bits, sizes = CODES[header.scheme.code].bits, astuple(header.sizes)
+        layer = cls(checkpoint, prefix, header.names, *sizes, chosen, bits, header, expert)
         layer = layer.without(KV_CACHE_SCALES, OF_CACHE)
         layer = layer.without(("output_scale",), "scale of output activations, which are not quantised")
-        return layer if static else layer.without(INPUT_TENSORS, f"static input scale, {why}")
+        return layer.without(INPUT_TENSORS, f"static input scale, {why_not_static}") if why_not_static else layer
 
     # ---- what it can become ------------------------------------------------------------------------------------------
 
@@ -205,8 +198,8 @@ def parts_without_data(checkpoint: Checkpoint, names: Mapping[str, str], activat
     return parts
 
 
-def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, bool, str]:
-    """(name of a layer's activation, whether its static scale is used, why not)."""
+def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | None]:
+    """(name of a layer's activation, why a static scale is not used; None where it is)."""
     code = CODES[header.scheme.code]
     own = None if code.lhs_type is None else code.name
     said, static = activations(header.scheme.inputs, wanted, own)
@@ -221,9 +214,9 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, bool, str
     if own is not None and NAMED[chosen].dtype != code.lhs_type:
         instead = "" if wanted else f", as the config says; activation={own!r} replaces that"
         raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
-    if static and chosen != said:
-        return chosen, False, f"calibrated for {said}"
-    return chosen, static, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
+    if static:
+        return chosen, None if chosen == said else f"calibrated for {said}"
+    return chosen, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
 
 
 def activations(inputs: Inputs | None, wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
@@ -252,9 +245,8 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     elif not dynamic and not inputs.symmetric:
         problem = "static scales to be symmetric, got symmetric: false"
     if problem is None:
-        return activation_name(
-            "s8" if integers else "e4m3", affine=integers and not inputs.symmetric, block=block
-        ), not dynamic
+        affine = integers and not inputs.symmetric
+        return activation_name("s8" if integers else "e4m3", affine=affine, block=block), not dynamic
     if wanted is not None:
         return wanted, False
     instead = own or ("int8" if integers else "e4m3")

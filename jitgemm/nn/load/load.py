@@ -126,15 +126,17 @@ def warn_of(report: Report, call: str, where: str, instead: str) -> None:
 def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan | None) -> None:
     model: Any = plan.model
 
+    def device_of(tensor: torch.Tensor) -> torch.device:
+        return target or (target_device(None) if tensor.is_meta else tensor.device)
+
     def make(name: str, old: Any) -> PackedLinear | PackedExperts:
-        device = target or _device(next(chain(old.parameters(), old.buffers())))
-        return make_layer(plan, name, old, device, division)
+        return make_layer(plan, name, old, device_of(next(chain(old.parameters(), old.buffers()))), division)
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
     for name in plan.computed:  # whatever it holds, as every other tensor
         model._init_weights(model.get_submodule(name.rpartition(".")[0]))
-    fill_tensors(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
+    fill_tensors(plan, plan.tensors, lambda name, tensor: device_of(tensor))
     describe_to_transformers(model, bool(tied or plan.untied))
     if target is not None:
         model.to(target)
@@ -201,7 +203,3 @@ def fill_tensors(plan: Plan, names: Collection[str], device_of: Callable[[str, t
                 put_tensor(plan.model, tied, tensor, value.to(tensor.dtype))
             else:
                 tensor.copy_(value)
-
-
-def _device(tensor: torch.Tensor) -> torch.device:
-    return target_device(None) if tensor.is_meta else tensor.device

@@ -65,14 +65,9 @@ class Plan:
 
 
 def plan_for(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    filter: Filter | None = None,
-    activation: str | None = None,
-    format: str | None = None,
-    allow_missing: Collection[str] = (),
-    strict: bool = True,
-) -> Plan:
+    model: torch.nn.Module, checkpoint: Checkpoint, filter: Filter | None = None, activation: str | None = None,
+    format: str | None = None, allow_missing: Collection[str] = (), strict: bool = True,
+) -> Plan:  # fmt: skip
     """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
     if activation is not None:
         activation_named(activation)
@@ -86,9 +81,9 @@ def plan_for(
     replaceable = Replaceable(model)
     layers = find_layers(model, checkpoint, replaceable, filter, activation, format)
     tensors = _find_tensors(model, checkpoint, layers, allow_missing)
-    ignored = {**heads, **layers.ignored, **tensors.ignored}
-    used = layers.used | ignored.keys() | {origin for origin in tensors.origins.values() if isinstance(origin, str)}
-    ignored |= _find_unused(model, checkpoint, used, strict)
+    files = heads | layers.files | tensors.files
+    files |= _find_unused(model, checkpoint, files.keys(), strict)
+    ignored = {name: why for name, why in files.items() if why}
     return Plan(
         model, checkpoint, replaceable, layers.sources, tensors.origins, tensors.untied, tensors.computed,
         layers.skipped, ignored, tensors.kept,
@@ -100,12 +95,12 @@ def plan_for(
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Where the model's tensors come from: `Plan`'s fields."""
+    """Where the model's tensors come from: `Plan`'s fields; files: as of `Layers`."""
 
     origins: dict[str, Origin] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
     computed: list[str] = field(default_factory=list)
-    ignored: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
 
@@ -124,9 +119,10 @@ def _find_tensors(
 
     kept: list[str] = []
     for names in groups.values():
-        origins = {name: _origin(model, checkpoint, layers, name, state[name]) for name in names}
-        held = {name: origin for name, origin in origins.items() if origin is not None}
+        origins = ((name, _origin(model, checkpoint, layers, name, state[name])) for name in names)
+        held = {name: origin for name, origin in origins if origin is not None}
         found.origins.update(held)
+        found.files.update((origin, "") for origin in held.values() if isinstance(origin, str))
         if held:
             _untie(found, model, checkpoint, list(held), state[names[0]])
         elif never.issuperset(names):
@@ -134,7 +130,7 @@ def _find_tensors(
         else:
             (kept if any(map(may_stay, names)) else missing).append(names[0])
     if missing:
-        used = state.keys() | layers.used | layers.ignored.keys() | found.ignored.keys()
+        used = state.keys() | layers.files.keys() | found.files.keys()
         unused = [name for name in checkpoint.names() if name not in used]
         if (otherwise := stored_otherwise(checkpoint.config, unused)) is not None:
             raise ValueError(f"source: {otherwise}; found none for {some(missing, 5)}")
@@ -199,7 +195,7 @@ def _untie(
         plain = all(isinstance(found.origins[each], str) for each in both)
         if plain and torch.equal(*(checkpoint.read(each, _CPU).to(tensor.dtype) for each in both)):
             del found.origins[name]
-            found.ignored[name] = "the same as another name of the tied tensor"
+            found.files[name] = "the same as another name of the tied tensor"
         elif len({model.get_submodule(each.rpartition(".")[0]) for each in both}) == 1:
             raise ValueError(f"source: expected {first} and {name} to be equal, as one module of the model has both")
         else:

@@ -34,38 +34,36 @@ class Layers:
         places: all names at which their modules stand.
         dense: {name of a tensor of the model: what goes into it}.
         left: {prefix: why its tensors in the file are not used}.
-        used: names in the checkpoint that are read, or known not to be.
-        skipped, ignored: see `Report`.
+        files: {name in the checkpoint: why it is not used, "" where it is, or where `skipped` says why its layer is not}.
+        skipped: see `Report`.
     """
 
     sources: dict[str, LayerSource | ExpertsSource] = field(default_factory=dict)
     places: set[str] = field(default_factory=set)
     dense: dict[str, Dense] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    files: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
 
     def leave(self, name: str, prefix: str, files: Iterable[str], why: str) -> None:
         """Leaves a layer's tensors of the file unused."""
         self.left[prefix] = self.skipped[name] = why
-        self.used.update(files)
+        self.files.update(dict.fromkeys(files, ""))
 
     def add(
         self, names: list[str], source: LayerSource | ExpertsSource, chosen: bool, packed: bool, reason: str | None
     ) -> None:
         """What becomes of a module that stands at these places: whether it was chosen, is packed, or why it cannot be."""
-        name, files = names[0], source.files
-        self.ignored.update(source.unused)
-        self.used.update(files)
+        name = names[0]
+        self.files.update(dict.fromkeys(source.files, "") | source.unused)
         if chosen and source.why_dense is None:
             self.sources[name] = source
             self.places.update(names)
-            self.used.update(
-                full for each in names if each != source.prefix for full in source.checkpoint.layer(each).values()
-            )
+            for each in names:
+                if each != source.prefix:
+                    self.files.update(dict.fromkeys(source.checkpoint.layer(each).values(), ""))
         elif packed or not source.dense:
-            self.leave(name, source.prefix, files, "left out by the filter")
+            self.leave(name, source.prefix, (), "left out by the filter")
         else:
             reason = source.why_dense if chosen else reason
             if source.activation:  # else they are in floats anyway
@@ -74,13 +72,9 @@ class Layers:
 
 
 def find_layers(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    replaceable: Replaceable,
-    filter: Filter | None,
-    activation: str | None,
-    format: str | None,
-) -> Layers:
+    model: torch.nn.Module, checkpoint: Checkpoint, replaceable: Replaceable, filter: Filter | None,
+    activation: str | None, format: str | None,
+) -> Layers:  # fmt: skip
     """Raises ValueError for layers that cannot be read, all named, and for a layer that does not fit its module."""
     layers, problems = Layers(), dict[str, ValueError]()
     others, hidden = _other_matrices(model)

@@ -48,10 +48,12 @@ def renamed_for(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpo
 
     new_names: dict[str, str] = {}
     for name in checkpoint.names():
-        (layer, _, child), new = name.rpartition("."), renamed(name)
-        if name in tensors or (layer in known and new not in tensors):  # a packed layer's, such as weight_scale
+        if name in tensors:
             continue
-        if layer and new == name and (weight := renamed(f"{layer}.weight")).endswith(".weight"):
+        (layer, _, child), new = name.rpartition("."), renamed(name)
+        if layer in known and new not in tensors:  # a packed layer's tensors, such as weight_scale
+            continue
+        if new == name and (weight := renamed(f"{layer}.weight")).endswith(".weight"):
             new = weight.removesuffix("weight") + child  # by rules that speak of weights alone
         if new != name and new not in checkpoint:
             new_names[new] = name

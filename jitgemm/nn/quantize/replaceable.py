@@ -116,10 +116,12 @@ class Replaceable:
     def why_unfit(self, name: str) -> str | None:
         """Why a module has no packed form, whatever its values."""
         linear = self._model.get_submodule(name)
-        if name in self.forms:
-            parameters = ((each, getattr(linear, each)) for each in PARAMETERS)
-            problems = (_why_unfit_type(each, parameter) for each, parameter in parameters)
-            return self.forms[name].why_unfit or next(filter(None, problems), None)
+        if (form := self.forms.get(name)) is not None:
+            if form.hidden % K_ALIGNMENT or form.inter % K_ALIGNMENT:
+                wanted = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
+                return f"{wanted}, got {form.hidden} and {form.inter}"
+            problems = (_why_unfit_type(each, getattr(linear, each)) for each in PARAMETERS)
+            return next(filter(None, problems), None)
         n, k = linear.out_features, linear.in_features
         if not n or not k or n % 8 or k % K_ALIGNMENT:
             wanted = f"expected out_features a multiple of 8 and in_features a multiple of {K_ALIGNMENT}"

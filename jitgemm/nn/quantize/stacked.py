@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from jitgemm.activations.scheme import Gate, activation_named
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
@@ -51,18 +49,6 @@ class Form:
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(n, k) of w13 and of w2."""
         return (2 * self.inter, self.hidden), (self.hidden, self.inter)
-
-    @property
-    def why_unfit(self) -> str | None:
-        """Why the experts have no 4-bit form, whatever their values."""
-        if self.hidden % K_ALIGNMENT or self.inter % K_ALIGNMENT:
-            expected = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
-            return f"{expected}, got {self.hidden} and {self.inter}"
-        return None
-
-    def rows(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A stacked parameter as [E, n, k]: a view."""
-        return parameter.transpose(1, 2) if self.transposed else parameter
 
 
 def form_of(module: torch.nn.Module) -> Form | str | None:
@@ -102,14 +88,9 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
 
 
 def quantised_experts(
-    module: torch.nn.Module,
-    form: Form,
-    *,
-    bits: int = 4,
-    activation: str = "e4m3",
-    device: torch.device | str | int | None = None,
-    **options: Any,
-) -> PackedExperts:
+    module: torch.nn.Module, form: Form, *, bits: int = 4, activation: str = "e4m3",
+    device: torch.device | str | int | None = None, **options: Any,
+) -> PackedExperts:  # fmt: skip
     """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
 
     Raises:
@@ -117,18 +98,17 @@ def quantised_experts(
     """
     lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
-    kind: type[Weight] = W8Weight
-    quantise: Any = partial(quantize_w8, **options)
-    if bits == 4:
-        kind, quantise = W4Weight, partial(quantize_w4, **({"group_size": 128} | options))
+    kind, quantise = (W4Weight, quantize_w4) if bits == 4 else (W8Weight, quantize_w8)
+    options = {"group_size": 128} | options if bits == 4 else options
 
     def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""
-        w = form.rows(getattr(module, name).detach())
+        w = getattr(module, name).detach()
+        w = w.transpose(1, 2) if form.transposed else w
 
         def make(e: int) -> Weight:
             try:
-                return quantise(w[e] if device is None else w[e].to(device), lhs_dtype=lhs_dtype)
+                return quantise(w[e] if device is None else w[e].to(device), lhs_dtype=lhs_dtype, **options)
             except ValueError as error:
                 raise ValueError(f"{name}[{e}]: {error}") from error
 

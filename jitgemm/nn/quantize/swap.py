@@ -25,11 +25,9 @@ class Fused:
 
 
 def put_layers(
-    model: torch.nn.Module,
-    places: Mapping[str, list[str]],
-    make: Callable[[str, Any], PackedLinear | PackedExperts],
+    model: torch.nn.Module, places: Mapping[str, list[str]], make: Callable[[str, Any], PackedLinear | PackedExperts],
     doing: str,
-) -> None:
+) -> None:  # fmt: skip
     """Puts make(name, module) at all places of each module; a module's hooks and training mode go to its layer.
 
     No reference to an original is left when the next layer is made.
@@ -46,9 +44,9 @@ def put_layers(
         try:
             layer = make(name, old)
         except (ValueError, TypeError) as error:
-            named = str(error).startswith(name + ":") or repr(name) in str(error)
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(str(error) if named else f"{name}: {error}") from error
+            if str(error).startswith(f"{name}:") or repr(name) in str(error):
+                raise
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
         layer.train(old.training)
         layer.batch_invariant = getattr(old, "batch_invariant", False)
         layer.named(name)

@@ -14,12 +14,9 @@ from jitgemm import settings
 from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.errors import CacheMissError, CompileError, JitGemmError
+from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.jit.cache import process_cache
-from jitgemm.jit.compile_many import compile_all, default_threads
-from jitgemm.jit.entry import Entry
-from jitgemm.jit.nvrtc import nvrtc_info
-from jitgemm.jit.source import KernelSource
+from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
@@ -82,47 +79,39 @@ def warmup(
         check_dtype("dtype", dtype, REAL_TYPES)
     own = dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)
     dtypes = list(own) or [torch.bfloat16] if dtype is None else [dtype]
-    nvrtc = nvrtc_info()
-    needed: dict[str, KernelSource] = {}  # by cache key
-    on_gpu: dict[tuple[Spec, int], str] = {}
+    needed: dict[Spec, dict[int | None, None]] = {}
     for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
-        source = source_of(spec)
-        key = source.key(nvrtc)
-        needed.setdefault(key, source)
-        if index is not None:
-            on_gpu[spec, index] = key
+        needed.setdefault(spec, {})[index] = None
     if not needed:
         warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
-    found = {key: process_cache.lookup(key) for key in needed}
-    missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
+    plan = {spec: look_up(process_cache, source_of(spec)) for spec in needed}
+    missing = [job for job in plan.values() if not job.stored]
     if missing and not build:
-        first, command = next(iter(missing.values())).label, _command(model, max_m, device, compiled)
+        first, command = missing[0].source.label, _command(model, max_m, device, compiled)
         raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; {command} makes them")
-    results: dict[str, tuple[Entry, bool] | JitGemmError] = {}
     if missing:
         from rich.console import Console  # needed here alone
 
-        console, threads = Console(stderr=True), jobs or default_threads()
-        done = dict(compile_all(process_cache, list(missing.values()), threads, console, bar=console.is_terminal))
-        results = {key: done[index] for index, key in enumerate(missing)}
-    failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
-    built = [result for result in results.values() if not isinstance(result, JitGemmError)]
-    unwritten = [entry.unwritten for entry, _ in built if entry.path is None]
+        console = Console(stderr=True)
+        list(compile_all(process_cache, missing, jobs or default_threads(), console, bar=console.is_terminal))
+    unwritten = [job.entry.unwritten for job in missing if job.entry and not job.stored]
     if unwritten:
         text = "kernels are not stored and every other process compiles them again"
         warnings.warn(f"{len(unwritten)} {text}: {unwritten[0]}", stacklevel=2)
-    for (spec, index), key in on_gpu.items():
-        if key not in failed:
-            with torch.cuda.device(index):
-                FAMILIES[spec.family].load(spec, index)
+    for spec, indices in needed.items():
+        for index in indices:
+            if index is not None and not plan[spec].error:
+                with torch.cuda.device(index):
+                    FAMILIES[spec.family].load(spec, index)
+    failed = [job.error for job in missing if job.error]
     if failed:
-        first = next(iter(failed.values()))
+        error = failed[0]
         raise CompileError(
-            f"{len(failed)} of {len(missing)} kernels did not compile; the first: {first}",
-            log=getattr(first, "log", ""),
-            source_path=getattr(first, "source_path", None),
-        ) from first
-    return [entry.metadata["label"] for entry, compiled in built if compiled]
+            f"{len(failed)} of {len(missing)} kernels did not compile; the first: {error}",
+            log=getattr(error, "log", ""),
+            source_path=getattr(error, "source_path", None),
+        ) from error
+    return [job.source.label for job in missing if job.compiled]
 
 
 def _command(model: torch.nn.Module, max_m: int, device: str | None, compiled: bool) -> str:
