@@ -242,7 +242,7 @@ def norm_formula(norm: torch.nn.Module) -> tuple[float, bool]:
     raise Unclear(f"{type(norm).__name__} is no RMSNorm with one weight and a fixed eps")
 
 
-def check_quantised_alike(linears: Sequence[PackedLinear]) -> None:
+def check_one_input(linears: Sequence[PackedLinear]) -> None:
     """Raises Unclear where one quantised input cannot serve all of these."""
     first = linears[0]
     for other in linears[1:]:

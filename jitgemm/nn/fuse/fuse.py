@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_quantised_alike, mlp_gate, norm_formula, run
+from jitgemm.nn.fuse.check import Call, Unclear, calls_of, check_one_input, mlp_gate, norm_formula, run
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.replaceable import check_model
@@ -86,7 +86,7 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     `gemm_w4a8_nt` on the merged weights. They differ from the model's as it was by roundings that are left out: norm
     and product stay fp32.
 
-    `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
+    `state_dict()` has the same names and values, except `blocks` and `meta` of weights whose codes had to be brought
     into the order "any"; it loads into the model fused or not. `load_` and `load_state_dict(assign=True)` need the
     model as it was. `.to`, copies and pickles of the whole model work, of fused modules without their block they do
     not. A fused norm returns projections, so forward hooks see these; its input is the norm's. Where `fuse_` is
@@ -202,7 +202,7 @@ class _Block:
                     if mlp._parameters or mlp._buffers:
                         raise Unclear("it has tensors of its own")
                     self.check_replaceable(name, down, *linears)
-                    check_quantised_alike(self.layers(linears))
+                    check_one_input(self.layers(linears))
                     run(self.module, self.call, [name])
                     found[name] = _Fusion(linears, partial(FusedMLP, mlp, last, gate))
         return found
@@ -222,7 +222,7 @@ class _Block:
             with self.skipping(norm):
                 layers, formula = self.layers(linears), norm_formula(self.modules[norm])
                 self.check_replaceable(norm, *linears)
-                check_quantised_alike(layers)
+                check_one_input(layers)
                 width = sum(layer.out_features for layer in layers)
                 if width == layers[0].in_features:
                     raise Unclear(

@@ -170,14 +170,14 @@ def _by_rows(_class: type, op: Any, _types: Any, args: tuple[Any, ...], kwargs: 
     for key, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        layout = tensor.placements if isinstance(tensor, DTensor) else None
+        layout, mesh = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
+        one_scale = layout is None and tensor.numel() == 1 and key != "out"  # for all rows; it may be plain
         if key in ROWS[name]:
-            if layout != x.placements or tensor.device_mesh != x.device_mesh:
-                if layout is not None or tensor.numel() != 1 or key == "out":  # one scale for all rows may be plain
-                    got = type(tensor).__name__ if layout is None else f"{layout} on {tensor.device_mesh}"
-                    raise ValueError(
-                        f"{key}: expected a DTensor with {x.placements} on {x.device_mesh} in {name}, as x is, got {got}"
-                    )
+            if not one_scale and (layout, mesh) != (x.placements, x.device_mesh):
+                got = type(tensor).__name__ if layout is None else f"{layout} on {mesh}"
+                raise ValueError(
+                    f"{key}: expected a DTensor with {x.placements} on {x.device_mesh} in {name}, as x is, got {got}"
+                )
         elif layout is not None and any(each != Replicate() for each in layout):
             raise ValueError(
                 f"{key}: expected a plain tensor or one with Replicate() in {name}, got {layout}; "

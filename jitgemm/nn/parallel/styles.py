@@ -58,7 +58,7 @@ class ColwiseParallel(_Divides, _Colwise):
     """Each rank computes out_features / ranks columns of the output, from the whole input.
 
     The rank's columns are those of the whole layer bit for bit, where the same kernel computes both: always on the CPU,
-    on a GPU where the selector picks alike. The bias is divided like the rows.
+    on a GPU where the selector picks the same kernel. The bias is divided like the rows.
 
     Args:
         input_layouts: layout of a plain input: None for Replicate(), or Shard(dim), which is gathered.
@@ -128,7 +128,7 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"max_tokens: expected a number from 1 on, or None, got {most!r}")
         rank, world = rank_of(mesh)
         if experts % world:
-            raise ValueError(f"{name}: expected experts that {world} ranks share alike, got {experts}")
+            raise ValueError(f"{name}: expected a number of experts that {world} ranks divide, got {experts}")
         return ExpertSharding(mesh.get_group(), rank, world, experts // world, self.input_layouts == Shard(0), most)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
