@@ -63,7 +63,8 @@ def activation_of(
         raise ValueError(f"affine: expected {name} int8, got {dtype_name(dtype)}, which has no zero point")
     if affine and scheme == "block":
         raise ValueError("affine: expected False for scheme 'block', got True")
-    return _ACTIVATIONS[dtype][scheme][affine]  # type: ignore[index]
+    plain, with_zeros = _ACTIVATIONS[dtype][scheme]  # type: ignore[index]
+    return with_zeros if affine else plain
 
 
 def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:

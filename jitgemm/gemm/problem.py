@@ -35,7 +35,7 @@ _POINTERS = {
     "x_scale": Pointer("lhs_scale", X_SCALE),
     "bias": Pointer("bias", "bias"),
     "x_zero": Pointer("lhs_zero", X_ZERO),
-    "row_sum": Pointer("row_sum", "rhs.row_sum"),
+    "weight.row_sum": Pointer("row_sum", "rhs.row_sum"),  # of which nothing is read without x_zero
     "out": Pointer(None, "out", ALIGNMENT, written=True),
 }
 """What a launch has addresses of, by attributes of `Gemm`, in the order of `GroupedArgs` in
@@ -92,11 +92,6 @@ class Gemm(NamedTuple):
             return False
         blocks = -(-k // LHS_GROUP)
         return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
-
-    @property
-    def row_sum(self) -> torch.Tensor | None:
-        """The weight's, where zero points need it."""
-        return None if self.x_zero is None else self.weight.row_sum
 
     @property
     def pointers(self) -> tuple[Pointer, ...]:
