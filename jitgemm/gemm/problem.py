@@ -35,11 +35,12 @@ _POINTERS = {
     "x_scale": Pointer("lhs_scale", X_SCALE),
     "bias": Pointer("bias", "bias"),
     "x_zero": Pointer("lhs_zero", X_ZERO),
-    "weight.row_sum": Pointer("row_sum", "rhs.row_sum"),  # of which nothing is read without x_zero
+    "row_sum": Pointer("row_sum", "rhs.row_sum"),
+    "weight.row_sum": Pointer(None, "rhs.row_sum"),  # nothing is written there, whether x_zero needs it or not
     "out": Pointer(None, "out", ALIGNMENT, written=True),
 }
 """What a launch has addresses of, by attributes of `Gemm`, in the order of `GroupedArgs` in
-include/jitgemm/gemm/types.cuh; a dense one's `Args` start with x. out has no field there."""
+include/jitgemm/gemm/types.cuh; a dense one's `Args` start with x. The last two have no field there."""
 GROUPED_POINTERS = tuple(_POINTERS.values())
 POINTERS = GROUPED_POINTERS[2:]
 _grouped_operands, _dense_operands = attrgetter(*_POINTERS), attrgetter(*list(_POINTERS)[2:])
@@ -92,6 +93,11 @@ class Gemm(NamedTuple):
             return False
         blocks = -(-k // LHS_GROUP)
         return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
+
+    @property
+    def row_sum(self) -> torch.Tensor | None:
+        """The weight's, where zero points need it."""
+        return None if self.x_zero is None else self.weight.row_sum
 
     @property
     def pointers(self) -> tuple[Pointer, ...]:
