@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -213,6 +213,10 @@ def _stub(name: str) -> Callable[..., Any]:
 
 
 globals().update({name: _stub(name) for name in (*_MISSING, *_FIXED)})
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Callable[..., Any]: ...
+
 
 _alignment = 1
 
