@@ -93,7 +93,7 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
         if start % pointer.alignment and tensor.is_cuda:
             multiple, past = f"a multiple of {pointer.alignment} bytes", start % pointer.alignment
             raise ValueError(
-                f"{pointer.argument}: expected an address that is {multiple}, got one {past} bytes past it"
+                f"{pointer.argument}: expected an address that is {multiple}, got one that is {past} bytes past it"
             )
         spans.append((pointer, tensor, start, start + byte_extent(tensor)))
     for i, (pointer, tensor, start, end) in enumerate(spans):
