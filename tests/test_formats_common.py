@@ -319,6 +319,7 @@ def test_layers_that_differ_are_not_joined(other, message):
         ({"permutation": torch.arange(256)}, "permutation: expected int32, got int64"),
         ({"permutation": torch.zeros(256, dtype=torch.int32)}, r"permutation: expected every column 0\.\.255 once"),
         ({"input_scale": torch.ones(1, dtype=torch.bfloat16)}, "input_scale: expected float32, got bfloat16"),
+        ({"scale": torch.ones((32, 4), device="meta")}, "scale: expected q's device cpu, got meta"),
         ({"bias": torch.ones(31)}, r"bias: expected shape \[32\], got \[31\]"),
     ],
 )

@@ -90,6 +90,8 @@ class CanonicalWeight:
                 continue
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            if tensor.device != self.q.device:
+                raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
             if not fits(tensor.dtype):
                 raise ValueError(f"{name}: expected {wanted}, got {dtype_name(tensor.dtype)}")
         if self.permutation is not None:
