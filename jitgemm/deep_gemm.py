@@ -117,21 +117,29 @@ def m_grouped_fp8_gemm_nt_masked(
     masked(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
 
 
-def _older(call: Callable[..., None]) -> Callable[..., None]:
+def _named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, as help and tracebacks are to show it."""
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _older(name: str, call: Callable[..., None]) -> Callable[..., None]:
     def by_older_names(lhs: Pair, rhs: Pair | Weight, out: torch.Tensor, *groups: Any, **options: Any) -> None:
         """The same call by the names that it and its operands had first."""
         call(lhs, rhs, out, *groups, **options)
 
-    return by_older_names
+    return _named(name, by_older_names)
 
 
-gemm_fp8_fp8_bf16_nt = _older(fp8_gemm_nt)
-m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = _older(m_grouped_fp8_gemm_nt_contiguous)
-m_grouped_gemm_fp8_fp8_bf16_nt_masked = _older(m_grouped_fp8_gemm_nt_masked)
+gemm_fp8_fp8_bf16_nt = _older("gemm_fp8_fp8_bf16_nt", fp8_gemm_nt)
+m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = _older(
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", m_grouped_fp8_gemm_nt_contiguous
+)
+m_grouped_gemm_fp8_fp8_bf16_nt_masked = _older("m_grouped_gemm_fp8_fp8_bf16_nt_masked", m_grouped_fp8_gemm_nt_masked)
 fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 
 
-def _with_transposed(call: Callable[..., None], *names: str) -> Callable[..., None]:
+def _with_transposed(name: str, call: Callable[..., None], *names: str) -> Callable[..., None]:
     def transposed(a: Pair, b: Pair | Weight, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
         """The _nt call's product. An n in the name: w is [k, n] and its scales [ceil(k / 128), ceil(n / 128)], with E in
         front where it is grouped. A t in front: x is [k, m] and its scales [ceil(k / 128), m]; x is copied, as values
@@ -142,13 +150,15 @@ def _with_transposed(call: Callable[..., None], *names: str) -> Callable[..., No
             a = x.contiguous(), scale
         call(a, _transposed("b", b) if "b" in names else b, d, *arguments, **options)
 
-    return transposed
+    return _named(name, transposed)
 
 
-fp8_gemm_nn = fp8_fp4_gemm_nn = _with_transposed(fp8_gemm_nt, "b")
-fp8_gemm_tn = fp8_fp4_gemm_tn = _with_transposed(fp8_gemm_nt, "a", "b")
-fp8_gemm_tt = fp8_fp4_gemm_tt = _with_transposed(fp8_gemm_nt, "a")
-m_grouped_fp8_gemm_nn_contiguous = _with_transposed(m_grouped_fp8_gemm_nt_contiguous, "b")
+fp8_gemm_nn = fp8_fp4_gemm_nn = _with_transposed("fp8_gemm_nn", fp8_gemm_nt, "b")
+fp8_gemm_tn = fp8_fp4_gemm_tn = _with_transposed("fp8_gemm_tn", fp8_gemm_nt, "a", "b")
+fp8_gemm_tt = fp8_fp4_gemm_tt = _with_transposed("fp8_gemm_tt", fp8_gemm_nt, "a")
+m_grouped_fp8_gemm_nn_contiguous = _with_transposed(
+    "m_grouped_fp8_gemm_nn_contiguous", m_grouped_fp8_gemm_nt_contiguous, "b"
+)
 fp8_fp4_gemm_nt = fp8_gemm_nt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
@@ -207,9 +217,8 @@ def _stub(name: str) -> Callable[..., Any]:
             raise NotImplementedError(f"{name}: {_MISSING[name]}")
         return _FIXED[name][0]
 
-    call.__name__ = call.__qualname__ = name
     call.__doc__ = f"NotImplementedError: {_MISSING[name]}." if name in _MISSING else _FIXED[name][1]
-    return call
+    return _named(name, call)
 
 
 globals().update({name: _stub(name) for name in (*_MISSING, *_FIXED)})
