@@ -132,7 +132,7 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
         expected = f"shape {list(grid)}, or one element"
         if not (per_tensor and single):
             forms[grid] = "block", (rows, columns)
-        if per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
+        if per_tensor and n % 2 == 0:  # a gate's rows and the rows that it gates
             forms[2, 1] = "tensor", (N / (n // 2), 1)
     else:
         expected = f"one element, shape [{n}] or [{n}, 1]"

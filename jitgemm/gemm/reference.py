@@ -92,7 +92,7 @@ def m_grouped_gemm_w4a8_reference(
 
 
 def write_reference(gemm: Gemm) -> None:
-    """Into out, of checked arguments. Rows of experts are clamped to those that out, or an expert, has."""
+    """Into out, of checked arguments. Rows of experts are clamped to the rows of out, or of an expert."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     weight = weight if isinstance(weight, PackedWeight) else weight.packed
     x_scale = fp32_scales(x_scale, weight.k)

@@ -25,7 +25,7 @@ class KernelSpec:
 
     Attributes:
         kind: what a kernel computes, "gemm", "quantizer" or "routing", for people; every spec has one.
-        family: of which template it is; by it tables have what renders and loads a spec.
+        family: the template's name, by which tables have what renders and loads a spec.
         lhs: type of the activations.
         format: of the weight, as `WeightFormat.kernel_format`; its scale_type is "fp32" for per-channel kernels, which
             read their scales by a run-time type.

@@ -213,7 +213,7 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
 
     def check() -> None:
         call.check()
-        # As rows, of which column slices of one buffer are told apart.
+        # As rows: column slices of one buffer then do not overlap.
         masked, x, out = isinstance(call, MaskedCall), call.x, call.out
         rows = [each.flatten(0, 1) if masked and (each is x or each is out) else each for each in _operands(call)]
         check_addresses(call.pointers, rows)

@@ -67,13 +67,13 @@ def prepare_route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
 def prepare_front(
     spec: FrontSpec, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
 ) -> Launch:
-    """The routing, and quantising of the tokens beside it. It waits for the kernel before it, as does the next."""
+    """The routing, and quantising of the tokens in other CTAs. It waits for the kernel before it, as does the next."""
     m, k = x.shape
     values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
     # Scales as `QuantizeCall.new_outputs` lays them out.
     values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k, "scale_block_stride": 4 * ceil_div(m, 4)}
     kernel = FAMILIES["front"].load(spec, x.get_device())
-    # A CTA for each token beside the one that routes: there are few tokens.
+    # One CTA routes, and each token has a CTA: there are few tokens.
     return Launch(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)
 
 

@@ -33,7 +33,7 @@ class Call(Protocol):
         pointers: what its launch has addresses of.
         empty: there is nothing to do. Asked of checked arguments.
         check: raises TypeError or ValueError unless the arguments fit together.
-        operands: gives the tensors, in the order of `pointers`, those that the call makes among them.
+        operands: gives the tensors, in the order of `pointers`, including tensors that the call makes.
         run_reference: does on the CPU what the kernel does.
         prepare: makes the launch, while the operands' device is the current one.
     """

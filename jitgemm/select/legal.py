@@ -187,11 +187,11 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 # and kernels that spill up to some 200 bytes, no more. `scripts/register_bound.py` holds it against the compiler.
 
 OVERHEAD_REGISTERS = 40
-"""Registers of a consumer thread beside its sums: codes, fragments, addresses, loop state."""
+"""Registers of a consumer thread besides sums: codes, fragments, addresses, loop state."""
 UNPROMOTED_REGISTERS = 24
 """More of them where sums stay in the tensor cores for the whole tile: nothing of theirs is free in between."""
 SET_REGISTERS = 16
-"""Fewer of them for int8 with a single set of fragments, but for groups of 32, whose factors take as many."""
+"""Fewer of them for int8 with a single set of fragments, except with groups of 32, whose factors take as many."""
 CONVERTED = 1.5
 """Registers for each of int8's sums in flight: ptxas converts about half of them at a time. In halves, the other half's
 registers serve; where rows are tokens, none are needed."""
@@ -208,7 +208,7 @@ to 500 bytes."""
 OFFSET_REGISTERS = 26
 """More of them for offsets: multiplies by ones, and a second factor for each group."""
 SCALE_REGISTERS = 12
-"""More of them for scales of activations per token and group, a few of which are there at a time."""
+"""More of them for scales of activations per token and group, a few are there at a time."""
 
 
 def registers_needed(spec: KernelSpec) -> int:

@@ -35,7 +35,7 @@ CHILD = "jitgemm"
 AT_ONCE = 16 << 20
 """Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
 Marks = frozenset[tuple[int | None, int | None]]
-"""(which of the joined layers, of which expert) loaders have written; None stands for all."""
+"""(number of the joined layer, number of the expert) that loaders have written; None stands for all."""
 
 
 class Matrix:
@@ -45,7 +45,7 @@ class Matrix:
         config, layout, names, option: of its `Packing`.
         widths: this rank's rows of each of the joined layers.
         k, whole: columns of this rank, and of all.
-        touched: the first and one past the last column of the groups that its columns touch, all of which it loads;
+        touched: the first and one past the last column of the groups that its columns touch: it loads them whole;
             None where they are whole groups.
         own: its columns among those.
         tensors: what the parameters hold, by suffix.
@@ -116,7 +116,7 @@ class Matrix:
         def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
             marks = self.marks(loaded_weight, *where, **named)
             if param.is_meta and shared and not {part for part, _ in marks} & {0, None}:
-                return True  # vLLM counts numbers, to pack the layer once it has all: those that are shared, once
+                return True  # vLLM counts numbers, to pack the layer once it has all: shared ones count once
             kind, given = param.dtype, loaded_weight.dtype
             if "scale" in suffix and kind != given:
                 if not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
@@ -147,7 +147,7 @@ class Matrix:
         return frozenset((part if isinstance(part, int) else None, None) for part in parts)
 
     def shares(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A file's tensor as one of which vLLM's share is the rank's: a row for each of a block's, and touched columns."""
+        """A file's tensor, such that the part vLLM takes is the rank's: a row for each of a block's, and touched columns."""
         layout = self.tensors[suffix]
         stacked = tensor.dim() - len(layout.dims)  # experts in front
         if self.layout.by_row and suffix == "weight_scale_inv":

@@ -70,7 +70,7 @@ def run(block: torch.nn.Module, call: Call, readers: Sequence[str] = (), norm: s
         norm: gives `width` columns of NaN, which the readers alone are to read.
 
     Returns:
-        The names of those that were called.
+        The names of the packed layers that were called.
 
     Raises:
         Unclear: the block raises, a reader is not called once, or the block returns something else than finite hidden
@@ -223,7 +223,7 @@ def mlp_gate(mlp: torch.nn.Module, gates: Sequence[str], down: str) -> Gate:
 def norm_formula(norm: torch.nn.Module) -> tuple[float, bool]:
     """(eps, whether it multiplies by 1 + weight) of an RMSNorm. Raises Unclear for anything else.
 
-    Found by trying, in fp32, on tokens of which some are so small that eps shows.
+    Found by trying, in fp32, on tokens, some so small that eps shows.
     """
     eps: float = next((value for name in _EPS if isinstance(value := getattr(norm, name, None), float)), math.nan)
     tensors = {name: each for name, each in (norm._parameters | norm._buffers).items() if each is not None}

@@ -19,7 +19,7 @@ def settle(model: torch.nn.Module) -> list[str]:
     through PyTorch later is waited for again.
 
     Returns:
-        Names of the settled buffers: all of uint8, as those that hold packed weights are.
+        Names of the settled buffers: all uint8 ones, as packed weights are.
 
     Raises:
         TypeError: model is no module.

@@ -156,7 +156,7 @@ def _distributed(part: torch.Tensor, x: DTensor, lead: tuple[int, ...]) -> DTens
 
 
 def _by_rows(_class: type, op: Any, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """An op on each rank's rows, of which no layout is changed: `register_torch_dispatch`'s rule for DTensors."""
+    """An op on each rank's rows, whose layouts stay: `register_torch_dispatch`'s rule for DTensors."""
     given = dict(zip((argument.name for argument in op._schema.arguments), args)) | (kwargs or {})
     name = op._schema.name.removeprefix("jitgemm::")
     x = given["x"]

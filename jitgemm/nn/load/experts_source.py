@@ -101,7 +101,7 @@ class ExpertsSource:
 
     @property
     def unused(self) -> dict[str, str]:
-        """{full name: reason} of those that are not used."""
+        """{full name: reason} of tensors that are not used."""
         return {name: why for layer in _layers(self.projections) for name, why in layer.unused.items()}
 
     @property

@@ -68,7 +68,7 @@ def plan_for(
     model: torch.nn.Module, checkpoint: Checkpoint, filter: Filter | None = None, activation: str | None = None,
     format: str | None = None, allow_missing: Collection[str] = (), strict: bool = True,
 ) -> Plan:  # fmt: skip
-    """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
+    """What to do to the model. Arguments and errors are `load_`'s; nothing is changed, except that weights get tied."""
     if activation is not None:
         activation_named(activation)
     fused = next((name for name, module in model.named_modules() if isinstance(module, Fused)), None)

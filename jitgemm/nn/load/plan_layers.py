@@ -121,7 +121,7 @@ def find_layers(
 
 def _other_matrices(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[str]]:
     """{first name: all names} of the modules with a weight [n, k] that are no Linears: embeddings, routers, Conv1D. And
-    names of what these hold beside their weights, which is no part of a quantised weight."""
+    names of what these hold besides weights, which is no part of a quantised weight."""
     found: dict[torch.nn.Module, list[str]] = {}
     hidden = set()
     for name, module in model.named_modules(remove_duplicate=False):

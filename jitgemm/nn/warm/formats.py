@@ -58,7 +58,7 @@ class Look:
 
 @dataclass(frozen=True)
 class ExpertsLook:
-    """Experts but for their values."""
+    """Experts without their values."""
 
     w13: Look
     w2: Look
