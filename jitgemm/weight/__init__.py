@@ -1,6 +1,8 @@
 """Packed weights of 4 and 8 bits.
 
 quantize   from a float weight
+search     scales and zero points of least error
+gptq       codes of least error of the result, where the inputs are known
 pack       from codes, scales, zero points and offsets
 codes      the bytes and numbers of codes, the twin of kernel/codes.py
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
