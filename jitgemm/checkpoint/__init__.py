@@ -3,6 +3,7 @@
 ::
 
     files               the tensors of a checkpoint: names, headers, data, config
+    writing             safetensors files, written
     layouts             how a format stores a tensor: types and dimensions
     format              what a format is: a scheme, its tensors, reading; settings of a quantization_config
     formats             the registry: names, quant_methods, detection

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import check_codes, minus
+from jitgemm.checkpoint.bits import check_codes, minus, pack_words
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
@@ -198,6 +198,38 @@ class _CompressedTensors(Format):
         # -1 is the library's mark for an order that calibration never set.
         return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
+    def write(self, weight: CanonicalWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
+        """A layer's tensors by suffix, on the weight's device: `read` makes the same weight of them.
+
+        Args:
+            weight: without offsets and activation order; its bias is not written.
+            scheme: what `scheme` says of the layer by the config that it is written with.
+
+        Raises:
+            ValueError: the weight is not what the scheme says, or has no such form.
+        """
+        zero = weight.zero
+        got = weight.code, min(weight.group_size, weight.k), zero is not None
+        if got != (wanted := (scheme.code, scheme.columns(weight.k) or weight.k, scheme.zero_points)):
+            raise ValueError(f"weight: expected code, group size and zero points {wanted}, got {got}")
+        if weight.offset is not None or weight.permutation is not None:
+            raise ValueError("weight: expected neither offsets nor an activation order, got one of them")
+        if zero is not None and int(zero.max()) >= 16:
+            raise ValueError("weight: expected zero points 0..15, got 16")
+        tensors = {"weight_scale": weight.scale.contiguous()}
+        if scheme.form == "packed":
+            q = weight.q if zero is not None else weight.q.view(torch.uint8) + (1 << weight.bits - 1)  # which wraps
+            tensors["weight_packed"] = pack_words(q, 1, weight.bits)
+            tensors["weight_shape"] = torch.tensor([weight.n, weight.k])
+            if zero is not None:
+                tensors["weight_zero_point"] = pack_words(zero.to(torch.uint8), 0, weight.bits)
+        else:
+            tensors["weight"] = weight.q.contiguous()
+        sizes = self.sizes(tensors, scheme)
+        if (sizes.n, sizes.k, sizes.group_size) != (weight.n, weight.k, got[1]):
+            raise ValueError(f"weight: expected tensors of {weight.n} x {weight.k} in groups of {got[1]}, got {sizes}")
+        return tensors
+
 
 def _dims(values: Any) -> tuple[Dim | int, ...]:
     """Of a value for each group, row, or the whole tensor."""
@@ -213,6 +245,46 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
 
 
 # ---- config ------------------------------------------------------------------------------------------------------------
+
+
+def written_config(groups: Iterable[Mapping[str, Any]], ignore: Iterable[str]) -> dict[str, Any]:
+    """A quantization_config of `written_group`s, as compressed-tensors, vLLM and this module read it.
+
+    Args:
+        groups: those with names before those with expressions: for vLLM the first match counts.
+        ignore: names of Linears and other layers with a matrix that stay in floats.
+    """
+    groups = list(groups)
+    formats = {group["format"] for group in groups}
+    return {
+        "quant_method": METHOD,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": sorted(ignore),
+    }
+
+
+def written_group(
+    targets: Iterable[str], bits: int, inputs: str, group_size: int | None = None, symmetric: bool = True
+) -> dict[str, Any]:
+    """One of a config's groups: layers with a scale per token of their input, which is "int" or "float" (e4m3), and
+    int4 weights in groups, or 8-bit weights of the input's type with a scale per row.
+
+    Args:
+        targets: names of layers, expressions behind "re:", or "Linear" for all layers.
+        group_size, symmetric: of 4 bits.
+    """
+    if bits == 4:
+        weights = _args(4, "int", "group", group_size=group_size, symmetric=symmetric)
+    else:
+        weights = _args(8, inputs, "channel")
+    return {
+        "targets": list(targets),
+        "weights": weights,
+        "input_activations": _args(8, inputs, "token", dynamic=True),
+        "format": "pack-quantized" if bits == 4 else f"{inputs}-quantized",
+    }
 
 
 def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
