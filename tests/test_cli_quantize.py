@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -507,7 +508,7 @@ def test_without_calibration_weights_alone_decide_and_no_tokenizer_is_needed(run
     assert done.json["evaluation"] is None and done.json["tokens"] == 0
     loaded = emptied(tmp_path / "out")
     jitgemm.nn.load_(loaded, tmp_path / "out")
-    assert same_state(loaded, quantised(own_llama, None))
+    assert same_state(loaded, quantised(own_llama, None, symmetric=False))  # zero points, as quantize_ by itself
     assert all(loaded.get_submodule(name).weight.format.zero_point for name in LAYERS)
 
 
@@ -525,12 +526,42 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, writ
     with monkeypatch.context() as patch:
         patch.setattr(Unfinished, "keep", keep_and_interrupt)
         done = run(llama, out, *FEW)
-    assert done.code == 130 and f"what is quantised is kept in {out}" in done.stderr and len(kept) == 1
+    assert (
+        done.code == 130
+        and len(kept) == 1
+        and f"interrupted: {len(kept[0])} layers are kept in {out}; the same" in done.stderr
+    )
     assert not (out / "config.json").exists()
     again = run(llama, out, *FEW, "--json")
     assert again.code == 0 and f"going on with {len(kept[0])} layers" in again.stderr
     assert contents(out) == contents(written)
     assert {layer["name"] for layer in again.json["layers"]} == set(LAYERS)  # with the errors that were kept
+
+
+def test_an_interruption_while_evaluating_leaves_a_complete_folder(run, llama, written, tmp_path, monkeypatch):
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr("jitgemm.nn.quantize.evaluate.compared", interrupted)
+    done = run(llama, tmp_path / "out", *FEW)
+    assert done.code == 130 and f"interrupted: {tmp_path / 'out'} is complete, but not evaluated" in done.stderr
+    assert contents(tmp_path / "out") == contents(written)
+
+
+def test_a_damaged_file_of_an_interrupted_run_is_named(run, llama, tmp_path, monkeypatch):
+    keep = Unfinished.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "keep", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
+        run(llama, tmp_path / "out", *FEW)
+    (file,) = (tmp_path / "out" / ".jitgemm-quantize").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    done = run(llama, tmp_path / "out", *FEW)
+    assert (
+        done.code == 2
+        and f"{file}: expected what an interrupted run left" in done.stderr
+        and "delete it" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("room, left", [(3000, 0), (60000, 14)])
@@ -671,3 +702,9 @@ def test_a_folder_that_is_no_model_is_named(run, tmp_path):
     ended(
         run(tmp_path / "none", tmp_path / "out"), 3, "expected a model's folder, found no config.json", tmp_path / "out"
     )
+
+
+def test_without_transformers_the_command_says_what_to_install(run, llama, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for options in ((), ("--data", "none")):
+        ended(run(llama, tmp_path / "out", *options), 2, "pip install transformers", tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from contextlib import closing
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -126,14 +127,20 @@ def quantize(
 
     unfinished = Unfinished(out, settings, restart)
     try:
-        if unfinished.resumed:
-            common.note(f"{out}: going on with {unfinished.resumed} layers that an interrupted run quantised")
+        if left := unfinished.layers:
+            common.note(f"{out}: going on with {left} layers that an interrupted run quantised")
         texts = held, None if data == "none" else text
         if data is None:
             common.note("calibrates with Python's help topics; --data FILE takes text like what the model will read")
         facts = _run(source, unfinished, place, texts, tokens // WIDTH, activation.value, group_size, limit)
     except KeyboardInterrupt:
-        common.note(f"interrupted: what is quantised is kept in {out}, and the same command goes on")
+        kept, complete = unfinished.layers, (out / "config.json").is_file()
+        if complete and not kept:
+            common.note(f"interrupted: {out} is complete, but not evaluated")
+        else:
+            common.note(
+                f"interrupted: {kept} layers are kept" + (f" in {out}; the same command goes on" if kept else "")
+            )
         raise typer.Exit(130) from None
     finally:
         unfinished.close()
@@ -231,12 +238,13 @@ def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> 
         return layers
 
     done, total, quiet = 0, len(job.chosen), not common.err().is_terminal  # where no bar is shown
-    for layers in job.stages(ready):
-        if not read.issuperset(layers):
-            unfinished.keep(layers, job.report)
-        before, done = done, done + len(layers)
-        if quiet and 10 * done // total > 10 * before // total:
-            common.note(f"{done} of {total} layers are quantised")
+    with closing(job.stages(ready)) as stages:  # an interruption ends its bar
+        for layers in stages:
+            if not read.issuperset(layers):
+                unfinished.keep(layers, job.report)
+            before, done = done, done + len(layers)
+            if quiet and 10 * done // total > 10 * before // total:
+                common.note(f"{done} of {total} layers are quantised")
 
 
 def _filter(model: Any, reasons: dict[str, str]) -> Any:

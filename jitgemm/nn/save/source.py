@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,10 @@ def source_of(folder: Path) -> Source:
         raise FileNotFoundError(f"{folder}: expected all files that its index names, found no {some(missing)}")
     shards = {}
     for file in sorted(names):
-        stored = stored_in(file)
-        if lost := [name for name in names[file] if name not in stored]:
+        stored, said = stored_in(file), set(names[file])
+        if lost := sorted(said - stored.keys()):
             raise ValueError(f"{file}: expected the tensors that the index says, found no {some(lost)}")
-        shards[file] = {name: each for name, each in stored.items() if name in set(names[file])}
+        shards[file] = {name: each for name, each in stored.items() if name in said}
     return Source(folder, config, checkpoint, shards)
 
 
@@ -80,13 +81,10 @@ def model_of(source: Source, device: torch.device) -> Any:
     """The model of transformers, in its files' type: of the class that config.json names, if it predicts tokens.
 
     Raises:
-        ImportError: transformers is not there.
-        ValueError: the files do not fill it, or hold a NaN or infinity; the message names the tensor.
+        ValueError: transformers is not there, the files do not fill the model, or hold a NaN or infinity; the message
+            names the tensor.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"a model is opened by transformers: pip install transformers ({error})") from None
+    transformers = _transformers()
     named = next((name for name in source.config.get("architectures") or () if name.endswith(_PREDICTS)), "")
     kind: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
     opened: Any = kind.from_pretrained(source.folder, dtype="auto", output_loading_info=True, local_files_only=True)
@@ -103,10 +101,16 @@ def model_of(source: Source, device: torch.device) -> Any:
 
 def tokenizer_of(source: Source) -> Any:
     """The folder's tokenizer, of transformers. Raises ValueError, which says why, where there is none."""
-    from transformers import AutoTokenizer
-
+    transformers = _transformers()
     try:
-        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:  # of any kind: each tokenizer has its own files and libraries
         why = str(error).strip().partition("\n")[0]
         raise ValueError(f"{source.folder}: expected a tokenizer, got {type(error).__name__}: {why}") from error
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"a model is opened by transformers: pip install transformers ({error})") from None

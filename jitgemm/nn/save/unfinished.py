@@ -37,7 +37,6 @@ class Unfinished:
 
     Attributes:
         folder: where the checkpoint goes.
-        resumed: layers that an interrupted run has left.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], restart: bool = False):
@@ -63,7 +62,6 @@ class Unfinished:
             raise ValueError(f"{folder}: expected no other process that writes to it, found one") from None
         try:
             self._hash = self._compare(settings, restart)
-            self.resumed = sum(len(_names(each)) for each in self._files())
         except BaseException:
             self._lock.release()
             raise
@@ -85,6 +83,11 @@ class Unfinished:
             with written(known) as file:
                 file.write(text.encode())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def layers(self) -> int:
+        """How many are kept."""
+        return sum(len(_names(each)) for each in self._files())
 
     def _files(self) -> list[Path]:
         return sorted(self._work.glob("*.safetensors"))
