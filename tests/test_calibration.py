@@ -267,3 +267,39 @@ def test_defaults_with_and_without():
 def test_wrong_arguments_are_named(options, error):
     with pytest.raises((TypeError, ValueError), match=error):
         jitgemm.nn.quantize_(llama(1), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", (llama, qwen3_moe))
+@pytest.mark.parametrize("fused", (False, True))
+def test_on_a_gpu_results_are_nearer_than_without(make, fused):
+    model, batches, other = make().cuda().bfloat16(), list(ids(24).split(8)), ids(4, seed=9).cuda()
+    lost = []
+    with torch.no_grad():
+        expected = model(other).logits.float()
+        for options in ({"calibration": batches}, {"group_size": 128, "symmetric": True}):
+            quantised = copy.deepcopy(model)
+            report = jitgemm.nn.quantize_(quantised, activation="int8", **options)
+            assert set(report.errors) == set(report)
+            if fused:
+                jitgemm.nn.fuse_(quantised)
+            lost.append(float((quantised(other).logits.float() - expected).square().mean()))
+    assert lost[0] < 0.9 * lost[1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_the_cpu_finds():
+    on_cpu, on_gpu = llama(1), llama(1).cuda()
+    first = jitgemm.nn.quantize_(on_cpu, calibration=[ids(24)])
+    second = jitgemm.nn.quantize_(on_gpu, calibration=[ids(24)])
+    for name in first:
+        assert second.errors[name] == pytest.approx(first.errors[name], rel=0.05)
+        pair = [model.get_submodule(name).weight.dequantize().cpu() for model in (on_cpu, on_gpu)]
+        assert float((pair[0] == pair[1]).double().mean()) > 0.9, name
+
+
+@pytest.mark.gpu
+def test_calibration_runs_where_the_model_is():
+    with pytest.raises(ValueError, match="device: expected none with calibration, which runs the model on cpu"):
+        jitgemm.nn.quantize_(llama(1), calibration=[ids()], device="cuda")
+    jitgemm.nn.quantize_(llama(1).cuda(), calibration=[ids()], device="cuda")

@@ -508,8 +508,11 @@ def test_without_calibration_weights_alone_decide_and_no_tokenizer_is_needed(run
     assert done.json["evaluation"] is None and done.json["tokens"] == 0
     loaded = emptied(tmp_path / "out")
     jitgemm.nn.load_(loaded, tmp_path / "out")
-    assert same_state(loaded, quantised(own_llama, None, symmetric=False))  # zero points, as quantize_ by itself
+    assert same_state(loaded, quantised(own_llama, None, symmetric=False))
     assert all(loaded.get_submodule(name).weight.format.zero_point for name in LAYERS)
+    assert run(own_llama, tmp_path / "more", "--data", "none", "--group-size", 32).code == 0
+    jitgemm.nn.load_(loaded, tmp_path / "more")
+    assert same_state(loaded, quantised(own_llama, None))
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------

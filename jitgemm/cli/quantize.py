@@ -164,7 +164,7 @@ def _run(
     tested, ids = _windows(source, texts, windows)
     model = model_of(source, device)
     reasons: dict[str, str] = {}
-    form = form_of_4_bits(activation, None, None, ids is not None)
+    form = form_of_4_bits(activation, group_size, None, ids is not None)
     size = form["group_size"] = _group_size(model, group_size, form["group_size"])
     job = Quantising(
         model, _filter(model, reasons), activation=activation, positive_scales=True, keep_8bit=limit, device=device,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import ACTIVATIONS, activation_named
+from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.quantize.calibration import Batch, Calibration
@@ -64,7 +65,8 @@ def quantize_(
         act_order: with calibration, as in `quantize_w4`.
         keep_8bit: with calibration, the relative squared error (`QuantisationReport.errors`) above which a layer and
             those with the same input, such as q, k and v, get 8 bits with a scale per row.
-        device: where to quantise and keep the weights; None for where each is.
+        device: where to quantise and keep the weights; None for where each is. With calibration, which runs the model,
+            it is where the model is.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and
@@ -123,6 +125,10 @@ class Quantising:
         self.batches = None if calibration is None else list(calibration)
         if self.batches == []:
             raise ValueError("calibration: expected at least one batch, got none")
+        there = next((p.device for p in model.parameters()), None)
+        wanted = None if calibration is None or device is None else target_device(device)
+        if wanted and there and (wanted.type != there.type or wanted.index not in (None, there.index)):
+            raise ValueError(f"device: expected none with calibration, which runs the model on {there}, got {device}")
         self.model, self.found, self.lm_head, self.keep_8bit = model, Replaceable(model), lm_head, keep_8bit
         said = options.pop("group_size", None), options.pop("symmetric", None)
         form = form_of_4_bits(activation, *said, calibration is not None) if bits == 4 else {}
