@@ -60,8 +60,8 @@ def quantize_w4(
             readers do not expect; True for positive ones only.
         clip_steps: how many clipped ranges to try; 0 for plain round to nearest, with max |w| / 7 or (max - min) / 15.
         moments: fp32 [k, k], or [E, k, k] for experts: the sum of x xᵀ over inputs x of the layer, up to a factor.
-        act_order: with moments, round the columns of the largest inputs first. The format stays the same. False goes
-            from column 0 on and searches a group's scale when it gets there.
+        act_order: with moments, round the columns of the largest inputs first. The format stays the same. With
+            False it is one column after the other.
         lhs_dtype: as in `pack_w4`.
 
     Returns:

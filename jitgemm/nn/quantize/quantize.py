@@ -153,6 +153,8 @@ class Quantising:
             left = dict(self.chosen)
             for names, siblings, moments in self._stages():
                 layers = None if ready is None else ready(names)
+                for name in layers or ():
+                    show(name)
                 if layers is None:
                     given = {} if moments is None else moments()
                     layers = {}
