@@ -1,0 +1,283 @@
+"""MXFP4 weights: their bytes, the three ways to share scales, and kernels that multiply them, on the emulator."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import builders
+import mxfp4
+import pytest
+import torch
+from emulator.launch import COMPILER, emulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jitgemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.kernel.formats import WeightFormat, format_named
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn.layers.shard_weight import part_of_weight
+from jitgemm.weight import e2m1
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 24).map(lambda x: 8 * x),
+    k=st.integers(2, 40).map(lambda x: 16 * x),
+    tier=st.sampled_from(tuple(mxfp4.TIERS)),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, tier):
+    parts = mxfp4.parts(seed, n, k, tier)
+    parts.codes[:, ::16] = 7  # no group of zeros
+    weight = parts.packed
+    codes, scales, zero = weight.unpack()
+    assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales) and zero is None
+    assert scales.dtype == torch.float8_e8m0fnu and scales.shape == parts.scales.shape
+    assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
+
+
+@pytest.mark.parametrize("form", ["one each", "int8", "fp4", "e8m0", "strided"])
+def test_every_form_packs_to_the_same_bytes(form):
+    parts = mxfp4.parts(1, 72, 416)
+    codes, scales = parts.canonical, parts.scales
+    codes = {"one each": parts.codes, "int8": codes.view(torch.int8), "fp4": codes.view(torch.float4_e2m1fn_x2),
+             "strided": codes.repeat_interleave(2, 0)[::2]}.get(form, codes)  # fmt: skip
+    scales = scales.view(torch.float8_e8m0fnu) if form == "e8m0" else scales
+    assert torch.equal(jitgemm.pack_mxfp4(codes, scales).blocks, parts.packed.blocks)
+
+
+@pytest.mark.parametrize(
+    ("spread", "across", "group_size"),
+    [(14, 14, 416), (15, 15, 32), (14, 15, 128), (15, 40, 32), (0, 254, 128), (0, 0, 416)],
+)
+def test_the_fewest_scales_that_hold_the_weight(spread, across, group_size):
+    """spread: of exponents within 128 k; across: within a row."""
+    parts = mxfp4.parts(1, 72, 416)
+    parts.codes[:, ::16] = 1
+    scales = torch.zeros_like(parts.scales)
+    scales[5, 1], scales[5, 12] = spread, across  # in the first and in the last block
+    scales[5, 13 - 1 - (spread == across) :] = across
+    assert replace(parts, scales=scales).packed.group_size == group_size
+
+
+def test_groups_of_zeros_fit_any_base():
+    parts = mxfp4.parts(1, 72, 416)
+    parts.codes[7, 32:64], parts.scales[7, 1] = 8, 254  # -0, by the largest scale
+    parts.codes[9] = 0
+    weight = parts.packed
+    assert weight.group_size == 416
+    assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
+    assert not weight.dequantize()[7, 32:64].any() and weight.dequantize()[7, 32:64].signbit().all()
+
+
+def test_the_least_and_the_largest_scales():
+    for scale in (0, 1, 14, 249):
+        parts = mxfp4.all_pairs()
+        parts.scales[:] += scale - 113 if scale < 200 else 0
+        parts.scales[:] = torch.where(parts.scales < 200, parts.scales + (scale - 127 if scale > 200 else 0), 0)
+        weight = parts.packed
+        assert weight.group_size == 480
+        assert torch.equal(weight.unpack()[1].view(torch.uint8), parts.scales)
+
+
+def test_bases_are_powers_of_two_down_to_the_least():
+    exponents = torch.arange(-133, 128)
+    powers = e2m1.power(exponents)
+    assert torch.equal(powers.double(), torch.ldexp(torch.ones(261, dtype=torch.float64), exponents))
+    assert torch.equal(e2m1.exponent_of(powers), exponents.int())
+
+
+def test_values_are_e4m3s_exactly():
+    codes, exponents = torch.arange(16, dtype=torch.uint8).repeat(15, 2), torch.arange(15, dtype=torch.uint8)
+    expected = torch.tensor([*mxfp4.MAGNITUDES, *(-each for each in mxfp4.MAGNITUDES)]).repeat(15, 2)
+    expected = expected * (exponents.float() - 8).exp2()[:, None]
+    assert torch.equal(e2m1.values(codes, exponents[:, None]).float(), expected)
+
+
+def test_experts_pack_as_each_does_and_share_a_tier():
+    parts = mxfp4.parts(2, 72, 416, experts=3)
+    weight = parts.packed
+    assert weight.experts == 3 and weight.format.group_size == 0
+    for e in range(3):
+        alone = mxfp4.Parts(parts.codes[e], parts.scales[e]).packed
+        assert torch.equal(weight[e].blocks, alone.blocks)
+        assert torch.equal(weight[e].channel_scale, alone.channel_scale)
+    parts.scales[1, 3, 0] = 2
+    assert parts.packed.format.group_size == 32
+    assert torch.equal(parts.packed.dequantize().double(), parts.dequantize_fp64())
+
+
+@pytest.mark.parametrize("order", [("row", "block", "group"), ("group", "row", "block"), ("row", "row", "block")])
+def test_experts_of_several_tiers_stack(order):
+    parts = [mxfp4.parts(e, 72, 416, tier) for e, tier in enumerate(order)]
+    weight = jitgemm.W4Weight.stacked(3, lambda e: parts[e].packed)
+    assert weight.format.group_size == (32 if "group" in order else 128)
+    for each, part in zip(weight, parts):
+        assert torch.equal(each.dequantize().double(), part.dequantize_fp64())
+
+
+@tiers
+def test_names_and_files_hold_it(tier):
+    weight = mxfp4.parts(1, 72, 416, tier).packed
+    fmt = weight.format
+    assert format_named(fmt.name) == fmt and fmt.name.startswith("mx-")
+    spec = KernelSpec("e4m3", fmt.kernel_format, block_m=16, block_n=64, stages=4)
+    assert KernelSpec.from_label(spec.label) == spec and KernelSpec.from_dict(spec.to_dict()) == spec
+    again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
+    assert again.format == fmt and torch.equal(again.blocks, weight.blocks)
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert other.format == fmt and torch.equal(other.blocks, weight.blocks)
+    assert fmt.tier in repr(weight) and "mxfp4" in repr(weight)
+
+
+@tiers
+@pytest.mark.parametrize(
+    ("dim", "n", "k", "world"), [("n", 128, 416, 2), ("n", 72, 416, 3), ("k", 72, 512, 2), ("k", 72, 320, 2)]
+)
+def test_ranks_have_their_parts(tier, dim, n, k, world):
+    parts = mxfp4.parts(3, n, k, tier)
+    cut = [part_of_weight(parts.packed, dim, rank, world, torch.float8_e4m3fn) for rank in range(world)]
+    whole = torch.cat([part.dequantize() for part in cut], "nk".index(dim))
+    assert torch.equal(whole.double(), parts.dequantize_fp64())
+
+
+# ---- what raises -----------------------------------------------------------------------------------------------------
+
+
+def wrong(**changes):
+    parts = mxfp4.parts(1, 72, 416)
+    return {"codes": parts.canonical, "scales": parts.scales} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(scales=torch.full((72, 13), 255, dtype=torch.uint8)), ValueError, r"scales: expected numbers, got 255"),
+        (dict(codes=torch.full((72, 416), 16, dtype=torch.uint8)), ValueError, r"codes: expected values 0\.\.15, got 16"),
+        (dict(codes=torch.zeros(72, 208)), TypeError, r"codes: expected uint8 or int8 or .*, got float32"),
+        (dict(scales=torch.zeros(72, 13)), TypeError, r"scales: expected float8_e8m0fnu or uint8, got float32"),
+        (dict(scales=torch.zeros(72, 4, dtype=torch.uint8)), ValueError, r"scales: expected columns for 32 k each, 13 "),
+        (dict(scales=torch.zeros(64, 13, dtype=torch.uint8)), ValueError, r"scales: expected shape \[72, ceil"),
+        (dict(codes=torch.zeros(72, dtype=torch.uint8)), ValueError, r"codes: expected shape"),
+        (dict(k=208), ValueError, r"k: expected one of \[416\] by codes and scales, got 208"),
+        (dict(codes=torch.zeros(70, 208, dtype=torch.uint8), scales=torch.zeros(70, 13, dtype=torch.uint8)), ValueError,
+         r"codes: expected n"),
+        (dict(codes=torch.zeros(8, 16, dtype=torch.uint8), scales=torch.zeros(8, 1, dtype=torch.uint8)), ValueError,
+         r"k: expected the argument k to say"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        jitgemm.pack_mxfp4(**wrong(**changes))
+
+
+def test_a_nan_is_named_with_its_expert():
+    parts = mxfp4.parts(2, 72, 416, experts=3)
+    parts.scales[2, 5, 7] = 255
+    with pytest.raises(ValueError, match=r"scales\[2\]: expected numbers, got 255, e8m0's NaN, at \[5, 7\]"):
+        _ = parts.packed
+
+
+def test_int8_activations_raise_with_the_reason():
+    weight, out = mxfp4.parts(1, 72, 416).packed, torch.empty(9, 72, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"\(x\): expected float8_e4m3fn, as no integers of 8 bits hold MXFP4"):
+        jitgemm.gemm_w4a8_nt(builders.lhs(1, 9, 416, "s8"), weight, out)
+
+
+def test_pack_w4_does_not_take_its_scales():
+    with pytest.raises(ValueError, match="code: expected one of int4, got 'e2m1'"):
+        jitgemm.pack_w4(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), group_size=32, code="e2m1")
+    with pytest.raises(ValueError, match=r"group_size: expected 0 \(per channel\) or one of \(32, 128\), got 64"):
+        WeightFormat(64, False, "bf16", "e2m1", code="e2m1")
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def expected(lhs, parts: mxfp4.Parts) -> torch.Tensor:
+    """The specification of weights and of `gemm_w4a8_nt`'s scales, in fp64."""
+    x, scale = lhs
+    x = x.double()
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        x = x * scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+        return x @ parts.dequantize_fp64().T
+    return x @ parts.dequantize_fp64().T * scale.double().view(-1, 1)
+
+
+@tiers
+@pytest.mark.parametrize("block", [False, True], ids=["per token", "per token and 128 k"])
+def test_the_reference_is_the_specification(tier, block):
+    parts = mxfp4.parts(5, 72, 416, tier)
+    lhs = (builders.block_lhs if block else builders.lhs)(1, 9, 416, "e4m3")
+    found = jitgemm.gemm_w4a8_reference(lhs, parts.packed, out_dtype=torch.float64)
+    assert torch.allclose(found, expected(lhs, parts), rtol=1e-12, atol=0)
+
+
+@emulated
+@pytest.mark.parametrize("group_size", [480, 32])
+def test_every_code_with_every_exponent(monkeypatch, group_size):
+    parts = mxfp4.all_pairs()
+    if group_size == 32:
+        parts.scales[0, 0] = 90
+    weight = parts.packed
+    assert weight.group_size == group_size
+    emulate(monkeypatch)
+    one_hot, out = torch.eye(480)[::3].to(torch.float8_e4m3fn), torch.empty(160, 16)
+    jitgemm.gemm_w4a8_nt((one_hot, torch.ones(160)), weight, out)
+    assert torch.equal(out.T.double(), parts.dequantize_fp64()[:, ::3])
+
+
+@emulated
+@tiers
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"),
+    [
+        (9, 72, 416, {}),
+        (33, 136, 1040, dict(bias=True)),
+        (70, 136, 640, dict(block=True)),
+        (130, 264, 288, dict(block=True, bias=True)),
+        (5, 72, 416, dict(batch_invariant=True)),
+    ],
+    ids=str,
+)
+def test_a_kernel_computes_what_the_reference_does(monkeypatch, tier, m, n, k, options):
+    parts, block = mxfp4.parts(m, n, k, tier), options.get("block")
+    weight = parts.packed
+    assert weight.format.group_size == mxfp4.TIERS[tier]
+    lhs = (builders.block_lhs if block else builders.lhs)(1, m, k, "e4m3")
+    bias = builders.bias(2, n) if options.get("bias") else None
+    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
+    emulator, out = emulate(monkeypatch), torch.empty(m, n, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=options.get("batch_invariant", False))
+    assert emulator.launched[0].startswith("e4m3mx-")
+    assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+CLUSTERS = {
+    "split k": dict(block_m=16, block_n=64, stages=4, split_k=2, warpgroups_k=2, scatter=True),
+    "shared weights": dict(block_m=112, block_n=128, stages=3, halves=2, multicast_rhs=2),
+    "shared activations": dict(block_m=112, block_n=128, stages=3, halves=2, multicast_lhs=2),
+    "two CTAs": dict(block_m=32, block_n=64, stages=4, split_k=2, ctas_per_sm=2),
+}
+
+
+@emulated
+@tiers
+@pytest.mark.parametrize("shape", CLUSTERS)
+def test_kernels_of_every_shape(monkeypatch, tier, shape):
+    weight, lhs = mxfp4.parts(4, 264, 640, tier).packed, builders.lhs(1, 120, 640, "e4m3")
+    spec = KernelSpec("e4m3", weight.format.kernel_format, **CLUSTERS[shape])
+    emulate(monkeypatch)
+    out = torch.empty(120, 264, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
+    ref, bound = gemm_w4a8_bound(lhs, weight)
+    assert bool(((out.double() - ref).abs() <= bound).all())
