@@ -37,8 +37,10 @@ class Parts:
         return (values[self.codes.cpu().long()] * powers[..., group]).to(self.codes.device)
 
 
-def parts(seed: int, n: int, k: int, tier: str = "row", *, experts: int | None = None, device: str = "cpu") -> Parts:
-    """A weight whose scales need this tier, as far as k has blocks to need it."""
+def parts(
+    seed: int, n: int, k: int, tier: str = "row", *, experts: int | None = None, device: str = "cpu", shift: int = 0
+) -> Parts:
+    """A weight whose scales need this tier, as far as k has blocks to need it; shift: of all exponents."""
     g, lead = torch.Generator().manual_seed(seed), () if experts is None else (experts,)
     codes = torch.randint(0, 16, (*lead, n, k), generator=g, dtype=torch.uint8)
     groups, blocks = ceil_div(k, 32), ceil_div(k, 128)
@@ -53,7 +55,7 @@ def parts(seed: int, n: int, k: int, tier: str = "row", *, experts: int | None =
         scales = scales + drawn(90, 125, blocks).repeat_interleave(4, -1)[..., :groups]
     else:
         scales = drawn(95, 140, groups)
-    return Parts(codes.to(device), scales.to(torch.uint8).to(device))
+    return Parts(codes.to(device), (scales + shift).to(torch.uint8).to(device))
 
 
 def all_pairs(device: str = "cpu") -> Parts:

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 
 import builders
+import moe_cases
 import mxfp4
 import pytest
 import torch
@@ -18,6 +19,7 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import WeightFormat, format_named
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.weight import e2m1
 
@@ -281,3 +283,89 @@ def test_kernels_of_every_shape(monkeypatch, tier, shape):
     jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
     ref, bound = gemm_w4a8_bound(lhs, weight)
     assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+def grouped(tier: str, tokens: int, block: bool = False) -> tuple[mxfp4.Parts, tuple[torch.Tensor, torch.Tensor]]:
+    make = builders.block_lhs if block else builders.lhs
+    return mxfp4.parts(6, 136, 416, tier, experts=5), make(3, tokens, 416, "e4m3")
+
+
+def assert_rows(out, lhs, weight, e, rows):
+    x, scale = (
+        each.view(torch.uint8)[rows].view(each.dtype) if each.element_size() == 1 else each[rows] for each in lhs
+    )
+    ref, bound = gemm_w4a8_bound((x, scale), weight[e])
+    assert bool(((out.double() - ref).abs() <= bound).all()), e
+
+
+@emulated
+@tiers
+@pytest.mark.parametrize("block", [False, True], ids=["per token", "per token and 128 k"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_contiguous_rows_of_experts(monkeypatch, tier, block, gathered):
+    counts = [0, 3, 40, 0, 17]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    parts, lhs = grouped(tier, 23 if gathered else 60, block)
+    index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
+    weight, out = parts.packed, torch.empty(60, 136, dtype=torch.bfloat16)
+    emulate(monkeypatch)
+    offsets = torch.tensor([0, *ends], dtype=torch.int32)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=index)
+    for e, (count, end) in enumerate(zip(counts, ends)):
+        rows = torch.arange(end - count, end)
+        assert_rows(out[rows], lhs, weight, e, rows if index is None else index[rows].long())
+
+
+@emulated
+@tiers
+def test_masked_rows_of_experts(monkeypatch, tier):
+    parts, (x, scale) = grouped(tier, 5 * 12)
+    weight, out = parts.packed, torch.zeros(5, 12, 136, dtype=torch.bfloat16)
+    counts = torch.tensor([3, 0, 12, 1, 7], dtype=torch.int32)
+    emulate(monkeypatch)
+    by_expert = x.view(5, 12, 416), scale.view(5, 12)
+    jitgemm.m_grouped_gemm_w4a8_nt_masked(by_expert, weight, out, counts, expected_m=4)
+    for e, count in enumerate(counts.tolist()):
+        assert_rows(out[e, :count], (x, scale), weight, e, torch.arange(12 * e, 12 * e + count))
+        assert not out[e, count:].any()
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("emulator", marks=emulated)])
+@tiers
+@pytest.mark.parametrize(
+    "options", [{}, dict(scheme="block"), dict(activation="swiglu_oai", order="interleaved", limit=7.0)], ids=str
+)
+def test_a_layer_of_experts(monkeypatch, tier, options, device):
+    case = moe_cases.Case(
+        tier=tier, mode="e4m3", dtype=torch.bfloat16, k=192, inter=160, scale=1.0, options=dict(options)
+    )
+    g = builders.generator(8)
+    case.options["bias13"], case.options["bias2"] = (torch.randn(5, n, generator=g) * 0.1 for n in (320, 72))
+    expected = moe_cases.by_definition(case)
+    if device == "emulator":
+        emulate(monkeypatch)
+    out = jitgemm.fused_experts(*case.arguments, **case.options)
+    size = expected.abs().amax(1, keepdim=True)
+    assert bool(((out.double() - expected).abs() <= 0.06 * size).all())
+
+
+def test_experts_raise_for_int8_with_the_reason():
+    case = moe_cases.Case(tier="row", mode="s8")
+    with pytest.raises(TypeError, match="w13: expected lhs_dtype float8_e4m3fn, as no integers of 8 bits hold MXFP4"):
+        jitgemm.fused_experts(*case.arguments, **case.options)
+
+
+@pytest.mark.parametrize("activation", ["int8", "int8_affine", "int8_block"])
+def test_a_layer_raises_for_int8_with_the_reason(activation):
+    with pytest.raises(ValueError, match="weight: expected activation e4m3.*, as no integers of 8 bits hold MXFP4"):
+        W4A8Linear(mxfp4.parts(1, 72, 416).packed, activation=activation)
+
+
+@pytest.mark.parametrize("activation", ["e4m3", "e4m3_block"])
+def test_a_layer_computes_what_its_call_does(activation):
+    parts, x = mxfp4.parts(1, 72, 416), torch.randn(5, 416).bfloat16()
+    bias = builders.bias(2, 72)
+    layer = W4A8Linear(parts.packed, bias, activation=activation)
+    scheme = "block" if activation.endswith("block") else "token"
+    lhs = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme=scheme)
+    assert torch.equal(layer(x), jitgemm.gemm_w4a8_reference(lhs, parts.packed, bias=bias))

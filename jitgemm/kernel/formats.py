@@ -140,6 +140,13 @@ class WeightFormat:
         return tuple(self._order.decoders)
 
     @property
+    def why_lhs(self) -> str:
+        """Why the codes meet no other activations than `lhs_types`, for messages."""
+        if self.powers:
+            return "as no integers of 8 bits hold MXFP4's codes times their groups' powers of two"
+        return "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+
+    @property
     def max_int8_k(self) -> int:
         """Largest k of int8 activations: sums per channel stay in int32."""
         return MAX_ROWS if self.group_size else self._order.max_channel_k
@@ -170,13 +177,18 @@ class WeightFormat:
         return self.scales_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
 
     @property
+    def powers(self) -> bool:
+        """Whether scales are powers of two, as MXFP4's are, so that groups can share one."""
+        return CODES[self.code].exponents > 0
+
+    @property
     def exponents(self) -> bool:
         """Whether records hold an exponent for each row and `EXPONENT_GROUP` of k, by which decoding scales codes."""
-        return CODES[self.code].exponents > 0 and self.group_size != EXPONENT_GROUP
+        return self.powers and self.group_size != EXPONENT_GROUP
 
     @property
     def tier(self) -> str:
-        """Which scales a weight of codes with exponents has, in words."""
+        """Which powers of two a weight has for scales, in words."""
         per = f"a row and {self.group_size} k" if self.group_size else "a row"
         return f"a base for {per}" if self.exponents else f"a scale for {per}"
 

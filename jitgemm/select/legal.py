@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, strip_scale_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import fragment_sets, promote_records, units_in_flight
@@ -232,7 +231,7 @@ def registers_needed(spec: KernelSpec) -> int:
     elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
         rest += ZERO_REGISTERS
     rest += OFFSET_REGISTERS if fmt.offset else 0
-    rest += TABLE_REGISTERS if CODES[fmt.code].exponents else 0
+    rest += TABLE_REGISTERS if fmt.powers else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     return round(sums + rest)

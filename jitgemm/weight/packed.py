@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, typed_code
+from jitgemm.kernel.codes import EXPONENT_GROUP, typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
@@ -120,7 +120,7 @@ class Weight(WeightBase):
             codes += f" for {typed_code(*self.format.lhs_types)}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
-        if CODES[self.format.code].exponents:
+        if self.format.powers:
             group, codes, reals = "mxfp4", "e2m1", self.format.tier
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
@@ -222,7 +222,7 @@ class Weight(WeightBase):
                     raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
                 common = each.format.for_any_values
                 like = e > 0 and (each.k, common.code) == (first["k"], first["format"].code)
-                if like and CODES[common.code].exponents:
+                if like and common.powers:
                     # Some experts' scales are within a window that others' are not.
                     size, held = min(each.group_size, first["group_size"]), first["format"]
                     each = each.regrouped(size)
@@ -336,7 +336,7 @@ class Weight(WeightBase):
                 [n, ceil(k / 32)]; that of a group of zeros may be another.
             zero: uint8 [n, groups], or None.
         """
-        zero_point, device, powers = self.format.zero_point, self.device, CODES[self.format.code].exponents > 0
+        zero_point, device, powers = self.format.zero_point, self.device, self.format.powers
         groups = group_count(self.k, EXPONENT_GROUP) if powers else self.groups
         by_group, scale_dtype = (*self.shape[:-1], groups), torch.float8_e8m0fnu if powers else self.scale_dtype
         q = torch.empty(self.shape, dtype=CODE_BYTES[self.format.code].given(zero_point), device=device)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import e2m1, layout
@@ -106,14 +105,14 @@ class PackedWeight(NamedTuple):
     def rows(self, first_strip: int, end_strip: int) -> RowParts:
         """`Weight.rows`."""
         q, scale, zero, offset = self._stored(first_strip, end_strip)
-        if CODES[self.format.code].exponents:
+        if self.format.powers:
             q = e2m1.values(q, self._exponents(first_strip, end_strip))
         return q, scale, zero, offset
 
     def given_rows(self, first_strip: int, end_strip: int) -> RowParts:
         """The same as `Weight.unpack` gives it: of e2m1 codes, and scales as bytes."""
         q, scale, zero, offset = self._stored(first_strip, end_strip)
-        if CODES[self.format.code].exponents:
+        if self.format.powers:
             size = self.format.group_size
             scale = e2m1.scale_bytes(scale, self._exponents(first_strip, end_strip), size)
         return q, scale, zero, offset
