@@ -17,11 +17,16 @@ from hypothesis import strategies as st
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.kernel.formats import WeightFormat, format_named
+from jitgemm.jit.cache import KernelCache
+from jitgemm.kernel.formats import Problem, WeightFormat, format_named
+from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
 from jitgemm.weight import e2m1
+from jitgemm.weight.mxfp4 import format_of
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
@@ -262,6 +267,19 @@ def test_a_kernel_computes_what_the_reference_does(monkeypatch, tier, m, n, k, o
     jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=options.get("batch_invariant", False))
     assert emulator.launched[0].startswith("e4m3mx-")
     assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+@pytest.mark.nvrtc
+@tiers
+@pytest.mark.parametrize("experts", [0, 64])
+def test_chosen_kernels_do_not_spill(tmp_path, tier, experts):
+    fmt, cache = format_of(mxfp4.TIERS[tier] or 4096, 4096), KernelCache([tmp_path])
+    rows = (16, 16384) if experts else (1, 64, 128, 4096)
+    problems = [Problem(m, 4096, 4096, "e4m3", fmt, experts=experts, lhs_group=g) for m in rows for g in (0, 128)]
+    for spec in dict.fromkeys(choose(problem, DEVICES["h200"]) for problem in problems):
+        entry, _ = cache.get_or_compile(kernel_source(spec))
+        assert entry.metadata["spill_bytes"] == 0, spec.label
+        assert not entry.slow_because, spec.label
 
 
 CLUSTERS = {
