@@ -157,6 +157,45 @@ def test_ranks_have_their_parts(tier, dim, n, k, world):
     assert torch.equal(whole.double(), parts.dequantize_fp64())
 
 
+# ---- quantising ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(72, 416), (2, 16, 48)])
+def test_quantising_takes_the_nearest_codes_and_the_best_of_three_scales(shape):
+    w = torch.randn(shape, generator=builders.generator(1)) * 0.1
+    weight = jitgemm.quantize_mxfp4(w)
+    padded = torch.nn.functional.pad(w, (0, -shape[-1] % 32)).unflatten(-1, (-1, 32)).double()
+    usual = padded.abs().amax(-1, keepdim=True).log2().floor() - 2
+    values = torch.tensor([sign * each for each in mxfp4.MAGNITUDES for sign in (1, -1)], dtype=torch.float64)
+    errors = [
+        (padded[..., None] - values * (usual + change).exp2()[..., None]).square().amin(-1).sum(-1)
+        for change in (-1, 0, 1)
+    ]
+    found = torch.nn.functional.pad(weight.dequantize() - w, (0, -shape[-1] % 32)).unflatten(-1, (-1, 32)).double()
+    assert torch.allclose(found.square().sum(-1), torch.stack(errors).amin(0), rtol=1e-4)
+
+
+def test_quantising_rounds_ties_to_even():
+    row = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -5.0, -0.0] + [0.0] * 20)
+    codes, scales, _ = jitgemm.quantize_mxfp4(row.repeat(8, 1)).unpack()
+    assert codes[0, :12].tolist() == [7, 0, 2, 2, 4, 4, 6, 6, 8, 10, 14, 8] and int(scales.view(torch.uint8)[0]) == 127
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mxfp4_values_quantise_to_themselves(dtype):
+    parts = mxfp4.parts(1, 72, 416, shift=-4)
+    parts.codes[:, ::32] = 7
+    values = parts.dequantize_fp64().to(dtype)
+    assert torch.equal(jitgemm.quantize_mxfp4(values).dequantize(), values.float())
+
+
+def test_what_is_not_finite_is_named():
+    w = torch.ones(8, 64)
+    w[3, 40] = torch.nan
+    with pytest.raises(ValueError, match=r"w: expected finite values, got nan at \[3, 40\]"):
+        jitgemm.quantize_mxfp4(w)
+
+
 # ---- what raises -----------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Packed weights of 4 and 8 bits.
 
 quantize   from a float weight
+quantize_mxfp4  the same to MXFP4
 pack       from codes, scales, zero points and offsets
 mxfp4      from MXFP4's codes and scales
 e2m1       MXFP4's numbers: values, bases and exponents
