@@ -329,11 +329,11 @@ class Weight(WeightBase):
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
+        Of MXFP4 q is uint8, e2m1 codes, and scale float8_e8m0fnu [n, ceil(k / 32)]; that of a group of zeros may be another.
+
         Returns:
-            q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn; of MXFP4 e2m1
-                codes, uint8.
-            scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept. Of MXFP4 float8_e8m0fnu
-                [n, ceil(k / 32)]; that of a group of zeros may be another.
+            q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
+            scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
             zero: uint8 [n, groups], or None.
         """
         zero_point, device, powers = self.format.zero_point, self.device, self.format.powers
