@@ -426,3 +426,28 @@ def test_a_layer_computes_what_its_call_does(activation):
     scheme = "block" if activation.endswith("block") else "token"
     lhs = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme=scheme)
     assert torch.equal(layer(x), jitgemm.gemm_w4a8_reference(lhs, parts.packed, bias=bias))
+
+
+@pytest.mark.parametrize(("tier", "sizes"), [("row", (128, 32)), ("block", (32,))])
+def test_a_weight_can_have_more_scales_than_it_needs(tier, sizes):
+    parts = mxfp4.parts(1, 72, 416, tier)
+    for size in sizes:
+        weight = parts.packed.regrouped(size)
+        assert weight.format.group_size == size and torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
+        assert torch.equal(weight.unpack()[0], parts.codes)
+        with pytest.raises(ValueError, match="group_size: expected fewer k than the MXFP4 weight's, got 416"):
+            weight.regrouped(416)
+    with pytest.raises(ValueError, match="group_size: expected 0 .per channel. or one of .32, 128., got 64"):
+        parts.packed.regrouped(64)
+    with pytest.raises(ValueError, match="group_size: expected fewer k than the MXFP4 weight's, got 32"):
+        builders.weight_parts(1, 72, 416, 128).packed.regrouped(32)
+
+
+def test_a_tracer_leaves_nothing_behind():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    parts = mxfp4.parts(1, 72, 416)
+    weight = parts.packed
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        e2m1.dequantized(torch.zeros(8, 32, dtype=torch.uint8))
+    assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())

@@ -73,8 +73,7 @@ class Code:
         offsets, strip_scales: formats may have them.
         group_sizes, scale_types: what formats may have; 0 is one scale per row.
         exponents: powers of two that decoding can multiply codes by, one for each row and `EXPONENT_GROUP` of k: records
-            of longer groups hold which. 0 for none.
-        packer: the call that packs such weights, which `pack_w4` and `pack_w8` are not.
+            of longer groups hold which, and `pack_mxfp4` packs them. 0 for none.
     """
 
     name: str
@@ -89,7 +88,6 @@ class Code:
     group_sizes: tuple[int, ...] = (0, *GROUP_SIZES)
     scale_types: tuple[str, ...] = REAL_TYPES
     exponents: int = 0
-    packer: str = ""
 
     def order(self, name: str) -> Order:
         """The order of this name. ValueError for any other."""
@@ -166,6 +164,6 @@ register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", str
 register(
     Code(
         "e2m1", 4, (_E2M1,), largest=None, prefix="mx", row_sums=False, group_sizes=(0, 32, 128),
-        scale_types=("fp32", "bf16"), exponents=15, packer="pack_mxfp4",
+        scale_types=("fp32", "bf16"), exponents=15,
     )
 )  # fmt: skip

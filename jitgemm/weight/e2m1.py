@@ -13,8 +13,6 @@ which their products with codes are e4m3s; a record holds each group's exponent 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from jitgemm.kernel.codes import CODES, EXPONENT_GROUP
@@ -31,9 +29,8 @@ BIAS = 127
 NAN = 255
 
 
-@lru_cache(maxsize=None)
 def _table(device: torch.device) -> torch.Tensor:
-    """Bytes of e4m3, by t * 16 + code."""
+    """Bytes of e4m3, by t * 16 + code. Not kept: a tracer's would be no tensor to others."""
     magnitudes = torch.tensor(MAGNITUDES)
     codes = torch.cat((magnitudes, -magnitudes))
     powers = torch.arange(LARGEST + 1.0).sub(ONE).exp2()

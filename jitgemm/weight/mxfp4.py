@@ -80,12 +80,12 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
                 raise ValueError(f"scales{at}: expected numbers, got 255, e8m0's NaN, at {nan[0].tolist()}")
             for first, end in _row_chunks(n, k):
                 used[e][first:end] = e2m1.nonzero_groups(q[e][first:end], k)
-        rows = s.reshape(-1, s.shape[-1]), used.view(-1, s.shape[-1])
-        sizes = [size for size in (k, BLOCK_K) if size >= k or k > BLOCK_K]
-        group_size = next(
-            (size for size in sizes if e2m1.fits(*rows, 0 if size == k else size)), min(k, EXPONENT_GROUP)
+        sizes = [k, *(size for size in (BLOCK_K, EXPONENT_GROUP) if size < k)]
+        group_size, format = next(
+            (size, format)
+            for size, format in ((size, format_of(size, k)) for size in sizes)
+            if not format.exponents or all(e2m1.fits(s[e], used[e], format.group_size) for e in indices)
         )
-        format = format_of(group_size, k)
         shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
         bases = torch.empty((*lead, n, group_count(k, group_size)), dtype=torch.bfloat16, device=q.device)

@@ -254,9 +254,11 @@ class Weight(WeightBase):
 
     def regrouped(self, group_size: int) -> Self:
         """The same MXFP4 weight with a scale for fewer k, 128 or 32, as `pack_mxfp4` chooses for scales that are further
-        apart; itself where it has such."""
+        apart; itself where it has such. ValueError for other sizes and weights."""
         if group_size == self.group_size:
             return self
+        if not self.format.exponents or group_size > self.group_size:
+            raise ValueError(f"group_size: expected fewer k than the MXFP4 weight's, got {group_size} for {self!r}")
         with torch.inference_mode(False), torch.no_grad():
             blocks = _regrouped(self._tensors, self.format, group_size)["blocks"]
             format = replace(self.format, group_size=group_size)
