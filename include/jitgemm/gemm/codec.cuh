@@ -191,15 +191,15 @@ struct E2m1Codec {
     template <u32 kChunks>
     __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32 exponents,
                                                 const Position& position) {
-        const uint4 first = load_shared_v4(record + position.thread * 16);
-        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
-        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
         u32 low_bytes = 0, high_bytes = 0;  // of each step, eight times the exponent
         if constexpr (kChunks < 4) {
             const u32 word = load_shared_u32(exponents + (position.warp * 8 + position.lane / 4) * 4);
             low_bytes = word & 0x78787878u;
             high_bytes = __funnelshift_r(word, word, 4) & 0x78787878u;
         }
+        const uint4 first = load_shared_v4(record + position.thread * 16);
+        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
         for (u32 s = 0; s < 4; ++s) {
             uint2 low = table(8), high = low;
