@@ -190,6 +190,7 @@ def test_a_llama_of_compressed_tensors(tmp_path, inputs):
             tensors |= compressed(parts, name)
     folder, model = saved(tmp_path, tensors, config(inputs)), llama(2)
     names = load_(model, folder)
+    assert names.mxfp4 == dict.fromkeys(names, "with a base for a row")
     assert len(names) == 14 and {type(model.get_submodule(name)) for name in names} == {W4A8Linear}
     for name in names:
         layer = model.get_submodule(name)
@@ -243,6 +244,8 @@ def test_gpt_oss_in_its_own_format(tmp_path):
     model = build("gpt-oss", seed=1, hidden_size=256, intermediate_size=192)
     names = load_(model, folder)
     assert names == list(experts_of(source))
+    assert names.mxfp4 == dict.fromkeys(names, "with a base for a row and a base for a row and 128 k")
+    assert "MXFP4: 2\n  2 with a base for a row and a base for a row and 128 k: model.layers.0" in repr(names)
     for name in names:
         layer, expected = model.get_submodule(name), source.get_submodule(name)
         assert isinstance(layer, W4A8Experts) and layer.activation == "e4m3"
