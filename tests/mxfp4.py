@@ -1,4 +1,4 @@
-"""Random MXFP4 weights by seed, for CPU and GPU tests alike."""
+"""Random MXFP4 weights by seed, for CPU and GPU tests."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_joined_layers_are_packed_in_the_tier_of_all():
     assert torch.equal(weight.dequantize().double(), torch.cat([each.dequantize_fp64() for each in parts]))
 
 
-def refused(tensors, settings=None, layer=LAYER) -> str:
+def error_of(tensors, settings=None, layer=LAYER) -> str:
     with pytest.raises(ValueError) as error:
         load(tensors, layer, device="cpu", config=settings)
     return str(error.value)
@@ -108,10 +108,10 @@ def refused(tensors, settings=None, layer=LAYER) -> str:
 def test_what_is_not_mxfp4_is_named():
     parts = mxfp4.parts(1, 72, 416)
     tensors = compressed(parts)
-    assert "as MXFP4 has" in refused(tensors, config(group_size=16, strategy="tensor_group"))
-    assert "weight_scale: expected" in refused(tensors | {f"{LAYER}.weight_scale": torch.ones(72, 13)}, config())
-    assert "weight_global_scale" in refused(tensors | {f"{LAYER}.weight_global_scale": torch.ones(1)}, config())
-    assert "expert_dtype: expected 'fp4', as the tensors are, got 'fp8'" in refused(
+    assert "as MXFP4 has" in error_of(tensors, config(group_size=16, strategy="tensor_group"))
+    assert "weight_scale: expected" in error_of(tensors | {f"{LAYER}.weight_scale": torch.ones(72, 13)}, config())
+    assert "weight_global_scale" in error_of(tensors | {f"{LAYER}.weight_global_scale": torch.ones(1)}, config())
+    assert "expert_dtype: expected 'fp4', as the tensors are, got 'fp8'" in error_of(
         deepseek_v4(parts), V4 | {"expert_dtype": "fp8"}
     )
 
@@ -121,7 +121,7 @@ def test_a_nan_among_the_scales_is_named(file):
     tensors, settings = FILES[file]
     parts = mxfp4.parts(1, 72, 416)
     parts.scales[5, 3] = 255
-    assert "scale: expected finite numbers, got 255.0 at [5, 3]" in refused(tensors(parts), settings)
+    assert "scale: expected finite numbers, got 255.0 at [5, 3]" in error_of(tensors(parts), settings)
 
 
 # ---- the libraries' own dequantisation -----------------------------------------------------------------------------

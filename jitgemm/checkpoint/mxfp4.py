@@ -12,7 +12,7 @@
 
     weight = e2m1(code) * 2^(scale - 127); the even k is in a byte's low nibble
 
-Told by the tensors, as DeepSeek-V4's config is that of its FP8 layers. Its engines quantise the experts' input per token
+The tensors decide: DeepSeek-V4's config describes its FP8 layers. Its engines quantise the experts' input per token
 and 128 k on Hopper. Read from transformers' mxfp4.py and finegrained_fp8.py (5.23), which the tests hold this against,
 and vLLM's quark_ocp_mx.py and modelopt.py.
 """

@@ -41,7 +41,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
 
     Returns:
         The packed weight on codes' device, for e4m3 activations. The CPU and the GPU give the same bytes. Its `unpack`
-        gives codes and scales back, bit for bit but for the scales of groups of zeros. On a GPU the current stream is
+        gives codes and scales back, bit for bit except the scales of groups of zeros. On a GPU the current stream is
         synchronised.
 
     Raises:
