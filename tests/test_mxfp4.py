@@ -451,3 +451,25 @@ def test_a_tracer_leaves_nothing_behind():
     with FakeTensorMode(allow_non_fake_inputs=True):
         e2m1.dequantized(torch.zeros(8, 32, dtype=torch.uint8))
     assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("emulator", marks=emulated)])
+@tiers
+@pytest.mark.parametrize("block", [False, True], ids=["per token", "per token and 128 k"])
+def test_a_layer_of_sorted_tokens(monkeypatch, tier, block, device):
+    options = {"scheme": "block" if block else "token"}
+    case = moe_cases.Case(
+        experts=3, k=192, inter=160, tier=tier, mode="e4m3", dtype=torch.bfloat16, scale=1.0, options=options
+    )
+    counts = (3, 0, 5)
+    x = torch.randn(3, 6, 192, generator=builders.generator(3)).bfloat16()
+    _, w13, w2, *_ = case.arguments
+    if device == "emulator":
+        emulate(monkeypatch)
+    out, masked_m = torch.zeros(3, 6, 72, dtype=torch.bfloat16), torch.tensor(counts, dtype=torch.int32)
+    jitgemm.fused_experts_masked(x, w13, w2, out, masked_m, 2, **case.options)
+    for e, count in enumerate(counts):
+        ids, ones = torch.full((count, 1), e), torch.ones(count, 1)
+        expected = moe_cases.by_definition(case, x=x[e, :count], topk_ids=ids, topk_weights=ones)
+        assert bool(((out[e, :count] - expected).abs() <= 0.06 * expected.abs().amax(1, keepdim=True)).all())
+        assert not out[e, count:].any()
