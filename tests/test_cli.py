@@ -488,7 +488,7 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         ),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --offset, --mxfp4, --block-scales, --e8m0 and --quantizer are for a",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
