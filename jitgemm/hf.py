@@ -31,7 +31,7 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.load import fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
-from jitgemm.nn.quantize.quantize import check_options, choose, quantised, warn_of_experts
+from jitgemm.nn.quantize.quantize import check_options, choose, form_of_4_bits, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.report import Report
 from jitgemm.tensors import check_flag
@@ -96,7 +96,7 @@ class JitGemmConfig(QuantizationConfigMixin):
 
     Args:
         bits: 4, or 8 for a scale per row of int8 or e4m3, as `activation` says.
-        group_size, symmetric: of 4 bits, as in `quantize_w4`.
+        group_size, symmetric: of 4 bits, as in `quantize_w4`; None for what `quantize_` takes without calibration.
         scale_dtype: of 4 bits: "bfloat16", "float16" or "float32".
         activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, or for what a quantised checkpoint says.
         lm_head: as in `quantize_`.
@@ -110,20 +110,21 @@ class JitGemmConfig(QuantizationConfigMixin):
     _loaded = False
 
     def __init__(
-        self, bits: int = 4, group_size: int | str = 128, activation: str | None = None, symmetric: bool = True,
-        scale_dtype: str = "bfloat16", modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
+        self, bits: int = 4, group_size: int | str | None = None, activation: str | None = None,
+        symmetric: bool | None = None, scale_dtype: str = "bfloat16", modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME,
     ):  # fmt: skip
         check_options(bits, lm_head)
         given = group_size, symmetric, scale_dtype
-        if bits == 8 and given != (128, True, "bfloat16"):
+        if bits == 8 and given != (None, None, "bfloat16"):
             wanted, got = "none with bits=8, a scale per row in fp32", f"{group_size}, {symmetric}, {scale_dtype!r}"
             raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
-        if check_group_size(group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
+        if group_size is not None and check_group_size(group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
             wanted = f"one of {GROUP_SIZES}, or in_features or more for a scale per row"
             raise ValueError(f"group_size: expected {wanted}, got {group_size}")
-        check_flag("symmetric", symmetric)
+        if symmetric is not None:
+            check_flag("symmetric", symmetric)
         check_flag("strict", strict)
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
@@ -150,9 +151,12 @@ class JitGemmConfig(QuantizationConfigMixin):
     @property
     def quantising(self) -> dict[str, Any]:
         """Options of `quantised`."""
-        options = {"bits": self.bits, "activation": self.activation or "e4m3", "lm_head": self.lm_head}
-        four = {"group_size": self.group_size, "symmetric": self.symmetric}
-        return options if self.bits == 8 else options | four | {"scale_dtype": getattr(torch, self.scale_dtype)}
+        activation = self.activation or "e4m3"
+        options = {"bits": self.bits, "activation": activation, "lm_head": self.lm_head}
+        if self.bits == 8:
+            return options
+        form = form_of_4_bits(activation, self.group_size, self.symmetric)
+        return options | form | {"scale_dtype": getattr(torch, self.scale_dtype)}
 
 
 @register_quantizer(NAME)

@@ -70,7 +70,7 @@ def engine_of(quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         return None, {}
     if quant.startswith("jitgemm") and quant != "jitgemm-w4a8":
         options = quant.partition(":")[2]
-        return {"quant_method": "jitgemm", **json.loads(options or "{}")}, {}
+        return {"quant_method": "jitgemm", "group_size": 128, **json.loads(options or "{}")}, {}
     if quant == "humming":
         os.environ["VLLM_HUMMING_INPUT_QUANT_CONFIG"] = '{"a_dtype": "float8e4m3"}'
         return compressed(None), {"quantization": "humming"}

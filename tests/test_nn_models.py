@@ -211,7 +211,7 @@ def weight_norm(linear: torch.nn.Linear) -> torch.nn.Linear:
 def test_parametrised_linears_are_quantised(norm):
     linear = torch.nn.Linear(64, 32)
     model = torch.nn.Sequential(norm(linear))
-    expected = W4A8Linear.from_linear(linear, clip_steps=0)
+    expected = W4A8Linear.from_linear(linear, clip_steps=0, group_size=32, symmetric=False)
     assert quantize(model) == ["0"]
     x = torch.randn(3, 64)
     assert builders.same_bits(model(x), expected(x))
@@ -303,11 +303,16 @@ def test_stacked_experts_are_reported_and_warned_of():
 def test_the_report_is_a_list_and_prints_as_a_summary():
     report = quantize(Model())
     assert isinstance(report, list) and list(report) == BLOCKS
+    largest = ", ".join(f"{name} {report.errors[name]:.2%}" for name in report.worst[:3])
+    median = sorted(report.errors.values())[1]
     assert str(report).splitlines() == [
         "converted: 4 (blocks.0.up, blocks.0.down, blocks.1.up and 1 more)",
         "skipped: 2",
         "  1 expected out_features a multiple of 8 and in_features a multiple of 16, got 10 and 64: odd",
         "  1 output embedding: lm_head",
+        f"squared error of weights: median {median:.2%}; largest: {largest}",
+        "from the weights alone: calibration=batches, a few thousand tokens of text, makes a 4-bit model far better "
+        "(docs/quantize.md)",
     ]
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.weight.quantize import MIN_CLIP, clip_ratios, quantize_w4
+from jitgemm.weight.quantize import quantize_w4
+from jitgemm.weight.search import MIN_CLIP, clip_ratios
 
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MARGIN = 1 + 1e-5
@@ -210,7 +211,7 @@ def test_a_power_of_two_changes_the_scales_only(symmetric, exponent):
 def test_chunks_of_rows_change_nothing(symmetric, monkeypatch):
     w = weight(7, 40, 416)
     whole = quantize_w4(w, 128, symmetric=symmetric)
-    monkeypatch.setattr("jitgemm.weight.quantize._CHUNK", {"cpu": 1})
+    monkeypatch.setattr("jitgemm.weight.quantize.CHUNK", {"cpu": 1})
     assert builders.same_bits(quantize_w4(w, 128, symmetric=symmetric).blocks, whole.blocks)
 
 

@@ -3,6 +3,7 @@
 ::
 
     files               the tensors of a checkpoint: names, headers, data, config
+    writing             safetensors files, written
     layouts             how a format stores a tensor: types and dimensions
     format              what a format is: a scheme, its tensors, reading; settings of a quantization_config
     formats             the registry: names, quant_methods, detection
@@ -11,6 +12,7 @@
     bits                codes out of words, kinds of zero point
     autoround           AutoRound's config in the words of GPTQ, AWQ and FP8
     compressed_tensors  integers of 4 and 8 bits, and FP8; its config: groups, presets, checks
+    presets             its schemes by name
     gptq                GPTQ v1 and v2
     awq                 AWQ gemm and gemv
     w4afp8              SGLang's and TensorRT-LLM's int4 for e4m3 activations

@@ -1,4 +1,5 @@
-"""What every format does with words and zero points: codes out of words, and a `CanonicalWeight` of codes. Knows no format.
+"""What every format does with words and zero points: codes out of words and back, and a `CanonicalWeight` of codes. Knows
+no format.
 
 A word is a uint8, int8, int16, int32 or int64 holding 2, 4, 8 or 16 nibbles. Nibble 0 is the low one, and `order[i]` is
 the value that nibble i holds; None means 0, 1, 2, ...::
@@ -58,6 +59,15 @@ def unpack_bytes(words: torch.Tensor, dim: int = -1) -> torch.Tensor:
     # A copy, as `contiguous()` keeps odd strides of dimensions of size 1, which `view` does not take.
     dense = words.movedim(dim, -1).clone(memory_format=torch.contiguous_format)
     return dense.view(torch.uint8).movedim(-1, dim)  # words are little endian
+
+
+def pack_words(codes: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """int32 words of uint8 codes of 4 or 8 bits along `dim`, the low one first: the inverse of `unpack_nibbles` and
+    `unpack_bytes`. The last word is filled up with zeros."""
+    codes = torch.nn.functional.pad(codes.movedim(dim, -1), (0, -codes.shape[dim] % (32 // bits)))
+    pairs = codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
+    words = pairs.clone(memory_format=torch.contiguous_format).view(torch.int32)  # little endian
+    return words.movedim(-1, dim).contiguous()
 
 
 def twos_complement(nibbles: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import check_codes, minus, unpack_nibbles
+from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
@@ -54,6 +54,7 @@ from jitgemm.checkpoint.layouts import (
     fits,
     stored,
 )
+from jitgemm.checkpoint.presets import MXFP4, PRESETS, args_of
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
 
@@ -77,39 +78,6 @@ _OF_WEIGHTS = (
     "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
 )  # fmt: skip
 """All that the library knows of a weight's scheme; zp_dtype and the observer's say nothing that tensors do not."""
-
-
-def _args(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
-
-
-_INT8, _E4M3_TOKEN = (_args(8, kind, "token", dynamic=True) for kind in ("int", "float"))
-_MXFP4 = _args(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
-_MXFP8 = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
-_BLOCKS = _args(8, "float", "block", block_structure=[128, 128])
-_PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
-    f"W{width}A{inputs}": (
-        _args(width, "int", "group", group_size=128),
-        None if inputs == 16 else _args(inputs, "int", "token", dynamic=True),
-    )
-    for inputs in (4, 8, 16)
-    for width in range(2, min(inputs, 8) + 1)
-} | {
-    "UNQUANTIZED": (None, None),
-    "W4A16_ASYM": (_args(4, "int", "group", group_size=128, symmetric=False), None),
-    "W8A8": (_args(8, "int", "channel"), _INT8),
-    "INT8": (_args(8, "int", "channel"), _INT8),
-    "W4AFP8": (_args(4, "int", "group", group_size=128), _E4M3_TOKEN),
-    "FP8": (_args(8, "float", "tensor"), _args(8, "float", "tensor")),
-    "FP8_DYNAMIC": (_args(8, "float", "channel"), _E4M3_TOKEN),
-    "FP8_BLOCK": (_BLOCKS, _args(8, "float", "group", group_size=128, dynamic=True)),
-    "MXFP4A16": (_MXFP4, None),
-    "MXFP4": (_MXFP4, _MXFP4 | {"dynamic": True}),
-    "MXFP4XFP8": (_MXFP4, _args(8, "float", "group", group_size=128, dynamic=True)),
-    "MXFP8A16": (_MXFP8, None),
-    "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
-}
-"""Weights and input activations."""
 
 
 class _CompressedTensors(Format):
@@ -138,7 +106,7 @@ class _CompressedTensors(Format):
         config, names = for_layer(config, prefix), headers or {}
         weights, code, block = _weights_of(config)
         if not weights and config.get("format") in (None, _MXFP4_FORMAT) and fits(names, _MXFP4_TENSORS):
-            weights, code = _MXFP4, "e2m1"
+            weights, code = MXFP4, "e2m1"
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
@@ -232,6 +200,40 @@ class _CompressedTensors(Format):
         # -1 is the library's mark for an order that calibration never set.
         return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
+    def write(self, weight: CanonicalWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
+        """A layer's tensors by suffix, on the weight's device: `read` makes the same weight of them.
+
+        Args:
+            weight: without offsets and activation order; its bias is not written.
+            scheme: what `scheme` says of the layer by the config that it is written with.
+
+        Raises:
+            ValueError: the weight is not what the scheme says, or has no such form.
+        """
+        zero = weight.zero
+        got = weight.code, min(weight.group_size, weight.k), zero is not None
+        if got != (wanted := (scheme.code, scheme.columns(weight.k) or weight.k, scheme.zero_points)):
+            raise ValueError(f"weight: expected code, group size and zero points {wanted}, got {got}")
+        if weight.offset is not None or weight.permutation is not None:
+            raise ValueError("weight: expected neither offsets nor an activation order, got one of them")
+        if zero is not None and int(zero.max()) >= 16:
+            raise ValueError("weight: expected zero points 0..15, got 16")
+        tensors = {"weight_scale": weight.scale.contiguous()}
+        if scheme.form == "fp4":
+            tensors["weight_packed"] = weight.q[:, 0::2] | weight.q[:, 1::2] << 4
+        elif scheme.form == "packed":
+            q = weight.q if zero is not None else weight.q.view(torch.uint8) + (1 << weight.bits - 1)  # which wraps
+            tensors["weight_packed"] = pack_words(q, 1, weight.bits)
+            tensors["weight_shape"] = torch.tensor([weight.n, weight.k])
+            if zero is not None:
+                tensors["weight_zero_point"] = pack_words(zero.to(torch.uint8), 0, weight.bits)
+        else:
+            tensors["weight"] = weight.q.contiguous()
+        sizes = self.sizes(tensors, scheme)
+        if (sizes.n, sizes.k, sizes.group_size) != (weight.n, weight.k, got[1]):
+            raise ValueError(f"weight: expected tensors of {weight.n} x {weight.k} in groups of {got[1]}, got {sizes}")
+        return tensors
+
 
 _MXFP4_FORMAT = "mxfp4-pack-quantized"
 _MXFP4_TENSORS = {
@@ -255,6 +257,46 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
 
 
 # ---- config ------------------------------------------------------------------------------------------------------------
+
+
+def written_config(groups: Iterable[Mapping[str, Any]], ignore: Iterable[str]) -> dict[str, Any]:
+    """A quantization_config of `written_group`s, as compressed-tensors, vLLM and this module read it.
+
+    Args:
+        groups: those with names before those with expressions: for vLLM the first match counts.
+        ignore: names of Linears and other layers with a matrix that stay in floats.
+    """
+    groups = list(groups)
+    formats = {group["format"] for group in groups}
+    return {
+        "quant_method": METHOD,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": sorted(ignore),
+    }
+
+
+def written_group(
+    targets: Iterable[str], bits: int, inputs: str, group_size: int | None = None, symmetric: bool = True
+) -> dict[str, Any]:
+    """One of a config's groups: layers with a scale per token of their input, which is "int" or "float" (e4m3), and
+    int4 weights in groups, or 8-bit weights of the input's type with a scale per row.
+
+    Args:
+        targets: names of layers, expressions behind "re:", or "Linear" for all layers.
+        group_size, symmetric: of 4 bits.
+    """
+    if bits == 4:
+        weights = args_of(4, "int", "group", group_size=group_size, symmetric=symmetric)
+    else:
+        weights = args_of(8, inputs, "channel")
+    return {
+        "targets": list(targets),
+        "weights": weights,
+        "input_activations": args_of(8, inputs, "token", dynamic=True),
+        "format": "pack-quantized" if bits == 4 else f"{inputs}-quantized",
+    }
 
 
 def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
@@ -289,10 +331,10 @@ def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
     """A group, or the scheme that a preset stands for: its name with a list of targets."""
     if isinstance(group, Mapping):
         return group
-    if name.upper() not in _PRESETS:
-        expected = f"a scheme, or one of the presets {', '.join(_PRESETS)}"
+    if name.upper() not in PRESETS:
+        expected = f"a scheme, or one of the presets {', '.join(PRESETS)}"
         raise ValueError(f"config_groups: expected {expected}, got {name!r}")
-    weights, inputs = _PRESETS[name.upper()]
+    weights, inputs = PRESETS[name.upper()]
     return {"targets": group, "weights": weights, "input_activations": inputs}
 
 

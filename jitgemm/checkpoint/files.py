@@ -31,12 +31,13 @@ _LOADED = "give its tensors as a mapping: torch.load(path, weights_only=True)"
 _INSTEAD = dict.fromkeys((".bin", ".pt", ".pth"), _LOADED) | {
     ".gguf": "GGUF's blocks are no format that is read here; use the model's safetensors"
 }
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+"""safetensors' names of dtypes."""
 
 
 _STACKED = {
@@ -152,12 +153,30 @@ class Checkpoint:
     def in_file(self, prefix: str) -> list[str]:
         """What the files call a layer, or the layers whose rows it has."""
         for suffix, name in self.layer(prefix).items():
-            found = self._found[name]
-            sources = found.sources if isinstance(found, Rows) else (name,)
-            names = [self._in_file.get(source, source) for source in sources]
+            names = self._sources(name)
             if names != [name] and all(each.endswith(suffix) for each in names):
                 return [each.removesuffix(suffix) for each in names]
         return [prefix]
+
+    def rows(self, name: str) -> Rows:
+        """Which rows of which of the files' tensors a tensor is."""
+        found, sources = self._found[name], tuple(self._sources(name))
+        if isinstance(found, Rows):
+            return replace(found, sources=sources)
+        return Rows(sources, 0, next(iter(self.info(name).shape), 1))
+
+    def _sources(self, name: str) -> list[str]:
+        """What the files call a tensor, or those whose rows it has."""
+        found = self._found[name]
+        sources = found.sources if isinstance(found, Rows) else (name,)
+        return [self._in_file.get(source, source) for source in sources]
+
+    def file(self, name: str) -> Path:
+        """The file of a tensor that is one of its files'."""
+        found = self._found[name]
+        if not isinstance(found, Path):
+            raise ValueError(f"{name}: expected a tensor of a file, got one that was given or is made of others")
+        return found
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
@@ -183,9 +202,9 @@ class Checkpoint:
         except SafetensorError:
             raise ValueError(f"source: expected {name!r} in {found}, as the index says, found none") from None
         kind = header.get_dtype()
-        if kind not in _DTYPES:
+        if kind not in DTYPES:
             raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
-        return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
+        return TensorInfo(tuple(header.get_shape()), DTYPES[kind])
 
     def headers(self) -> dict[str, dict[str, Any]]:
         """{name: dtype and shape} of all tensors of its files, in safetensors' words."""

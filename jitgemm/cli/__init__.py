@@ -2,12 +2,13 @@
 
 Files::
 
-    app      the commands, put together
-    warmup   compiling what layers can need
-    cache    looking into the cache, checking and pruning it
-    explain  why a kernel is chosen
-    env      versions and folders, for a bug report
-    common   output, exit codes, and the options that describe a layer
+    app       the commands, put together
+    quantize  a model's folder with 4-bit weights
+    warmup    compiling what layers can need
+    cache     looking into the cache, checking and pruning it
+    explain   why a kernel is chosen
+    env       versions and folders, for a bug report
+    common    output, exit codes, and the options that describe a layer
 
 Data goes to stdout, progress and notes to stderr, so that output can be piped. Typer and rich are imported by these
 modules and nowhere else in the package.

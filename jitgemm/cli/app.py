@@ -11,6 +11,7 @@ from jitgemm.cli import common
 from jitgemm.cli.cache import cache_app
 from jitgemm.cli.env import env
 from jitgemm.cli.explain import explain
+from jitgemm.cli.quantize import quantize
 from jitgemm.cli.warmup import warmup
 
 app = common.command_line(
@@ -35,6 +36,7 @@ def options(
     """4-bit weight x 8-bit activation GEMM for NVIDIA Hopper, compiled at run time."""
 
 
+app.command("quantize")(quantize)
 app.command("warmup")(warmup)
 app.add_typer(cache_app, name="cache")
 app.command("explain")(explain)

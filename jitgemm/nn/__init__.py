@@ -12,6 +12,7 @@ Packages and files::
     layers    the layers
     quantize  replacing a model's layers, from floats
     load      filling a model from a quantised checkpoint
+    save      a folder in floats, quantised, as a checkpoint
     fuse      fewer kernels for a block
     parallel  layers and models divided among ranks
     warm      compiling ahead

@@ -34,9 +34,9 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "activation": (None, lambda value: value is None or activation_named(value), ""),
     "lm_head": (None, lambda value: value in (None, "e4m3", "int8"), "e4m3, int8 or None"),
     "bits": (4, lambda value: value in (4, 8), "4 or 8"),
-    "group_size": (128, lambda size: type(size) is int and (size > 0 or size == -1),
+    "group_size": (None, lambda size: size is None or type(size) is int and (size > 0 or size == -1),
                    "a positive integer, or -1 for one group a row"),
-    "symmetric": (True, lambda value: isinstance(value, bool), "true or false"),
+    "symmetric": (None, lambda value: value is None or isinstance(value, bool), "true or false"),
     "ignore": ((), lambda value: _patterns("ignore", value) is not None, ""),
 }  # fmt: skip
 """What a user may say: what it is otherwise, a check, and what that expects."""
@@ -56,7 +56,7 @@ class JitGemmConfig(QuantizationConfig):
             - activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, or e4m3;
             - lm_head: "e4m3" or "int8": the output layer in 8 bits, a scale per row; None leaves it in its type;
             - of a model in floats: bits (4, or 8 with a scale per row), group_size (-1 or k and more: per channel) and
-              symmetric, as `quantize_w4` takes them; ignore, names, parts of names or "re:" and an expression of layers
+              symmetric, as `quantize_w4` takes them, None as in `quantize_` without calibration; ignore, names, parts of names or "re:" and an expression of layers
               that stay.
 
     Raises:

@@ -26,6 +26,7 @@ from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
+from jitgemm.nn.quantize.quantize import form_of_4_bits
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -231,8 +232,9 @@ class Matrix:
         codes = LHS_DTYPES[activation]
         if options["bits"] == 8 or self.option == "lm_head":
             return Parts(quantize_w8(weight, codes), None, activation, None)
-        size = options["group_size"] if 0 < options["group_size"] < k else k
-        packed = quantize_w4(weight, size, symmetric=options["symmetric"], lhs_dtype=codes)
+        form = form_of_4_bits(activation, options["group_size"], options["symmetric"])
+        size = form["group_size"] if 0 < form["group_size"] < k else k
+        packed = quantize_w4(weight, size, symmetric=form["symmetric"], lhs_dtype=codes)
         return Parts(packed, None, activation, None)
 
     def source(self, tensors: Mapping[str, torch.Tensor], times: int = 1) -> LayerSource:

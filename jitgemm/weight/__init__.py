@@ -2,6 +2,8 @@
 
 quantize   from a float weight
 quantize_mxfp4  the same to MXFP4
+search     scales and zero points of least error
+gptq       codes of least error of the result, where the inputs are known
 pack       from codes, scales, zero points and offsets
 mxfp4      from MXFP4's codes and scales
 e2m1       MXFP4's numbers: values, bases and exponents

@@ -10,7 +10,8 @@ from jitgemm.weight import e2m1
 from jitgemm.weight.mxfp4 import pack_mxfp4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _CHUNK, _check_finite, _check_weight
+from jitgemm.weight.quantize import _check_finite, _check_weight
+from jitgemm.weight.search import CHUNK
 
 _EVEN, _ODD = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Halfway between codes: those where the lower code's mantissa is even take it, the others the upper."""
@@ -38,7 +39,7 @@ def quantize_mxfp4(w: torch.Tensor) -> W4Weight:
     with torch.inference_mode(False), torch.no_grad():
         codes = torch.empty((*w.shape[:-1], k // 2), dtype=torch.uint8, device=w.device)
         scales = torch.empty((*w.shape[:-1], groups), dtype=torch.uint8, device=w.device)
-        step = max(1, _CHUNK["cuda" if w.is_cuda else "cpu"] // k)
+        step = max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // k)
         for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
             for first in range(0, n, step):
                 rows = slice(first, min(first + step, n))

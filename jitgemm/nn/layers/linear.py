@@ -247,7 +247,8 @@ class W4A8Linear(PackedLinear):
     @classmethod
     def from_linear(
         cls, linear: torch.nn.Linear, *, activation: str = "e4m3", group_size: int | str = 128, symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, clip_steps: int = CLIP_STEPS,
+        scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, positive_scales: bool = False,
+        clip_steps: int = CLIP_STEPS, moments: torch.Tensor | None = None, act_order: bool = True,
         device: Device = None,
     ) -> W4A8Linear:  # fmt: skip
         """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
@@ -255,7 +256,8 @@ class W4A8Linear(PackedLinear):
         Args:
             linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
             activation: one of ACTIVATIONS.
-            group_size, symmetric, scale_dtype, full_range, clip_steps: as in `quantize_w4`.
+            group_size, symmetric, scale_dtype, full_range, positive_scales, clip_steps, moments, act_order: as in
+                `quantize_w4`; moments may be on another device.
             device: where to quantise and keep the weight; None for where it is.
 
         Raises:
@@ -263,7 +265,8 @@ class W4A8Linear(PackedLinear):
         """
         quantise = partial(
             quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
-            clip_steps=clip_steps,
+            positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
+            moments=None if moments is None else moments.to(linear.weight.device if device is None else device),
         )  # fmt: skip
         return cls._from_linear(linear, activation, device, quantise)
 

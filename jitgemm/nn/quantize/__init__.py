@@ -1,6 +1,9 @@
 """`quantize_`: Linears and experts, quantised where they stand.
 
 quantize     the call
+calibration  what reaches the layers when the model runs
+evaluate     texts, perplexity and KL divergence
+error        what a layer's results lose
 replaceable  which modules can be replaced, which should not be, and why
 stacked      experts that a model stacks in two parameters
 swap         a layer, or for a while a placeholder, in a module's place

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from jitgemm.activations.scheme import ACTIVATIONS
+from jitgemm.activations.scheme import ACTIVATIONS, activation_named
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
+from jitgemm.nn.quantize.calibration import Batch, Calibration
+from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
 from jitgemm.nn.quantize.stacked import PARAMETERS, quantised_experts
-from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
-from jitgemm.nn.report import Report, by_reason, warn_if_nothing
+from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
+from jitgemm.nn.report import QuantisationReport, Report, by_reason, warn_if_nothing
 
 
 def quantize_(
     model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, lm_head: str | None = None,
     activation: str = "e4m3", group_size: int | str | None = None, symmetric: bool | None = None,
     scale_dtype: torch.dtype | None = None, full_range: bool | None = None, clip_steps: int | None = None,
-    block: int | None = None, device: torch.device | str | int | None = None,
-) -> Report:  # fmt: skip
+    block: int | None = None, calibration: Iterable[Batch] | None = None, act_order: bool | None = None,
+    keep_8bit: float | None = None, device: torch.device | str | int | None = None,
+) -> QuantisationReport:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
-    freed as it goes.
+    freed as it goes. With `calibration` it is a decoder block at a time.
 
     The experts of a layer that transformers 5 stacks in two parameters become a `W4A8Experts` or `W8A8Experts`. Where
     there is a Linear for each expert, each becomes a layer.
@@ -48,13 +52,23 @@ def quantize_(
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
         activation: one of ACTIVATIONS.
-        group_size, symmetric, scale_dtype, full_range, clip_steps: with 4 bits, as in `quantize_w4`; None for 128 and
-            that call's defaults.
+        group_size, symmetric: with 4 bits, as in `quantize_w4`; None for 128 and True. Where both are None and there is
+            no calibration: groups of 32 with zero points (without, where activations have a scale per block).
+        scale_dtype, full_range, clip_steps: with 4 bits, as in `quantize_w4`; None for that call's defaults.
         block: with 8 bits, as in `quantize_w8`.
+        calibration: with 4 bits, what the model is called with to see the layers' inputs: token ids [sequences,
+            tokens], tuples of arguments, or keywords such as a tokenizer's result, whose `attention_mask` leaves padding
+            out. 16,000 tokens of text such as the model is for are enough. Each block runs on what the quantised ones
+            before it pass on; up to 16 GiB of sums are held where the layers are. An expert counts the tokens that it
+            gets. None: weights alone decide, which costs a 4-bit model much more.
+        act_order: with calibration, as in `quantize_w4`.
+        keep_8bit: with calibration, the relative squared error (`QuantisationReport.errors`) above which a layer and
+            those with the same input, such as q, k and v, get 8 bits with a scale per row.
         device: where to quantise and keep the weights; None for where each is.
 
     Returns:
-        The names of the replaced modules, in the model's order, as a list that also says what was skipped and why.
+        The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and
+        each layer's error.
         Warns where nothing was replaced, and of stacked experts that no packed ones can stand for.
 
     Raises:
@@ -62,30 +76,130 @@ def quantize_(
             message names it. What sizes and dtypes show is found before anything is replaced. Where a value is wrong,
             as a NaN is, the Linears before it have been replaced.
     """
-    check_model(model, filter)
-    check_options(bits, lm_head)
-    four = {
+    options = {
         "group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype, "full_range": full_range,
-        "clip_steps": clip_steps,
+        "clip_steps": clip_steps, "act_order": act_order, "block": block,
     }  # fmt: skip
-    options: dict[str, Any] = {name: value for name, value in (four | {"block": block}).items() if value is not None}
-    wrong = next((name for name in options if (name in four) != (bits == 4)), None)
-    if wrong is not None:
-        raise TypeError(f"{wrong}: expected none with bits={bits}, got one, which goes with {8 if bits == 4 else 4}")
-    options |= {"activation": activation, "device": device}
-    found = Replaceable(model)
-    chosen, skipped = choose(model, found, filter, lm_head)
-    for name in chosen:
-        if getattr(model.get_submodule(name), PARAMETERS[0] if name in found.forms else "weight").is_meta:
-            raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
-    untied = any(found.shared(name) for name in chosen)
-    report = Report(chosen, skipped | found.others())
-    put_layers(model, chosen, partial(quantised, found, lm_head=lm_head, bits=bits, **options), "quantising")
-    if report:
-        describe_to_transformers(model, untied)
-    warn_of_experts(model, report, "quantize_")
-    warn_if_nothing(report, "quantize_", "none was chosen" if skipped else "the model holds no torch.nn.Linear")
-    return report
+    job = Quantising(
+        model, filter, bits=bits, lm_head=lm_head, activation=activation, calibration=calibration, keep_8bit=keep_8bit,
+        device=device, **{name: value for name, value in options.items() if value is not None},
+    )  # fmt: skip
+    for _ in job.stages():
+        pass
+    warn_of_experts(model, job.report, "quantize_")
+    warn_if_nothing(
+        job.report, "quantize_", "none was chosen" if job.found.places else "the model holds no torch.nn.Linear"
+    )
+    return job.report
+
+
+class Quantising:
+    """The steps of `quantize_`, which has the same arguments, and those of `quantize_w4` and `quantize_w8`.
+
+    Attributes:
+        chosen: {name: all its places} of the modules to quantise.
+        report: what is known so far.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, lm_head: str | None = None,
+        activation: str = "e4m3", calibration: Iterable[Batch] | None = None, keep_8bit: float | None = None,
+        device: torch.device | str | int | None = None, **options: Any,
+    ):  # fmt: skip
+        check_model(model, filter)
+        check_options(bits, lm_head)
+        given = {"calibration": calibration, "keep_8bit": keep_8bit, **options}
+        wrong = next(
+            (name for name, value in given.items() if value is not None and (name == "block") != (bits == 8)), None
+        )
+        if wrong is not None:
+            raise TypeError(
+                f"{wrong}: expected none with bits={bits}, got one, which goes with {8 if bits == 4 else 4}"
+            )
+        if keep_8bit is not None and not (isinstance(keep_8bit, (int, float)) and keep_8bit > 0):
+            raise ValueError(f"keep_8bit: expected a number above 0, got {keep_8bit!r}")
+        if keep_8bit is not None and calibration is None:
+            raise ValueError("keep_8bit: expected calibration, whose inputs say what a layer loses, got none")
+        self.batches = None if calibration is None else list(calibration)
+        if self.batches == []:
+            raise ValueError("calibration: expected at least one batch, got none")
+        self.model, self.found, self.lm_head, self.keep_8bit = model, Replaceable(model), lm_head, keep_8bit
+        said = options.pop("group_size", None), options.pop("symmetric", None)
+        form = form_of_4_bits(activation, *said, calibration is not None) if bits == 4 else {}
+        self.options = {"bits": bits, "activation": activation, "device": device, **form, **options}
+        self.chosen, skipped = choose(model, self.found, filter, lm_head)
+        for name in self.chosen:
+            if getattr(model.get_submodule(name), PARAMETERS[0] if name in self.found.forms else "weight").is_meta:
+                raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
+        self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
+
+    def stages(self, ready: Callable[[list[str]], dict[str, Any] | None] | None = None) -> Iterator[dict[str, Any]]:
+        """Replaces modules, and yields {name: layer} of those that were replaced together.
+
+        With calibration these are modules of one block, in the order in which they run; without it one module. A
+        model whose stages did not all run is left with some modules replaced.
+
+        Args:
+            ready: what it returns for the names of a stage is put in their place; None: they are to be quantised.
+        """
+        untied = any(self.found.shared(name) for name in self.chosen)
+        with bar("quantising", len(self.chosen)) as show:
+            left = dict(self.chosen)
+            for names, siblings, moments in self._stages():
+                layers = None if ready is None else ready(names)
+                if layers is None:
+                    given = {} if moments is None else moments()
+                    layers = {}
+                    for together in siblings:
+                        layers |= self._quantised(together, given, show)
+                for name, layer in layers.items():
+                    put_layer(self.model, name, left.pop(name), layer)
+                yield layers
+                del layers
+        if self.report:
+            describe_to_transformers(self.model, untied)
+
+    def _stages(self) -> Iterator[tuple[list[str], list[list[str]], Callable[[], dict[str, Any]] | None]]:
+        """(names, the same by common input, their moments) of each stage."""
+        left = dict(self.chosen)
+        if self.batches is not None:
+            forms = {
+                name: self.found.forms.get(name) for name in left if name != self.found.head or self.lm_head is None
+            }
+            runs = Calibration(self.model, self.batches, forms)
+            for stage in runs.stages():
+
+                def moments(stage: list[str] = stage) -> dict[str, Any]:
+                    return {name: each.given(name in self.found.forms) for name, each in runs.collect(stage).items()}
+
+                siblings: dict[str, list[str]] = {}
+                for name in stage:
+                    siblings.setdefault(runs.calls[name].leader, []).append(name)
+                    del left[name]
+                yield stage, list(siblings.values()), moments
+            self.report.unreached = [name for name in left if name in forms]
+        for name in left:
+            yield [name], [[name]], None
+
+    def _quantised(self, names: list[str], moments: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
+        """The layers of modules that have the same input: all of 4 bits, or all of 8 where one would lose too much."""
+
+        def make(name: str, module: torch.nn.Module, options: dict[str, Any]) -> PackedLinear | PackedExperts:
+            layer = quantised(self.found, name, module, lm_head=self.lm_head, **options)
+            error = relative_error(layer, module, self.found.forms.get(name), moments.get(name))
+            self.report.errors[name] = error
+            return layer
+
+        layers = {}
+        for name in names:
+            show(name)
+            options = self.options if moments.get(name) is None else self.options | {"moments": moments[name]}
+            layers[name] = made(partial(make, options=options), name, self.model.get_submodule(name))
+        if self.keep_8bit is None or max(self.report.errors[name] for name in names) <= self.keep_8bit:
+            return layers
+        self.report.kept_8bit |= {name: self.report.errors[name] for name in names}
+        options = {name: self.options[name] for name in ("activation", "device")} | {"bits": 8}
+        return {name: made(partial(make, options=options), name, self.model.get_submodule(name)) for name in names}
 
 
 def choose(
@@ -116,6 +230,22 @@ def choose(
         else:
             skipped[name] = reason
     return chosen, skipped
+
+
+def form_of_4_bits(
+    activation: str, group_size: int | str | None, symmetric: bool | None, calibrated: bool = False
+) -> dict[str, Any]:
+    """`quantize_w4`'s group_size and symmetric, of which the user said some.
+
+    Of whom neither said: 128 and no zero points if there is calibration. Weights alone keep a real model's results best
+    with groups of 32 and zero points (docs/quantize.md), which do not go with activations that have a scale per block.
+    """
+    if group_size is None and symmetric is None and not calibrated:
+        return {"group_size": 32, "symmetric": activation_named(activation).block}
+    return {
+        "group_size": 128 if group_size is None else group_size,
+        "symmetric": True if symmetric is None else symmetric,
+    }
 
 
 def check_options(bits: int, lm_head: str | None) -> None:

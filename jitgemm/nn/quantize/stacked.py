@@ -6,11 +6,13 @@ Knows no checkpoints.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from jitgemm.activations.reference import gated
 from jitgemm.activations.scheme import Gate, activation_named
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import torch_dtype
@@ -44,6 +46,10 @@ class Form:
     bias: bool
     gate: Gate
     top_k: int | None = None
+
+    def rows(self, parameter: torch.Tensor) -> torch.Tensor:
+        """One of the parameters as [E, n, k]."""
+        return parameter.transpose(1, 2) if self.transposed else parameter
 
     @property
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -87,11 +93,22 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
     return Form(experts, hidden, inter, module.is_transposed, module.has_bias, gate, top_k)
 
 
+def intermediate(module: torch.nn.Module, form: Form, x: torch.Tensor, e: int) -> torch.Tensor:
+    """What reaches expert e's second projection, [tokens, inter], of inputs x [tokens, hidden]."""
+    w = form.rows(getattr(module, PARAMETERS[0]))[e]
+    bias = getattr(module, BIASES[0])[e] if form.bias else None
+    return gated(torch.nn.functional.linear(x, w, bias).float(), form.gate).to(x.dtype)
+
+
 def quantised_experts(
     module: torch.nn.Module, form: Form, *, bits: int = 4, activation: str = "e4m3",
-    device: torch.device | str | int | None = None, **options: Any,
+    device: torch.device | str | int | None = None,
+    moments: Sequence[Sequence[torch.Tensor | None]] | None = None, **options: Any,
 ) -> PackedExperts:  # fmt: skip
     """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
+
+    Args:
+        moments: of 4 bits, those of each expert's inputs, first of w13, then of w2.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or a weight has no such form.
@@ -103,12 +120,14 @@ def quantised_experts(
 
     def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""
-        w = getattr(module, name).detach()
-        w = w.transpose(1, 2) if form.transposed else w
+        w = form.rows(getattr(module, name).detach())
+        of_name = None if moments is None else moments[PARAMETERS.index(name)]
 
         def make(e: int) -> Weight:
             try:
-                return quantise(w[e] if device is None else w[e].to(device), lhs_dtype=lhs_dtype, **options)
+                w_e = w[e] if device is None else w[e].to(device)
+                more = {} if of_name is None or of_name[e] is None else {"moments": of_name[e].to(w_e.device)}
+                return quantise(w_e, lhs_dtype=lhs_dtype, **options, **more)
             except ValueError as error:
                 raise ValueError(f"{name}[{e}]: {error}") from error
 

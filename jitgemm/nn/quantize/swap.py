@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,25 +40,35 @@ def put_layers(
     Raises:
         ValueError, TypeError: from make, with the name.
     """
-    for name in _progress(list(places), doing):
-        old = model.get_submodule(name)
-        try:
-            layer = make(name, old)
-        except (ValueError, TypeError) as error:
-            if str(error).startswith(f"{name}:") or repr(name) in str(error):
-                raise
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
-        layer.train(old.training)
-        layer.batch_invariant = getattr(old, "batch_invariant", False)
-        layer.named(name)
-        for handle, hook in list(old._forward_pre_hooks.items()):
-            if type(hook).__module__.startswith("torch.nn.utils"):  # weight_norm, pruning: they compute the weight
-                del old._forward_pre_hooks[handle]
-        for hooks in HOOKS:
-            setattr(layer, hooks, getattr(old, hooks))  # the same dict, so that handles still remove from it
-        for place in places[name]:
-            put_module(model, place, layer)
-        del old
+    with bar(doing, len(places)) as show:
+        for name, at in places.items():
+            show(name)
+            put_layer(model, name, at, made(make, name, model.get_submodule(name)))
+
+
+def made(make: Callable[[str, Any], Any], name: str, module: torch.nn.Module) -> Any:
+    """make(name, module); a ValueError or TypeError says the name."""
+    try:
+        return make(name, module)
+    except (ValueError, TypeError) as error:
+        if str(error).startswith(f"{name}:") or repr(name) in str(error):
+            raise
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
+
+
+def put_layer(model: torch.nn.Module, name: str, places: Iterable[str], layer: PackedLinear | PackedExperts) -> None:
+    """Puts a layer at all places of the module `name`, whose hooks and training mode it takes over."""
+    old = model.get_submodule(name)
+    layer.train(old.training)
+    layer.batch_invariant = getattr(old, "batch_invariant", False)
+    layer.named(name)
+    for handle, hook in list(old._forward_pre_hooks.items()):
+        if type(hook).__module__.startswith("torch.nn.utils"):  # weight_norm, pruning: they compute the weight
+            del old._forward_pre_hooks[handle]
+    for hooks in HOOKS:
+        setattr(layer, hooks, getattr(old, hooks))  # the same dict, so that handles still remove from it
+    for place in places:
+        put_module(model, place, layer)
 
 
 def put_module(model: torch.nn.Module, place: str, module: torch.nn.Module) -> None:
@@ -139,16 +150,21 @@ def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
             module.config.quantization_config = dict(SAVED)
 
 
-def _progress(names: list[str], doing: str) -> Iterable[str]:
-    """The names, under a bar on stderr if that is a terminal."""
+@contextmanager
+def bar(doing: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr if that is a terminal; its function names the next of `total`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(TextColumn(doing), *columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(names))
-        for name in names:
-            progress.update(bar, description=name)
-            yield name
-            progress.advance(bar)
+        task, started = progress.add_task("", total=total), False
+
+        def show(name: str) -> None:
+            nonlocal started
+            progress.update(task, description=name, advance=int(started))
+            started = True
+
+        yield show
+        progress.advance(task)

@@ -1,0 +1,379 @@
+"""`jitgemm quantize`: a Hugging Face folder in floats as a compressed-tensors checkpoint with 4-bit weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from contextlib import closing
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+import jitgemm
+from jitgemm.cli import common
+
+if TYPE_CHECKING:
+    import torch
+
+    from jitgemm.nn.quantize.quantize import Quantising
+    from jitgemm.nn.save.source import Source
+    from jitgemm.nn.save.unfinished import Unfinished
+
+AUTO_KEEP_8BIT = 0.005
+"""--keep-8bit AUTO: layers that lose more than this part of their result's energy (23 dB) get 8 bits."""
+GROUPS = (128, 64, 32)
+"""--group-size's choices, the fastest first."""
+INPUTS = {"e4m3": "float", "int8": "int"}
+"""--activation's choices, and compressed-tensors' names of them."""
+Activation = Enum("Activation", {"e4m3": "e4m3", "int8": "int8"}, type=str)
+SHOWN = 10
+"""Layers in the table."""
+_BATCH = 8
+"""Windows in one call of the model."""
+
+_DATA = (
+    'Text that is like what the model will read: UTF-8, or .jsonl with a "text" in each line. Its first eighth is held '
+    "back to evaluate, the rest calibrates. none: no calibration, which costs a 4-bit model much more."
+)
+_TOKENS = "Tokens of it that calibrate, in windows of 256."
+_GROUP = (
+    "Columns that share a scale. Default: 128, or 32 and zero points without calibration; less where a layer's columns "
+    "are no multiple."
+)
+_KEEP = (
+    "Relative squared error of a layer's result above which it gets 8 bits, and with it the layers of the same "
+    f"input, such as q, k and v; AUTO: {AUTO_KEEP_8BIT}."
+)
+_ON = "Where the model runs: a Hopper GPU, or cpu, which takes long. Default: the Hopper GPU at hand, else cpu."
+
+
+@common.guarded
+def quantize(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The model: config.json and safetensors in floats.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.")],
+    data: Annotated[
+        Optional[str], typer.Option("--data", metavar="FILE|none", help=_DATA, show_default="Python's help topics")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=256, metavar="N", help=_TOKENS)] = 16384,
+    activation: Annotated[
+        Activation, typer.Option("--activation", help="What inputs of layers are quantised to, per token.")
+    ] = Activation.e4m3,
+    group_size: Annotated[
+        Optional[int], typer.Option("--group-size", metavar="|".join(map(str, GROUPS)), help=_GROUP, show_default=False)
+    ] = None,
+    keep_8bit: Annotated[
+        Optional[str], typer.Option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP, show_default="all get 4 bits")
+    ] = None,
+    device: Annotated[Optional[str], typer.Option("--device", metavar="cuda|cpu", help=_ON, show_default=False)] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Drop what an interrupted run left in OUT; without it, that goes on.")
+    ] = False,
+    as_json: common.Json = False,
+) -> None:
+    """Quantise a model's Linears and experts to 4 bits, and write a checkpoint that vLLM and jitgemm.nn load.
+
+    Weights are fitted (GPTQ) to inputs that a text gives. After Ctrl-C or a full disk the same command goes on.
+
+    \b
+    Examples:
+      jitgemm quantize Llama-3.1-8B-Instruct Llama-3.1-8B-W4A8
+      jitgemm quantize Qwen3-30B-A3B Qwen3-W4A8 --data chats.jsonl --tokens 65536
+      jitgemm quantize gemma-3-1b-it gemma-W4A8 --group-size 32 --keep-8bit AUTO
+      jitgemm quantize FOLDER OUT --activation int8 --data none --json
+
+    \b
+    Then one of:
+      vllm serve OUT --quantization jitgemm
+      AutoModelForCausalLM.from_pretrained("OUT", config=jitgemm.hf.config("OUT"))
+
+    \b
+    Exit codes:
+      0    OUT is complete
+      2    wrong arguments, or a model that cannot be quantised
+      3    failed: a file is missing or could not be written
+      130  interrupted; what is done is kept
+    """
+    if group_size not in (None, *GROUPS):
+        raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUPS))}, got {group_size}")
+    limit = _limit(keep_8bit)
+    if limit is not None and data == "none":
+        raise ValueError("--keep-8bit: expected --data other than none, which says what a layer loses")
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"OUT: expected another folder than FOLDER, got {out}")
+
+    from jitgemm.nn.quantize.evaluate import WIDTH, help_texts, texts_of
+    from jitgemm.nn.save.source import source_of
+
+    started = time.monotonic()
+    source = source_of(folder)
+    held, text = help_texts() if data in (None, "none") else texts_of(Path(data))
+    place = _device(device)
+    settings = {
+        "jitgemm": jitgemm.__version__,
+        "files of FOLDER": _digest(
+            *((file.name, *_state(file)) for file in source.shards), _state(folder / "config.json")
+        ),
+        "--data": "none" if data == "none" else _digest(text),
+        "--tokens": tokens // WIDTH * WIDTH,
+        "--activation": activation.value,
+        "--group-size": group_size,
+        "--keep-8bit": limit,
+    }
+
+    from jitgemm.nn.save.unfinished import Unfinished
+
+    unfinished = Unfinished(out, settings, restart)
+    try:
+        if left := unfinished.layers:
+            common.note(f"{out}: going on with {left} layers that an interrupted run quantised")
+        texts = held, None if data == "none" else text
+        if data is None:
+            common.note("calibrates with Python's help topics; --data FILE takes text like what the model will read")
+        facts = _run(source, unfinished, place, texts, tokens // WIDTH, activation.value, group_size, limit)
+    except KeyboardInterrupt:
+        kept, complete = unfinished.layers, (out / "config.json").is_file()
+        if complete and not kept:
+            common.note(f"interrupted: {out} is complete, but not evaluated")
+        else:
+            common.note(
+                f"interrupted: {kept} layers are kept" + (f" in {out}; the same command goes on" if kept else "")
+            )
+        raise typer.Exit(130) from None
+    finally:
+        unfinished.close()
+    facts |= {"seconds": round(time.monotonic() - started, 1)}
+    _report(facts, as_json)
+
+
+def _run(
+    source: Source, unfinished: Unfinished, device: torch.device, texts: tuple[str, str | None], windows: int,
+    activation: str, group_size: int | None, limit: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that needs the model; returns what --json prints."""
+    from jitgemm.nn.quantize.evaluate import compared, log_probabilities
+    from jitgemm.nn.quantize.quantize import Quantising, form_of_4_bits
+    from jitgemm.nn.quantize.swap import bar
+    from jitgemm.nn.report import by_reason, some
+    from jitgemm.nn.save.folder import quantization_config, write_folder
+    from jitgemm.nn.save.places import find_places
+    from jitgemm.nn.save.source import model_of
+
+    tested, ids = _windows(source, texts, windows)
+    model = model_of(source, device)
+    reasons: dict[str, str] = {}
+    form = form_of_4_bits(activation, None, None, ids is not None)
+    size = form["group_size"] = _group_size(model, group_size, form["group_size"])
+    job = Quantising(
+        model, _filter(model, reasons), activation=activation, positive_scales=True, keep_8bit=limit, device=device,
+        calibration=None if ids is None else ids.split(_BATCH), **form,
+    )  # fmt: skip
+    skipped = job.report.skipped | reasons
+    if not job.chosen:
+        why = "\n".join(by_reason(skipped)) or "  it holds no torch.nn.Linear"
+        raise ValueError(f"{source.folder}: expected a layer that can be quantised, found none:\n{why}")
+    places = find_places(model, source, job.chosen, job.found.forms, job.found.head)
+    tested = None if tested is None else tested.to(device)
+    base = [] if tested is None else [part.cpu() for part in log_probabilities(model, tested)]
+
+    _quantise(job, unfinished, device)
+    if job.report.unreached:
+        common.note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
+    with bar("writing", len(source.shards)) as show:
+        config = quantization_config(model, places, INPUTS[activation], **form)
+        written = write_folder(model, source, places, unfinished.folder, config, show)
+    unfinished.finish()
+    evaluation = None
+    if tested is not None:
+        before = compared(base, base, tested)
+        after = compared(base, log_probabilities(model, tested), tested)
+        evaluation = {"tokens": tested[:, 1:].numel(), "before": before, "after": after}
+    return {
+        "folder": str(source.folder), "out": str(unfinished.folder), "activation": activation, "group_size": size,
+        "tokens": 0 if ids is None else ids.numel(), "device": _name(device), "bytes_before": source.size,
+        "bytes_after": written, "evaluation": evaluation,
+        "layers": [
+            {"name": name, "bits": _bits(model, name), "error": job.report.errors[name]} for name in job.report.worst
+        ],
+        "skipped": skipped, "unreached": job.report.unreached,
+    }  # fmt: skip
+
+
+def _windows(
+    source: Source, texts: tuple[str, str | None], windows: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Token ids [windows, WIDTH] that are evaluated, and that calibrate; None for none. texts: likewise."""
+    from jitgemm.nn.quantize.evaluate import TESTED, WIDTH, windows_of
+    from jitgemm.nn.save.source import tokenizer_of
+
+    held, text = texts
+    try:
+        tokenizer = tokenizer_of(source)
+    except ValueError as error:
+        if text is not None:
+            raise ValueError(f"{error}; --data none does without calibration") from error
+        common.note(f"nothing is evaluated: {error}")
+        return None, None
+    ids = None if text is None else windows_of(tokenizer, text, windows)
+    if ids is not None and not len(ids):
+        raise ValueError(f"--data: expected text of at least {2 * WIDTH} tokens, got less")
+    if ids is not None and len(ids) < windows:
+        got = f"the text has {ids.numel()} tokens to calibrate with"
+        common.note(f"--data: {got}, less than --tokens {windows * WIDTH}")
+    tested = windows_of(tokenizer, held, TESTED)
+    if not len(tested):
+        common.note(f"nothing is evaluated: less than {WIDTH} tokens are held back")
+    return tested if len(tested) else None, ids
+
+
+def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> None:
+    """All stages: what an interrupted run left is read, the rest is quantised and kept."""
+    read: set[str] = set()
+
+    def ready(names: list[str]) -> dict[str, Any] | None:
+        layers = unfinished.kept(names, job.report, job.found.forms, device)
+        read.update(layers or ())
+        return layers
+
+    done, total, quiet = 0, len(job.chosen), not common.err().is_terminal  # where no bar is shown
+    with closing(job.stages(ready)) as stages:  # an interruption ends its bar
+        for layers in stages:
+            if not read.issuperset(layers):
+                unfinished.keep(layers, job.report)
+            before, done = done, done + len(layers)
+            if quiet and 10 * done // total > 10 * before // total:
+                common.note(f"{done} of {total} layers are quantised")
+
+
+def _filter(model: Any, reasons: dict[str, str]) -> Any:
+    """Which modules are quantised: `quantize_`'s own choice, within the text's decoder, where columns make groups.
+    reasons: gets {name: why not} of the others."""
+    from jitgemm.nn.quantize.replaceable import Replaceable
+
+    found, decoder = Replaceable(model), _decoder(model)
+
+    def fits(name: str, module: Any) -> bool:
+        reason = found.why_unwise(name)
+        if reason is None and decoder and not name.startswith(f"{decoder}."):
+            reason = f"outside of {decoder}, which reads the text"
+        if reason is None and any(k % GROUPS[-1] for k in _columns(found, name, module)):
+            reason = f"expected a number of columns that is a multiple of {GROUPS[-1]}"
+        if reason is not None:
+            reasons[name] = reason
+        return reason is None
+
+    return fits
+
+
+def _columns(found: Any, name: str, module: Any) -> tuple[int, ...]:
+    form = found.forms.get(name)
+    return (module.in_features,) if form is None else (form.hidden, form.inter)
+
+
+def _decoder(model: Any) -> str:
+    """The name of a model's text decoder; "" where all of the model is one. What sees images is not calibrated by text."""
+    part = getattr(model, "get_decoder", lambda: None)()
+    return next((name for name, module in model.named_modules() if module is part), "")
+
+
+def _group_size(model: Any, asked: int | None, wanted: int) -> int:
+    """The group size that was asked for, else the wanted one or the next smaller one that divides all layers' columns."""
+    from jitgemm.nn.quantize.replaceable import Replaceable
+
+    found, fits = Replaceable(model), _filter(model, {})
+    columns: dict[int, str] = {}  # and the first layer that has as many
+    for name in found.places:
+        module = model.get_submodule(name)
+        if found.why_impossible(name) is None and fits(name, module):
+            for k in _columns(found, name, module):
+                columns.setdefault(k, name)
+    good = [size for size in GROUPS if all(k % size == 0 for k in columns)]
+    if asked is not None and asked not in good:
+        k = next(k for k in columns if k % asked)
+        raise ValueError(f"--group-size: expected one of {good}, got {asked}, and {columns[k]} has {k} columns")
+    if asked is not None:
+        return asked
+    size = next(size for size in good if size <= wanted)
+    if size != wanted:
+        k = next(k for k in columns if k % (2 * size))
+        common.note(f"groups of {size}: {columns[k]} has {k} columns, no multiple of {2 * size}")
+    return size
+
+
+def _bits(model: Any, name: str) -> int:
+    layer = model.get_submodule(name)
+    return int((layer.w13 if hasattr(layer, "w13") else layer).weight.bits)
+
+
+def _device(text: str | None) -> torch.device:
+    """Where the model runs. Raises ValueError for a GPU that runs no kernels."""
+    import torch
+
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    try:
+        device = torch.device(text or ("cuda" if hopper else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device: expected cuda or cpu, got {text!r}: {error}") from None
+    if device.type != "cpu" and (device.type != "cuda" or not torch.cuda.is_available()):
+        raise ValueError(f"--device: expected a Hopper GPU or cpu, got {text}, and PyTorch finds none")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        raise ValueError(f"--device: expected a Hopper GPU or cpu, got {torch.cuda.get_device_name(device)}")
+    if device.type == "cpu":
+        common.note("runs on the CPU, by the exact reference of the kernels, which takes long for large models")
+    return device
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _limit(text: str | None) -> float | None:
+    if text is None or text.upper() == "AUTO":
+        return None if text is None else AUTO_KEEP_8BIT
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise ValueError(f"--keep-8bit: expected AUTO or a number such as 0.02, got {text!r}")
+    return limit
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """What changes when a file is written."""
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def _report(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        common.print_json(facts)
+        return
+    rows = []
+    for layer in facts["layers"][:SHOWN]:
+        error = layer["error"]
+        lost = None if not error else f"{-10 * math.log10(error):.1f} dB"
+        rows.append((layer["name"], layer["bits"], f"{error:.2%}", lost))
+    columns = ("layer", "bits", "error in 4 bits", "signal to error")
+    common.out().print(common.table(columns, rows, left=("layer",), drop=("signal to error",)))
+    if (found := facts["evaluation"]) is not None:
+        before, after = found["before"], found["after"]
+        shown = {
+            "perplexity": f"{before['perplexity']:.2f} before, {after['perplexity']:.2f} after",
+            "KL divergence": f"{after['kl']:.4f}",
+            "same first token": f"{after['same']:.1%}",
+        }
+        common.out().print()
+        common.print_facts(shown)
+    counts = [sum(layer["bits"] == bits for layer in facts["layers"]) for bits in (4, 8)]
+    sizes = f"{common.show_size(facts['bytes_before'])} before, {common.show_size(facts['bytes_after'])} after"
+    common.note(f"{counts[0]} layers of 4 bits, {counts[1]} of 8; {sizes}; {facts['seconds']:.0f} s")
+    common.note(f"load it with: vllm serve {facts['out']} --quantization jitgemm")

@@ -1,0 +1,106 @@
+"""What quantisation does to a model's predictions: texts, windows of their tokens, perplexity and KL divergence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WIDTH = 256
+"""Tokens of a window, the first of a text among them."""
+TESTED = 8
+"""Windows that are evaluated."""
+_AT_ONCE = 2
+"""Windows in one call of the model."""
+_HELD_BACK = ("classes", "exceptions", "execmodel", "objects", "truth", "typesfunctions", "integers", "lambda")
+"""Python's help topics that are evaluated."""
+
+
+def help_texts() -> tuple[str, str]:
+    """(text to evaluate, text to calibrate with): the help topics of the Python that runs, in English."""
+    from pydoc_data.topics import topics
+
+    held = "\n\n".join(topics[name] for name in _HELD_BACK if name in topics)
+    return held, "\n\n".join(text for name, text in sorted(topics.items()) if name not in _HELD_BACK)
+
+
+def texts_of(file: Path) -> tuple[str, str]:
+    """(text to evaluate, text to calibrate with): the first eighth of a file's text, and the rest.
+
+    Args:
+        file: text in UTF-8, or .jsonl with an object in each line whose "text" is one.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such text.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected text in UTF-8, got {error}") from None
+    if file.suffix == ".jsonl":
+        texts = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                found = None
+            if not isinstance(found, str):
+                raise ValueError(f'{file}: expected a JSON object with a "text" in line {number}, got {line[:60]!r}')
+            texts.append(found)
+        text = "\n\n".join(texts)
+    return text[: len(text) // 8], text[len(text) // 8 :]
+
+
+def windows_of(tokenizer: Any, text: str, count: int) -> torch.Tensor:
+    """Token ids [windows, WIDTH], at most `count` windows; each begins with the tokenizer's first token of a text, if it
+    has one.
+
+    Args:
+        tokenizer: one of transformers.
+    """
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0].long()
+    size = WIDTH - len(first)
+    rows = ids[: min(count, len(ids) // size) * size].view(-1, size)
+    return torch.cat([ids.new_tensor(first).expand(len(rows), -1), rows], 1)
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of each next token, fp32 [windows, WIDTH - 1, vocabulary], for two windows at a time.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: [windows, WIDTH], on the model's device.
+    """
+    for part in ids.split(_AT_ONCE):
+        yield model(part, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+
+
+def compared(base: Sequence[torch.Tensor], got: Iterable[torch.Tensor], ids: torch.Tensor) -> dict[str, float]:
+    """What became of a model.
+
+    Args:
+        base: `log_probabilities` of the model in floats, on any device.
+        got: those of the model that is compared with it.
+        ids: what both were called with.
+
+    Returns:
+        perplexity; kl, the mean KL divergence from `base` in nats; same, how often the most probable token is `base`'s.
+    """
+    loss = divergence = same = 0.0
+    for reference, found, part in zip(base, got, ids.split(_AT_ONCE), strict=True):
+        reference = reference.to(found.device)
+        loss -= float(found.gather(-1, part[:, 1:, None].to(found.device)).sum(dtype=torch.float64))
+        terms = reference.exp() * (reference - found)
+        divergence += float(terms.where(reference.exp() > 0, 0.0).sum(dtype=torch.float64))
+        same += float((reference.argmax(-1) == found.argmax(-1)).sum())
+    count = ids[:, 1:].numel()
+    perplexity = float(torch.tensor(loss / count, dtype=torch.float64).exp())
+    return {"perplexity": perplexity, "kl": divergence / count, "same": same / count}

@@ -1,0 +1,105 @@
+"""The files of a quantised model's folder: the source's shards with quantised layers, its config, and what is copied."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.compressed_tensors import FORMAT, written_config, written_group
+from jitgemm.checkpoint.format import Scheme
+from jitgemm.checkpoint.writing import Stored, write_safetensors, written
+from jitgemm.nn.save.places import Places
+from jitgemm.nn.save.source import Source
+
+_CONFIG = "config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx", ".index.json")
+"""Files that hold weights, or list them, and are not copied."""
+_FOLDERS = ("additional_chat_templates",)
+"""Folders that belong to a tokenizer."""
+
+
+def quantization_config(
+    model: torch.nn.Module, places: Places, inputs: str, group_size: int, symmetric: bool = True
+) -> dict[str, Any]:
+    """What config.json says of the layers that stand in the model.
+
+    Args:
+        inputs: "float" (e4m3) or "int", the type that they are quantised to.
+        group_size, symmetric: of the layers of 4 bits.
+    """
+    layers: dict[int, list[str]] = {4: [], 8: []}
+    for layer in places.layers:
+        layers[places.bits(model, layer)].append(layer)
+    # "Linear" takes joined layers before the names of their parts do in vLLM 0.24, and the first match counts.
+    last = sorted({re.escape(layer.rpartition(".")[2]) for layer in layers[4]})
+    four = [rf"re:(.*\.)?({'|'.join(last)})$"] if layers[8] else ["Linear"]
+    eight = layers[8] if layers[4] else ["Linear"]
+    groups = [written_group(eight, 8, inputs)] if layers[8] else []
+    groups += [written_group(four, 4, inputs, group_size, symmetric)] if layers[4] else []
+    return written_config(groups, places.ignore)
+
+
+def write_folder(
+    model: torch.nn.Module, source: Source, places: Places, folder: Path, config: dict[str, Any],
+    show: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Writes the checkpoint, config.json last: until then no reader takes the folder for a model.
+
+    Args:
+        model: in which the quantised layers stand.
+        config: the quantization_config.
+        show: called with the name of each shard before it is written.
+
+    Returns:
+        Bytes of all tensors.
+
+    Raises:
+        OSError: a file could not be written; the error names it.
+    """
+    schemes: dict[int, Scheme] = {}
+    places_of: dict[str, str] = {}
+    total = 0
+    for file, stored in source.shards.items():
+        show(file.name)
+        tensors: dict[str, torch.Tensor | Stored] = {}
+        for name, each in stored.items():
+            if name not in places.instead:
+                tensors[name] = each
+            for layer in places.instead.get(name, ()):
+                weight = places.canonical(model, layer)
+                if weight.bits not in schemes:
+                    schemes[weight.bits] = FORMAT.scheme(config, layer)
+                made = FORMAT.write(weight, schemes[weight.bits])
+                if weight.bias is not None:
+                    made["bias"] = weight.bias
+                tensors |= {f"{layer}.{suffix}": value.cpu() for suffix, value in made.items()}
+        write_safetensors(folder / file.name, tensors)
+        places_of |= dict.fromkeys(tensors, file.name)
+        total += sum(each.size if isinstance(each, Stored) else each.nbytes for each in tensors.values())
+    if [file.name for file in source.shards] != ["model.safetensors"]:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places_of.items()))}
+        with written(folder / "model.safetensors.index.json") as opened:
+            opened.write(json.dumps(index, indent=2).encode() + b"\n")
+    for path in sorted(source.folder.iterdir()):
+        if path.is_file() and path.name[0] != "." and path.name != _CONFIG and not path.name.endswith(_WEIGHTS):
+            _copy(path, folder / path.name)
+        elif path.is_dir() and path.name in _FOLDERS:
+            (folder / path.name).mkdir(exist_ok=True)
+            for inner in sorted(path.iterdir()):
+                _copy(inner, folder / path.name / inner.name)
+    with written(folder / _CONFIG) as opened:
+        opened.write(json.dumps(source.config | {"quantization_config": config}, indent=2).encode() + b"\n")
+    return total
+
+
+def _copy(path: Path, to: Path) -> None:
+    with written(to) as opened, open(path, "rb") as source:
+        shutil.copyfileobj(source, opened)
+    os.chmod(to, path.stat().st_mode & 0o777)

@@ -1,0 +1,206 @@
+"""Where the source's files have what a quantised layer replaces, and what is written in its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.canonical import CanonicalWeight, concat
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.nn.layers.shard_weight import unpacked
+from jitgemm.nn.load.experts_source import ExpertsSource
+from jitgemm.nn.load.transformers_names import renamed_for
+from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
+from jitgemm.nn.save.source import Source
+
+_PROJECTIONS = (("gate_proj", "up_proj"), ("down_proj",))
+"""What the layers of an expert are called whose files stack the experts."""
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a layer's weight: of a Linear's, or of one expert's.
+
+    Attributes:
+        layer: the module's name in the model.
+        rows: which of the weight's.
+        part, expert: 0 for w13 and 1 for w2, and whose, of experts; None of a Linear.
+    """
+
+    layer: str
+    rows: slice
+    part: int | None = None
+    expert: int | None = None
+
+    def packed(self, model: torch.nn.Module) -> tuple[Any, torch.Tensor | None]:
+        """(weight, bias) of the layer that stands in the model, before rows are taken."""
+        layer: Any = model.get_submodule(self.layer)
+        if self.part is None:
+            return layer.weight, layer.bias
+        projection = (layer.w13, layer.w2)[self.part]
+        bias = projection.bias
+        return projection.weight[self.expert], None if bias is None else bias[self.expert]
+
+
+@dataclass
+class Places:
+    """What quantised layers replace.
+
+    Attributes:
+        layers: {a layer's name in the files that are written: what its rows are, one piece below another}.
+        instead: {tensor of the source: layers that are written instead of it, in its shard}.
+        with_bias: layers whose bias is written, as the source has those of all experts in one tensor.
+        ignore: layers with a matrix that stay in floats, as compressed-tensors' "ignore" names them.
+    """
+
+    layers: dict[str, list[Piece]] = field(default_factory=dict)
+    instead: dict[str, list[str]] = field(default_factory=dict)
+    with_bias: set[str] = field(default_factory=set)
+    ignore: list[str] = field(default_factory=list)
+
+    def canonical(self, model: torch.nn.Module, layer: str) -> CanonicalWeight:
+        """A layer's weight out of the quantised model; with its bias where that is written."""
+        parts = []
+        for piece in self.layers[layer]:
+            weight, bias = piece.packed(model)
+            whole = unpacked(weight)
+            whole = replace(whole, bias=bias) if layer in self.with_bias else whole
+            parts.append(whole.rows(piece.rows))
+        return concat(parts)
+
+    def bits(self, model: torch.nn.Module, layer: str) -> int:
+        return int(self.layers[layer][0].packed(model)[0].bits)
+
+
+def find_places(
+    model: torch.nn.Module, source: Source, names: Iterable[str], forms: Mapping[str, Form], head: str | None
+) -> Places:
+    """Where the source's files have the weights of a model's modules.
+
+    Args:
+        names: of the Linears and modules of stacked experts that are to be quantised.
+        forms: {name: form} of the modules of stacked experts.
+        head: name of the output embedding.
+
+    Raises:
+        ValueError: the files have a weight under no name that is known, or joined with one that stays in floats.
+    """
+    renamed, _ = renamed_for(model, source.checkpoint)
+    places = Places()
+    pieces: dict[str, list[tuple[int, int, Piece]]] = {}  # of each tensor of the files: (start, rows, piece)
+    for name in names:
+        if name in forms:
+            _find_experts(places, renamed, name, forms[name])
+            continue
+        if f"{name}{_WEIGHT}" not in renamed:
+            raise ValueError(f"{name}: expected its weight in {source.folder}, found none under a known name")
+        for tensor, start, piece, count in _of_linear(source, renamed, name):
+            pieces.setdefault(tensor, []).append((start, count, piece))
+    for tensor, found in pieces.items():
+        found.sort(key=lambda each: each[0])
+        rows, k = _matrix(source, tensor)
+        if sum(count for _, count, _ in found) != rows or any(k != _columns(model, piece) for _, _, piece in found):
+            layers = ", ".join(piece.layer for _, _, piece in found)
+            raise ValueError(f"{tensor}: expected the rows of {layers} to be all of its {rows}, and their columns {k}")
+        layer = _layer_name(tensor)
+        places.layers[layer] = [piece for _, _, piece in found]
+        places.instead[tensor] = [layer]
+    places.ignore = sorted(set(_left_in_floats(model, source, renamed, places, head)))
+    return places
+
+
+def _of_linear(source: Source, renamed: Checkpoint, name: str) -> Iterator[tuple[str, int, Piece, int]]:
+    """(tensor of the files, first of its rows, piece, rows) of a Linear's weight: of several that the model joins, or of
+    one that it cuts."""
+    rows = renamed.rows(f"{name}{_WEIGHT}")
+    start, stop, offset = rows.start, rows.start + rows.count, 0
+    for tensor in rows.sources:
+        count, _ = _matrix(source, tensor)
+        first, last = max(offset, start), min(offset + count, stop)
+        if first < last:
+            yield tensor, first - offset, Piece(name, slice(first - start, last - start)), last - first
+        offset += count
+
+
+def _find_experts(places: Places, checkpoint: Checkpoint, name: str, form: Form) -> None:
+    """The layers of a module's experts: those of the files, or, where these stack the experts, new ones."""
+    source = ExpertsSource.find(checkpoint, name, form)
+    if source is not None:
+        for part, projection in enumerate(source.projections):
+            for e, layers in enumerate(projection):
+                for layer, rows in zip(layers, _rows_of(form, part, len(layers)), strict=True):
+                    (tensor,) = checkpoint.rows(f"{layer.prefix}{_WEIGHT}").sources
+                    own = _layer_name(tensor)
+                    places.layers[own] = [Piece(name, rows, part, e)]
+                    places.instead[tensor] = [own]
+        return
+    for part, parameter in enumerate(PARAMETERS):
+        if f"{name}.{parameter}" not in checkpoint:
+            raise ValueError(f"{name}: expected its experts in {checkpoint.where}, found none under a known name")
+        (tensor,) = checkpoint.rows(f"{name}.{parameter}").sources
+        above = tensor.removesuffix(parameter)
+        if above == tensor:
+            raise ValueError(f"{tensor}: expected a name that ends in {parameter}")
+        written = []
+        for e in range(form.experts):
+            for child, rows in zip(_PROJECTIONS[part], _rows_of(form, part, len(_PROJECTIONS[part])), strict=True):
+                written.append(f"{above}{e}.{child}")
+                places.layers[written[-1]] = [Piece(name, rows, part, e)]
+        places.instead[tensor] = written
+        if form.bias:
+            (bias,) = checkpoint.rows(f"{name}.{BIASES[part]}").sources
+            places.instead[bias] = []
+            places.with_bias.update(written)
+
+
+def _rows_of(form: Form, part: int, count: int) -> list[slice]:
+    """Which rows of a projection are its layers'. Gate and up are written apart, whatever order the model has."""
+    if count == 1:
+        return [slice(None)]
+    if form.gate.order == "interleaved":
+        return [slice(0, None, 2), slice(1, None, 2)]
+    halves = [slice(0, form.inter), slice(form.inter, None)]
+    return halves if form.gate.order == "gate_up" else halves[::-1]
+
+
+def _left_in_floats(
+    model: torch.nn.Module, source: Source, renamed: Checkpoint, places: Places, head: str | None
+) -> Iterator[str]:
+    """Every layer of the files with a matrix that is not replaced, also layers that this model lacks."""
+    embeddings: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and f"{name}{_WEIGHT}" in renamed:
+            embeddings.update(renamed.rows(f"{name}{_WEIGHT}").sources)
+    for tensor, stored in source.tensors.items():
+        dims = len(stored.shape)
+        if tensor in places.instead or tensor in embeddings:
+            continue
+        if tensor.endswith(_WEIGHT) and dims == 2:
+            yield tensor.removesuffix(_WEIGHT)
+        elif dims == 3 and not tensor.endswith((_WEIGHT, "bias")):  # stacked experts
+            yield f"re:{re.escape(tensor.rpartition('.')[0])}\\..*"
+    if head is not None and f"{head}{_WEIGHT}" not in renamed:  # tied: in no file, and a Linear for other readers
+        yield head
+
+
+def _layer_name(tensor: str) -> str:
+    if not tensor.endswith(_WEIGHT):
+        raise ValueError(f"{tensor}: expected a name that ends in {_WEIGHT}")
+    return tensor.removesuffix(_WEIGHT)
+
+
+def _matrix(source: Source, tensor: str) -> tuple[int, int]:
+    shape = source.tensors[tensor].shape
+    if len(shape) != 2:
+        raise ValueError(f"{tensor}: expected a matrix, got shape {list(shape)}")
+    return shape[0], shape[1]
+
+
+def _columns(model: torch.nn.Module, piece: Piece) -> int:
+    layer: Any = model.get_submodule(piece.layer)
+    return int(layer.in_features)

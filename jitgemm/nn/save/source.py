@@ -1,0 +1,116 @@
+"""The folder of a model in floats: what is there is checked before the model is made of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.files import Checkpoint, config_beside
+from jitgemm.checkpoint.writing import Stored, stored_in
+from jitgemm.nn.report import some
+
+_PREDICTS = ("ForCausalLM", "ForConditionalGeneration")
+"""How transformers calls classes that predict tokens."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder whose files were looked at.
+
+    Attributes:
+        folder: where it is.
+        config: its config.json.
+        checkpoint: its tensors.
+        shards: {file: {name: tensor}} of its safetensors files.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+    shards: dict[Path, dict[str, Stored]]
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """All tensors of all shards."""
+        return {name: each for tensors in self.shards.values() for name, each in tensors.items()}
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(each.size for each in self.tensors.values())
+
+
+def source_of(folder: Path) -> Source:
+    """Looks at a folder's config and headers.
+
+    Raises:
+        FileNotFoundError: it, its config.json or one of its files is not there.
+        ValueError: a file is damaged, or the model is quantised already.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        hint = "a model of the hub is fetched by: hf download NAME --local-dir FOLDER"
+        raise FileNotFoundError(f"{folder}: expected a model's folder, found no config.json in it; {hint}")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if (quantised := config_beside(folder)) is not None:
+        method = quantised.get("quant_method") or quantised.get("quant_algo") or "another library"
+        raise ValueError(f"{folder}: expected a model in floats, got one that {method} quantised")
+    checkpoint = Checkpoint(folder)
+    names: dict[Path, list[str]] = {}
+    for name in checkpoint.names():
+        names.setdefault(checkpoint.file(name), []).append(name)
+    missing = sorted(file.name for file in names if not file.is_file())
+    if missing:
+        raise FileNotFoundError(f"{folder}: expected all files that its index names, found no {some(missing)}")
+    shards = {}
+    for file in sorted(names):
+        stored, said = stored_in(file), set(names[file])
+        if lost := sorted(said - stored.keys()):
+            raise ValueError(f"{file}: expected the tensors that the index says, found no {some(lost)}")
+        shards[file] = {name: each for name, each in stored.items() if name in said}
+    return Source(folder, config, checkpoint, shards)
+
+
+def model_of(source: Source, device: torch.device) -> Any:
+    """The model of transformers, in its files' type: of the class that config.json names, if it predicts tokens.
+
+    Raises:
+        ValueError: transformers is not there, the files do not fill the model, or hold a NaN or infinity; the message
+            names the tensor.
+    """
+    transformers = _transformers()
+    named = next((name for name in source.config.get("architectures") or () if name.endswith(_PREDICTS)), "")
+    kind: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
+    opened: Any = kind.from_pretrained(source.folder, dtype="auto", output_loading_info=True, local_files_only=True)
+    model, loaded = opened
+    if missing := sorted(loaded["missing_keys"]):
+        raise ValueError(f"{source.folder}: expected all tensors of the model, found no {some(missing)}")
+    model = model.to(device).eval()
+    for name, tensor in model.named_parameters():
+        if not bool(tensor.isfinite().all()):
+            at = (~tensor.isfinite()).nonzero()[0]
+            raise ValueError(f"{name}: expected finite values, got {float(tensor[tuple(at)])} at {at.tolist()}")
+    return model
+
+
+def tokenizer_of(source: Source) -> Any:
+    """The folder's tokenizer, of transformers. Raises ValueError, which says why, where there is none."""
+    transformers = _transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    except Exception as error:  # of any kind: each tokenizer has its own files and libraries
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{source.folder}: expected a tokenizer, got {type(error).__name__}: {why}") from error
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"a model is opened by transformers: pip install transformers ({error})") from None

@@ -1,0 +1,165 @@
+"""The folder that is written, until it is complete: its settings, and each stage's layers as soon as they are quantised.
+
+::
+
+    OUT/.jitgemm-quantize/settings.json          what decides the result; another run may only go on with the same
+                          FIRST.HASH.safetensors a stage's layers, as their state dicts, named after its first module
+                          lock                   held by the process that writes
+
+Without settings.json it is no folder of ours. A file is complete or not there (see `checkpoint.writing`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from jitgemm.checkpoint.writing import write_safetensors, written
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.quantize.stacked import Form
+from jitgemm.nn.report import QuantisationReport
+
+_WORK = ".jitgemm-quantize"
+_SETTINGS = "settings.json"
+
+
+class Unfinished:
+    """A folder that is being written by this process, and by no other.
+
+    Attributes:
+        folder: where the checkpoint goes.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], restart: bool = False):
+        """Makes the folder, or takes over one that an interrupted run left.
+
+        Args:
+            settings: what decides the result, as JSON has it.
+            restart: drop what an interrupted run left.
+
+        Raises:
+            ValueError: the folder holds something else, an interrupted run had other settings, or another process writes
+                to it.
+            OSError: it cannot be written.
+        """
+        self.folder, self._work = folder, folder / _WORK
+        if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not self._work.is_dir())):
+            raise ValueError(f"{folder}: expected an empty folder, or what an interrupted run left, got other files")
+        self._work.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self._work / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"{folder}: expected no other process that writes to it, found one") from None
+        try:
+            self._hash = self._compare(settings, restart)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _compare(self, settings: Mapping[str, Any], restart: bool) -> str:
+        """Compares the settings with those of an interrupted run, or writes them; returns their hash."""
+        known, text = self._work / _SETTINGS, json.dumps(settings, indent=1, sort_keys=True)
+        if known.exists() and not restart:
+            before = json.loads(known.read_text(encoding="utf-8"))
+            changed = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
+            if changed:
+                was = ", ".join(f"{key} {before.get(key)} (now {settings.get(key)})" for key in changed)
+                raise ValueError(
+                    f"{self.folder}: an interrupted run had other settings: {was}; give the same to go on, or --restart"
+                )
+        else:
+            for left in self._files():
+                left.unlink()
+            with written(known) as file:
+                file.write(text.encode())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def layers(self) -> int:
+        """How many are kept."""
+        return sum(len(_names(each)) for each in self._files())
+
+    def _files(self) -> list[Path]:
+        return sorted(self._work.glob("*.safetensors"))
+
+    def _file(self, names: Iterable[str]) -> Path:
+        return self._work / f"{next(iter(names))}.{self._hash}.safetensors"
+
+    def keep(self, layers: Mapping[str, torch.nn.Module], report: QuantisationReport) -> None:
+        """Writes a stage's layers, and what the report says of them. Raises OSError, which names the file."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, layer in layers.items():
+            tensors |= layer.state_dict(prefix=f"{name}.")
+        about = {
+            "errors": {name: report.errors[name] for name in layers if name in report.errors},
+            "kept_8bit": {name: report.kept_8bit[name] for name in layers if name in report.kept_8bit},
+            "names": list(layers),
+        }
+        write_safetensors(self._file(layers), tensors, {"about": json.dumps(about)})
+
+    def kept(
+        self, names: list[str], report: QuantisationReport, forms: Mapping[str, Form], device: torch.device
+    ) -> dict[str, Any] | None:
+        """A stage's layers, if an interrupted run had quantised them; the report then has what it said of them.
+
+        Args:
+            names: of the stage's modules.
+            forms: {name: form} of the modules of stacked experts.
+        """
+        file = self._file(names)
+        if not file.is_file() or sorted(_names(file)) != sorted(names):
+            return None
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        about = _about(file)
+        layers: dict[str, Any] = {}
+        for name in names:
+            if name in forms:
+                experts = PackedExperts.from_state_dict(tensors, f"{name}.")
+                experts.top_k = forms[name].top_k
+                layers[name] = experts.to(device)
+            else:
+                layers[name] = PackedLinear.from_state_dict(tensors, f"{name}.").to(device)
+        report.errors |= about["errors"]
+        report.kept_8bit |= about["kept_8bit"]
+        return layers
+
+    def finish(self) -> None:
+        """Drops what only an unfinished folder has."""
+        self._lock.release()
+        shutil.rmtree(self._work)
+
+    def close(self) -> None:
+        """Lets another process go on; what was quantised stays. A folder in which nothing was is gone."""
+        self._lock.release()
+        if self._work.is_dir() and not self._files():
+            shutil.rmtree(self._work, ignore_errors=True)
+            if not any(self.folder.iterdir()):
+                os.rmdir(self.folder)
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """What a stage's file says of its layers. Raises ValueError for one that is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return dict(json.loads((opened.metadata() or {})["about"]))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{file}: expected what an interrupted run left, got {error}; delete it") from None
+
+
+def _names(file: Path) -> list[str]:
+    return list(_about(file)["names"])

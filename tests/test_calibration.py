@@ -1,0 +1,269 @@
+"""`quantize_` with calibration: what is collected, in what order, and what comes of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import jitgemm.nn
+from jitgemm.nn.quantize.calibration import Calibration
+from jitgemm.nn.quantize.quantize import Quantising
+from jitgemm.nn.quantize.replaceable import Replaceable
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY, HIDDEN = 96, 64
+
+
+def llama(layers: int = 2, **more) -> torch.nn.Module:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, **more,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def qwen3_moe() -> torch.nn.Module:
+    torch.manual_seed(2)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=HIDDEN, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def ids(sequences: int = 6, tokens: int = 24, seed: int = 3) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def runs(model: torch.nn.Module, batches: list, **more) -> Calibration:
+    found = Replaceable(model)
+    return Calibration(
+        model, batches, {name: found.forms.get(name) for name in found.places if name != "lm_head"}, **more
+    )
+
+
+def seen(model: torch.nn.Module, name: str, *batches: torch.Tensor) -> torch.Tensor:
+    """The inputs of a module, [tokens, k]."""
+    inputs = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    handle.remove()
+    return torch.cat(inputs)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+def test_moments_are_the_inputs_products():
+    model, batches = llama(), list(ids().split(2))
+    run = runs(model, batches)
+    for stage in run.stages():
+        found = run.collect(stage)
+        for name in stage:
+            x = seen(model, name, *batches)
+            assert close(found[name].given(False), x.T @ x), name
+            assert int(found[name].tokens) == 6 * 24
+
+
+def test_stages_are_blocks_in_the_order_of_running_and_share_sums():
+    run = runs(llama(3), [ids()])
+    stages = list(run.stages())
+    assert [{name.split(".")[2] for name in stage} for stage in stages] == [{"0"}, {"1"}, {"2"}]
+    assert [name.rpartition(".")[2] for name in stages[0]] == [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    ]  # fmt: skip
+    found = run.collect(stages[1])
+    assert len({id(each) for each in found.values()}) == 4  # q, k, v have one input; gate and up as well
+
+
+def test_sums_beyond_the_memory_are_a_stage_of_their_own():
+    run = runs(llama(1), [ids()], memory=4 * HIDDEN**2)
+    assert [[name.rpartition(".")[2] for name in stage] for stage in run.stages()] == [
+        ["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]
+    ]  # fmt: skip
+
+
+def test_a_later_block_sees_what_the_quantised_ones_pass_on():
+    model, batch = llama(), ids()
+    job = Quantising(model, calibration=[batch], group_size=32)
+    stages = job.stages()
+    next(stages)
+    x = seen(model, "model.layers.1.mlp.down_proj", batch)
+    untouched = seen(llama(), "model.layers.1.mlp.down_proj", batch)
+    assert not close(x, untouched)
+    expected = jitgemm.quantize_w4(
+        llama().get_submodule("model.layers.1.mlp.down_proj").weight.detach(), 32, moments=x.T @ x
+    )
+    layer = next(stages)["model.layers.1.mlp.down_proj"]
+    same = (layer.weight.dequantize() == expected.dequantize()).double().mean()
+    assert float(same) > 0.97  # sums in another order
+    assert next(stages, None) is None and isinstance(model.model.layers[1].mlp.down_proj, jitgemm.nn.W4A8Linear)
+
+
+def test_padding_does_not_count():
+    model, batch = llama(), ids(3)
+    mask = torch.ones_like(batch)
+    mask[1, 10:] = 0
+    run = runs(model, [{"input_ids": batch, "attention_mask": mask}])
+    stage = next(run.stages())
+    assert int(run.collect(stage)[stage[0]].tokens) == 3 * 24 - 14
+
+
+@pytest.mark.parametrize("form", ("tensor", "tuple", "mapping"))
+def test_forms_of_batches(form):
+    batch = ids(2)
+    given = {"tensor": batch, "tuple": (batch,), "mapping": {"input_ids": batch}}[form]
+    first, second = llama(1), llama(1)
+    jitgemm.nn.quantize_(first, calibration=[given])
+    jitgemm.nn.quantize_(second, calibration=[batch])
+    with torch.no_grad():
+        assert torch.equal(first(batch).logits, second(batch).logits)
+
+
+def test_experts_count_the_tokens_that_they_get():
+    model, batch = qwen3_moe(), ids(2)
+    name = "model.layers.0.mlp.experts"
+    calls = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: calls.append(args))
+    with torch.no_grad():
+        model(batch)
+    handle.remove()
+    x, chosen = calls[0][0].flatten(0, -2), calls[0][1].flatten(0, -2)
+    run = runs(model, [batch])
+    stage = next(stage for stage in run.stages() if name in stage)
+    moments = run.collect(stage)[name]
+    module = model.get_submodule(name)
+    for e in range(6):
+        mine = x[(chosen == e).any(-1)]
+        assert int(moments.tokens[e]) == len(mine)
+        assert close(moments.sums[0][e], mine.T @ mine)
+        gate, up = (mine @ module.gate_up_proj[e].T).chunk(2, -1)
+        between = torch.nn.functional.silu(gate) * up
+        assert close(moments.sums[1][e], between.T @ between)
+
+
+def test_an_expert_without_a_token_is_quantised_from_its_weight():
+    model, batch = qwen3_moe(), ids(1, 2)
+    module = copy.deepcopy(model.model.layers[0].mlp.experts)
+    run = runs(model, [batch])
+    stage = next(stage for stage in run.stages() if "model.layers.0.mlp.experts" in stage)
+    idle = (run.collect(stage)["model.layers.0.mlp.experts"].tokens == 0).nonzero().flatten().tolist()
+    assert idle
+    jitgemm.nn.quantize_(model, calibration=[batch])
+    expected = jitgemm.quantize_w4(module.gate_up_proj[idle[0]].detach(), 128)
+    got = model.model.layers[0].mlp.experts.w13.weight[idle[0]].dequantize()
+    assert torch.equal(got, expected.dequantize())
+
+
+@pytest.mark.parametrize("make", (llama, qwen3_moe))
+def test_results_are_nearer_than_without(make):
+    model, batches, other = make(), list(ids(24).split(8)), ids(4, seed=9)
+    lost = []
+    with torch.no_grad():
+        expected = model(other).logits
+        for options in ({"calibration": batches}, {"group_size": 128, "symmetric": True}):
+            quantised = copy.deepcopy(model)
+            report = jitgemm.nn.quantize_(quantised, **options)
+            assert report.calibrated == ("calibration" in options) and set(report.errors) == set(report)
+            lost.append(float((quantised(other).logits - expected).square().mean()))
+    assert lost[0] < 0.9 * lost[1]  # activations' rounding is in both
+
+
+def test_errors_are_those_of_the_results():
+    model, batch = llama(1), ids()
+    name = "model.layers.0.self_attn.q_proj"
+    x, w = seen(model, name, batch), model.get_submodule(name).weight.detach()
+    report = jitgemm.nn.quantize_(model, calibration=[batch])
+    got = model.get_submodule(name).weight.dequantize()
+    assert report.errors[name] == pytest.approx(
+        float((x @ (w - got).T).square().sum() / (x @ w.T).square().sum()), rel=1e-3
+    )
+    assert report.worst[0] in repr(report) and "docs/quantize.md" not in repr(report)
+    alone = llama(1)
+    report = jitgemm.nn.quantize_(alone)
+    got = alone.get_submodule(name).weight.dequantize()
+    assert report.errors[name] == pytest.approx(float((w - got).square().sum() / w.square().sum()), rel=1e-3)
+    assert "calibration=batches" in repr(report)
+
+
+def test_layers_of_one_input_stay_in_8_bits_together():
+    model, batch = llama(), ids()
+    errors = jitgemm.nn.quantize_(copy.deepcopy(model), calibration=[batch]).errors
+    first = {name: error for name, error in errors.items() if ".0.self_attn" in name and "o_proj" not in name}
+    limit = sorted(first.values())[-2]  # one of q, k, v is above
+    report = jitgemm.nn.quantize_(model, calibration=[batch], keep_8bit=limit)
+    assert first.keys() <= report.kept_8bit.keys()
+    for name in report:
+        bits = model.get_submodule(name).weight.format.bits
+        assert bits == (8 if name in report.kept_8bit else 4)
+        assert name in report.kept_8bit or report.errors[name] <= limit
+    assert all(report.kept_8bit[name] == pytest.approx(errors[name], rel=1e-3) for name in first)
+    assert all(report.errors[name] < 1e-3 for name in report.kept_8bit)
+    assert "kept in 8 bits" in repr(report)
+
+
+def test_what_no_batch_reaches_is_said():
+    class OnlyFirst(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x)
+
+    model = OnlyFirst(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    report = jitgemm.nn.quantize_(model, calibration=[torch.randn(40, 64)])
+    assert report.unreached == ["1"] and "not reached by calibration: 1 (1)" in repr(report)
+    assert isinstance(model[1], jitgemm.nn.W4A8Linear)
+
+
+def test_the_model_is_left_as_it_was_but_for_the_layers():
+    model = llama(1, attention_dropout=0.5).train()
+    jitgemm.nn.quantize_(model, calibration=[ids()])
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_ready_layers_take_a_stages_place():
+    model, batch = llama(), ids()
+    first = copy.deepcopy(model)
+    layers = {name: layer for stage in Quantising(first, calibration=[batch]).stages() for name, layer in stage.items()}
+    job = Quantising(model, calibration=[batch])
+    asked = []
+
+    def ready(names: list[str]) -> dict | None:
+        asked.append(names)
+        return {name: layers[name] for name in names} if ".0." in names[0] else None
+
+    for _ in job.stages(ready):
+        pass
+    assert len(asked) == 2 and model.model.layers[0].mlp.up_proj is layers["model.layers.0.mlp.up_proj"]
+    with torch.no_grad():
+        assert torch.equal(model(batch).logits, first(batch).logits)
+
+
+def test_defaults_with_and_without():
+    with_, without = llama(1), llama(1)
+    jitgemm.nn.quantize_(with_, calibration=[ids()])
+    jitgemm.nn.quantize_(without)
+    formats = [model.model.layers[0].mlp.up_proj.weight for model in (with_, without)]
+    assert [each.group_size for each in formats] == [128, 32]
+    assert [each.format.zero_point for each in formats] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    (
+        ({"bits": 8, "calibration": []}, "calibration: expected none with bits=8"),
+        ({"keep_8bit": 0.1}, "keep_8bit: expected calibration"),
+        ({"bits": 8, "keep_8bit": 0.1}, "keep_8bit: expected none with bits=8"),
+        ({"calibration": []}, "calibration: expected at least one batch"),
+        ({"calibration": [ids()], "keep_8bit": -1.0}, "keep_8bit: expected a number above 0"),
+        ({"calibration": [ids()], "keep_8bit": "AUTO"}, "keep_8bit: expected a number above 0"),
+    ),
+)
+def test_wrong_arguments_are_named(options, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        jitgemm.nn.quantize_(llama(1), **options)

@@ -1,0 +1,710 @@
+"""jitgemm quantize: what it writes is what quantize_ makes, every reader reads it, and an interruption changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import quantised_names, same_state
+from test_writing import disk_of
+
+import jitgemm.nn
+from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
+from jitgemm.nn.quantize.quantize import Quantising
+from jitgemm.nn.save.unfinished import Unfinished
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from jitgemm.cli import main  # noqa: E402
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 512,
+}  # fmt: skip
+MOE = SIZES | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FEW = ("--tokens", "512")
+"""Two windows of calibration."""
+PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+LAYERS = [f"model.layers.{number}.{name}" for number in (0, 1) for name in PROJECTIONS]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+class Result:
+    def __init__(self, code: int, stdout: str, stderr: str):
+        self.code, self.stdout, self.stderr = code, stdout, stderr
+
+    @property
+    def json(self):
+        return json.loads(self.stdout)
+
+
+@pytest.fixture
+def run(capsys):
+    """The command in this process, on the CPU: run(folder, out, "--tokens", "512") -> Result."""
+
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main(["quantize", "--device", "cpu", *map(str, argv)])
+        captured = capsys.readouterr()
+        return Result(exit.value.code or 0, captured.out, captured.err)
+
+    return call
+
+
+def tokenizer():
+    """One token for each byte, and one that begins a text."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)} | {"<s>": 256}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> torch.nn.Module:
+    config = getattr(transformers, f"{kind}Config", None)
+    if config is None:
+        pytest.skip(f"this transformers has no {kind}")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(**sizes)).eval()
+    for name, tensor in model.named_parameters():
+        if tensor.dim() > 1 or name.endswith("bias"):
+            torch.nn.init.normal_(tensor, std=0.1)  # so that logits differ
+    return model.to(dtype)
+
+
+def folder_of(path: Path, model: torch.nn.Module, shard: str = "150KB") -> Path:
+    """A folder as people have it: several shards, a tokenizer, files that nobody knows."""
+    model.save_pretrained(path, max_shard_size=shard)
+    tokenizer().save_pretrained(path)
+    (path / "LICENSE").write_text("as it was")
+    (path / "pytorch_model.bin").write_text("weights of another kind")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """Tests only read it."""
+    return folder_of(tmp_path_factory.mktemp("llama") / "model", model_of("Llama", **SIZES))
+
+
+@pytest.fixture
+def own_llama(llama, tmp_path) -> Path:
+    """A copy of this test's own."""
+    return Path(shutil.copytree(llama, tmp_path / "own"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def emptied(folder: Path) -> torch.nn.Module:
+    """The model of a folder, with other values."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    torch.manual_seed(9)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(24)[None]).logits
+
+
+def quantised(folder: Path, windows: int | None = 2, **options) -> torch.nn.Module:
+    """What `quantize_` makes of the folder's model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    batches = None
+    if windows is not None:
+        ids = windows_of(transformers.AutoTokenizer.from_pretrained(folder), help_texts()[1], windows)
+        batches = [ids]
+    given = {"group_size": 32, "positive_scales": True} | options
+    for _ in Quantising(model, calibration=batches, **given).stages():
+        pass
+    return model
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(llama, tmp_path_factory) -> Path:
+    """The folder that the command makes of `llama`."""
+    out = tmp_path_factory.mktemp("written") / "out"
+    with pytest.raises(SystemExit) as exit:
+        main(["quantize", str(llama), str(out), *FEW, "--device", "cpu", "--json"])
+    assert not exit.value.code
+    return out
+
+
+def test_load_makes_the_model_that_quantize_makes(llama, written):
+    loaded = emptied(written)
+    report = jitgemm.nn.load_(loaded, written)
+    expected = quantised(llama)
+    assert list(report) == LAYERS and same_state(loaded, expected)
+    assert torch.equal(logits(loaded), logits(expected))
+
+
+def test_from_pretrained_loads_it(written):
+    hf = pytest.importorskip("jitgemm.hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(written, dtype="auto", config=hf.config(written))
+    expected = emptied(written)
+    jitgemm.nn.load_(expected, written)
+    assert quantised_names(loaded) == LAYERS and torch.equal(logits(loaded), logits(expected))
+
+
+def test_transformers_own_reader_of_compressed_tensors_loads_it(written):
+    pytest.importorskip("compressed_tensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=torch.bfloat16)
+    logits(loaded)  # which decompresses
+    ours = emptied(written)
+    jitgemm.nn.load_(ours, written)
+    for name in LAYERS:
+        expected = ours.get_submodule(name).weight.dequantize()
+        assert torch.equal(loaded.get_submodule(name).weight.float(), expected.to(torch.bfloat16).float()), name
+
+
+def test_all_that_is_not_quantised_is_the_sources_byte_for_byte(llama, written):
+    before, after = contents(llama), contents(written)
+    assert before.keys() - after.keys() == {"pytorch_model.bin"} and after.keys() <= before.keys()
+    for name in ("LICENSE", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert after[name] == before[name]
+    config = json.loads(after["config.json"])
+    said = config.pop("quantization_config")
+    assert config == json.loads(before["config.json"]) and said["ignore"] == ["lm_head"]
+    index = json.loads(after["model.safetensors.index.json"])
+    shards = [name for name in after if name.endswith(".safetensors")]
+    assert len(shards) > 1 and set(index["weight_map"].values()) == set(shards)
+    total = 0
+    for shard in shards:
+        old, new = load_file(llama / shard), load_file(written / shard)
+        assert {index["weight_map"][name] for name in new} == {shard}
+        total += sum(tensor.nbytes for tensor in new.values())
+        for name, tensor in old.items():
+            layer = name.removesuffix(".weight")
+            if layer in LAYERS:
+                suffixes = {each.removeprefix(f"{layer}.") for each in new if each.startswith(f"{layer}.")}
+                assert suffixes == {"weight_packed", "weight_scale", "weight_shape"}
+                assert bool((new[f"{layer}.weight_scale"] > 0).all())  # as other readers expect
+            else:
+                assert torch.equal(new[name], tensor)
+    assert index["metadata"]["total_size"] == total
+
+
+def test_the_same_command_writes_the_same_bytes(run, llama, written, tmp_path):
+    assert run(llama, tmp_path / "out", *FEW).code == 0
+    assert contents(tmp_path / "out") == contents(written)
+
+
+def eight_in_order(names: list[str]) -> list[str]:
+    """As the files have them."""
+    return sorted(names, key=lambda name: (name.split(".")[2], PROJECTIONS.index(name.split(".", 3)[3])))
+
+
+@pytest.mark.parametrize("activation, code", [("e4m3", "e4m3"), ("int8", "int8")])
+def test_layers_that_lose_much_stay_in_8_bits_with_their_siblings(run, llama, tmp_path, activation, code):
+    out = tmp_path / "out"
+    facts = run(llama, out, *FEW, "--activation", activation, "--json").json
+    errors = {layer["name"]: layer["error"] for layer in facts["layers"]}
+    limit = errors["model.layers.1.mlp.up_proj"] * 0.999
+    shutil.rmtree(out)
+    facts = run(llama, out, *FEW, "--activation", activation, "--keep-8bit", limit, "--json").json
+    eight = [layer["name"] for layer in facts["layers"] if layer["bits"] == 8]
+    assert {"model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"} <= set(eight)
+    loaded = emptied(out)
+    jitgemm.nn.load_(loaded, out)
+    expected = quantised(llama, activation=activation, keep_8bit=limit)
+    assert same_state(loaded, expected)
+    for name in LAYERS:
+        layer = loaded.get_submodule(name)
+        assert (layer.weight.bits, layer.activation) == (8 if name in eight else 4, activation)
+        assert layer.weight.format.code == (code if name in eight else "int4")
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    first, second = groups.values()
+    assert (
+        first["targets"] == eight_in_order(eight) and "Linear" not in second["targets"]
+    )  # as vLLM's first match counts
+    if importlib.util.find_spec("compressed_tensors"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        logits(theirs)  # which decompresses
+        for name in LAYERS:
+            expected = loaded.get_submodule(name).weight.dequantize()
+            assert torch.equal(theirs.get_submodule(name).weight, expected), name
+
+
+def test_vllms_plug_in_reads_every_scheme(run, llama, tmp_path):
+    """Layers that vLLM joins, of 4 bits and of 8, as its loaders hand them their tensors."""
+    import vllm_layers
+
+    vllm_layers.show()
+    try:
+        import jitgemm.vllm
+
+        jitgemm.vllm.register()
+        from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+        from jitgemm.vllm.config import JitGemmConfig
+
+        out = tmp_path / "out"
+        assert run(llama, out, *FEW, "--keep-8bit", "0.0001").code == 0
+        config = json.loads((out / "config.json").read_text())
+        ours = emptied(out)
+        jitgemm.nn.load_(ours, out)
+        tensors = {name: each for file in out.glob("*.safetensors") for name, each in load_file(file).items()}
+        quant = JitGemmConfig(config["quantization_config"], None)
+        parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+        quant.packed_modules_mapping = parts
+        quant.maybe_update_config(str(out), hf_config=transformers.AutoConfig.from_pretrained(out))
+        widths = set()
+        for number in (0, 1):
+            for joined, above in (("qkv_proj", "self_attn"), ("gate_up_proj", "mlp")):
+                prefix, said = f"model.layers.{number}.{above}", dict(bias=False, params_dtype=torch.bfloat16)
+                said |= dict(quant_config=quant, prefix=f"{prefix}.{joined}")
+                with vllm_layers.rank():
+                    if joined == "qkv_proj":
+                        layer = QKVParallelLinear(64, 16, 4, 2, **said)
+                    else:
+                        layer = MergedColumnParallelLinear(64, [96, 96], **said)
+                    for place, part in zip(("q", "k", "v") if joined == "qkv_proj" else (0, 1), parts[joined]):
+                        start = f"{prefix}.{part}."
+                        for name in (name for name in tensors if name.startswith(start)):
+                            parameter = dict(layer.named_parameters())[name.removeprefix(start)]
+                            parameter.weight_loader(parameter, tensors[name], place)
+                layer.quant_method.process_weights_after_loading(layer)
+                expected = [ours.get_submodule(f"{prefix}.{part}").weight.dequantize() for part in parts[joined]]
+                assert torch.equal(layer.jitgemm.weight.dequantize(), torch.cat(expected))
+                widths.add(layer.jitgemm.weight.bits)
+    finally:
+        vllm_layers.hide()
+    assert 8 in widths
+
+
+MIXTURES = {
+    "Qwen3Moe": MOE | {"head_dim": 16},
+    "Mixtral": MOE,
+    "GptOss": MOE | {"head_dim": 16, "intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_are_written_under_a_name_for_each(run, tmp_path, kind):
+    """GPT-OSS's files stack them, gates and ups in turn, with biases; the others name each."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 stacks no experts")
+    folder = folder_of(tmp_path / "model", model_of(kind, **MIXTURES[kind]))
+    out = tmp_path / "out"
+    done = run(folder, out, *FEW, "--group-size", 32, "--json")
+    assert done.code == 0, done.stderr
+    loaded = emptied(out)
+    jitgemm.nn.load_(loaded, out)
+    expected = quantised(folder)
+    assert quantised_names(loaded) == quantised_names(expected) and any("experts" in n for n in quantised_names(loaded))
+    assert kind == "GptOss" or same_state(loaded, expected)  # GPT-OSS's gates come from files in another order
+    assert torch.equal(logits(loaded), logits(expected))
+    names = {name for file in out.glob("*.safetensors") for name in load_file(file)}
+    assert sum(name.endswith("weight_packed") and ".experts.3." in name for name in names) == 6
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any(name.endswith(("gate", "router")) for name in ignored)
+
+
+def converted(monkeypatch, *rules) -> None:
+    """transformers makes the model's tensors of those of files by these rules: (names there, names here, operation)."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 joins and cuts none")
+    from transformers import conversion_mapping, core_model_loading as loading, modeling_utils
+
+    made = [
+        loading.WeightConverter(there, here, operations=[getattr(loading, name)(dim=0)]) for there, here, name in rules
+    ]
+    for module in (conversion_mapping, modeling_utils):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda *_, **__: made)
+
+
+GATE_UP, Q_K_V = (["gate_proj.weight", "up_proj.weight"], [f"{name}_proj.weight" for name in "qkv"])
+
+
+def test_weights_that_the_model_joins_are_written_apart(run, own_llama, tmp_path, monkeypatch):
+    """The files have q, k and v, Phi-3 has them in one Linear."""
+    whole = ["gate_up_proj.weight"], ["qkv_proj.weight"]
+    converted(monkeypatch, (GATE_UP, whole[0], "Concatenate"), (Q_K_V, whole[1], "Concatenate"))
+    transformers.Phi3Config(**SIZES, pad_token_id=0, dtype=torch.bfloat16).save_pretrained(own_llama)
+    done = run(own_llama, tmp_path / "out", *FEW, "--json")
+    assert done.code == 0, done.stderr
+    names = {layer["name"] for layer in done.json["layers"]}
+    assert "model.layers.0.self_attn.qkv_proj" in names and len(names) == 8
+    loaded = emptied(tmp_path / "out")
+    jitgemm.nn.load_(loaded, tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(quantised(own_llama)))
+    written = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
+    assert {f"{layer}.weight_packed" for layer in LAYERS} <= written
+
+
+def test_weights_that_the_model_cuts_are_written_joined(run, tmp_path, monkeypatch):
+    source, joined = model_of("Llama", **SIZES), {}
+    folder = folder_of(tmp_path / "model", source, shard="1GB")
+    tensors = load_file(folder / "model.safetensors")
+    for number in (0, 1):
+        start = f"model.layers.{number}.mlp"
+        joined[f"{start}.gate_up_proj.weight"] = torch.cat([tensors.pop(f"{start}.{name}") for name in GATE_UP])
+    save_file(tensors | joined, folder / "model.safetensors", {"format": "pt"})
+    converted(monkeypatch, (["gate_up_proj.weight"], GATE_UP, "Chunk"))
+    done = run(folder, tmp_path / "out", *FEW)
+    assert done.code == 0, done.stderr
+    loaded = emptied(tmp_path / "out")
+    assert list(jitgemm.nn.load_(loaded, tmp_path / "out")) == LAYERS
+    assert torch.equal(logits(loaded), logits(quantised(folder)))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["model.layers.1.mlp.gate_up_proj.weight_shape"].tolist() == [192, 64]
+
+
+def test_of_a_model_that_sees_images_the_text_decoder_is_quantised(run, tmp_path):
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 renames its tensors by rules that are not read here")
+    sees = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = SIZES | {"head_dim": 16, "num_hidden_layers": 1}
+    sizes = {
+        "text_config": text,
+        "vision_config": sees | {"image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    }
+    folder = folder_of(tmp_path / "model", model_of("Gemma3", **sizes))
+    done = run(folder, tmp_path / "out", *FEW, "--json")
+    assert done.code == 0, done.stderr
+    names = [layer["name"] for layer in done.json["layers"]]
+    assert len(names) == 7 and all("language_model.layers.0." in name for name in names)
+    loaded = emptied(tmp_path / "out")
+    report = jitgemm.nn.load_(loaded, tmp_path / "out")
+    assert sorted(report) == sorted(names) and torch.isfinite(logits(loaded)).all()
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "vision_tower.encoder.layers.0.mlp.fc1" in ignored
+
+
+def test_a_tied_output_embedding_stays_and_is_ignored(run, tmp_path):
+    folder = folder_of(tmp_path / "model", model_of("Llama", **SIZES, tie_word_embeddings=True, attention_bias=True))
+    assert run(folder, tmp_path / "out", *FEW).code == 0
+    names = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
+    assert not any("lm_head" in name for name in names)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"] and config["tie_word_embeddings"]
+    loaded = emptied(tmp_path / "out")
+    jitgemm.nn.load_(loaded, tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded), logits(quantised(folder)))
+
+
+def test_a_model_in_one_file_has_no_index(run, tmp_path):
+    folder = folder_of(tmp_path / "model", model_of("Llama", torch.float16, **SIZES), shard="1GB")
+    assert run(folder, tmp_path / "out", *FEW).code == 0
+    names = [path.name for path in (tmp_path / "out").iterdir()]
+    assert "model.safetensors" in names and not any("index" in name for name in names)
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_sizes_errors_and_what_became_of_the_predictions(run, llama, tmp_path):
+    facts = run(llama, tmp_path / "out", *FEW, "--json").json
+    errors = [layer["error"] for layer in facts["layers"]]
+    assert {layer["name"] for layer in facts["layers"]} == set(LAYERS)
+    assert errors == sorted(errors, reverse=True) and 0 < errors[-1] and errors[0] < 0.2
+    tensors = {name: each for file in llama.glob("*.safetensors") for name, each in load_file(file).items()}
+    assert facts["bytes_before"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert facts["bytes_after"] < 0.6 * facts["bytes_before"] and facts["tokens"] == 512
+    found = facts["evaluation"]
+    assert found["before"]["kl"] == 0 and found["before"]["same"] == 1 and found["tokens"] == 8 * 255
+    assert found["after"]["kl"] > 0 and found["after"]["same"] < 1
+    loaded = emptied(tmp_path / "out")
+    jitgemm.nn.load_(loaded, tmp_path / "out")
+    ids = windows_of(tokenizer(), help_texts()[0], 8)
+    with torch.no_grad():
+        found_logits = loaded(ids).logits[:, :-1].float()
+    loss = torch.nn.functional.cross_entropy(found_logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert found["after"]["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_evaluated_is_the_model_that_load_makes(run, llama, tmp_path, device):
+    """By the kernels on a GPU, whose results are the same bits in every run."""
+    facts = run(llama, tmp_path / "out", *FEW, "--device", device, "--json").json
+    loaded = emptied(tmp_path / "out")
+    jitgemm.nn.load_(loaded, tmp_path / "out", device=device)
+    ids = windows_of(tokenizer(), help_texts()[0], 8).to(device)
+    floats = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="auto").to(device)
+    base, got = ([*log_probabilities(model, ids)] for model in (floats, loaded))
+    assert facts["evaluation"]["after"] == pytest.approx(compared(base, got, ids), rel=1e-6)
+
+
+def test_perplexity_and_divergence_are_their_definitions():
+    torch.manual_seed(1)
+    ids = torch.randint(0, 50, (5, 9))
+    base, got = (torch.randn(5, 8, 50).log_softmax(-1) for _ in range(2))
+    base[0, 0, 3] = got[0, 0, 3] = -torch.inf  # which adds nothing
+    targets = ids[:, 1:]
+    targets[0, 0] = 4
+    found = compared(base.split(2), iter(got.split(2)), ids)
+    loss = torch.nn.functional.nll_loss(got.flatten(0, 1), targets.flatten())
+    finite = (each.flatten(0, 1)[1:] for each in (got, base))
+    expected = torch.nn.functional.kl_div(*finite, log_target=True, reduction="sum")
+    terms = base[0, 0].exp() * (base[0, 0] - got[0, 0])
+    assert found["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
+    assert found["kl"] == pytest.approx(float(expected + terms[terms.isfinite()].sum()) / 40, rel=1e-5)
+    assert found["same"] == float((base.argmax(-1) == got.argmax(-1)).double().mean())
+
+
+def test_a_table_goes_to_stdout_and_notes_to_stderr(run, llama, tmp_path):
+    done = run(llama, tmp_path / "out", *FEW)
+    assert done.stdout.startswith("layer ") and done.stdout.count(" dB") == 10
+    assert "perplexity" in done.stdout and "KL divergence" in done.stdout
+    assert "7 of 14 layers are quantised\n14 of 14 layers are quantised\n" in done.stderr
+    for text in (
+        "Python's help topics",
+        "groups of 32: model.layers.",
+        "14 layers of 4 bits, 0 of 8",
+        "--quantization jitgemm",
+    ):
+        assert text in done.stderr and text not in done.stdout
+
+
+def test_text_comes_from_a_file_whose_first_eighth_is_held_back(run, llama, tmp_path):
+    text = "".join(f"Line {number} of a text that repeats nothing. " for number in range(400))
+    plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    plain.write_text(text)
+    lines.write_text("".join(json.dumps({"text": part}) + "\n\n" for part in (text[:4000], text[4000:])))
+    held, rest = texts_of(plain)
+    assert held + rest == text and len(held) == len(text) // 8
+    assert "".join(texts_of(lines)) == text[:4000] + "\n\n" + text[4000:]
+    facts = run(llama, tmp_path / "out", "--data", plain, "--tokens", 1024, "--json").json
+    assert facts["tokens"] == 1024 and facts["evaluation"]["tokens"] == (len(held) // 255) * 255
+    few = run(llama, tmp_path / "more", "--data", lines, "--tokens", 1 << 20)
+    assert few.code == 0 and "less than --tokens 1048576" in few.stderr
+
+
+def test_without_calibration_weights_alone_decide_and_no_tokenizer_is_needed(run, own_llama, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (own_llama / name).unlink()
+    done = run(own_llama, tmp_path / "out", *FEW)
+    assert done.code == 2 and "expected a tokenizer, got " in done.stderr and "; --data none" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = run(own_llama, tmp_path / "out", "--data", "none", "--json")
+    assert done.code == 0 and "nothing is evaluated: " in done.stderr
+    assert done.json["evaluation"] is None and done.json["tokens"] == 0
+    loaded = emptied(tmp_path / "out")
+    jitgemm.nn.load_(loaded, tmp_path / "out")
+    assert same_state(loaded, quantised(own_llama, None, symmetric=False))  # zero points, as quantize_ by itself
+    assert all(loaded.get_submodule(name).weight.format.zero_point for name in LAYERS)
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, written, tmp_path, monkeypatch):
+    out, keep, kept = tmp_path / "out", Unfinished.keep, []
+
+    def keep_and_interrupt(self, layers, report):
+        keep(self, layers, report)
+        kept.append(list(layers))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "keep", keep_and_interrupt)
+        done = run(llama, out, *FEW)
+    assert (
+        done.code == 130
+        and len(kept) == 1
+        and f"interrupted: {len(kept[0])} layers are kept in {out}; the same" in done.stderr
+    )
+    assert not (out / "config.json").exists()
+    again = run(llama, out, *FEW, "--json")
+    assert again.code == 0 and f"going on with {len(kept[0])} layers" in again.stderr
+    assert contents(out) == contents(written)
+    assert {layer["name"] for layer in again.json["layers"]} == set(LAYERS)  # with the errors that were kept
+
+
+def test_an_interruption_while_evaluating_leaves_a_complete_folder(run, llama, written, tmp_path, monkeypatch):
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr("jitgemm.nn.quantize.evaluate.compared", interrupted)
+    done = run(llama, tmp_path / "out", *FEW)
+    assert done.code == 130 and f"interrupted: {tmp_path / 'out'} is complete, but not evaluated" in done.stderr
+    assert contents(tmp_path / "out") == contents(written)
+
+
+def test_a_damaged_file_of_an_interrupted_run_is_named(run, llama, tmp_path, monkeypatch):
+    keep = Unfinished.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "keep", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
+        run(llama, tmp_path / "out", *FEW)
+    (file,) = (tmp_path / "out" / ".jitgemm-quantize").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    done = run(llama, tmp_path / "out", *FEW)
+    assert (
+        done.code == 2
+        and f"{file}: expected what an interrupted run left" in done.stderr
+        and "delete it" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("room, left", [(3000, 0), (60000, 14)])
+def test_a_full_disk_names_the_file_and_the_same_command_goes_on(run, llama, written, tmp_path, room, left):
+    """While a stage is kept, and while a shard is written."""
+    out, before = tmp_path / "out", contents(llama)
+    with disk_of(room):
+        done = run(llama, out, *FEW)
+    assert done.code == 3 and contents(llama) == before
+    name = ".jitgemm-quantize/model.layers.0" if not left else "model-0000"
+    assert f"{out}/{name}" in done.stderr and ".safetensors'" in done.stderr
+    assert out.exists() == bool(left)
+    again = run(llama, out, *FEW)
+    assert again.code == 0 and ("going on with 14 layers" in again.stderr) == bool(left)
+    assert contents(out) == contents(written)
+
+
+def test_other_settings_do_not_go_on_unless_asked(run, llama, written, tmp_path, monkeypatch):
+    out, keep = tmp_path / "out", Unfinished.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "keep", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
+        assert run(llama, out, *FEW, "--activation", "int8").code == 130
+    done = run(llama, out, *FEW)
+    assert (
+        done.code == 2
+        and "other settings: --activation int8 (now e4m3); give the same to go on, or --restart" in done.stderr
+    )
+    assert run(llama, out, *FEW, "--restart").code == 0
+    assert contents(out) == contents(written)
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(run, llama, tmp_path):
+    held = Unfinished(tmp_path / "out", {})
+    done = run(llama, tmp_path / "out", *FEW)
+    assert done.code == 2 and "expected no other process that writes to it" in done.stderr
+    held.close()
+    assert not (tmp_path / "out").exists()
+
+
+# ---- what cannot be done ---------------------------------------------------------------------------------------------
+
+
+def ended(done: Result, code: int, message: str, out: Path) -> None:
+    """The command ended so, with one line that says why, and left no folder."""
+    assert done.code == code and message in done.stderr and not done.stdout, (done.code, done.stderr)
+    assert not out.exists()
+
+
+def test_a_folder_with_other_files_is_left_alone(run, llama, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    done = run(llama, out, *FEW)
+    assert done.code == 2 and f"{out}: expected an empty folder, or what an interrupted run left" in done.stderr
+    assert contents(out) == {"mine.txt": b"mine"}
+    same = run(llama, llama, *FEW)
+    assert same.code == 2 and "OUT: expected another folder than FOLDER" in same.stderr
+
+
+def test_a_shard_that_is_missing_or_cut_off_is_named(run, own_llama, tmp_path):
+    shard = sorted(own_llama.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    ended(run(own_llama, tmp_path / "out"), 2, f"expected a safetensors file, got {shard}", tmp_path / "out")
+    shard.unlink()
+    ended(run(own_llama, tmp_path / "out"), 3, f"found no {shard.name}", tmp_path / "out")
+
+
+def test_a_tensor_that_the_files_lack_is_named(run, own_llama, tmp_path):
+    shard = sorted(own_llama.glob("*.safetensors"))[0]
+    name, *_ = tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, {"format": "pt"})
+    ended(run(own_llama, tmp_path / "out"), 2, f"found no {name}", tmp_path / "out")
+    index = own_llama / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    del said["weight_map"][name]
+    index.write_text(json.dumps(said))
+    ended(run(own_llama, tmp_path / "out"), 2, f"expected all tensors of the model, found no {name}", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_weight_with_a_nan_is_named(run, own_llama, tmp_path, name):
+    shard = next(file for file in own_llama.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(shard)
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, shard, {"format": "pt"})
+    ended(
+        run(own_llama, tmp_path / "out", *FEW),
+        2,
+        f"{name}: expected finite values, got nan at [3, 5]",
+        tmp_path / "out",
+    )
+
+
+def test_a_model_that_is_quantised_already_is_named(run, written, tmp_path):
+    ended(
+        run(written, tmp_path / "out"),
+        2,
+        "expected a model in floats, got one that compressed-tensors",
+        tmp_path / "out",
+    )
+
+
+def test_a_model_with_nothing_to_quantise_says_why(run, tmp_path):
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 272, "n_positions": 256}
+    folder = folder_of(tmp_path / "model", model_of("GPT2", **sizes))
+    done = run(folder, tmp_path / "out", *FEW)
+    ended(done, 2, "expected a layer that can be quantised, found none", tmp_path / "out")
+    assert "Conv1D, which is no torch.nn.Linear" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, code, message",
+    [
+        (("--group-size", "48"), 2, "--group-size: expected one of 128, 64, 32, got 48"),
+        (
+            ("--group-size", "64"),
+            2,
+            "--group-size: expected one of [32], got 64, and model.layers.0.mlp.down_proj has 96",
+        ),
+        (("--keep-8bit", "much"), 2, "--keep-8bit: expected AUTO or a number such as 0.02, got 'much'"),
+        (("--keep-8bit", "AUTO", "--data", "none"), 2, "--keep-8bit: expected --data other than none"),
+        (("--data", "nowhere.txt"), 3, "nowhere.txt"),
+        (("--data", "short.txt"), 2, "--data: expected text of at least 512 tokens"),
+        (("--data", "odd.jsonl"), 2, 'expected a JSON object with a "text" in line 2, got \'{"txt": 1}\''),
+        (("--device", "tpu"), 2, "--device: expected cuda or cpu, got 'tpu'"),
+    ],
+)
+def test_a_wrong_option_is_named(run, llama, tmp_path, monkeypatch, options, code, message):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("short")
+    Path("odd.jsonl").write_text('{"text": "a"}\n{"txt": 1}\n')
+    ended(run(llama, "out", *options), code, message, tmp_path / "out")
+
+
+def test_a_folder_that_is_no_model_is_named(run, tmp_path):
+    ended(
+        run(tmp_path / "none", tmp_path / "out"), 3, "expected a model's folder, found no config.json", tmp_path / "out"
+    )
+
+
+def test_without_transformers_the_command_says_what_to_install(run, llama, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for options in ((), ("--data", "none")):
+        ended(run(llama, tmp_path / "out", *options), 2, "pip install transformers", tmp_path / "out")
