@@ -14,6 +14,7 @@ import torch
 from test_nn_expert_models import IDS, E, alike, build, experts_of, logits
 
 from jitgemm.activations.scheme import Gate
+from jitgemm.checkpoint import compressed_tensors
 from jitgemm.checkpoint.reader import load, read_layer
 from jitgemm.nn import W4A8Experts, W4A8Linear, load_
 
@@ -122,6 +123,14 @@ def test_a_nan_among_the_scales_is_named(file):
     parts = mxfp4.parts(1, 72, 416)
     parts.scales[5, 3] = 255
     assert "scale: expected finite numbers, got 255.0 at [5, 3]" in error_of(tensors(parts), settings)
+
+
+def test_what_is_written_is_read():
+    parts = mxfp4.parts(1, 72, 416, "group")
+    weight = read_layer(compressed(parts), LAYER, device="cpu", config=config())
+    tensors = compressed_tensors.FORMAT.write(weight, compressed_tensors.FORMAT.scheme(config(), LAYER))
+    expected = {name.rpartition(".")[2]: tensor for name, tensor in compressed(parts).items()}
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
 # ---- the libraries' own dequantisation -----------------------------------------------------------------------------
