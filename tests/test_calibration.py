@@ -260,8 +260,8 @@ def test_defaults_with_and_without():
         ({"keep_8bit": 0.1}, "keep_8bit: expected calibration"),
         ({"bits": 8, "keep_8bit": 0.1}, "keep_8bit: expected none with bits=8"),
         ({"calibration": []}, "calibration: expected at least one batch"),
-        ({"calibration": [ids()], "keep_8bit": -1.0}, "keep_8bit: expected a number above 0"),
-        ({"calibration": [ids()], "keep_8bit": "AUTO"}, "keep_8bit: expected a number above 0"),
+        ({"calibration": [ids()], "keep_8bit": -1.0}, "keep_8bit: expected a number of at least 0"),
+        ({"calibration": [ids()], "keep_8bit": "AUTO"}, "keep_8bit: expected a number of at least 0"),
     ),
 )
 def test_wrong_arguments_are_named(options, error):

@@ -190,12 +190,14 @@ def _run(
         before = compared(base, base, tested)
         after = compared(base, log_probabilities(model, tested), tested)
         evaluation = {"tokens": tested[:, 1:].numel(), "before": before, "after": after}
+    lost = job.report.errors | job.report.kept_8bit  # in 4 bits
     return {
         "folder": str(source.folder), "out": str(unfinished.folder), "activation": activation, "group_size": size,
         "tokens": 0 if ids is None else ids.numel(), "device": _name(device), "bytes_before": source.size,
         "bytes_after": written, "evaluation": evaluation,
         "layers": [
-            {"name": name, "bits": _bits(model, name), "error": job.report.errors[name]} for name in job.report.worst
+            {"name": name, "bits": _bits(model, name), "error": lost[name]}
+            for name in sorted(lost, key=lambda name: -lost[name])
         ],
         "skipped": skipped, "unreached": job.report.unreached,
     }  # fmt: skip

@@ -116,8 +116,8 @@ class Quantising:
             raise TypeError(
                 f"{wrong}: expected none with bits={bits}, got one, which goes with {8 if bits == 4 else 4}"
             )
-        if keep_8bit is not None and not (isinstance(keep_8bit, (int, float)) and keep_8bit > 0):
-            raise ValueError(f"keep_8bit: expected a number above 0, got {keep_8bit!r}")
+        if keep_8bit is not None and not (isinstance(keep_8bit, (int, float)) and keep_8bit >= 0):
+            raise ValueError(f"keep_8bit: expected a number of at least 0, got {keep_8bit!r}")
         if keep_8bit is not None and calibration is None:
             raise ValueError("keep_8bit: expected calibration, whose inputs say what a layer loses, got none")
         self.batches = None if calibration is None else list(calibration)
