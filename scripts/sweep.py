@@ -67,6 +67,9 @@ FORMATS = {
     "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
     "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", code="e4m3")),
     "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", code="int8")),
+    "mxfp4_ch": Numbers("e4m3", WeightFormat(0, False, "bf16", "e2m1", code="e2m1")),
+    "mxfp4_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e2m1", code="e2m1")),
+    "mxfp4_g32": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1")),
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
     "w8_e4m3_block_b128": Numbers(
@@ -307,6 +310,9 @@ class Bench:
         if fmt.typed:
             dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
             return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
+        if fmt.powers:
+            weight = jitgemm.quantize_mxfp4(torch.randn(n, k, device="cuda"))
+            return weight.regrouped(fmt.group_size or k)
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
         q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
         groups = -(-k // fmt.group_size) if fmt.group_size else 1

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import builders
+import mxfp4
 import torch
 
 from jitgemm.activations.call import quantize_activations
@@ -33,6 +34,7 @@ class Case:
     group_size: int = 32
     zero_point: bool = False
     bits: int = 4
+    tier: str = ""  # of MXFP4 weights, by which they are these
     device: str = "cpu"
     scale: float = 4.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +42,9 @@ class Case:
     def __post_init__(self) -> None:
         self.options = {"lhs_dtype": MODES[self.mode][0], "affine": MODES[self.mode][1], **self.options}
 
-    def _parts(self, seed: int, n: int, k: int) -> list[builders.WeightParts]:
+    def _parts(self, seed: int, n: int, k: int) -> list[Any]:
+        if self.tier:
+            return [mxfp4.parts(100 * self.seed + seed + e, n, k, self.tier, shift=-16) for e in range(self.experts)]
         form: dict[str, Any] = {"zero_point": self.zero_point}
         if self.bits == 8:
             form = {"bits": 8, "codes": "e4m3" if self.mode == "e4m3" else "s8"}
@@ -48,11 +52,11 @@ class Case:
         return [builders.weight_parts(each, n, k, self.group_size, **form) for each in seeds]
 
     @cached_property
-    def parts13(self) -> list[builders.WeightParts]:
+    def parts13(self) -> list[Any]:
         return self._parts(1000, 2 * self.inter, self.k)
 
     @cached_property
-    def parts2(self) -> list[builders.WeightParts]:
+    def parts2(self) -> list[Any]:
         return self._parts(2000, self.n, self.inter)
 
     @cached_property

@@ -33,6 +33,7 @@ from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, RouteSpec, front_spec, source_of
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
@@ -487,7 +488,7 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         ),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --offset, --mxfp4, --block-scales, --e8m0 and --quantizer are for a",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
@@ -958,3 +959,32 @@ def test_ages_and_sizes_for_people():
     ]
     assert [common.show_age(1000.0 - age, 1000.0) for age in (5, 119, 120, 600)] == ["5s", "119s", "2m", "10m"]
     assert common.show_age(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("group_size", "tier"), [("channel", "a row"), ("128", "a row and 128 k"), ("32", "a row and 32 k")]
+)
+def test_mxfp4_layers_are_explained_and_warmed_by_tier(run, group_size, tier):
+    flags = "--mxfp4", "--group-size", group_size
+    assert (
+        f"{'scale' if group_size == '32' else 'base'} for {tier};"
+        in run("explain", "16", "4096", "4096", *flags).stderr
+    )
+    report = run("explain", "16", "4096", "4096", *flags, "--json").json
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", *flags, "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+def test_mxfp4_layers_are_warmed_in_every_tier_unless_one_is_named(run):
+    found = run("warmup", "--shape", "4096,4096", "--mxfp4", "--max-m", "16", "--dry-run", "--json")
+    labels = {each["label"].split("-m")[0] for each in found.json["kernels"]}
+    assert {"e4m3mx-channel", "e4m3mx-g128-bf16", "e4m3mx-g32-bf16"} <= labels
+
+
+@pytest.mark.parametrize("flags", ["--group-size 64", "--lhs int8", "--zero-point", "--bits 8", "--offset"])
+def test_what_mxfp4_has_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--mxfp4", *flags.split())
+    assert found.code == 2 and "--mxfp4: expected --group-size channel, 128 or 32 and e4m3 activations" in found.stderr

@@ -222,8 +222,11 @@ def refused(tensors, settings=None):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (config(scheme(num_bits=2)), "weights: expected num_bits 4 or 8 and type 'int', or 8 and 'float', got 2 and 'int'"),
-        (config(scheme(type="float")), "weights: expected num_bits 4 or 8 and type 'int', or .*, got 4 and 'float'"),
+        (config(scheme(num_bits=2)), "weights: expected num_bits 4 or 8 and type 'int' or 'float', got 2 and 'int'"),
+        (config(scheme(type="float")), "weights: expected strategy group and group_size 32, as MXFP4 has, .*got 'group' and 128"),
+        (config(scheme("tensor_group", type="float")), "as MXFP4 has, .*got 'tensor_group' and None \\(NVFP4 is not"),
+        (config(scheme(type="float", group_size=32, symmetric=False)), "weights: expected symmetric: true with type 'float'"),
+        (config(scheme(type="float", group_size=32)), "weight_packed: expected uint8 \\[n, k / 2\\], got int32"),
         (config(scheme("block")), "weights: expected strategy group, channel, tensor, got 'block'"),
         (config(scheme("tensor_group")), "weights: expected strategy group, channel, tensor, got 'tensor_group'"),
         (config(scheme(group_size=64)), "weight_scale: expected 4 columns for k = 256 and group_size 64, got 2"),
@@ -285,7 +288,7 @@ def test_transforms_that_are_in_the_weight_already_or_of_other_layers_do_no_harm
 @pytest.mark.parametrize(
     "name, tensor, message",
     [
-        ("weight_packed", torch.zeros((16, 128), dtype=torch.uint8), r"expected int32 .*fp4 is not supported"),
+        ("weight_packed", torch.zeros((16, 128), dtype=torch.uint8), r"expected int32, or num_bits 4 and type 'float'"),
         ("weight_packed", torch.zeros((16, 64), dtype=torch.int32), r"for weight_shape \[16, 256\], got \[16, 64\]"),
         ("weight_shape", torch.tensor([16, 264]), r"for weight_shape \[16, 264\], got \[16, 32\]"),
         ("weight_shape", torch.tensor([16.0, 256.0]), r"weight_shape: expected integers \[2\], got float32 \[2\]"),
@@ -474,7 +477,7 @@ def test_presets_are_the_librarys(library):
 
     for name in quant_scheme.PRESET_SCHEMES:
         told = layers_scheme(config(config_groups={name: ["Linear"]}), LAYER)
-        if name.startswith(("NVFP4", "MXFP4", "MXFP6")):
+        if name.startswith(("NVFP4", "MXFP6")):
             assert f"got {name!r}" in told["refusal"]
             continue
         theirs = quant_scheme.preset_name_to_scheme(name, ["Linear"]).model_dump()

@@ -347,12 +347,13 @@ def test_a_setting_of_8_bits_that_is_not_known_is_named(setting, value):
     assert f"{setting}: expected " in refused(FP8, {"quant_method": "fp8", setting: value})
 
 
-def test_fp4_experts_under_the_names_of_w4afp8_are_named():
-    """As DeepSeek-V4 has them: the same names and shapes as int4 codes in groups."""
+def test_fp4_experts_under_the_names_of_w4afp8_are_told_by_their_scales():
+    """As DeepSeek-V4 has them: the same names and shapes as int4 codes in groups, with e8m0 scales."""
     tensors = {"weight": torch.zeros((64, 64), dtype=torch.int8), "weight_scale_inv": torch.ones(64, 4)}
-    assert "which are FP4 (expert_dtype)" in refused(tensors, {"quant_method": "fp8", "expert_dtype": "fp4"})
-    exponents = tensors["weight_scale_inv"].to(torch.float8_e8m0fnu)
-    assert "which are FP4 (expert_dtype)" in refused(tensors | {"weight_scale_inv": exponents}, None)
+    assert "expected e8m0 scales of FP4 codes (expert_dtype)" in refused(tensors, {"quant_method": "fp8"})
+    exponents = torch.ones((64, 4), dtype=torch.uint8)
+    tensors = {f"{LAYER}.{name}": tensor for name, tensor in (tensors | {"weight_scale_inv": exponents}).items()}
+    assert load(tensors, LAYER, device="cpu").format.code == "e2m1"
 
 
 OF_MODELOPT = {
@@ -638,4 +639,4 @@ def test_an_8_bit_head_beside_tied_embeddings():
 
 def test_names_are_told_in_the_order_of_formats():
     message = refused({"weight": torch.zeros((8, 32), dtype=torch.int16)})
-    assert re.search(r"is of no format known here \(compressed-tensors, w4afp8, w8a8, gptq", message)
+    assert re.search(r"is of no format known here \(compressed-tensors, w4afp8, w8a8, mxfp4, gptq", message)

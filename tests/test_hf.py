@@ -20,6 +20,7 @@ from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
 from test_formats_8bit import DEEPSEEK, inputs, scheme
 
+from jitgemm import quantize_mxfp4
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.format import Format, Scheme
@@ -146,6 +147,16 @@ def bitblas(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"qweight": test_bitblas_format.qweight(q + 8), "scales": scale, "zeros": zeros}
 
 
+def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, scale, _ = quantize_mxfp4(weight).unpack()
+    return {"weight": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": scale.view(torch.uint8)}
+
+
+def mxfp4_packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = mxfp4(weight)
+    return {"weight_packed": found["weight"], "weight_scale": found["weight_scale"]}
+
+
 def eight(codes: torch.dtype, strategy: str, scale_name: str = "weight_scale", input_scale: float | None = None):
     """A packer into 8 bits with a scale per row, tensor or block of 128 x 128."""
 
@@ -184,6 +195,11 @@ PACKED["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_si
 FORMATS = {
     "compressed-tensors": (pack_quantized, PACKED),
     "int-quantized": (lambda weight: stored(weight.float())[0], stored_config()),
+    "mxfp4": (mxfp4, {"quant_method": "quark"}),
+    "mxfp4 of compressed-tensors": (
+        mxfp4_packed,
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    ),
     "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
     "gptq of 8 bits": (partial(gptq, bits=8), {"quant_method": "gptq"} | GPTQ | {"bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),

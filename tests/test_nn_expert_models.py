@@ -441,15 +441,6 @@ def test_gpt_oss_gets_gate_and_up_apart_and_its_biases():
     assert all(torch.equal(p, q) for p, q in zip(first.parameters(), expected.parameters()))
 
 
-def test_mxfp4_is_refused_by_name():
-    model = build("gpt-oss")
-    tensors = {n: x for n, x in model.state_dict().items() if "gate_up_proj" not in n or "bias" in n}
-    for name in experts_of(model):
-        tensors |= {f"{name}.gate_up_proj_blocks": torch.zeros(1), f"{name}.gate_up_proj_scales": torch.zeros(1)}
-    with pytest.raises(ValueError, match="layers.0.mlp.experts.gate_up_proj is packed in the file .*MXFP4"):
-        load_(model, tensors, config={"quant_method": "mxfp4"})
-
-
 def test_activation_orders_are_refused_and_can_be_dequantised():
     tensors, dense = file_of(build("qwen3"), "gptq")
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -15,6 +15,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import mxfp4
 import pytest
 import torch
 from checkpoints import dequantized, words
@@ -83,6 +84,7 @@ CONFIGS = {
     "packed-static": scheme(inputs=STATIC),
     "packed-int8": scheme(inputs=INT8),
     "int-quantized": scheme(format="int-quantized"),
+    "mxfp4": scheme(format="mxfp4-pack-quantized", type="float"),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
     "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
@@ -114,6 +116,9 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     floats = config.get("data_type") == "fp"
     if floats or method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
+    if config.get("format") == "mxfp4-pack-quantized":
+        parts = mxfp4.parts(seed, n, k, shift=-12)
+        return {"weight_packed": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]
     groups = k // size if strategy == "group" and size and size > 0 else 1

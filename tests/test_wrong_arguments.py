@@ -124,6 +124,10 @@ PUBLIC |= {
         "tokens": 5, "top_k": 2, "dtype": BF16,
     },
     "quantize_activations": quantiser,
+    "pack_mxfp4": lambda: {
+        "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.zeros(N, K // 32, dtype=torch.uint8), "k": K,
+    },
+    "quantize_mxfp4": lambda: {"w": torch.ones(N, K)},
     "pack_w4": four_bits,
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {

@@ -12,10 +12,12 @@
     bits                codes out of words, kinds of zero point
     autoround           AutoRound's config in the words of GPTQ, AWQ and FP8
     compressed_tensors  integers of 4 and 8 bits, and FP8; its config: groups, presets, checks
+    presets             its schemes by name
     gptq                GPTQ v1 and v2
     awq                 AWQ gemm and gemv
     w4afp8              SGLang's and TensorRT-LLM's int4 for e4m3 activations
     w8a8                FP8 and INT8, in blocks, per row or per tensor
+    mxfp4               MXFP4 of gpt-oss, DeepSeek-V4, Quark and ModelOpt
     torchao             tinygemm and torchao's tensor subclasses
     qserve              QServe's two levels of scales
     executorch          ExecuTorch's operators

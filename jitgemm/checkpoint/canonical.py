@@ -9,18 +9,22 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
+from jitgemm.weight import e2m1
 from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.mxfp4 import pack_mxfp4
 from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, dequantize_groups
+
+W = TypeVar("W", W4Weight, W8Weight)
 
 PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
@@ -45,14 +49,15 @@ class CanonicalWeight:
     Attributes:
         q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them; of 8 bits int8 or float8_e4m3fn,
             or uint8 with zero points, which can be dequantised and not packed.
-        scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it.
+        scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it. Of
+            "e2m1" the bytes of e8m0s, uint8.
         zero: integers 0..16 (of 8 bits 0..256) [n, G], or None.
         offset: [n, G] in scale's dtype, added after scaling (a float zero point), or None.
         group_size: consecutive columns of q that share a scale; k or more: per channel.
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
-        code: name of the `Code`: "int4", "int8" or "e4m3".
+        code: name of the `Code`: "int4", "int8", "e4m3", or "e2m1" for MXFP4, whose q is uint8 of 0..15.
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
     """
 
@@ -77,6 +82,9 @@ class CanonicalWeight:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))
         scale = self.scale.dtype
+        if self.powers and (self.group_size, scale, self.zero) != (EXPONENT_GROUP, torch.uint8, None):
+            expected = f"the bytes of e8m0s, uint8, for groups of {EXPONENT_GROUP} without zero points"
+            raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
         for name, shape, wanted, fits in (
             ("scale", by_group, one_of(REAL_TYPES), lambda dtype: TYPE_NAMES.get(dtype) in REAL_TYPES),
             ("zero", by_group, "integers", lambda dtype: dtype in INTEGERS),
@@ -88,6 +96,7 @@ class CanonicalWeight:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
+            fits = (lambda dtype: dtype == torch.uint8) if self.powers and name == "scale" else fits
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != self.q.device:
@@ -101,6 +110,11 @@ class CanonicalWeight:
     @property
     def bits(self) -> int:
         return CODES[self.code].bits
+
+    @property
+    def powers(self) -> bool:
+        """Whether scales are the bytes of powers of two."""
+        return CODES[self.code].exponents > 0
 
     @property
     def n(self) -> int:
@@ -117,8 +131,9 @@ class CanonicalWeight:
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
-        weight = self.q.float()
-        dequantize_groups(weight, self.group_size, self.scale, self.zero, self.offset)
+        weight = e2m1.dequantized(self.q) if self.powers else self.q.float()
+        scale = self.scale.view(torch.float8_e8m0fnu) if self.powers else self.scale
+        dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
         if self.permutation is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
@@ -229,6 +244,8 @@ class CanonicalWeight:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
         size = self.group_size
+        if self.powers:
+            return self._ordered(pack_mxfp4(self.q, self.scale, k=self.k))
         if size < self.k and size not in GROUP_SIZES:
             size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
             if not size:
@@ -251,7 +268,10 @@ class CanonicalWeight:
         if lhs_dtype not in (None, self.q.dtype):
             expected = f"None or {dtype_name(self.q.dtype)}, the type of the 8-bit weight"
             raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
-        weight = pack_w8(self.q, parameters["scale"], group_size=min(size, self.k))
+        return self._ordered(pack_w8(self.q, parameters["scale"], group_size=min(size, self.k)))
+
+    def _ordered(self, weight: W) -> W:
+        """A packed weight with the permutation of this one."""
         if self.permutation is None:
             return weight
         return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
@@ -363,6 +383,8 @@ def check_values(weight: CanonicalWeight) -> None:
         if values is None:
             continue
         wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
+        if weight.powers and name == "scale":
+            wrong = values == e2m1.NAN
         if name == "input_scale":
             wrong |= values <= 0
         if bool(wrong.any()):

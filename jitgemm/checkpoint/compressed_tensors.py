@@ -1,13 +1,14 @@
-"""compressed-tensors (llm-compressor, vLLM): integer weights of 4 and 8 bits, and float-quantized FP8.
+"""compressed-tensors (llm-compressor, vLLM): integer weights of 4 and 8 bits, float-quantized FP8, and MXFP4.
 
 ::
 
     weight_packed      int32 [n, ceil(k / 8)]  pack-quantized: q + 8, eight along k to a word, the low nibble first
                        int32 [n, ceil(k / 4)]  of 8 bits: q + 128, four to a word, the low byte first
+                       uint8 [n, k / 2]        mxfp4-pack-quantized: e2m1, two along k to a byte, the low nibble first
     weight             int8 [n, k]             int-quantized: q, -8..7, or of 8 bits
                        float8_e4m3fn [n, k]    float-quantized: q
     weight_shape       [2]                     pack-quantized: n, k
-    weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor; mxfp8-quantized: e8m0 as uint8
+    weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor; mxfp4- and mxfp8-: e8m0 as uint8
                        [ceil(n / B), G]        strategy block: B rows and k / G columns share a scale
     weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word; of 8 bits four
                        int8 [n, G]             int-quantized, and pack-quantized before release 0.9.4: zero
@@ -34,17 +35,35 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import check_codes, minus, pack_words
+from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout, stored
+from jitgemm.checkpoint.layouts import (
+    CODE_TYPES,
+    E8M0,
+    FLOATS,
+    INT32,
+    INT8,
+    PARTS,
+    Dim,
+    G,
+    K,
+    N,
+    TensorLayout,
+    fits,
+    stored,
+)
+from jitgemm.checkpoint.presets import MXFP4, PRESETS, args_of
+from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
 
 METHOD = "compressed-tensors"
-_CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3"}
+_CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "float"): "e2m1"}
 """By num_bits and type."""
-_SUPPORTED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+_SUPPORTED = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+)  # fmt: skip
 
 _KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a list of names": ((list, tuple), ("ignore", "targets")),
@@ -59,35 +78,6 @@ _OF_WEIGHTS = (
     "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
 )  # fmt: skip
 """All that the library knows of a weight's scheme; zp_dtype and the observer's say nothing that tensors do not."""
-
-
-def _args(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
-
-
-_INT8, _E4M3_TOKEN = (_args(8, kind, "token", dynamic=True) for kind in ("int", "float"))
-_MXFP8 = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
-_BLOCKS = _args(8, "float", "block", block_structure=[128, 128])
-_PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
-    f"W{width}A{inputs}": (
-        _args(width, "int", "group", group_size=128),
-        None if inputs == 16 else _args(inputs, "int", "token", dynamic=True),
-    )
-    for inputs in (4, 8, 16)
-    for width in range(2, min(inputs, 8) + 1)
-} | {
-    "UNQUANTIZED": (None, None),
-    "W4A16_ASYM": (_args(4, "int", "group", group_size=128, symmetric=False), None),
-    "W8A8": (_args(8, "int", "channel"), _INT8),
-    "INT8": (_args(8, "int", "channel"), _INT8),
-    "W4AFP8": (_args(4, "int", "group", group_size=128), _E4M3_TOKEN),
-    "FP8": (_args(8, "float", "tensor"), _args(8, "float", "tensor")),
-    "FP8_DYNAMIC": (_args(8, "float", "channel"), _E4M3_TOKEN),
-    "FP8_BLOCK": (_BLOCKS, _args(8, "float", "group", group_size=128, dynamic=True)),
-    "MXFP8A16": (_MXFP8, None),
-    "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
-}
-"""Weights and input activations."""
 
 
 class _CompressedTensors(Format):
@@ -115,6 +105,8 @@ class _CompressedTensors(Format):
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config, names = for_layer(config, prefix), headers or {}
         weights, code, block = _weights_of(config)
+        if not weights and config.get("format") in (None, _MXFP4_FORMAT) and fits(names, _MXFP4_TENSORS):
+            weights, code = MXFP4, "e2m1"
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
@@ -127,7 +119,7 @@ class _CompressedTensors(Format):
             zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs_of(config, code, headers),
-            form="packed" if packed else "",
+            form="fp4" if code == "e2m1" else "packed" if packed else "",
             settings=config,
         )
         return scheme if headers is None else replace(scheme, found=self._found(headers, scheme))
@@ -136,10 +128,15 @@ class _CompressedTensors(Format):
         """The forms that scales and zero points have in a file."""
         check_known(headers, (*self.tensors(scheme), *self.also))
         words, zero = headers.get("weight_packed"), headers.get("weight_zero_point")
-        if words is not None and (words.dtype == torch.uint8 or scheme.code == "e4m3"):
-            raise ValueError(f"weight_packed: expected int32 of integers, got {describe(words)} (fp4 is not supported)")
+        if words is not None and words.dtype == torch.uint8 and scheme.form != "fp4":
+            found = describe(words)
+            raise ValueError(f"weight_packed: expected int32, or num_bits 4 and type 'float' in a config, got {found}")
+        if words is not None and scheme.code == "e4m3":
+            raise ValueError(f"weight_packed: expected int32 of integers, got {describe(words)}")
         if zero is None and scheme.zero_points:
             raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
+        if scheme.form == "fp4":
+            return {}
         found = {"weight_scale": _layout(scheme, _dims(headers["weight_scale"]))}
         if zero is not None and zero.dtype == torch.int32:
             wanted = "int32 {shape}, packed along n, got {got}"
@@ -151,6 +148,8 @@ class _CompressedTensors(Format):
         return found
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        if scheme.form == "fp4":
+            return _MXFP4_TENSORS | scheme.static
         packed, word = scheme.form == "packed", scheme.per_word
         if packed:
             wanted = "[n, ceil(k / %d)] for weight_shape [{n}, {k}], got {got}" % word
@@ -170,6 +169,9 @@ class _CompressedTensors(Format):
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes, eight, middle = self.sizes(tensors, scheme), scheme.eight_bits, 128 if scheme.eight_bits else 8
+        if scheme.form == "fp4":
+            codes, scale = unpack_nibbles(tensors["weight_packed"], 1), tensors["weight_scale"].view(torch.uint8)
+            return CanonicalWeight(codes, scale, group_size=EXPONENT_GROUP, code="e2m1")
         zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
         if scheme.form == "packed":
             q = minus(scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k], middle)
@@ -217,7 +219,9 @@ class _CompressedTensors(Format):
         if zero is not None and int(zero.max()) >= 16:
             raise ValueError("weight: expected zero points 0..15, got 16")
         tensors = {"weight_scale": weight.scale.contiguous()}
-        if scheme.form == "packed":
+        if scheme.form == "fp4":
+            tensors["weight_packed"] = weight.q[:, 0::2] | weight.q[:, 1::2] << 4
+        elif scheme.form == "packed":
             q = weight.q if zero is not None else weight.q.view(torch.uint8) + (1 << weight.bits - 1)  # which wraps
             tensors["weight_packed"] = pack_words(q, 1, weight.bits)
             tensors["weight_shape"] = torch.tensor([weight.n, weight.k])
@@ -229,6 +233,14 @@ class _CompressedTensors(Format):
         if (sizes.n, sizes.k, sizes.group_size) != (weight.n, weight.k, got[1]):
             raise ValueError(f"weight: expected tensors of {weight.n} x {weight.k} in groups of {got[1]}, got {sizes}")
         return tensors
+
+
+_MXFP4_FORMAT = "mxfp4-pack-quantized"
+_MXFP4_TENSORS = {
+    "weight_packed": stored(torch.uint8, N, K / 2),
+    "weight_shape": stored((torch.int64, torch.int32), 2, optional=True),
+    "weight_scale": stored((torch.uint8, torch.float8_e8m0fnu), N, G),
+}
 
 
 def _dims(values: Any) -> tuple[Dim | int, ...]:
@@ -276,13 +288,13 @@ def written_group(
         group_size, symmetric: of 4 bits.
     """
     if bits == 4:
-        weights = _args(4, "int", "group", group_size=group_size, symmetric=symmetric)
+        weights = args_of(4, "int", "group", group_size=group_size, symmetric=symmetric)
     else:
-        weights = _args(8, inputs, "channel")
+        weights = args_of(8, inputs, "channel")
     return {
         "targets": list(targets),
         "weights": weights,
-        "input_activations": _args(8, inputs, "token", dynamic=True),
+        "input_activations": args_of(8, inputs, "token", dynamic=True),
         "format": "pack-quantized" if bits == 4 else f"{inputs}-quantized",
     }
 
@@ -319,10 +331,10 @@ def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
     """A group, or the scheme that a preset stands for: its name with a list of targets."""
     if isinstance(group, Mapping):
         return group
-    if name.upper() not in _PRESETS:
-        expected = f"a scheme, or one of the presets {', '.join(_PRESETS)}"
+    if name.upper() not in PRESETS:
+        expected = f"a scheme, or one of the presets {', '.join(PRESETS)}"
         raise ValueError(f"config_groups: expected {expected}, got {name!r}")
-    weights, inputs = _PRESETS[name.upper()]
+    weights, inputs = PRESETS[name.upper()]
     return {"targets": group, "weights": weights, "input_activations": inputs}
 
 
@@ -386,12 +398,17 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
     width, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     code = _CODES.get((width, kind)) if weights else "int4"
     if code is None:
-        expected = "num_bits 4 or 8 and type 'int', or 8 and 'float'"
+        expected = "num_bits 4 or 8 and type 'int' or 'float'"
         raise ValueError(f"weights: expected {expected}, got {width} and {kind!r}")
-    known = ("group", "channel", "tensor", *(("block",) if code != "int4" else ()))
+    if code == "e2m1" and (strategy, weights.get("group_size")) != ("group", EXPONENT_GROUP):
+        raise ValueError(
+            f"weights: expected strategy group and group_size {EXPONENT_GROUP}, as MXFP4 has, of num_bits 4 and type "
+            f"'float', got {strategy!r} and {weights.get('group_size')} (NVFP4 is not supported)"
+        )
+    known = ("group", "channel", "tensor", *(("block",) if code not in ("int4", "e2m1") else ()))
     if strategy not in (None, *known):
         raise ValueError(f"weights: expected strategy {', '.join(known)}, got {strategy!r}")
-    if code == "e4m3" and weights.get("symmetric") is False:
+    if code in ("e4m3", "e2m1") and weights.get("symmetric") is False:
         raise ValueError("weights: expected symmetric: true with type 'float', got false")
     return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None
 

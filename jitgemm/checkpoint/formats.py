@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8, w8a8
+from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, qserve, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.format import Format
 from jitgemm.tensors import describe
 
 FORMATS: list[Format] = [
-    module.FORMAT for module in (compressed_tensors, w4afp8, w8a8, gptq, awq, torchao, qserve, executorch, bitblas)
+    module.FORMAT
+    for module in (compressed_tensors, w4afp8, w8a8, mxfp4, gptq, awq, torchao, qserve, executorch, bitblas)
 ]
 
 

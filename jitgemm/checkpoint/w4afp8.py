@@ -42,7 +42,7 @@ class _W4AFp8(Format):
         if weight is None or weight.dtype not in BYTES or weight.dim() != 2:
             return False
         if scale is not None:  # int8 in blocks has one too, with fewer rows, or a config that says so
-            int8 = (config or {}).get("quant_method") in INT8_METHODS
+            int8 = (config or {}).get("quant_method") in INT8_METHODS or scale.dtype in E8M0  # MXFP4
             return not int8 and scale.dim() == 2 and scale.shape[0] == weight.shape[0]
         modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
         return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
@@ -57,10 +57,10 @@ class _W4AFp8(Format):
                 "pre_quant_scale on the activations, weight_scale_2), which is not supported"
             )
         method, scale = setting(config, "quant_method"), headers["weight_scale_inv"]
-        if method == "fp8" or scale.dtype in E8M0:  # DeepSeek-V4's experts have these names and shapes
+        if method == "fp8":  # DeepSeek-V4's experts have these names and shapes
             raise ValueError(
-                f"weight: expected int4 codes with floats for scales, got int8 with {describe(scale)} in a file of "
-                f"quant_method {method!r}, which are FP4 (expert_dtype), not read here"
+                f"weight_scale_inv: expected e8m0 scales of FP4 codes (expert_dtype) in a file of quant_method 'fp8', got "
+                f"{describe(scale)}"
             )
         return Scheme(self.name, group_size=size, inputs=inputs_of(config, "int4", headers), settings=config or {})
 

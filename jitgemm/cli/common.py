@@ -46,6 +46,8 @@ HELP = {
     "--scale-dtype": "Type of the weights' scales in the checkpoint.",
     "--codes": "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 "
     "where a code is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn).",
+    "--mxfp4": "MXFP4 weights: of --group-size channel, 128 and 32 is a base for a row, for a row and 128 k, and a scale "
+    "for 32 k, as their scales need.",
     "--out": "Type of the result.",
     "--block-scales": "Activations with a scale per token and 128 k, not one per token.",
     "--e8m0": "GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's.",
@@ -157,14 +159,22 @@ def fail(message: str, code: int) -> None:
 
 
 def weight_format(
-    codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4
-) -> WeightFormat:
+    codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4,
+    mxfp4: bool = False,
+) -> WeightFormat:  # fmt: skip
     """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, and groups
     of 128 with 8 bits to be blocks, whose rows share scales.
 
     Raises:
-        ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size.
+        ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size; MXFP4
+            with another group size, 8 bits, zero points, offsets or int8 activations.
     """
+    if mxfp4:
+        size = 0 if group_size >= k else group_size
+        if size not in CODES["e2m1"].group_sizes or zero_point or offset or bits != 4 or lhs != "e4m3":
+            expected = "--group-size channel, 128 or 32 and e4m3 activations, without --zero-point, --offset, --bits"
+            raise ValueError(f"--mxfp4: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}")
+        return WeightFormat(size, False, "bf16", "e2m1", code="e2m1")
     code = {code.bits: code for code in (CODES["int4"], CODES[typed_code(lhs)])}.get(bits)
     if code is None or (zero_point and not code.orders[0].zero_decoders) or (offset and not code.offsets):
         raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")

@@ -29,6 +29,7 @@ def explain(
     zero_point: Annotated[bool, layer_option("--zero-point")] = False,
     offset: Annotated[bool, layer_option("--offset")] = False,
     bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
+    mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
     scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
     codes: Annotated[common.Codes, layer_option("--codes")] = common.Codes.any,
     out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
@@ -55,6 +56,7 @@ def explain(
       jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
       jitgemm explain 1 4096 14336 --json --top 1
       jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
+      jitgemm explain 512 7168 2048 --mxfp4 --group-size channel
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
     \b
@@ -64,7 +66,7 @@ def explain(
     """
     target = pick_device(device)
     kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size)
-    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits)
+    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4)
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
@@ -78,6 +80,7 @@ def explain(
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         facts = {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict()
+        facts |= {"tier": format.tier} if mxfp4 else {}
         report = {"problem": facts, "band": [first, last], "device": asdict(target), "chosen": ranked[0].kernel.label}
         common.print_json(report | {"candidates_in_all": len(ranked), "candidates": found})
         return
@@ -96,6 +99,7 @@ def explain(
         routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
+    shared = f"MXFP4 with {format.tier}; {shared}" if mxfp4 else shared
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{_why(ranked)}")
 
 

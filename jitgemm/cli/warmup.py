@@ -102,6 +102,7 @@ def warmup(
     group_size: Annotated[Optional[str], _floats("--group-size", metavar="G", show_default="128")] = None,
     zero_point: Annotated[bool, _floats("--zero-point")] = False,
     bits: Annotated[Optional[int], _floats("--bits", metavar="4|8", show_default="4")] = None,
+    mxfp4: Annotated[bool, _shape("--mxfp4", " Without --group-size: all three.")] = False,
     scale_dtype: Annotated[
         Optional[common.RealType], _floats("--scale-dtype", metavar="TYPE", show_default="bf16")
     ] = None,
@@ -130,6 +131,7 @@ def warmup(
       jitgemm warmup --shape 4096,14336
       jitgemm warmup --shape 4096,14336 --lhs int8 --quantizer bf16+affine
       jitgemm warmup --shape 7168,2048 --bits 8 --scale-dtype fp32
+      jitgemm warmup --shape 7168,2048 --mxfp4
 
     \b
     Exit codes:
@@ -145,14 +147,17 @@ def warmup(
         raise ValueError(
             "--for, --tp, --ep and --activation are for a --model; a --shape is taken as one rank's already"
         )
-    if not shape and (lhs or offset or block_scales or e8m0 or quantizer):
+    if not shape and (lhs or offset or block_scales or e8m0 or quantizer or mxfp4):
         raise ValueError(
-            "--lhs, --offset, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
+            "--lhs, --offset, --mxfp4, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
             "off it, but for --activation"
         )
     target = pick_device(device)
     outs = [choice.value for choice in out or []]
     orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
+    sizes = [group]
+    if mxfp4:
+        orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]
     scale_type, width = scale_dtype.value if scale_dtype else "bf16", {None: 4}.get(bits, bits)
     lhs_types = [common.LHS_TYPES[choice.value] for choice in lhs or [common.Lhs.fp8]]
     quantizers = pick_quantizers(quantizer or outs or ["bf16"], block_scales)
@@ -160,8 +165,8 @@ def warmup(
     found: list[tuple[Any, str]] = []
     for (n, k), kind in product(map(common.parse_shape, shape or ()), lhs_types):
         specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags)]
-        for order, result, lhs_group in product(orders, outs or ["bf16"], sorted(groups)):
-            format = common.weight_format(order, kind, group, zero_point, scale_type, offset, k, width)
+        for order, size, result, lhs_group in product(orders, sizes, outs or ["bf16"], sorted(groups)):
+            format = common.weight_format(order, kind, size, zero_point, scale_type, offset, k, width, mxfp4)
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)
             specs += [replace(spec, debug=settings.debug()) for spec in gemms]

@@ -8,8 +8,8 @@ than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of 
     loss of a step <= 32 * 2^-13 * max(16 * max |x| of the step, |sum before|) + 2^-13 * |sum after|
 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
-hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights max |q| of the row's step stands in its
-place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
+hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their exponents,
+max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
 """
 
 from __future__ import annotations

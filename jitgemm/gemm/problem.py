@@ -131,9 +131,8 @@ class Gemm(NamedTuple):
             why = "int8 with scales per channel, whose sums are 32-bit"
             raise ValueError(f"{X}: expected k of at most {most} for {why}, got {k}")
         if lhs_type not in format.lhs_types:
-            why = "as rhs is" if format.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
             expected = DTYPES[format.lhs_types[0]].torch_name
-            raise TypeError(f"{X}: expected {expected}, {why}, got {dtype_name(x.dtype)}")
+            raise TypeError(f"{X}: expected {expected}, {format.why_lhs}, got {dtype_name(x.dtype)}")
         # Those per token and 128 k of masked calls have a dimension for the experts.
         masked = groups is not None and groups.masked
         check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)

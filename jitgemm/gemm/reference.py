@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import GROUPED_POINTERS, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, check_groups, check_scales
 from jitgemm.gemm.problem import check_weight, experts_of, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
@@ -139,7 +139,7 @@ def _check(
 ) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_dtype(X, x.dtype, rhs.format.lhs_types if rhs.format.typed else LHS_TYPES)
+    check_dtype(X, x.dtype, rhs.format.for_any_values.lhs_types)
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
     check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)

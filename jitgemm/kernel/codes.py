@@ -13,6 +13,8 @@ from jitgemm.dtypes import REAL_TYPES
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
+EXPONENT_GROUP = 32
+"""k that share an exponent of `Code.exponents`: a step of wgmma's, and a block of the OCP MX formats."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +72,8 @@ class Code:
         row_sums: packed weights have the sums of their rows, which zero points of int8 activations need.
         offsets, strip_scales: formats may have them.
         group_sizes, scale_types: what formats may have; 0 is one scale per row.
+        exponents: powers of two that decoding can multiply codes by, one for each row and `EXPONENT_GROUP` of k: records
+            of longer groups hold which, and `pack_mxfp4` packs them. 0 for none.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Code:
     strip_scales: bool = False
     group_sizes: tuple[int, ...] = (0, *GROUP_SIZES)
     scale_types: tuple[str, ...] = REAL_TYPES
+    exponents: int = 0
 
     def order(self, name: str) -> Order:
         """The order of this name. ValueError for any other."""
@@ -150,6 +155,15 @@ _E4M3 = Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w
 # Products of up to 128 * 128.
 _INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16)
 
+# 1 is the ninth of fifteen powers of two for which all of a code's values are e4m3's.
+_E2M1 = Order("e2m1", 4, {"e4m3": Decoder("E2m1Codec", "table")}, mark="mx", slow=True)
+
 register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
 register(Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, strip_scales=True))
 register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", strip_scales=True))
+register(
+    Code(
+        "e2m1", 4, (_E2M1,), largest=None, prefix="mx", row_sums=False, group_sizes=(0, 32, 128),
+        scale_types=("fp32", "bf16"), exponents=15,
+    )
+)  # fmt: skip

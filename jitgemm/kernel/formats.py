@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES, GROUP_SIZES, Decoder, Order, every_order
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, GROUP_SIZES, Decoder, Order, every_order
 
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
@@ -140,6 +140,13 @@ class WeightFormat:
         return tuple(self._order.decoders)
 
     @property
+    def why_lhs(self) -> str:
+        """Why the codes meet no other activations than `lhs_types`, for messages."""
+        if self.powers:
+            return "as no integers of 8 bits hold MXFP4's codes times their groups' powers of two"
+        return "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+
+    @property
     def max_int8_k(self) -> int:
         """Largest k of int8 activations: sums per channel stay in int32."""
         return MAX_ROWS if self.group_size else self._order.max_channel_k
@@ -170,6 +177,22 @@ class WeightFormat:
         return self.scales_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
 
     @property
+    def powers(self) -> bool:
+        """Whether scales are powers of two, as MXFP4's are, so that groups can share one."""
+        return CODES[self.code].exponents > 0
+
+    @property
+    def exponents(self) -> bool:
+        """Whether records hold an exponent for each row and `EXPONENT_GROUP` of k, by which decoding scales codes."""
+        return self.powers and self.group_size != EXPONENT_GROUP
+
+    @property
+    def tier(self) -> str:
+        """Which powers of two a weight has for scales, in words."""
+        per = f"a row and {self.group_size} k" if self.group_size else "a row"
+        return f"a base for {per}" if self.exponents else f"a scale for {per}"
+
+    @property
     def zeros_at(self) -> int:
         """Byte of a record at which its zero points start."""
         return self.offsets_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.offset_rows
@@ -182,8 +205,10 @@ class WeightFormat:
 
             0        scales_at                 offsets_at                  zeros_at
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
+                                                                           | or exponents uint4 [64][4]  |
         """
-        return self.zeros_at + STRIP_ROWS * self.zero_rows
+        exponents = STRIP_ROWS * BLOCK_K // EXPONENT_GROUP // 2 if self.exponents else 0
+        return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value; order and code as "codes" and "bits", which cache entries and commands have."""

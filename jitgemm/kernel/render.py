@@ -149,11 +149,13 @@ def _warmup(spec: KernelSpec) -> str:
     flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8", "--group-size", str(fmt.group_size or "channel")]
     flags += [flag for flag, given in (("--zero-point", fmt.zero_point), ("--offset", fmt.offset)) if given]
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
-    if fmt.group_size and fmt.scale_type != "bf16":
+    if fmt.powers:
+        flags += ["--mxfp4"]
+    elif fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not fmt.zero_point:
+    elif not fmt.zero_point and not fmt.powers:
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]

@@ -308,4 +308,6 @@ def smem_bytes(spec: KernelSpec) -> int:
     if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
         reducers, columns = spec.warpgroups, spec.wgmma_n // spec.halves
         out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4
-    return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts
+    tables = 128 if spec.format.exponents else 0
+    stages = spec.stages * stage_bytes(spec)
+    return stages + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts + tables

@@ -309,6 +309,10 @@ def check_experts(w13: Any, w2: Any, activation: Activation) -> int:
     """`check_weights`, and that they multiply these activations."""
     experts = check_weights(w13, w2)
     for name, weight in (("w13", w13), ("w2", w2)):
+        if activation.dtype not in weight.format.lhs_types and weight.format.powers:
+            expected, got = (torch_dtype(name) for name in (weight.format.lhs_types[0], activation.dtype))
+            why = weight.format.why_lhs
+            raise TypeError(f"{name}: expected lhs_dtype {dtype_name(expected)}, {why}, got {dtype_name(got)}")
         if activation.dtype not in weight.format.lhs_types:
             raise TypeError(
                 f"{name}: expected a weight packed for lhs_dtype {dtype_name(CODES[activation.dtype])}, got one for "

@@ -211,6 +211,10 @@ SCALE_REGISTERS = 12
 """More of them for scales of activations per token and group, a few are there at a time."""
 
 
+TABLE_REGISTERS = 8
+"""More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
+
+
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: promoted sums, sums in flight in the tensor cores, the rest."""
     fmt, sums = spec.format, spec.wgmma_n / 2
@@ -227,6 +231,7 @@ def registers_needed(spec: KernelSpec) -> int:
     elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
         rest += ZERO_REGISTERS
     rest += OFFSET_REGISTERS if fmt.offset else 0
+    rest += TABLE_REGISTERS if fmt.powers else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     return round(sums + rest)

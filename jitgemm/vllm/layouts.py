@@ -180,6 +180,7 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
     if scheme.format == "compressed-tensors":
         kind = "float" if scheme.code == "e4m3" else "int"
         packed, said = scheme.form == "packed" and kind == "int", scheme.settings.get("format")
+        packed = packed or (scheme.form == "fp4" and said == "mxfp4-pack-quantized")
         if not packed and said not in ("naive-quantized", f"{kind}-quantized"):
             raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
         if scheme.zero_points and scheme.strategy not in ("group", "channel"):

@@ -1,9 +1,12 @@
 """Packed weights of 4 and 8 bits.
 
 quantize   from a float weight
+quantize_mxfp4  the same to MXFP4
 search     scales and zero points of least error
 gptq       codes of least error of the result, where the inputs are known
 pack       from codes, scales, zero points and offsets
+mxfp4      from MXFP4's codes and scales
+e2m1       MXFP4's numbers: values, bases and exponents
 codes      the bytes and numbers of codes, the twin of kernel/codes.py
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
 parts      PackedWeight, their tensors: their checks, and what sizes and group sizes there are

@@ -17,6 +17,7 @@ _SIGNS = 0x80808080 - (1 << 32)  # as an int32
 _ONES = 0x01010101
 _LOW3 = 0x07070707
 _LOW4 = 0x0F0F0F0F
+_BIT3 = 0x08080808
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,37 @@ TWOS_COMPLEMENT = Nibbles(
     lambda words: _both(lambda each: _as_int8(each, lambda codes: (codes << 4) >> 4), _split(words)[::-1]),
 )  # fmt: skip
 
+
+def _join_tables(a: Words, b: Words) -> torch.Tensor:
+    """Magnitudes in the order of prmt's selectors, A's in the low half; signs of A at bit 7 of bytes, of B at bit 3."""
+    low, high = (_gathered(words & _LOW3) for words in (a, b))
+    return low | high << 16 | (a & _BIT3) << 4 | b & _BIT3
+
+
+def _split_tables(words: Words) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = (_spread(half & 0x7777) for half in (words, words >> 16))
+    return low | words >> 4 & _BIT3, high | words & _BIT3
+
+
+def _gathered(bytes: Words) -> torch.Tensor:
+    """The low nibbles of the four bytes in the low 16 bits."""
+    pairs = (bytes | bytes >> 4) & 0x00FF00FF
+    return (pairs | pairs >> 8) & 0xFFFF
+
+
+def _spread(nibbles: Words) -> torch.Tensor:
+    pairs = (nibbles | nibbles << 8) & 0x00FF00FF
+    return (pairs | pairs << 4) & _LOW4
+
+
+E2M1 = Nibbles(torch.uint8, 0, 15, _join_tables, _split_tables)
+
 CODE_BYTES: dict[str, CodeBytes] = {
     "int4": CodeBytes(
         orders={"any": COMPLEMENT, "e4m3": MAGNITUDE, "s8": TWOS_COMPLEMENT}, zero_orders={"any": UNSIGNED}
     ),
     "e4m3": CodeBytes(torch.float8_e4m3fn),
     "int8": CodeBytes(torch.int8),
+    "e2m1": CodeBytes(orders={"e2m1": E2M1}),
 }
 """By `Code.name`."""

@@ -21,8 +21,10 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
       s8                     A_b & 15         B_b & 15             two's complement
                        bit   7       6 5 4    3              2 1 0
       e4m3                   s(A_b)  v(B_b)   s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
+      e2m1 (b < 2)           s(A_b)  v(A_2b+1) s(B_b)        v(A_2b)      s, v: the code's
+           (b >= 2)          s(A_b)  v(B_2b-3) s(B_b)        v(B_2b-4)
 
-In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
+The words of e2m1's exponents are in `e2m1.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
 Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
 """
 
@@ -32,7 +34,9 @@ from collections.abc import Iterator
 
 import torch
 
+from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.weight import e2m1
 from jitgemm.weight.codes import CODE_BYTES, Nibbles
 
 LAYOUT_VERSION = 3
@@ -156,6 +160,7 @@ def unpack_field(field: torch.Tensor, n: int, k: int, group_size: int, dtype: to
 def pack_records(
     blocks: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None,
     zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat,
+    exponents: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Codes, scales, offsets, zero points -> blocks.
 
@@ -165,6 +170,7 @@ def pack_records(
         scale: [n, groups] in the format's scale type; not read per channel.
         offset: [n, groups] in the format's scale type, or None.
         zero: uint8 [n, groups], or None.
+        exponents: uint8 [n, ceil(k / 32)] of formats with exponents.
 
     Padding: rows of n and values of k that the weight does not have hold code, scale, offset and zero point 0.
     """
@@ -193,6 +199,52 @@ def pack_records(
                 bits = values[rows].view(bits_dtype(values.dtype))
                 field = blocks[first:end, :, start:stop].view(bits.dtype).view(strips, kblocks, -1, STRIP_ROWS)
                 field.copy_(_encode_rows(bits, strips, kblocks, field.shape[2], format.group_size))
+        if exponents is not None:
+            padded = exponents.new_zeros(strips * STRIP_ROWS, kblocks * (BLOCK_K // EXPONENT_GROUP))
+            padded[: part.shape[0], : exponents.shape[1]] = exponents[rows]
+            _exponents_of(blocks[first:end], format).copy_(e2m1.to_words(padded))
+
+
+def _exponents_of(blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """The words of exponents of blocks [..., record_bytes], a view."""
+    return blocks[..., format.zeros_at : format.record_bytes].view(torch.int32)
+
+
+def unpack_exponents(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> exponents uint8 [n, ceil(k / 32)]; all 2^0's where each group has a
+    scale of its own."""
+    groups = ceil_div(k, EXPONENT_GROUP)
+    if not format.exponents:
+        return torch.full((n, groups), e2m1.ONE, dtype=torch.uint8, device=blocks.device)
+    return e2m1.from_words(_exponents_of(blocks, format))[:n, :groups]
+
+
+def regrouped(
+    blocks: torch.Tensor, channel_scale: torch.Tensor | None, old: WeightFormat, new: WeightFormat
+) -> torch.Tensor:
+    """Blocks of e2m1 [..., strips, kblocks, record_bytes] with a scale for fewer k, by exponents of the old format.
+
+    Args:
+        channel_scale: [..., 64 * strips] of an old format per channel, else None.
+        new: a format of a smaller group size.
+    """
+    wide = blocks.new_empty(*blocks.shape[:-1], new.record_bytes)
+    wide[..., : new.scales_at] = blocks[..., : old.scales_at]
+    *lead, strips, kblocks, _ = blocks.shape
+    if channel_scale is None:
+        base = blocks[..., old.scales_at : old.offsets_at].view(torch.bfloat16)
+    else:
+        base = channel_scale.view(*lead, strips, 1, STRIP_ROWS).expand(*lead, strips, kblocks, STRIP_ROWS)
+    scales = wide[..., new.scales_at : new.offsets_at].view(torch.bfloat16)
+    if new.exponents:
+        scales.copy_(base)
+        _exponents_of(wide, new).copy_(_exponents_of(blocks, old))
+        return wide
+    exponents = e2m1.from_words(_exponents_of(blocks, old).reshape(-1, kblocks, STRIP_ROWS // 2))
+    exponents = exponents.view(*lead, strips, STRIP_ROWS, kblocks, -1).movedim(-3, -1)  # [..., kblocks, groups, 64]
+    powers = e2m1.power(e2m1.exponent_of(base.contiguous())[..., None, :] + exponents.to(torch.int32) - e2m1.ONE)
+    scales.copy_(powers.flatten(-2))
+    return wide
 
 
 def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import typed_code
+from jitgemm.kernel.codes import EXPONENT_GROUP, typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
+from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.parts import PackedWeight, RowParts, WeightBase, check_packed, check_part, check_permutation
 from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
@@ -119,6 +120,8 @@ class Weight(WeightBase):
             codes += f" for {typed_code(*self.format.lhs_types)}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
+        if self.format.powers:
+            group, codes, reals = "mxfp4", "e2m1", self.format.tier
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
@@ -217,6 +220,15 @@ class Weight(WeightBase):
                 if together > 1 and each.n % (together * STRIP_ROWS):
                     expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
                     raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
+                common = each.format.for_any_values
+                like = e > 0 and (each.k, common.code) == (first["k"], first["format"].code)
+                if like and common.powers:
+                    # Some experts' scales are within a window that others' are not.
+                    size, held = min(each.group_size, first["group_size"]), first["format"]
+                    each = each.regrouped(size)
+                    if size != first["group_size"]:
+                        whole, format = _regrouped(whole, held, size), each.format
+                        first |= {"group_size": size, "format": format, "tensors": list(whole)}
                 tensors, common = each._tensors, each.format.for_any_values
                 facts = {"n": each.n, "k": each.k, "group_size": each.group_size, "device": each.device}
                 facts |= {"format": common, "tensors": list(tensors)}
@@ -239,6 +251,20 @@ class Weight(WeightBase):
                 del each, tensors, part  # before the next is made
         sizes = first["n"] // together, first["k"], first["group_size"]
         return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
+
+    def regrouped(self, group_size: int) -> Self:
+        """The same MXFP4 weight with a scale for fewer k, 128 or 32, as `pack_mxfp4` chooses for scales that are further
+        apart; itself where it has such. ValueError for other sizes and weights."""
+        if group_size == self.group_size:
+            return self
+        if not self.format.exponents or group_size > self.group_size:
+            raise ValueError(f"group_size: expected fewer k than the MXFP4 weight's, got {group_size} for {self!r}")
+        with torch.inference_mode(False), torch.no_grad():
+            blocks = _regrouped(self._tensors, self.format, group_size)["blocks"]
+            format = replace(self.format, group_size=group_size)
+            weight = type(self)(blocks, None, self.n, self.k, group_size, format, permutation=self.permutation)
+        weight.named(self.layer)
+        return weight
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer that holds the weight."""
@@ -305,17 +331,20 @@ class Weight(WeightBase):
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
+        Of MXFP4 q is uint8, e2m1 codes, and scale float8_e8m0fnu [n, ceil(k / 32)]; that of a group of zeros may be another.
+
         Returns:
             q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
             scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
             zero: uint8 [n, groups], or None.
         """
-        zero_point, device, by_group = self.format.zero_point, self.device, (*self.shape[:-1], self.groups)
-        q_dtype = torch_dtype(self.format.order) if self.format.typed else torch.uint8 if zero_point else torch.int8
-        q = torch.empty(self.shape, dtype=q_dtype, device=device)
-        scale = torch.empty(by_group, dtype=self.scale_dtype, device=device)
+        zero_point, device, powers = self.format.zero_point, self.device, self.format.powers
+        groups = group_count(self.k, EXPONENT_GROUP) if powers else self.groups
+        by_group, scale_dtype = (*self.shape[:-1], groups), torch.float8_e8m0fnu if powers else self.scale_dtype
+        q = torch.empty(self.shape, dtype=CODE_BYTES[self.format.code].given(zero_point), device=device)
+        scale = torch.empty(by_group, dtype=scale_dtype, device=device)
         zero = torch.empty(by_group, dtype=torch.uint8, device=device) if zero_point else None
-        for rows, parts in self.packed.chunks():
+        for rows, parts in self.packed.chunks(given=True):
             for whole, part in zip((q, scale, zero), parts):
                 if whole is not None and part is not None:
                     bits = layout.bits_dtype(part.dtype)
@@ -384,6 +413,12 @@ class W8Weight(Weight):
     """A `Weight` of 8 bits, e4m3 or int8; made by `pack_w8`."""
 
     bits = 8
+
+
+def _regrouped(tensors: dict[str, torch.Tensor], format: WeightFormat, group_size: int) -> dict[str, torch.Tensor]:
+    """Tensors of an MXFP4 weight, or of experts, with a scale for fewer k."""
+    new = replace(format, group_size=group_size)
+    return {"blocks": layout.regrouped(tensors["blocks"], tensors.get("channel_scale"), format, new)}
 
 
 AnyWeight = Weight | PackedWeight

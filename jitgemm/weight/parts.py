@@ -16,7 +16,7 @@ import torch
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
-from jitgemm.weight import layout
+from jitgemm.weight import e2m1, layout
 from jitgemm.weight.ready import ReadyAt, capturing, noted
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -48,7 +48,8 @@ def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
 
 
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""q, scale, zero as `Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
+"""q, scale, zero as `Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None. Of e2m1 q is what
+tensor cores multiply, codes times their groups' exponents as float8_e4m3fn, and scale its factor."""
 
 
 def count_experts(blocks: torch.Tensor) -> int | None:
@@ -103,6 +104,24 @@ class PackedWeight(NamedTuple):
 
     def rows(self, first_strip: int, end_strip: int) -> RowParts:
         """`Weight.rows`."""
+        q, scale, zero, offset = self._stored(first_strip, end_strip)
+        if self.format.powers:
+            q = e2m1.values(q, self._exponents(first_strip, end_strip))
+        return q, scale, zero, offset
+
+    def given_rows(self, first_strip: int, end_strip: int) -> RowParts:
+        """The same as `Weight.unpack` gives it: of e2m1 codes, and scales as bytes."""
+        q, scale, zero, offset = self._stored(first_strip, end_strip)
+        if self.format.powers:
+            size = self.format.group_size
+            scale = e2m1.scale_bytes(scale, self._exponents(first_strip, end_strip), size)
+        return q, scale, zero, offset
+
+    def _exponents(self, first_strip: int, end_strip: int) -> torch.Tensor:
+        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
+        return layout.unpack_exponents(self.blocks[first_strip:end_strip], n, self.k, self.format)
+
+    def _stored(self, first_strip: int, end_strip: int) -> RowParts:
         if self.experts is not None:
             raise ValueError(f"rows: expected a dense weight, got one of {self.experts} experts; take weight[e].rows()")
         first = first_strip * STRIP_ROWS
@@ -121,12 +140,13 @@ class PackedWeight(NamedTuple):
         offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
         return layout.unpack_codes(part, n, k, format), scale, zero, offset
 
-    def chunks(self) -> Iterator[tuple[slice, RowParts]]:
-        """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows` gives of them."""
+    def chunks(self, given: bool = False) -> Iterator[tuple[slice, RowParts]]:
+        """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows`, or `given_rows`, gives of
+        them."""
         for number, index in enumerate(expert_indices(self.experts)):
             expert = self.expert(index)
             for first, end in layout.strip_chunks(self.n, self.k):
-                parts = expert.rows(first, end)
+                parts = expert.given_rows(first, end) if given else expert.rows(first, end)
                 start = number * self.n + first * STRIP_ROWS
                 yield slice(start, start + parts[0].shape[0]), parts
 

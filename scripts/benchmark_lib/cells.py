@@ -249,6 +249,7 @@ class Format:
         bits: of the weight; 8 bits have fp32 scales, per row or with group_size 128 per block of 128 x 128.
         lhs_blocks: activations have a scale per token and 128 k.
         lhs_e8m0: those scales are powers of two, four packed in an int32.
+        mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
     """
 
     lhs: str
@@ -259,12 +260,15 @@ class Format:
     bits: int = 4
     lhs_blocks: bool = False
     lhs_e8m0: bool = False
+    mxfp4: bool = False
 
     @property
     def name(self) -> str:
-        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, w8_e4m3_block_b128e."""
+        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, w8_e4m3_block_b128e,
+        mxfp4_ch, mxfp4_g128, mxfp4_g32."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
+        lhs = "mxfp4" if self.mxfp4 else lhs
         given = (self.any_codes, self.lhs_blocks and not self.lhs_e8m0, self.lhs_e8m0, self.batch_invariant)
         switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
         return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
@@ -274,6 +278,8 @@ class Format:
         group, lhs_group = self.group_size if self.group_size < k else 0, 128 if self.lhs_blocks else 0
         if self.bits == 8:
             weight = WeightFormat(group, False, "fp32", self.lhs, code=typed_code(self.lhs), strip_scales=group > 0)
+        elif self.mxfp4:
+            weight = WeightFormat(group, False, "bf16", "e2m1", code="e2m1")
         else:
             codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
@@ -285,6 +291,8 @@ class Format:
         """Bytes of codes, scales and zero points; padding of tiles, and copies of a block's scale, are not counted."""
         if self.bits == 8:
             return n * k + 4 * (ceil_div(n, 128) * ceil_div(k, 128) if self.group_size else n)
+        if self.mxfp4:
+            return n * k / 2 + n * ceil_div(k, 32)
         groups = ceil_div(k, self.group_size) if self.group_size else 1
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
@@ -312,6 +320,9 @@ MORE_FORMATS = (
     Format("s8", 128, bits=8),
     Format("e4m3", 128, bits=8, lhs_blocks=True),
     Format("e4m3", 128, lhs_blocks=True),
+    Format("e4m3", 0, mxfp4=True),
+    Format("e4m3", 128, mxfp4=True),
+    Format("e4m3", 32, mxfp4=True),
 )
 
 
@@ -327,19 +338,23 @@ def parse_format(text: str) -> Format:
     group, *switches = rest.split("_")
     zero_point = group.endswith("z") and bits == 4
     group = group.removesuffix("z") if zero_point else group
-    types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"}
+    types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"} | ({"mxfp4": "e4m3"} if bits == 4 else {})
+    mxfp4 = lhs == "mxfp4"
     sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0} if bits == 4 else {"ch": 0, "block": 128}
-    known = [switch for switch in SWITCHES if switch in switches and (bits == 4 or switch != "any")]
+    sizes = {f"g{size}": size for size in (32, 128)} | {"ch": 0} if mxfp4 else sizes
+    no_any = bits == 8 or mxfp4
+    known = [switch for switch in SWITCHES if switch in switches and not (no_any and switch == "any")]
     e8m0 = "b128e" in switches
-    if lhs not in types or group not in sizes or switches != known or (e8m0 and "b128" in switches):
+    wrong = switches != known or (e8m0 and "b128" in switches) or (mxfp4 and zero_point)
+    if lhs not in types or group not in sizes or wrong:
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
             f"zero points, _any for codes of any activations, _b128 for activations' scales per 128 k, or _b128e for "
             f"packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
-            f"weights; got {text!r}"
+            f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4; got {text!r}"
         )
     invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
-    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0)
+    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4)
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

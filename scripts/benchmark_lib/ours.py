@@ -22,7 +22,7 @@ LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 
 def ours(fmt: Format) -> Contestant:
     group = f"group {fmt.group_size}" if fmt.group_size else "per channel"
-    weights = "int4"
+    weights = "MXFP4" if fmt.mxfp4 else "int4"
     if fmt.bits == 8:
         weights, group = "8-bit weights", "blocks of 128 x 128" if fmt.group_size else "per channel"
     zero = ", zero points" if fmt.zero_point else ""
@@ -44,6 +44,8 @@ def lhs_of(fmt: Format, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weight:
     if fmt.group_size and source.k <= fmt.group_size:
         raise Refused(f"k = {source.k} is one group of {fmt.group_size}: that is per channel")
+    if fmt.mxfp4:
+        return jitgemm.quantize_mxfp4(source.weight).regrouped(fmt.group_size or source.k)
     if fmt.bits == 8:
         return jitgemm.quantize_w8(source.weight, LHS_DTYPES[fmt.lhs], block=fmt.group_size or None)
     q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)

@@ -15,6 +15,12 @@
 //
 //     byte b, bit   7     6 5 4     3          2 1 0
 //                   sA_b  v(B_b)    sB_(b-1)   v(A_b)
+//
+// Word of e2m1 codes, whose magnitudes v are indices of a table of bytes: nibble i is v(A_i), and from the fifth on
+// v(B_(i-4)); between them stand the signs, where a shift by 4 puts set B's:
+//
+//     byte b, bit   7     6 5 4         3     2 1 0
+//                   sA_b  v(A_(2b+1))   sB_b  v(A_2b)        b < 2; from there on B's
 #pragma once
 #include <jitgemm/gemm/types.cuh>
 #include <jitgemm/ptx/memory.cuh>
@@ -108,6 +114,7 @@ struct Int4Codec : Codes {
     static constexpr bool kSharedWeights = false;  // whether wgmma reads them from shared memory, not from registers
     static constexpr bool kZeroPoint = kHasZeros;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
+    static constexpr u32 kExponentBytes = 0, kTableBytes = 0;
 
     // Loads a record's codes and decodes them to the fragments of its four k-steps: registers 0 and 2 are row lane/4 at
     // k and k + 16, registers 1 and 3 row lane/4 + 8. `zeros` is the record's [kChunks][64] zero points.
@@ -146,6 +153,79 @@ struct Int4Codec : Codes {
     }
 };
 
+// e2m1 codes (OCP MX: 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign) times a power of two for each row and 32 k, which is a
+// step. Records whose scales are for more than that hold exponents t: a code becomes code * 2^(t - 8), an e4m3 exactly
+// for all t up to 14, its subnormals included. A table of eight bytes for each t has the magnitudes. Where a step has a
+// scale of its own, the table of t = 8 is a constant.
+//
+// Exponents are nibbles, in a word for each two rows i and i + 8 of a warp's sixteen, in the order of warps and i.
+// Rotated by 4, the word has row i + 8's where it had row i's:
+//
+//     byte b, bit   7 and, of byte b + 1, 2 1 0     6 5 4 3
+//                   t of row i + 8, step b          t of row i, step b
+struct E2m1Codec {
+    static constexpr bool kIntegerSums = false;
+    static constexpr float kOutputScale = 1.0f;
+    static constexpr bool kSharedWeights = false;
+    static constexpr bool kZeroPoint = false;
+    static constexpr u32 kOne = 0x38383838u;
+    static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
+    static constexpr u32 kExponentBytes = kStripRows * 2;
+    static constexpr u32 kTables = 15, kTableBytes = 128;
+
+    // Bytes of the magnitudes of codes 0 to 3 and 4 to 7, times 2^(t - 8).
+    __device__ __forceinline__ static constexpr uint2 table(u32 t) {
+        // Normal numbers count exponents from bit 3 on; 0 does not, and below 2^-6 bytes are multiples of 2^-9.
+        const u32 low = t < 3 ? 0x03020100u << t : 0x14100800u + (t - 3) * 0x08080800u;
+        const u32 high = t == 0 ? 0x0C080604u : 0x14100C08u + (t - 1) * 0x08080808u;
+        return {low, high};
+    }
+
+    // A warp writes the tables to shared memory.
+    __device__ __forceinline__ static void prepare(u32 tables) {
+        const u32 t = threadIdx.x % 32;
+        if (t < kTables) store_shared_v2(tables + t * 8, table(t));
+    }
+
+    // As Int4Codec's. `exponents` is where the record's are; kChunks is 4 where it has none.
+    template <u32 kChunks>
+    __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32 exponents,
+                                                const Position& position) {
+        u32 low_bytes = 0, high_bytes = 0;  // of each step, eight times the exponent
+        if constexpr (kChunks < 4) {
+            const u32 word = load_shared_u32(exponents + (position.warp * 8 + position.lane / 4) * 4);
+            low_bytes = word & 0x78787878u;
+            high_bytes = __funnelshift_r(word, word, 4) & 0x78787878u;
+        }
+        const uint4 first = load_shared_v4(record + position.thread * 16);
+        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) {
+            uint2 low = table(8), high = low;
+            if constexpr (kChunks < 4) {
+                low = load_shared_v2(position.tables + permuted(low_bytes, 0, 0x4440 + s));
+                high = load_shared_v2(position.tables + permuted(high_bytes, 0, 0x4440 + s));
+            }
+            decode(step[s][0], step[s][2], words[2 * s], low);
+            decode(step[s][1], step[s][3], words[2 * s + 1], high);
+        }
+    }
+
+    // Bytes of two words by the nibbles of a selector.
+    __device__ __forceinline__ static u32 permuted(u32 low, u32 high, u32 selector) {
+        u32 bytes;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+        return bytes;
+    }
+
+    __device__ __forceinline__ static void decode(u32& set_a, u32& set_b, u32 word, uint2 table) {
+        const u32 magnitudes = word & 0x77777777u;
+        set_a = permuted(table.x, table.y, magnitudes) | (word & 0x80808080u);
+        set_b = permuted(table.x, table.y, magnitudes >> 16) | (word << 4 & 0x80808080u);
+    }
+};
+
 // 8-bit codes of the activations' type.
 template <bool kIntegers>
 struct ByteCodec {
@@ -154,6 +234,7 @@ struct ByteCodec {
     static constexpr bool kSharedWeights = true;
     static constexpr bool kZeroPoint = false;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK;
+    static constexpr u32 kExponentBytes = 0, kTableBytes = 0;
 };
 
 // A weight record: 64 rows x 128 k of codes, then what belongs to its groups. A chunk is the part of the record's k
@@ -161,6 +242,7 @@ struct ByteCodec {
 //
 //     0        kScales                   kOffsets                    kZeros
 //     | codes  | scales [scale_rows][64] | offsets [scale_rows][64]  | zero points uint8 [chunks][64] |
+//                                                                    | or exponents uint4 [64][4]     |
 template <typename Config>
 struct Record {
     static constexpr u32 kChunks =
@@ -170,7 +252,9 @@ struct Record {
     static constexpr u32 kScales = Config::Codec::kCodeBytes;
     static constexpr u32 kOffsets = kScales + kScaleRows * kRowOfScales;
     static constexpr u32 kZeros = kOffsets + (Config::kOffset ? kScaleRows * kRowOfScales : 0);
-    static constexpr u32 kBytes = kZeros + (Config::Codec::kZeroPoint ? kChunks * kStripRows : 0);
+    static constexpr bool kExponents = Config::Codec::kExponentBytes > 0 && kChunks < 4;
+    static constexpr u32 kBytes = kZeros + (Config::Codec::kZeroPoint ? kChunks * kStripRows : 0) +
+                                  (kExponents ? Config::Codec::kExponentBytes : 0);
 };
 
 }  // namespace jitgemm

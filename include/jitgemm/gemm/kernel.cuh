@@ -32,6 +32,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     position.thread = threadIdx.x % kWarpgroup;
     position.warp = position.thread / 32;
     position.lane = position.thread % 32;
+    position.tables = shared.base + Shared<Config>::kDecode;
 
     auto wait = [&] {
         wait_for_previous_grid();
@@ -115,12 +116,16 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         prefetch_descriptor(out_map);
         shared.init_other_barriers(rank);
     }
+    if constexpr (Record<Config>::kExponents) {
+        if (warp == Shared<Config>::kWarpgroups * 4 + 2) Config::Codec::prepare(shared.base + Shared<Config>::kDecode);
+    }
     __syncwarp();
     if constexpr (!kPrefetches) {
         wait_for_previous_grid();
         Scheduler<Config>::prepare(args, shared);
     }
     if constexpr (Scheduler<Config>::kClusterSize > 1) {
+        if constexpr (Record<Config>::kExponents) __syncthreads();  // the cluster's barrier need not order the tables
         cluster_started<kPrefetches>();
     } else {
         __syncthreads();

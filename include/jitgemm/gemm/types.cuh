@@ -55,6 +55,7 @@ struct Position {
     u32 warpgroup, along_m, along_n, along_k;
     u32 thread, warp, lane;  // thread within the warpgroup
     u32 slice;               // of the tile's tokens; the warpgroup stores none where there are not so many
+    u32 tables;              // where the codec's are in shared memory, if it has any
 };
 
 // The first of the tile's tokens that a half of the warpgroup has where they are wgmma's M.

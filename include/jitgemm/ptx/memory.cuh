@@ -33,6 +33,16 @@ __device__ __forceinline__ uint4 load_shared_v4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ uint2 load_shared_v2(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared_v2(u32 address, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -290,6 +290,8 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
     order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
     strips = all(each.strip_scales for each in formats)
+    if first.powers:  # packed together, they get the fewest scales that hold all
+        return replace(first, group_size=min((each.group_size for each in formats if each.group_size), default=0))
     return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 
 

@@ -234,6 +234,9 @@ def _checked(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """input_scale and bias as the calls take them: a bias of fp16 is widened to fp32, which is exact."""
     scheme, types = NAMED[activation], weight.format.lhs_types
+    if scheme.dtype not in types and weight.format.powers:
+        expected = " or ".join(name for name, each in NAMED.items() if each.dtype in types)
+        raise ValueError(f"weight: expected activation {expected}, {weight.format.why_lhs}, got {activation}")
     if scheme.dtype not in types:
         either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
         got = activation_name(types[0])

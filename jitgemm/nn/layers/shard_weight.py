@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.weight.pack import row_sums
@@ -66,8 +67,12 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
 def unpacked(weight: Weight) -> CanonicalWeight:
     """The layer of a dense weight before packing, bit for bit."""
     q, scale, zero = weight.unpack()
-    offset, permutation = weight.unpack_offset(), weight.permutation
-    return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=weight.format.code)
+    offset, permutation, code = weight.unpack_offset(), weight.permutation, CODES[weight.format.code]
+    if code.exponents:
+        return CanonicalWeight(
+            q, scale.view(torch.uint8), group_size=EXPONENT_GROUP, permutation=permutation, code=code.name
+        )
+    return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=code.name)
 
 
 def _with(weight: Weight, pick: Callable[[torch.Tensor], torch.Tensor], **sizes: Any) -> Weight:

@@ -81,10 +81,6 @@ class ExpertsSource:
             if any(checkpoint.layer(f"{prefix}.0.{name}") for part in each for name in part):
                 own = replace(form, gate=form.gate._replace(order="gate_up"))
                 return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, form, each, find))
-        if f"{prefix}.{PARAMETERS[0]}_blocks" in checkpoint:
-            raise ValueError(
-                f"{prefix}.{PARAMETERS[0]} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here"
-            )
         for names in _STACKED:
             if all(is_quantised(checkpoint, f"{prefix}.{name}") for name in names):
                 parts = [_all_in_one(checkpoint, prefix, form, part, names[part], find) for part in (0, 1)]

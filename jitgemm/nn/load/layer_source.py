@@ -15,7 +15,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES, Inputs
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
@@ -201,7 +201,8 @@ def parts_without_data(checkpoint: Checkpoint, names: Mapping[str, str], activat
 def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | None]:
     """(name of a layer's activation, why a static scale is not used; None where it is)."""
     code = CODES[header.scheme.code]
-    own = None if code.lhs_type is None else code.name
+    types = tuple(code.orders[0].decoders)
+    own = typed_code(types[0]) if len(types) == 1 else None
     said, static = activations(header.scheme.inputs, wanted, own)
     if static and not any(suffix in header.names for suffix in INPUT_SCALES):
         if wanted is None:
@@ -211,9 +212,10 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
             )
         static = False
     chosen = wanted or said or own or "e4m3"
-    if own is not None and NAMED[chosen].dtype != code.lhs_type:
+    if NAMED[chosen].dtype not in types:
         instead = "" if wanted else f", as the config says; activation={own!r} replaces that"
-        raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
+        why = f"as the 8-bit weight is {own}" if code.lhs_type else "as MXFP4's codes are multiplied as e4m3s"
+        raise ValueError(f"activation: expected {own} activations, {why}, got {chosen}{instead}")
     if static:
         return chosen, None if chosen == said else f"calibrated for {said}"
     return chosen, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
@@ -225,7 +227,7 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     Args:
         inputs: what the scheme says; None for nothing.
         wanted: what the caller wants instead, or None.
-        own: the activation that a weight of 8 bits meets; None for one of 4.
+        own: the activation that the weight meets; None where it meets all.
 
     Raises:
         ValueError: a layer has no such activations, and `wanted` does not replace them.

@@ -4,7 +4,7 @@ themselves: `make_layer`, `read_tensor`, `fill_tensors`, `warn_of`."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +95,22 @@ def load_(
         division.check(model, plan.layers)
     _carry_out(plan, target, division)
     report = Report(plan.layers, plan.skipped, plan.ignored, plan.kept)
+    report.mxfp4 = _tiers(model, plan.layers)
     warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
     return report
+
+
+def _tiers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """`Report.mxfp4` of the layers of these names."""
+    found = {}
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        parts: list[Any] = [layer] if isinstance(layer, PackedLinear) else []
+        parts = [layer.w13, layer.w2] if isinstance(layer, PackedExperts) else parts
+        formats = [part.weight.format for part in parts]
+        if tiers := dict.fromkeys(format.tier for format in formats if format.powers):
+            found[name] = "with " + " and ".join(tiers)
+    return found
 
 
 def warn_of(report: Report, call: str, where: str, instead: str) -> None:

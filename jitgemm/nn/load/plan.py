@@ -217,12 +217,9 @@ def _why_missing(
         yield f"{prefix}: {layers.left[prefix]}"
     missing = [name for name, prefix in left.items() if not prefix]
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in missing}
-    packed = next((name for name in missing if name + "_blocks" in checkpoint), None)
     stacked = next((name for name in missing if "experts" in name and state[name].dim() == 3), None)
     each = next((name for name in checkpoint.names() if re.search(r"(^|\.)experts\.\d+\.", name)), None)
-    if packed is not None:
-        yield f"{packed} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here"
-    elif stacked is not None and each is not None:
+    if stacked is not None and each is not None:
         kind: Any = form_of(owners[stacked]) or "stacked experts of an unknown kind"
         if not isinstance(kind, str):
             kind = f"{type(owners[stacked]).__name__}, with other names of their projections"

@@ -255,7 +255,8 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
                     look.n + sum(each.n for each in others),
                     in_common([look.format, *(x.format for x in others)]),
                 )
-                look = replace(look, n=n, format=format, static=static)
+                size = format.group_size or look.k if format.powers else look.group_size
+                look = replace(look, n=n, format=format, group_size=size, static=static)
             layer: Any = look.module()
             if isinstance(look, Look):
                 layer.fronts = fronts_in_vllm(dim, gates)

@@ -101,7 +101,8 @@ class LayersOfPlan:
         bias = torch.float32 if bias == torch.float16 else bias
         n = layer.n // (cut.world if cut is not None and cut.dim == "n" else 1)
         numbers = (self._number(name, suffix, value) for suffix, value in values.items())
-        return Look(n, weight.k, weight.group_size, format, layer.activation, bias, *numbers)
+        size = _group_size(format, weight.group_size, weight.k)
+        return Look(n, weight.k, size, format, layer.activation, bias, *numbers)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
         """w13 or w2 of some experts."""
@@ -115,7 +116,7 @@ class LayersOfPlan:
             else:
                 format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut)
         n, k = (n, k // world) if part else (n // world, k)
-        return Look(n, k, min(weight.group_size, k), format, experts.activation)
+        return Look(n, k, _group_size(format, min(weight.group_size, k), k), format, experts.activation)
 
     def _packed(
         self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None
@@ -153,12 +154,18 @@ class LayersOfPlan:
         return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
 
 
+def _group_size(format: WeightFormat, given: int, k: int) -> int:
+    """`Weight.group_size` of all rows in this format, of which some have `given`."""
+    return format.group_size or k if format.powers else given
+
+
 def _tells(layer: LayerSource, format: WeightFormat) -> bool:
-    """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
+    """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8, a later
+    row's powers of two may be further apart."""
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)
     by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())
-    if not format.complete or (format.strip_scales and by_row):
+    if not format.complete or (format.powers and format.exponents) or (format.strip_scales and by_row):
         return False
     zeros = [each.dtype for suffix, each in tensors.items() if "zero" in suffix]
     if not zeros or not scheme.zero_points or format.offset:

@@ -1,0 +1,352 @@
+"""MXFP4 checkpoints from disk: compressed-tensors', gpt-oss', DeepSeek-V4's, Quark's; bits against the libraries'."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import builders
+import checkpoints
+import mxfp4
+import pytest
+import torch
+from test_nn_expert_models import IDS, E, alike, build, experts_of, logits
+
+from jitgemm.activations.scheme import Gate
+from jitgemm.checkpoint import compressed_tensors
+from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.nn import W4A8Experts, W4A8Linear, load_
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+LAYER = "model.layers.0.mlp.down_proj"
+WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": True}
+FORMAT = "mxfp4-pack-quantized"
+
+
+def config(inputs: dict | None = None, **weights) -> dict:
+    group = {"targets": ["Linear"], "weights": WEIGHTS | weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": FORMAT, "config_groups": {"group_0": group}}
+
+
+def compressed(parts: mxfp4.Parts, layer: str = LAYER) -> dict[str, torch.Tensor]:
+    return {f"{layer}.weight_packed": parts.canonical, f"{layer}.weight_scale": parts.scales}
+
+
+def gpt_oss(parts: mxfp4.Parts, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a projection of experts."""
+    return {f"{name}_blocks": parts.canonical.unflatten(-1, (-1, 16)), f"{name}_scales": parts.scales}
+
+
+def deepseek_v4(parts: mxfp4.Parts, layer: str = LAYER, scale: str = "scale") -> dict[str, torch.Tensor]:
+    scales = parts.scales.view(torch.float8_e8m0fnu)
+    return {f"{layer}.weight": parts.canonical.view(torch.int8), f"{layer}.{scale}": scales}
+
+
+def quark(parts: mxfp4.Parts, layer: str = LAYER) -> dict[str, torch.Tensor]:
+    return {f"{layer}.weight": parts.canonical, f"{layer}.weight_scale": parts.scales}
+
+
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}
+V4 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+    "expert_dtype": "fp4",
+}
+FILES = {
+    "compressed-tensors": (compressed, config()),
+    "compressed-tensors without a config": (compressed, None),
+    "preset": (compressed, config() | {"config_groups": {"MXFP4A16": ["Linear"]}}),
+    "deepseek-v4": (deepseek_v4, V4),
+    "deepseek-v4 by transformers' name": (lambda parts: deepseek_v4(parts, scale="weight_scale_inv"), V4),
+    "quark": (quark, QUARK),
+    "modelopt": (quark, {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}),
+}
+
+
+@pytest.mark.parametrize("tier", mxfp4.TIERS)
+@pytest.mark.parametrize("file", FILES)
+def test_every_weight_is_the_specification_s(tmp_path, file, tier):
+    tensors, settings = FILES[file]
+    parts = mxfp4.parts(1, 72, 416, tier)
+    folder = checkpoints.save(tmp_path, tensors(parts), settings)
+    assert torch.equal(read_layer(folder, LAYER, device="cpu").dequantize().double(), parts.dequantize_fp64())
+    weight = load(folder, LAYER, device="cpu")
+    assert weight.format == parts.packed.format and torch.equal(weight.blocks, parts.packed.blocks)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("dim", ["n", "k"])
+def test_ranks_together_hold_the_layer(file, dim):
+    tensors, settings = FILES[file]
+    parts = mxfp4.parts(2, 64, 640, "block")
+    read = [
+        read_layer(tensors(parts), LAYER, device="cpu", config=settings, tp_dim=dim, tp_rank=rank, tp_size=2)
+        for rank in range(2)
+    ]
+    whole = torch.cat([each.dequantize() for each in read], "nk".index(dim))
+    assert torch.equal(whole.double(), parts.dequantize_fp64())
+
+
+def test_joined_layers_are_packed_in_the_tier_of_all():
+    parts = [mxfp4.parts(seed, 64, 416, tier) for seed, tier in enumerate(("row", "block"))]
+    tensors = compressed(parts[0], "a.q_proj") | compressed(parts[1], "a.k_proj")
+    weight = load(tensors, ["a.q_proj", "a.k_proj"], device="cpu", config=config())
+    assert weight.format.group_size == 128
+    assert torch.equal(weight.dequantize().double(), torch.cat([each.dequantize_fp64() for each in parts]))
+
+
+def error_of(tensors, settings=None, layer=LAYER) -> str:
+    with pytest.raises(ValueError) as error:
+        load(tensors, layer, device="cpu", config=settings)
+    return str(error.value)
+
+
+def test_what_is_not_mxfp4_is_named():
+    parts = mxfp4.parts(1, 72, 416)
+    tensors = compressed(parts)
+    assert "as MXFP4 has" in error_of(tensors, config(group_size=16, strategy="tensor_group"))
+    assert "weight_scale: expected" in error_of(tensors | {f"{LAYER}.weight_scale": torch.ones(72, 13)}, config())
+    assert "weight_global_scale" in error_of(tensors | {f"{LAYER}.weight_global_scale": torch.ones(1)}, config())
+    assert "expert_dtype: expected 'fp4', as the tensors are, got 'fp8'" in error_of(
+        deepseek_v4(parts), V4 | {"expert_dtype": "fp8"}
+    )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_nan_among_the_scales_is_named(file):
+    tensors, settings = FILES[file]
+    parts = mxfp4.parts(1, 72, 416)
+    parts.scales[5, 3] = 255
+    assert "scale: expected finite numbers, got 255.0 at [5, 3]" in error_of(tensors(parts), settings)
+
+
+def test_what_is_written_is_read():
+    parts = mxfp4.parts(1, 72, 416, "group")
+    weight = read_layer(compressed(parts), LAYER, device="cpu", config=config())
+    tensors = compressed_tensors.FORMAT.write(weight, compressed_tensors.FORMAT.scheme(config(), LAYER))
+    expected = {name.rpartition(".")[2]: tensor for name, tensor in compressed(parts).items()}
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
+
+
+# ---- the libraries' own dequantisation -----------------------------------------------------------------------------
+
+
+def test_compressed_tensors_writes_what_is_read(tmp_path):
+    pytest.importorskip("compressed_tensors", minversion="0.20")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(**WEIGHTS, scale_dtype=torch.uint8, zp_dtype=torch.uint8)
+    w = (torch.randn(24, 256, generator=builders.generator(1)) * 0.1).bfloat16()
+    groups = w.unflatten(1, (-1, 32))
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    made, kernels = QuantizationScheme(targets=["Linear"], weights=args), BaseCompressor.get_value_from_registry(FORMAT)
+    stored = kernels.compress({"weight": w, "weight_scale": scale}, made)
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.{name}": each.detach() for name, each in stored.items()}, config())
+    theirs = kernels.decompress(copy.deepcopy(stored), made)["weight"]
+    assert torch.equal(load(folder, LAYER, device="cpu").dequantize(), theirs.float())
+
+
+def test_transformers_dequantises_deepseek_v4_to_the_same_bits():
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    parts = mxfp4.parts(3, 72, 416, "group", shift=-10)
+    tensors = deepseek_v4(parts)
+    theirs = Fp8Dequantize(None)._dequantize_one(*tensors.values(), output_dtype=torch.float32)
+    assert torch.equal(load(tensors, LAYER, device="cpu", config=V4).dequantize(), theirs)
+
+
+def test_transformers_dequantises_gpt_oss_to_the_same_bits():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    parts = mxfp4.parts(3, 64, 416, experts=3)
+    tensors = gpt_oss(parts, "experts.gate_up_proj")
+    theirs = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
+    for e in range(3):
+        weight = load(tensors, "experts.gate_up_proj_", device="cpu", expert=e, config={"quant_method": "mxfp4"})
+        assert torch.equal(weight.dequantize(), theirs[e])
+
+
+# ---- models from disk ------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor], settings: dict) -> Path:
+    return checkpoints.save(folder, {name: each.detach().clone() for name, each in tensors.items()}, settings, shards=2)
+
+
+def llama(seed: int) -> torch.nn.Module:
+    sizes = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_key_value_heads=2, pad_token_id=0)
+    ).eval()
+
+
+@pytest.mark.parametrize("inputs", [None, BLOCKS], ids=["MXFP4A16", "MXFP4XFP8"])
+def test_a_llama_of_compressed_tensors(tmp_path, inputs):
+    dense = llama(1)
+    tensors = {name: each for name, each in dense.state_dict().items() if "_proj" not in name}
+    for seed, (name, linear) in enumerate(dense.named_modules()):
+        if name.endswith("_proj"):
+            parts = mxfp4.parts(seed, *linear.weight.shape, shift=-9)
+            linear.weight.data.copy_(parts.dequantize_fp64())
+            tensors |= compressed(parts, name)
+    folder, model = saved(tmp_path, tensors, config(inputs)), llama(2)
+    names = load_(model, folder)
+    assert names.mxfp4 == dict.fromkeys(names, "with a base for a row")
+    assert len(names) == 14 and {type(model.get_submodule(name)) for name in names} == {W4A8Linear}
+    for name in names:
+        layer = model.get_submodule(name)
+        assert layer.activation == ("e4m3_block" if inputs else "e4m3")
+        assert torch.equal(layer.weight.dequantize(), dense.get_submodule(name).weight)
+    assert alike(logits(model), logits(dense))
+    again = llama(3)
+    load_(again, folder, filter=lambda *_: False)
+    assert all(torch.equal(mine, its) for mine, its in zip(again.parameters(), dense.parameters()))
+
+
+def test_what_a_config_says_of_inputs_is_kept_or_raises(tmp_path):
+    dense = llama(1)
+    tensors = dict(dense.state_dict())
+    name = "model.layers.0.mlp.up_proj"
+    del tensors[f"{name}.weight"]
+    tensors |= compressed(mxfp4.parts(1, 160, 64), name)
+    for inputs, expected in (
+        (WEIGHTS | {"dynamic": True}, "expected num_bits 8, got 4; activation='e4m3' quantises per token instead"),
+        (BLOCKS | {"type": "int", "strategy": "token", "group_size": None},
+         "expected e4m3 activations, as MXFP4's codes are multiplied as e4m3s, got int8"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=expected):
+            load_(llama(2), tensors, config=config(inputs))
+        model = llama(2)
+        assert load_(model, tensors, config=config(inputs), activation="e4m3") == [name]
+
+
+def gpt_oss_file(source: torch.nn.Module, tiers: tuple[str, str] = ("row", "block")) -> dict[str, torch.Tensor]:
+    """A gpt-oss in its own format, whose experts the model then has in floats."""
+    tensors = {}
+    for path, module in experts_of(source).items():
+        torch.nn.init.normal_(module.gate_up_proj_bias)
+        torch.nn.init.normal_(module.down_proj_bias)
+        for name, tier in zip(("gate_up_proj", "down_proj"), tiers):
+            parameter = getattr(module, name)
+            n, k = parameter.shape[2], parameter.shape[1]
+            parts = mxfp4.parts(len(tensors), n, k, tier, experts=E, shift=-16)
+            parameter.data.copy_(parts.dequantize_fp64().transpose(1, 2))
+            tensors |= gpt_oss(parts, f"{path}.{name}")
+    stacked = tuple(f"{path}.{name}" for path in experts_of(source) for name in ("gate_up_proj", "down_proj"))
+    return tensors | {name: each for name, each in source.state_dict().items() if name not in stacked}
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+
+
+def test_gpt_oss_in_its_own_format(tmp_path):
+    source = build("gpt-oss", hidden_size=256, intermediate_size=192)
+    folder = saved(tmp_path, gpt_oss_file(source), MXFP4)
+    model = build("gpt-oss", seed=1, hidden_size=256, intermediate_size=192)
+    names = load_(model, folder)
+    assert names == list(experts_of(source))
+    assert names.mxfp4 == dict.fromkeys(names, "with a base for a row and a base for a row and 128 k")
+    assert "MXFP4: 2\n  2 with a base for a row and a base for a row and 128 k: model.layers.0" in repr(names)
+    for name in names:
+        layer, expected = model.get_submodule(name), source.get_submodule(name)
+        assert isinstance(layer, W4A8Experts) and layer.activation == "e4m3"
+        assert layer.gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702)
+        assert (layer.w13.weight.format.group_size, layer.w2.weight.format.group_size) == (0, 128)
+        for part, parameter in ((layer.w13, expected.gate_up_proj), (layer.w2, expected.down_proj)):
+            assert torch.equal(part.weight.dequantize(), parameter.transpose(1, 2))
+        assert torch.equal(layer.w13.bias, expected.gate_up_proj_bias)
+        assert torch.equal(layer.w2.bias, expected.down_proj_bias)
+    assert alike(logits(model), logits(source))
+
+
+def test_gpt_oss_in_floats_is_the_specification(tmp_path):
+    source = build("gpt-oss")
+    folder = saved(tmp_path, gpt_oss_file(source), MXFP4)
+    again = build("gpt-oss", seed=2)
+    load_(again, folder, filter=lambda *_: False)
+    assert all(torch.equal(mine, its) for mine, its in zip(again.parameters(), source.parameters()))
+
+
+def test_gpt_oss_s_experts_may_need_several_tiers(tmp_path):
+    source = build("gpt-oss", hidden_size=256)
+    tensors = gpt_oss_file(source, ("row", "row"))
+    name = next(iter(experts_of(source)))
+    n, k = source.get_submodule(name).gate_up_proj.shape[2], 256
+    wide = mxfp4.parts(1, n, k, "group", shift=-16)
+    tensors[f"{name}.gate_up_proj_scales"] = tensors[f"{name}.gate_up_proj_scales"].clone()
+    tensors[f"{name}.gate_up_proj_scales"][2] = wide.scales
+    model = build("gpt-oss", seed=1, hidden_size=256)
+    load_(model, tensors, config=MXFP4)
+    weight = model.get_submodule(name).w13.weight
+    codes = tensors[f"{name}.gate_up_proj_blocks"].flatten(2)
+    codes = torch.stack((codes & 15, codes >> 4), -1).flatten(2)
+    parts = mxfp4.Parts(codes, tensors[f"{name}.gate_up_proj_scales"])
+    assert weight.format.group_size == 32
+    assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
+
+
+def test_warm_up_knows_gpt_oss_s_tiers_from_the_files(tmp_path):
+    from jitgemm.nn.warm.ahead import models_ahead
+    from jitgemm.nn.warm.warm import kernels
+
+    source = build("gpt-oss", hidden_size=256, intermediate_size=192)
+    folder = saved(tmp_path, gpt_oss_file(source), MXFP4)
+    (folder / "config.json").write_text(
+        json.dumps(source.config.to_dict() | {"quantization_config": MXFP4}, default=str)
+    )
+    model = build("gpt-oss", seed=1, hidden_size=256, intermediate_size=192)
+    load_(model, folder)
+    (ahead,) = models_ahead(folder, "linear", 1, 1, None, {}, ["any"], False)
+
+    def labels(of: torch.nn.Module) -> set[str]:
+        return {spec.label for spec, _, _ in kernels(of, 64, [torch.bfloat16], "h200", False)}
+
+    assert labels(ahead) == labels(model) and any("mx-g128" in label for label in labels(ahead))
+
+
+def test_a_tiny_deepseek_v4(tmp_path):
+    """Experts in FP4 under DeepSeek's names, the rest in floats."""
+    sizes = dict(
+        hidden_size=64, moe_intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=96, head_dim=32,
+        n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2, n_shared_experts=1, q_lora_rank=32, o_lora_rank=32,
+        o_groups=2, qk_rope_head_dim=16, index_n_heads=2, index_head_dim=32, index_topk=8, num_hash_layers=0, pad_token_id=0,
+        max_position_embeddings=64, sliding_window=16, num_nextn_predict_layers=0,
+    )  # fmt: skip
+
+    def made(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**sizes)).eval()
+
+    source = made(1)
+    stacks = {name: m for name, m in source.named_modules() if getattr(m, "gate_up_proj", None) is not None
+              and isinstance(m.gate_up_proj, torch.nn.Parameter)}  # fmt: skip
+    assert len(stacks) == 3
+    tensors = {}
+    for path, module in stacks.items():
+        for e in range(4):
+            both, down = (
+                mxfp4.parts(len(tensors) + i, n, k, shift=-16) for i, (n, k) in enumerate(((192, 64), (64, 96)))
+            )
+            module.gate_up_proj.data[e], module.down_proj.data[e] = both.dequantize_fp64(), down.dequantize_fp64()
+            gate, up = (mxfp4.Parts(both.codes[rows], both.scales[rows]) for rows in (slice(0, 96), slice(96, 192)))
+            for name, each in (("w1", gate), ("w3", up), ("w2", down)):
+                tensors |= deepseek_v4(each, f"{path}.{e}.{name}".replace("model.", "", 1).replace(".mlp.", ".ffn."))
+    tensors |= {n: x for n, x in source.state_dict().items() if not n.startswith(tuple(stacks))}
+    model = made(2)
+    names = load_(model, saved(tmp_path, tensors, V4))
+    assert names == list(stacks)
+    for name in names:
+        layer, expected = model.get_submodule(name), source.get_submodule(name)
+        assert layer.activation == "e4m3_block" and layer.gate.limit == source.config.swiglu_limit
+        assert torch.equal(layer.w13.weight.dequantize(), expected.gate_up_proj)
+        assert torch.equal(layer.w2.weight.dequantize(), expected.down_proj)
+    with torch.inference_mode():
+        assert alike(model(**IDS).logits, source(**IDS).logits)
