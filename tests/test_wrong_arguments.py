@@ -132,7 +132,7 @@ PUBLIC |= {
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {
         "w": torch.ones(N, K), "group_size": 32, "symmetric": True, "scale_dtype": BF16, "full_range": True,
-        "clip_steps": 1, "lhs_dtype": None,
+        "positive_scales": False, "clip_steps": 1, "moments": torch.eye(K), "act_order": True, "lhs_dtype": None,
     },
     "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None},
 }  # fmt: skip
@@ -179,6 +179,7 @@ LIKE: dict[str, Callable[[torch.Tensor], Any]] = {
 SHAPES = {"meta", "more dimensions", "no dimensions", "no elements", "fewer columns"}
 """Where two arguments do not fit together, either may be named."""
 LEGAL: dict[str, set[str]] = {
+    "act_order": {"True"},
     "affine": {"True"},
     "alpha": {"1", "1.5", "inf"},
     "batch_invariant": {"True"},
@@ -198,8 +199,10 @@ LEGAL: dict[str, set[str]] = {
     "lhs_dtype": {"None"},
     "limit": {"None", "1", "1.5", "inf"},
     "m_indices": {"meta", "no elements", "fewer columns"},
+    "moments": {"None"},
     "out": {"None", "double"},
     "out_dtype": {"float64"},
+    "positive_scales": {"True"},
     "scale": {"None", "scalar", "more dimensions", "no dimensions"},
     "silu_mul": {"True"},
     "swap_ab": {"True"},
