@@ -28,10 +28,10 @@ from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
 from jitgemm.nn.layers.settle import settle
 from jitgemm.nn.load.load import load_
 from jitgemm.nn.quantize.quantize import quantize_
-from jitgemm.nn.report import FusionReport, Report
+from jitgemm.nn.report import FusionReport, QuantisationReport, Report
 from jitgemm.nn.warm.warm import warmup
 
 __all__ = [
-    "ACTIVATIONS", "FusionReport", "Gate", "PackedExperts", "PackedLinear", "Report", "W4A8Experts", "W4A8Linear",
-    "W8A8Experts", "W8A8Linear", "fuse_", "load_", "quantize_", "settle", "unfuse_", "warmup",
+    "ACTIVATIONS", "FusionReport", "Gate", "PackedExperts", "PackedLinear", "QuantisationReport", "Report", "W4A8Experts",
+    "W4A8Linear", "W8A8Experts", "W8A8Linear", "fuse_", "load_", "quantize_", "settle", "unfuse_", "warmup",
 ]  # fmt: skip
