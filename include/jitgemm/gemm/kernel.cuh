@@ -105,6 +105,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
             if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
             shared.init_full_barriers();
         }
+        // Other lanes arrive at them, of scales that they copy: elect.sync orders no memory.
+        __syncwarp();
         policy = Scheduler<Config>::weight_policy(args);
         // Multicast weights land in the neighbour too, whose barriers must exist first.
         if constexpr (kPrefetches && Config::kMulticastRhs == 1)
@@ -117,6 +119,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     }
     __syncwarp();
     if constexpr (!kPrefetches) {
+        // Sizes and row_index may be of a grid before the last, routing's ahead of a quantiser. Every thread of that
+        // one waited for routing: its end is routing's, and what routing wrote is seen behind this wait.
         wait_for_previous_grid();
         Scheduler<Config>::prepare(args, shared);
     }
