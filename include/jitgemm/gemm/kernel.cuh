@@ -44,7 +44,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     bool waited = kWaitsFirst;
 
     Scheduler<Config> scheduler(args, shared);
-    Ring<Config::kStages> ring;
+    Multiplicands<Config> multiplicands{shared, position};
     u32 parity = 0;  // of the tile, for the barriers of the sums
     Tile<Config> tile(args);
     while (scheduler.next(tile, rank)) {
@@ -54,7 +54,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         for (u32 i = 0; i < Config::kSums; ++i) acc[i] = 0.0f;
         TileSums<Config> sums;
         const u32 tokens = tile.end_token() - tile.first_token;
-        multiply_tokens<Config>(tokens, acc, sums, shared, position, tile.range, ring, [&] {
+        multiplicands.range = tile.range;
+        multiply_tokens<Config>(tokens, acc, sums, multiplicands, [&] {
             const bool copying = !waited;
             if (copying) {
                 ActivationCopies<Config> copies(args, shared, position, tile);
