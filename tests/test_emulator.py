@@ -55,6 +55,8 @@ DENSE = {
     "s8w8-g128-bf16-b128-m192n128-mc2lhs-s3-ss-tr": 210,
     "e4m3w8-g128-fp32-b128-m256hn128-s3-ss-tr": 330,
     "s8w8-g128-fp16-b128-tofp32-m256hn64-s2-ss-tr": 190,
+    "s8fast-g256-bf16-m16n64-k1x2-s4": 20,
+    "s8fast-g256-bf16-m64n256-s4": 70,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
 
@@ -306,8 +308,8 @@ FAULTS = {
     ),
     "a stage is filled too early": (
         GEMM, "gemm/producer",
-        "block);\n            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);",
-        "block);",
+        "block)};\n            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);",
+        "block)};",
         f"changed before|outside of the bound|more arrivals|{LOADING}",
     ),
     "a store without a fence": (GEMM, "gemm/epilogue", "async_proxy_fence();", "", "without fence.proxy.async"),

@@ -60,6 +60,7 @@ _DEFAULTS = {
     "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
     "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
+    "u32 kWidths": 1,
 }  # fmt: skip
 """What constants are unless they are rendered; the struct Defaults of include/jitgemm/gemm/config.cuh."""
 
@@ -92,6 +93,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kDirectLhs": direct_lhs(spec),
         "bool kPinSharedBase": pins_shared_base(spec),
         "bool kDebug": spec.debug,
+        "u32 kWidths": len(multiply_widths(spec)),
     }
     chosen = {name: value for name, value in constants.items() if value != _DEFAULTS.get(name)}
     # Python's True is C++'s true.
@@ -105,8 +107,11 @@ struct Chosen : Defaults {{
     template <u32 kTokens>
     using Wgmma = jitgemm::Wgmma<kTokens>;
     using Codec = {fmt.decoder(spec.lhs).codec};
-    static constexpr u32 kWidthTable[] = {{{", ".join(map(str, multiply_widths(spec)))}}};
 {lines}
+    __device__ static constexpr u32 width(u32 index) {{
+        constexpr u32 widths[] = {{{", ".join(map(str, multiply_widths(spec)))}}};
+        return widths[index];
+    }}
 }};
 using Config = Derived<Chosen>;
 static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");
@@ -141,7 +146,7 @@ namespace jitgemm {{
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
 {KERNEL_NAME}({indent.join(parameters)}) {{
-    jitgemm::w4a8_gemm<jitgemm::Config>({addresses}, args);
+    jitgemm::w4a8_gemm<jitgemm::Config>({{{addresses}}}, args);
 }}
 """
 

@@ -6,13 +6,14 @@
 namespace jitgemm {
 
 struct Defaults {
-    // Rendered always: kBlockM, kStrips, kStages, kPrefetchStages, kGroupSize, kScaleType, kWidthTable, Codec, Wgmma.
+    // Rendered always: kBlockM, kStrips, kStages, kPrefetchStages, kGroupSize, kScaleType, Codec, Wgmma, width(): N of the
+    // multiplies that tiles of fewer tokens take, ascending, kWidths of them; the last is kFullN.
     static constexpr RealType kOutType = kBf16;
     static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kMulticastRhs = 1, kCtasPerSm = 1;
     static constexpr u32 kExperts = 0, kLhsGroup = 0;
     static constexpr bool kScatter = false, kTokenRows = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
     // Rules by measurement, jitgemm/kernel/tactics.py.
-    static constexpr u32 kInFlight = 1, kFragmentSets = 2, kPromoteRecords = 1;
+    static constexpr u32 kInFlight = 1, kFragmentSets = 2, kPromoteRecords = 1, kWidths = 1;
     static constexpr bool kDirectLhs = false, kPinSharedBase = false;
 };
 
@@ -37,9 +38,6 @@ struct Derived : Chosen {
         return 8 * size;
     }
     static constexpr u32 kSliceTokens = slice();
-
-    // N of the multiplies that tiles of fewer tokens take, ascending; the last is kFullN.
-    static constexpr u32 kWidths = sizeof(Chosen::kWidthTable) / sizeof(u32);
 
     // Registers of a thread: a CTA starts with as many for all, and the producer's warpgroup gives some to the others.
     static constexpr u32 kConsumers = kWarpgroupsM * kWarpgroupsN * Chosen::kWarpgroupsK;  // warpgroups

@@ -293,7 +293,7 @@ __device__ __forceinline__ void skip_tile(Multiplicands<Config>& of, Begin begin
 template <typename Config, u32 kIndex = 0, typename Begin>
 __device__ __forceinline__ void multiply_tokens(u32 tokens, float (&acc)[Config::kSums], TileSums<Config>& sums,
                                                 Multiplicands<Config>& of, Begin begin) {
-    constexpr u32 kWidth = Config::kWidthTable[kIndex];
+    constexpr u32 kWidth = Config::width(kIndex);
     if constexpr (Config::kWarpgroupsM > 1) {
         if (!has_tokens<Config>(of.position, tokens)) {
             skip_tile(of, begin);

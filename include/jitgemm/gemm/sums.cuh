@@ -18,9 +18,7 @@ namespace jitgemm {
 template <typename Config>
 struct Consumer {
     const Args& args;
-    const TensorMap* out_map;
-    const TensorMap* out_part_map;  // of kSwizzleRows rows, and
-    const TensorMap* out_row_map;   // of a single row; of grouped kernels
+    const Maps& maps;
     const Shared<Config>& shared;
     u32 rank;
     const Position& position;
