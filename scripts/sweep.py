@@ -437,18 +437,16 @@ BLUR = 0.012
 another shape breaks."""
 NEAR = 1.35
 """Kernels slower than the best by more than this factor do not count in the error of predictions."""
-LIMITS = {"OVERLAP": (1.2, 8.0), "PAIRED_STREAM": (1.0, 1.6), "L2_SHARE": (0.001, 1.0)}
-MEASURED = ("L2_BYTES_PER_CYCLE", "PAIRED_TALL_US")
+LIMITS = {"PAIRED_STREAM": (1.0, 1.6)}
+COUNTED = ("DECODE_TIMES",)
 """Constants of the model that no fit may change."""
-GROUPED = ("TABLE_US", "REREAD")
-"""Those that have no part in a dense GEMM."""
 
 
-def constants(grouped: bool = False) -> list[tuple[str, Any]]:
+def constants() -> list[tuple[str, Any]]:
     """(name, key) of every constant of the model that a fit may change; key is None for a scalar."""
     found: list[tuple[str, Any]] = []
     for name, value in vars(cost).items():
-        if not name.isupper() or name in MEASURED or (name in GROUPED and not grouped):
+        if not name.isupper() or name in COUNTED:
             continue
         if isinstance(value, float):
             found.append((name, None))
@@ -496,8 +494,7 @@ def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int)
                 getattr(cost, name)[key] = value
 
     rng = random.Random(seed)
-    grouped = any(problem_of(cell).experts for timings, _ in sweeps for cell in timings)
-    best = {each: get(*each) for each in constants(grouped)}
+    best = {each: get(*each) for each in constants()}
     best_score, started = score(), time.monotonic()
     while time.monotonic() - started < seconds:
         trial = dict(best)

@@ -333,7 +333,8 @@ struct WarpRanges {
 };
 
 // Combines the threads that share a row; all of them get the result. Consecutive rows use different `slots`, which are
-// written again only when the whole team has read them: a warp sends the next row's range behind its reads of this one.
+// written again only when the whole team has read them: a warp sends the next row's range when its reads of this one are
+// done.
 template <class Config>
 __device__ __forceinline__ void combine_threads(const Team<Config>& team, Range<Config>& range, WarpRanges (&slots)[2],
                                                 u32 round) {
@@ -350,9 +351,10 @@ __device__ __forceinline__ void combine_threads(const Team<Config>& team, Range<
             if (lane < Config::kCtas)
                 store_async_float4(map_to_rank(ranges + 16 * own, lane), high, low, range.squares, 0.0f,
                                    map_to_rank(full, lane));
-            barrier_wait<false>(full, round / 2 % 2);
+            barrier_wait_for_cluster<false>(full, round / 2 % 2);
         }
         const float4 other = load_shared_float4(ranges + 16 * min(lane, warps - 1));
+        if constexpr (Team<Config>::kCluster) loads_done();
         range.high = __float_as_uint(other.x), range.low = __float_as_uint(other.y);
         range.squares = lane < warps ? other.z : 0.0f;  // a maximum may count the last warp again
         range.combine_lanes();

@@ -44,8 +44,8 @@ def explain(
 ) -> None:
     """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's predictions, and why one won.
 
-    Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest
-    counts, since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band
+    Predictions are in microseconds on the named device. Of memory, fetch, tensor, issue and latency the longest
+    counts, since they overlap; fixed comes on top. What each is stands below the table. m is rounded up to the end of its band first: all m of a band
     share a kernel. With --experts m counts the M x K rows of all experts, and a prediction is the mean over a few
     uniform routings, drawn by seed: how many rows an expert has is known on the device alone.
 
@@ -100,7 +100,8 @@ def explain(
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"MXFP4 with {format.tier}; {shared}" if mxfp4 else shared
-    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{_why(ranked)}")
+    words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
+    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{_why(ranked)}")
 
 
 def _facts(candidate: Candidate, rank: int) -> dict[str, Any]:
@@ -123,9 +124,10 @@ def _why(ranked: list[Candidate]) -> str:
     second = ranked[1]
     lead = second.predicted_us - winner.predicted_us
     if lead < 0.005:
-        return f"{winner.kernel.label} ties with {second.kernel.label}; ties go to the smaller tile, then by name"
+        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared operands, then by name"
+        return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
     reasons = [
-        f"{'fixed costs' if name == 'fixed' else name} {winner.terms[name]:.2f} instead of {second.terms[name]:.2f}"
+        f"{cost.TERMS[name]} {winner.terms[name]:.2f} us instead of {second.terms[name]:.2f}"
         for name in dict.fromkeys((_bound(second), "fixed"))
         if second.terms[name] - winner.terms[name] > 0.005
     ]

@@ -76,8 +76,9 @@ def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
     return replace(with_k_rules(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
 
 
-def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
-    return us, spec.block_m * spec.block_n, spec.halves, spec.label
+def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]:
+    """Best first. Ties go to the smaller tile, to sums that all splits reduce, to operands that a cluster shares."""
+    return us, spec.block_m * spec.block_n, not spec.scatter, -spec.multicast, spec.halves, spec.label
 
 
 def _at_band_end(problem: Problem) -> Problem:
@@ -85,7 +86,7 @@ def _at_band_end(problem: Problem) -> Problem:
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
-    """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
+    """Every legal kernel for the problem with its prediction, best first (`_rank`)."""
     problem = _at_band_end(problem)
     found = [cost.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))

@@ -27,13 +27,14 @@ NARROW_TOKENS = 64
 """Most tokens of a narrow tile. Narrow tiles fill the GPU by splitting k, wide ones share operands."""
 
 NARROW_SPLITS = {
-    (1, 1): (1, 2, 3, 4, 5, 6), (2, 1): (1, 2, 3, 4, 6), (3, 1): (1, 2, 4, 5), (4, 1): (1,),
-    (1, 2): (1, 2, 3, 4), (2, 2): (1, 2, 3), (1, 4): (1, 2, 3),
+    (1, 1): (1, 2, 3), (2, 1): (1, 2, 3, 4, 6), (3, 1): (1, 2), (4, 1): (1,),
+    (1, 2): (1, 2, 3, 4), (2, 2): (1, 2), (1, 4): (1, 2, 3),
 }  # fmt: skip
-"""CTAs that split k for narrow tiles, by warpgroups along n and k; without splits that two sweeps never found best."""
-WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
+"""CTAs that split k for narrow tiles, by warpgroups along n and k; here and below without what five sweeps never found
+best, or by less than 1.5 % (docs/notes/selector.md)."""
+WIDE_SPLITS = {(1, 2): (1, 2, 3), (2, 1): (2, 3), (3, 1): (2,)}
 """The same for tiles of 80 to 160 tokens."""
-PAIRED_SPLITS = {1: (1, 2, 4, 5, 6), 2: (1, 2, 4)}
+PAIRED_SPLITS = {1: (1, 2), 2: (1, 2, 4)}
 """Splits of NARROW_SPLITS that also exist with two CTAs on an SM, by consumer warpgroups. The second CTA's place lets
 the next kernel prefetch its weights. Clusters of three appear to put two of their own CTAs on one SM
 (docs/notes/selector.md)."""
@@ -148,29 +149,23 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
                     )  # fmt: skip
     if NARROW_TOKENS < block_m <= 96:
         yield dict(block_n=256)
-    if block_m >= 48:
-        for halves in (1, 2) if block_m <= 192 else (2,):
-            if not narrow or halves == 2:  # NARROW_SPLITS has the others
-                yield dict(block_n=128, halves=halves)
-                yield dict(block_n=192, halves=halves)
     if not narrow:
-        # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
-        yield dict(block_n=128, halves=2, multicast_lhs=2)
-        yield dict(block_n=128, halves=2, multicast_rhs=2)
+        for halves in (1, 2) if block_m <= 192 else (2,):
+            yield dict(block_n=128, halves=halves)
+            yield dict(block_n=192, halves=halves)
 
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
     """Those of kernels with tokens as wgmma's rows."""
-    for block_n in {64: (256,), 128: (64, 128, 192), 192: (64, 128), 256: (128,)}.get(block_m, ()):
+    for block_n in {64: (256,), 128: (64, 128, 192), 192: (128,), 256: (128,)}.get(block_m, ()):
         yield dict(block_n=block_n, halves=2 if block_m == 256 else 1, token_rows=True)
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
-    """More of them for grouped GEMMs, where few tiles share activations."""
+    """More of them for grouped GEMMs, where few tiles share activations: clusters that do."""
     if block_m > NARROW_TOKENS:
-        yield dict(block_n=128, multicast_lhs=2)
-        for halves in (1, 2):
-            yield dict(block_n=192, halves=halves, multicast_lhs=2)
+        for block_n, halves in ((128, 1), (128, 2), (192, 1)):
+            yield dict(block_n=block_n, halves=halves, multicast_lhs=2)
 
 
 def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:

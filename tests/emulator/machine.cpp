@@ -4,7 +4,10 @@
 // What the hardware does by itself is as late as it may be: copies by the TMA and cp.async arrive after a random time,
 // stores read shared memory when they are waited for. So what a kernel does not wait for goes wrong here. Errors: an
 // access outside of the ranges that a launch names or of shared memory, a shared-memory operand that changes before a
-// multiply was waited for, a read by the async proxy of what no fence has handed to it, a hang.
+// multiply was waited for, a read by the async proxy of what no fence has handed to it, a hang. And what is right here
+// by luck alone: a barrier that is used where its initialisation need not be seen, a copy into what a warp may still be
+// loading, a wait at CTA scope for what another CTA sends, a grid that writes or ends before it waited for the one
+// before it.
 //
 // Not modelled: caches, time, the limits on registers, the rounding of the tensor cores' sums (here each multiply of
 // k = 32 is added up exactly and rounded once).
@@ -79,13 +82,20 @@ struct Instruction {
 struct Program {
     std::vector<Instruction> code;
     u32 registers = 0, static_shared = 0, cluster = 1;
+    bool waits = false;  // has to wait for the grid before
 };
 
 // ---- machine --------------------------------------------------------------------------------------------------------
 
+enum class Seen : u8 { kThread, kWarp, kCta, kCluster };
+
 struct Barrier {
     u32 count = 0, pending = 0, phase = 0;
     i64 bytes = 0;
+    u32 thread = 0;               // that initialised it
+    Seen seen = Seen::kThread;    // who sees that it did
+    bool for_cluster = false, for_copies = false;  // fences have said so
+    bool remote = false;          // counts what another CTA sends
 };
 
 struct NamedBarrier {
@@ -117,6 +127,8 @@ struct Warp {
     Cta* cta;
     u32 number;  // within the CTA
     u32 alive = kAll, pc = 0;
+    u32 waited = 0;             // lanes that have waited for the grid before
+    std::vector<u32> loading;   // 16 bytes each of shared memory that it may still be loading
     bool together = true;
     u32 pcs[32];
     u64* registers;
@@ -137,7 +149,10 @@ struct Cta {
     u32 rank;  // within the cluster
     std::vector<u8> shared;
     std::vector<u16> unfenced;  // by 16 bytes of shared memory: 1 + the thread that wrote it and has not fenced
+    std::vector<u32> loading;   // by 16 bytes: warps whose loads may be on their way
     std::unordered_map<u32, Barrier> barriers;
+    std::vector<u32> fresh;     // barriers that not all see
+    Seen all = Seen::kCta;      // who all are
     NamedBarrier named[16];
     std::vector<Warp> warps;
     u32 threads;
@@ -152,6 +167,33 @@ struct Cta {
         for (u32 i = (address - kSharedBase) / 16; i <= (address - kSharedBase + size - 1) / 16; ++i)
             unfenced[i] = u16(thread + 1);
     }
+    void loads(Warp& w, u32 address, u32 size) {
+        for (u32 i = (address - kSharedBase) / 16; i <= (address - kSharedBase + size - 1) / 16; ++i) {
+            if (loading[i] >> w.number & 1) continue;
+            loading[i] |= 1u << w.number;
+            w.loading.push_back(i);
+        }
+    }
+    // A warp's loads are done once it has fenced or met others at a barrier; not where one of its lanes arrives.
+    void loaded(Warp& w) {
+        for (const u32 i : w.loading) loading[i] &= ~(1u << w.number);
+        w.loading.clear();
+    }
+    void check_loaded(u32 address, u32 size, u32 but = 0) {
+        for (u32 i = (address - kSharedBase) / 16; i <= (address - kSharedBase + size - 1) / 16; ++i)
+            if (loading[i] & ~but)
+                fail("shared memory " + hex(kSharedBase + 16 * i) + " is overwritten while warp " +
+                     std::to_string(__builtin_ctz(loading[i] & ~but)) + "'s load of it may be on its way");
+    }
+    void all_see(Seen by) {
+        std::vector<u32> left;
+        for (const u32 at : fresh) {
+            Barrier& each = barriers[at];
+            each.seen = by == Seen::kCluster && !each.for_cluster ? Seen::kCta : by;
+            if (each.seen < all) left.push_back(at);
+        }
+        fresh = left;
+    }
     void check_fenced(u32 address, u32 size, const char* what) {
         for (u32 i = (address - kSharedBase) / 16; i <= (address - kSharedBase + size - 1) / 16; ++i)
             if (unfenced[i])
@@ -162,6 +204,16 @@ struct Cta {
         const auto found = barriers.find(address);
         if (found == barriers.end()) fail("mbarrier " + hex(address) + " was not initialised");
         return found->second;
+    }
+    // The barrier, as a thread of a CTA uses it.
+    Barrier& barrier(u32 address, const Cta& user, u32 thread) {
+        Barrier& found = barrier(address);
+        const Seen least = &user != this ? Seen::kCluster
+                           : thread == found.thread ? Seen::kThread
+                           : thread / 32 == found.thread / 32 ? Seen::kWarp : Seen::kCta;
+        if (found.seen < least) fail("mbarrier " + hex(address) + ": thread " + std::to_string(thread) +
+                                     " need not see that it was initialised");
+        return found;
     }
 };
 
@@ -365,6 +417,8 @@ Next convert(Warp& w, const Instruction& in, u32 lanes) {
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
+void check_waited(const Warp& w, u32 lanes, const char* what);
+
 // in.a: bytes of an element, with bit 8 for a sign; in.b: elements | space << 8.
 enum Space : u32 { kGlobal, kShared, kParameter };
 
@@ -377,6 +431,7 @@ Next load(Warp& w, const Instruction& in, u32 lanes) {
             u32 at = u32(address);
             Cta& cta = w.machine->cta_of(at, *w.cta);
             source = cta.at(at, bytes * count);
+            if (&cta == w.cta) cta.loads(w, at, bytes * count);
         } else {
             source = space == kGlobal ? w.machine->global(address, bytes * count) : reinterpret_cast<u8*>(address);
         }
@@ -401,6 +456,7 @@ Next store(Warp& w, const Instruction& in, u32 lanes) {
             cta.wrote(at, bytes * count, thread_of(w, l));
         } else {
             to = w.machine->global(address, bytes * count);
+            check_waited(w, 1u << l, "writes global memory");
         }
         for (u32 i = 0; i < count; ++i) {
             const u64 value = get(w, in.operands[1 + i], l);
@@ -424,6 +480,7 @@ Next copy_async(Warp& w, const Instruction& in, u32 lanes) {
             u8 values[16] = {};
             if (inside) std::memcpy(values, reinterpret_cast<u8*>(from), inside);
             std::memcpy(warp->cta->at(to, bytes), values, bytes);
+            warp->cta->check_loaded(to, bytes, 1u << warp->number);
             warp->cta->wrote(to, bytes, thread);
         }});
         w.copies[l].back().push_back(copy);
@@ -459,6 +516,7 @@ Next copy_wait_all(Warp& w, const Instruction& in, u32 lanes) {
 Next copy_arrive(Warp& w, const Instruction& in, u32 lanes) {
     each(lanes, [&](u32 l) {
         const u32 at = u32(get(w, in.operands[0], l));
+        w.cta->barrier(at, *w.cta, thread_of(w, l));
         Warp* warp = &w;
         auto groups = w.copies[l];
         w.machine->later([=] {
@@ -497,7 +555,8 @@ void each_of_tile(const TileMap& map, i32 x, i32 y, F f) {
         }
 }
 
-void to_ctas(Warp& w, u32 mask, u32 address, u32 barrier, i64 bytes, const std::function<void(Cta&, u32)>& write) {
+void to_ctas(Warp& w, u32 lane, u32 mask, u32 address, u32 barrier, i64 bytes,
+             const std::function<void(Cta&, u32)>& write) {
     Machine* machine = w.machine;
     const u32 own = w.cta->rank;
     for (u32 rank = 0; rank < machine->ctas.size(); ++rank) {
@@ -505,6 +564,8 @@ void to_ctas(Warp& w, u32 mask, u32 address, u32 barrier, i64 bytes, const std::
         u32 to = address, at = barrier;
         Cta* cta = &machine->cta_of(to, *machine->ctas[rank]);
         machine->cta_of(at, *machine->ctas[own]);
+        if (!cta->barrier(at, *w.cta, thread_of(w, lane)).for_copies)
+            fail("mbarrier " + hex(at) + ": no fence has shown it to the copy engine");
         machine->later([=] {
             write(*cta, to);
             machine->complete(*cta, at, bytes);
@@ -513,6 +574,7 @@ void to_ctas(Warp& w, u32 mask, u32 address, u32 barrier, i64 bytes, const std::
 }
 
 void check_ring(Cta& cta, u32 to, u32 bytes) {
+    cta.check_loaded(to, bytes);
     std::memset(cta.unfenced.data() + (to - kSharedBase) / 16, 0, 2 * ((bytes + 15) / 16));
 }
 
@@ -525,7 +587,7 @@ Next tile_load(Warp& w, const Instruction& in, u32 lanes) {
         const u32 mask = in.a ? u32(get(w, o[5], l)) & 0xffff : 1u << w.cta->rank;
         const u32 bytes = u32(map.box_rows) * 128;
         if (get(w, o[0], l) % 128) fail("a tile's destination is misaligned");
-        to_ctas(w, mask, u32(get(w, o[0], l)), u32(get(w, o[4], l)), bytes, [=](Cta& cta, u32 to) {
+        to_ctas(w, l, mask, u32(get(w, o[0], l)), u32(get(w, o[4], l)), bytes, [=](Cta& cta, u32 to) {
             cta.at(to, bytes, false);
             each_of_tile(map, x, y, [&](u64 from, u32 offset) {
                 u8* byte = cta.at(swizzled(to + offset), u32(map.element), false);
@@ -547,7 +609,7 @@ Next bulk_load(Warp& w, const Instruction& in, u32 lanes) {
         const u32 mask = in.a ? u32(get(w, o[4], l)) & 0xffff : 1u << w.cta->rank;
         if (bytes % 16 || from % 16 || get(w, o[0], l) % 16) fail("a bulk copy is misaligned");
         for (u32 i = 0; i < bytes; i += 16) w.machine->global(from + i, 16);
-        to_ctas(w, mask, u32(get(w, o[0], l)), u32(get(w, o[3], l)), bytes, [=](Cta& cta, u32 to) {
+        to_ctas(w, l, mask, u32(get(w, o[0], l)), u32(get(w, o[3], l)), bytes, [=](Cta& cta, u32 to) {
             std::memcpy(cta.at(to, bytes, false), reinterpret_cast<u8*>(from), bytes);
             check_ring(cta, to, bytes);
         });
@@ -563,6 +625,7 @@ Next tile_store(Warp& w, const Instruction& in, u32 lanes) {
         const i32 x = get<i32>(w, o[1], l), y = get<i32>(w, o[2], l);
         const u32 from = u32(get(w, o[3], l));
         Cta* cta = w.cta;
+        check_waited(w, 1u << l, "stores a tile");
         cta->check_fenced(from, u32(map.box_rows) * 128, "a tile's store");
         w.stores[l].push_back(std::make_shared<Copy>(Copy{[=] {
             each_of_tile(map, x, y, [&](u64 to, u32 offset) {
@@ -595,8 +658,12 @@ Next store_remote(Warp& w, const Instruction& in, u32 lanes) {
         u32 values[4];
         for (u32 i = 0; i < 4; ++i) values[i] = u32(get(w, o[1 + i], l));
         Machine* machine = w.machine;
+        cta->barrier(at, *w.cta, thread_of(w, l));
+        const bool remote = cta != w.cta;
         machine->later([=] {
             std::memcpy(cta->at(to, 16), values, 16);
+            cta->check_loaded(to, 16);
+            cta->barrier(at).remote |= remote;
             machine->complete(*cta, at, 16);
         });
     });
@@ -609,7 +676,8 @@ Next barrier_init(Warp& w, const Instruction& in, u32 lanes) {
     each(lanes, [&](u32 l) {
         const u32 at = u32(get(w, in.operands[0], l)), count = u32(get(w, in.operands[1], l));
         w.cta->at(at, 8);
-        w.cta->barriers[at] = {count, count, 0, 0};
+        w.cta->barriers[at] = {count, count, 0, 0, thread_of(w, l)};
+        w.cta->fresh.push_back(at);
     });
     return Next::kOn;
 }
@@ -619,6 +687,7 @@ Next barrier_arrive(Warp& w, const Instruction& in, u32 lanes) {
         u32 at = u32(get(w, in.operands[1], l));
         const i64 bytes = in.operands.size() > 2 ? i64(u32(get(w, in.operands[2], l))) : 0;
         Cta& cta = w.machine->cta_of(at, *w.cta);
+        cta.barrier(at, *w.cta, thread_of(w, l));
         w.machine->arrive(cta, at, bytes);
     });
     return Next::kOn;
@@ -627,8 +696,10 @@ Next barrier_arrive(Warp& w, const Instruction& in, u32 lanes) {
 Next barrier_try_wait(Warp& w, const Instruction& in, u32 lanes) {
     bool all = true;
     each(lanes, [&](u32 l) {
-        const Barrier& barrier = w.cta->barrier(u32(get(w, in.operands[1], l)));
+        const Barrier& barrier = w.cta->barrier(u32(get(w, in.operands[1], l)), *w.cta, thread_of(w, l));
         const bool over = barrier.phase != (get(w, in.operands[2], l) & 1);
+        if (over && barrier.remote && in.opcode.find(".cluster") == std::string::npos)
+            fail("mbarrier: a wait at CTA scope for what another CTA sends");
         put(w, in.operands[0], l, over);
         all &= over;
     });
@@ -642,10 +713,14 @@ Next named_barrier(Warp& w, const Instruction& in, u32 lanes) {
     if (!w.at_barrier) {
         w.at_barrier = true, w.generation = barrier.generation;
         barrier.arrived += 32;
-        if (barrier.arrived >= threads) barrier.arrived = 0, ++barrier.generation;
+        if (barrier.arrived >= threads) {
+            barrier.arrived = 0, ++barrier.generation;
+            if (threads == w.cta->threads) w.cta->all_see(Seen::kCta);
+        }
     }
     if (barrier.generation == w.generation) return Next::kAgain;
     w.at_barrier = false;
+    w.cta->loaded(w);
     return Next::kOn;
 }
 
@@ -653,7 +728,10 @@ Next cluster_arrive(Warp& w, const Instruction&, u32) {
     Machine& machine = *w.machine;
     w.cluster_generation = machine.cluster_generation;
     machine.cluster_arrived += 32;
-    if (machine.cluster_arrived == machine.cluster_threads) machine.cluster_arrived = 0, ++machine.cluster_generation;
+    if (machine.cluster_arrived == machine.cluster_threads) {
+        machine.cluster_arrived = 0, ++machine.cluster_generation;
+        for (auto& cta : machine.ctas) cta->all_see(Seen::kCluster);
+    }
     return Next::kOn;
 }
 
@@ -666,7 +744,46 @@ Next fence_async(Warp& w, const Instruction&, u32 lanes) {
         if (thread && thread - 1u >= 32 * w.number && thread - 1u < 32 * w.number + 32 &&
             lanes >> (thread - 1 - 32 * w.number) & 1)
             thread = 0;
+    each(lanes, [&](u32 l) {
+        for (const u32 at : w.cta->fresh)
+            if (w.cta->barriers[at].thread == thread_of(w, l)) w.cta->barriers[at].for_copies = true;
+    });
     return Next::kOn;
+}
+
+Next fence_initialised(Warp& w, const Instruction&, u32 lanes) {
+    each(lanes, [&](u32 l) {
+        for (const u32 at : w.cta->fresh)
+            if (w.cta->barriers[at].thread == thread_of(w, l)) w.cta->barriers[at].for_cluster = true;
+    });
+    return Next::kOn;
+}
+
+Next fence(Warp& w, const Instruction&, u32) {
+    w.cta->loaded(w);
+    return Next::kOn;
+}
+
+Next warp_sync(Warp& w, const Instruction&, u32) {
+    for (const u32 at : w.cta->fresh) {
+        Barrier& barrier = w.cta->barriers[at];
+        if (barrier.seen == Seen::kThread && barrier.thread / 32 == w.number) barrier.seen = Seen::kWarp;
+    }
+    return Next::kOn;
+}
+
+// ---- the grid before ------------------------------------------------------------------------------------------------
+
+Next wait_for_grid(Warp& w, const Instruction&, u32 lanes) {
+    w.waited |= lanes;
+    return Next::kOn;
+}
+
+// Only what every thread waits for is over when the next grid is told so: that grid's successor may have started, too.
+void check_waited(const Warp& w, u32 lanes, const char* what) {
+    if (w.machine->program->waits && (lanes & ~w.waited))
+        fail("thread " + std::to_string(thread_of(w, u32(__builtin_ctz(lanes & ~w.waited)))) + " " + what +
+             " without griddepcontrol.wait");
 }
 
 Next nothing(Warp&, const Instruction&, u32) { return Next::kOn; }
@@ -954,7 +1071,7 @@ const std::map<std::string, Handler>& plain_opcodes() {
          }},
         {"match.any.sync.b32", match_any},
         {"elect.sync", elect},
-        {"bar.warp.sync", nothing},
+        {"bar.warp.sync", warp_sync},
         {"bar.sync", named_barrier},
         {"barrier.cluster.arrive.relaxed", cluster_arrive},
         {"barrier.cluster.arrive.release", cluster_arrive},
@@ -964,14 +1081,15 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"mbarrier.arrive.shared::cta.b64", barrier_arrive},
         {"mbarrier.arrive.shared::cluster.b64", barrier_arrive},
         {"mbarrier.try_wait.parity.shared::cta.b64", barrier_try_wait},
+        {"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", barrier_try_wait},
         {"mbarrier.test_wait.parity.shared::cta.b64", barrier_try_wait},
         {"fence.proxy.async.shared::cta", fence_async},
-        {"fence.mbarrier_init.release.cluster", nothing},
+        {"fence.mbarrier_init.release.cluster", fence_initialised},
         {"prefetch.global.L2", nothing},
-        {"fence.acq_rel.cta", nothing},
-        {"fence.acq_rel.gpu", nothing},
-        {"membar.gl", nothing},
-        {"griddepcontrol.wait", nothing},
+        {"fence.acq_rel.cta", fence},
+        {"fence.acq_rel.gpu", fence},
+        {"membar.gl", fence},
+        {"griddepcontrol.wait", wait_for_grid},
         {"griddepcontrol.launch_dependents", nothing},
         {"prefetch.tensormap", nothing},
         {"createpolicy.fractional.L2::evict_first.b64", nothing},
@@ -1202,6 +1320,7 @@ void find_handler(Instruction& in) {
 // ---- running --------------------------------------------------------------------------------------------------------
 
 void leave(Warp& w, u32 lanes) {
+    check_waited(w, lanes, "ends");
     w.alive &= ~lanes;
     each(lanes, [&](u32 l) {
         w.copies[l].emplace_back(), wait_for_copies(w, l, 0);
@@ -1300,8 +1419,10 @@ void run_cluster(Machine& machine, u32 first, u32 grid, u32 block_x, u32 block_y
     for (u32 rank = 0; rank < program.cluster; ++rank) {
         auto cta = std::make_unique<Cta>();
         cta->machine = &machine, cta->rank = rank, cta->threads = threads;
+        cta->all = program.cluster > 1 ? Seen::kCluster : Seen::kCta;
         cta->shared.assign((program.static_shared + dynamic + 15) / 16 * 16, 0xcd);
         cta->unfenced.assign(cta->shared.size() / 16, 0);
+        cta->loading.assign(cta->shared.size() / 16, 0);
         cta->warps.resize(warps);
         for (u32 number = 0; number < warps; ++number) {
             Warp& w = cta->warps[number];
@@ -1391,6 +1512,7 @@ void* emulator_load(const char* text) {
             if (in.opcode == "mov.pack" || in.opcode == "mov.unpack") words >> in.a;
             while (words >> word) in.operands.push_back(parse_operand(word));
             find_handler(in);
+            program->waits |= in.opcode.rfind("griddepcontrol.", 0) == 0;
             program->code.push_back(std::move(in));
         }
     } catch (const std::exception& failure) {

@@ -50,6 +50,12 @@ struct GroupedArgs : GroupPointers, Args {
 };
 static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/grouped_plan.py packs this struct");
 
+// The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
+// in grouped kernels of kSwizzleRows rows and of one.
+struct Maps {
+    const TensorMap *lhs, *last_lhs, *out, *out_part, *out_row;
+};
+
 // A consumer thread's position in its CTA, and the tokens that its warpgroup stores.
 struct Position {
     u32 warpgroup, along_m, along_n, along_k;

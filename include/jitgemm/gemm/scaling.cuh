@@ -1,0 +1,182 @@
+// What sums are multiplied by on their way from the tensor cores: the scaling policies.
+//
+// Each loads what a record's promotion needs: for all units when it is made, behind the multiplies' start and the next
+// record's decode, since registers are short until then; for a unit by unit(), before that unit's sums are waited for.
+// promote() adds a unit's scaled sums to `acc`, from `first` on. `block` is the record's k-block.
+#pragma once
+#include <jitgemm/gemm/operand.cuh>
+
+namespace jitgemm {
+
+// None: the sums stay in the tensor cores for the whole tile.
+template <typename Config, u32 kTokens>
+struct NoScaling {
+    __device__ __forceinline__ NoScaling(const Shared<Config>&, const Position&, u32, u32) {}
+    __device__ __forceinline__ void unit(const Unit<Config>&) {}
+    template <typename Acc, typename Partial>
+    __device__ __forceinline__ void promote(Acc&, u32, const Partial&, const Unit<Config>&) const {}
+};
+
+// A scale of each row and chunk, and its offset: acc += scale of the row * sum.
+template <typename Config, u32 kTokens>
+struct RowScaling {
+    static constexpr u32 kChunks = Unit<Config>::kChunks;
+    // Of the thread's two rows: for sums of codes times activations, for sums of activations.
+    float low_scale[kChunks], high_scale[kChunks];
+    float low_offset[kChunks], high_offset[kChunks];
+
+    __device__ __forceinline__ RowScaling(const Shared<Config>& shared, const Position& position, u32 stage, u32) {
+        using Layout = Record<Config>;
+        const u32 record = shared.record(stage, position.along_n, position.along_k);
+        const u32 row = position.warp * 16 + position.lane / 4;
+#pragma unroll
+        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+            low_scale[chunk] = high_scale[chunk] = 1.0f;
+            if constexpr (Config::kGroupSize != 0) {
+                u32 scales = record + Layout::kScales + chunk * Layout::kRowOfScales;
+                low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
+                high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
+            }
+            if constexpr (Config::kOffset) {
+                u32 offsets = record + Layout::kOffsets + chunk * Layout::kRowOfScales;
+                low_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row);
+                high_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row + 8);
+            }
+        }
+    }
+    __device__ __forceinline__ void unit(const Unit<Config>&) {}
+
+    template <int kTotal, int kPartials, typename Partial>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], u32 first, const Partial (&partial)[kPartials],
+                                            const Unit<Config>& unit) const {
+        const float low = unit.factor == 0 ? low_scale[unit.chunk] : low_offset[unit.chunk];
+        const float high = unit.factor == 0 ? high_scale[unit.chunk] : high_offset[unit.chunk];
+#pragma unroll
+        for (u32 i = 0; i < kTokens / 2; ++i)
+            acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high : low, acc[first + i]);
+    }
+};
+
+// The tokens' scales of a record, two for every eight tokens: the first few are loaded before the sums are waited for,
+// the rest as they are needed, since registers are short.
+template <u32 kTokens, bool kE8m0>
+struct TokenScales {
+    static constexpr u32 kAhead = smaller(kTokens / 8, 2);
+    u32 address;
+    float2 ahead[kAhead];
+
+    // Where the first that the lane reads is, of a record whose scales are at `record`.
+    __device__ __forceinline__ static u32 first(u32 record, u32 block, const Position& position) {
+        return record + position.lane % 4 * 8;
+    }
+    __device__ __forceinline__ void load(u32 from) {
+        address = from;
+#pragma unroll
+        for (u32 i = 0; i < kAhead; ++i) ahead[i] = load_shared_float2(address + i * 32);
+    }
+    __device__ __forceinline__ float2 pair(u32 i) const {
+        return i < kAhead ? ahead[i] : load_shared_float2(address + i * 32);
+    }
+};
+
+// A power of two by its exponent as bfloat16's bits: 0 stands for 2^-127, which is subnormal, and 255 for NaN.
+__device__ __forceinline__ u32 bf16_of_e8m0(u32 exponent) {
+    return exponent << 7 | (exponent - 1 >= 254 ? 0x40 : 0);
+}
+
+// Packed exponents: a token's word has those of four k-blocks. Each lane converts two tokens' of every 64, and gets
+// the others from the lanes that have them: converted where they are needed, each would be by 32 threads.
+template <u32 kTokens>
+struct TokenScales<kTokens, true> {
+    u32 pairs[ceil_div(kTokens, 64)];
+
+    __device__ __forceinline__ static u32 first(u32 record, u32 block, const Position&) { return record + block % 4; }
+    __device__ __forceinline__ void load(u32 from) {
+#pragma unroll
+        for (u32 i = 0; i < ceil_div(kTokens, 64); ++i) {
+            const u32 address = from + min(i * 32 + threadIdx.x % 32, kTokens / 2 - 1) * 8;
+            pairs[i] = bf16_of_e8m0(load_shared_u8(address)) | bf16_of_e8m0(load_shared_u8(address + 4)) << 16;
+        }
+    }
+    __device__ __forceinline__ float2 pair(u32 i) const {
+        const u32 both = shuffle_fours(pairs[i / 8], i % 8 * 4);
+        return {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000)};
+    }
+};
+
+// The same with a scale for each token as well, which multiplies the row's first.
+template <typename Config, u32 kTokens>
+struct RowTokenScaling : RowScaling<Config, kTokens> {
+    TokenScales<kTokens, Config::kLhsE8m0> tokens;
+    u32 first;  // address of the first scale that the lane reads
+
+    __device__ __forceinline__ RowTokenScaling(const Shared<Config>& shared, const Position& position, u32 stage,
+                                               u32 block)
+        : RowScaling<Config, kTokens>(shared, position, stage, block),
+          first(tokens.first(shared.block_scales(stage, position.along_k), block, position)) {}
+
+    __device__ __forceinline__ void unit(const Unit<Config>& unit) { tokens.load(first + unit.half * kTokens * 4); }
+
+    template <int kTotal, int kPartials, typename Partial>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], u32 first, const Partial (&partial)[kPartials],
+                                            const Unit<Config>& unit) const {
+        const float low = unit.factor == 0 ? this->low_scale[unit.chunk] : this->low_offset[unit.chunk];
+        const float high = unit.factor == 0 ? this->high_scale[unit.chunk] : this->high_offset[unit.chunk];
+#pragma unroll
+        for (u32 i = 0; i < kTokens / 2; i += 4) {
+            const float2 token = tokens.pair(i / 4);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                const float scale = (j / 2 ? high : low) * (j % 2 ? token.y : token.x);
+                acc[first + i + j] = fmaf(float(partial[i + j]), scale, acc[first + i + j]);
+            }
+        }
+    }
+};
+
+// Rows are tokens: their scales times one of each strip of the weights, for a half at a time.
+template <typename Config, u32 kColumns>
+struct StripTokenScaling {
+    static constexpr u32 kStrips = Shared<Config>::kStripsOfWarpgroup;
+    const Shared<Config>& shared;
+    const Position& position;
+    const u32 stage, block;
+    float low_scale[kStrips], high_scale[kStrips];
+
+    __device__ __forceinline__ StripTokenScaling(const Shared<Config>& shared, const Position& position, u32 stage,
+                                                 u32 block)
+        : shared(shared), position(position), stage(stage), block(block) {}
+
+    __device__ __forceinline__ void unit(const Unit<Config>& unit) {
+        const u32 row = first_token_row<Config>(position, unit.half) + position.warp * 16 + position.lane / 4;
+        const u32 tokens = shared.block_scales(stage, 0) + row * 4;
+        float low, high;
+        if constexpr (Config::kLhsE8m0) {
+            low = __uint_as_float(bf16_of_e8m0(load_shared_u8(tokens + block % 4)) << 16);
+            high = __uint_as_float(bf16_of_e8m0(load_shared_u8(tokens + 32 + block % 4)) << 16);
+        } else {
+            low = load_shared_float(tokens);
+            high = load_shared_float(tokens + 32);
+        }
+#pragma unroll
+        for (u32 strip = 0; strip < kStrips; ++strip) {
+            const u32 address = shared.strip_scale(stage, position.along_n * kStrips + strip);
+            const float scale = load_shared_real<Config::kScaleType>(address, 0);
+            low_scale[strip] = scale * low;
+            high_scale[strip] = scale * high;
+        }
+    }
+
+    template <int kTotal, int kPartials, typename Partial>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], u32 first, const Partial (&partial)[kPartials],
+                                            const Unit<Config>&) const {
+#pragma unroll
+        for (u32 i = 0; i < kColumns / 2; ++i) {
+            const u32 strip = i / (kStripRows / 2);
+            const float scale = i / 2 % 2 ? high_scale[strip] : low_scale[strip];
+            acc[first + i] = fmaf(float(partial[i]), scale, acc[first + i]);
+        }
+    }
+};
+
+}  // namespace jitgemm
