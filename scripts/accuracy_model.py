@@ -152,7 +152,7 @@ def in_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
     test, _ = texts(arguments, tokenizer)
     llm = LLM(
         model=arguments.folder, quantization="jitgemm", max_model_len=2 * WIDTH, gpu_memory_utilization=0.3,
-        enable_prefix_caching=False, skip_tokenizer_init=True,
+        enable_prefix_caching=False, skip_tokenizer_init=True, enforce_eager=True,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": row} for row in test.tolist()], sampling)
