@@ -219,6 +219,50 @@ def test_what_no_batch_reaches_is_said():
     assert isinstance(model[1], jitgemm.nn.W4A8Linear)
 
 
+class Routed(torch.nn.Module):
+    """Experts that are Linears each; the first element of x says whose turn it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.last = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.experts[int(x[0, 0])](x).tanh_())
+
+
+def test_experts_that_are_linears_are_reached_by_any_batch():
+    model, x = Routed(), torch.randn(30, 64)
+    batches = []
+    for turn in (0, 2, 2):
+        batches.append(x.clone())
+        batches[-1][0, 0] = turn
+    moments = {}
+    run = runs(model, batches)
+    for stage in run.stages():
+        moments |= run.collect(stage)
+    assert {name: int(each.tokens) for name, each in moments.items()} == {"experts.0": 30, "last": 90, "experts.2": 60}
+    assert close(moments["experts.2"].given(False), sum(each.T @ each for each in batches[1:]))
+    assert jitgemm.nn.quantize_(model, calibration=batches).unreached == ["experts.1"]
+
+
+def test_an_input_that_is_written_between_two_layers_is_another():
+    class Writes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            x += y
+            return self.second(x)
+
+    x = torch.randn(20, 64)
+    run = runs(Writes(), [x.clone()])
+    list(run.stages())
+    assert {name: calls.leader for name, calls in run.calls.items()} == {"first": "first", "second": "second"}
+
+
 def test_the_model_is_left_as_it_was_but_for_the_layers():
     model = llama(1, attention_dropout=0.5).train()
     jitgemm.nn.quantize_(model, calibration=[ids()])

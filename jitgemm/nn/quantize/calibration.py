@@ -20,10 +20,10 @@ Batch = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 @dataclass
 class Calls:
-    """The calls of a module in one run.
+    """The calls of a module by one batch.
 
     Attributes:
-        count: how many.
+        count: how many at most.
         leader: the module that had the same input before; its own name for the first.
     """
 
@@ -93,18 +93,24 @@ class Calibration:
         return 4 * form.experts * (form.hidden**2 + form.inter**2)
 
     def _observe(self) -> None:
-        """Runs the first batch: which modules it reaches, in what order, and which of them have the same input."""
-        leader, last = "", torch.empty(0)
+        """Which modules the batches reach, in what order, how often in one at most, and which have the same input."""
+        leader, last, version = "", torch.empty(0), 0
+        times: dict[str, int] = {}
 
         def hook(name: str, x: torch.Tensor, *more: Any) -> None:
-            nonlocal leader, last
-            if x is not last or self.forms[leader] != self.forms[name]:
-                leader, last = name, x
-            self.calls.setdefault(name, Calls(leader)).count += 1
+            nonlocal leader, last, version
+            now = 0 if x.is_inference() else x._version  # whether it was written since
+            if x is not last or now != version or self.forms[leader] != self.forms[name]:
+                leader, last, version = name, x, now
+            times[name] = times.get(name, 0) + 1
+            calls = self.calls.setdefault(name, Calls(leader))
+            calls.count = max(calls.count, times[name])
 
         self.calls.clear()
         with self._hooks(self.forms, hook):
-            self._run(self.batches[0])
+            for batch in self.batches:
+                times.clear()
+                self._run(batch)
 
     def collect(self, stage: list[str]) -> dict[str, Moments]:
         """The moments of a stage's modules, from all batches."""
