@@ -137,7 +137,7 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
 
 
 def texts(arguments: argparse.Namespace, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to evaluate, and those that calibrate."""
+    """Windows to evaluate, and windows that calibrate."""
     held, rest = help_texts() if arguments.text is None else texts_of(arguments.text)
     both = windows_of(tokenizer, held, TESTED), windows_of(tokenizer, rest, arguments.windows)
     return both[0].to(arguments.device), both[1].to(arguments.device)
@@ -191,7 +191,7 @@ def cost(device: str) -> dict[str, Any]:
         "tokens that calibrate": tokens.numel(),
         "seconds": round(time.monotonic() - started, 1),
         "GiB of the model": round(before / 2**30, 2),
-        "GiB beside it, at most": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
+        "GiB more, at most": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
     }
     print(found, flush=True)
     return found

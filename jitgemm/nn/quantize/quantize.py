@@ -140,7 +140,7 @@ class Quantising:
         self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
 
     def stages(self, ready: Callable[[list[str]], dict[str, Any] | None] | None = None) -> Iterator[dict[str, Any]]:
-        """Replaces modules, and yields {name: layer} of those that were replaced together.
+        """Replaces modules, and yields {name: layer} of what was replaced together.
 
         With calibration these are modules of one block, in the order in which they run; without it one module. A
         model whose stages did not all run is left with some modules replaced.
@@ -243,7 +243,7 @@ def choose(
 def form_of_4_bits(
     activation: str, group_size: int | str | None, symmetric: bool | None, calibrated: bool = False
 ) -> dict[str, Any]:
-    """`quantize_w4`'s group_size and symmetric, of which the user said some.
+    """`quantize_w4`'s group_size and symmetric, where the user may have said one or both.
 
     Of whom neither said: 128 and no zero points if there is calibration. Weights alone keep a real model's results best
     with groups of 32 and zero points (docs/quantize.md), which do not go with activations that have a scale per block.
