@@ -156,10 +156,7 @@ class Quantising:
                 for name in layers or ():
                     show(name)
                 if layers is None:
-                    given = {} if moments is None else moments()
-                    layers = {}
-                    for together in siblings:
-                        layers |= self._quantised(together, given, show)
+                    layers = self._stage(siblings, moments, show)
                 for name, layer in layers.items():
                     put_layer(self.model, name, left.pop(name), layer)
                 yield layers
@@ -188,6 +185,16 @@ class Quantising:
             self.report.unreached = [name for name in left if name in forms]
         for name in left:
             yield [name], [[name]], None
+
+    def _stage(
+        self, siblings: list[list[str]], moments: Callable[[], dict[str, Any]] | None, show: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """A stage's layers. Its moments are gone when it returns, before the next stage's are summed."""
+        given = {} if moments is None else moments()
+        layers: dict[str, Any] = {}
+        for together in siblings:
+            layers |= self._quantised(together, given, show)
+        return layers
 
     def _quantised(self, names: list[str], moments: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
         """The layers of modules that have the same input: all of 4 bits, or all of 8 where one would lose too much."""
