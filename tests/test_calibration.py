@@ -248,7 +248,7 @@ def test_experts_that_are_linears_are_reached_by_any_batch():
 
 
 class Heads(torch.nn.Module):
-    """Linears of one input, by names of which each is a block's."""
+    """Linears of one input; each has a block's name."""
 
     def __init__(self, late: bool = False):
         super().__init__()
