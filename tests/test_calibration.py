@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -244,6 +245,51 @@ def test_experts_that_are_linears_are_reached_by_any_batch():
     assert {name: int(each.tokens) for name, each in moments.items()} == {"experts.0": 30, "last": 90, "experts.2": 60}
     assert close(moments["experts.2"].given(False), sum(each.T @ each for each in batches[1:]))
     assert jitgemm.nn.quantize_(model, calibration=batches).unreached == ["experts.1"]
+
+
+class Heads(torch.nn.Module):
+    """Linears of one input; each has a block's name."""
+
+    def __init__(self, late: bool = False):
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.late = late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.heads if not self.late or x[0, 0] > 0 else self.heads[:1]
+        return sum(head(x) for head in heads)
+
+
+@pytest.mark.parametrize("memory", (1, 1 << 30))
+def test_layers_of_one_input_are_a_stage_whatever_their_names(memory):
+    x = torch.randn(20, 64)
+    run = runs(Heads(), [x], memory=memory)
+    (stage,) = run.stages()
+    assert stage == ["heads.0", "heads.1", "heads.2"]
+    assert all(close(each.given(False), x.T @ x) for each in run.collect(stage).values())
+
+
+def test_a_layer_that_a_later_batch_reaches_first_has_moments_of_its_own():
+    batches = [torch.full((20, 64), -1.0), torch.ones(30, 64)]
+    run, moments = runs(Heads(late=True), batches), {}
+    for stage in run.stages():
+        moments |= run.collect(stage)
+    assert {name: int(each.tokens) for name, each in moments.items()} == {"heads.0": 50, "heads.1": 30, "heads.2": 30}
+
+
+@pytest.mark.parametrize("make", (llama, qwen3_moe))
+def test_one_stages_moments_are_gone_when_the_next_ones_are_summed(make, monkeypatch):
+    alive, collect = [], Calibration.collect
+
+    def watched(self, stage):
+        assert not any(each() is not None for each in alive)
+        found = collect(self, stage)
+        alive[:] = [weakref.ref(each.sums[0]) for each in found.values()]
+        return found
+
+    monkeypatch.setattr(Calibration, "collect", watched)
+    jitgemm.nn.quantize_(make(), calibration=[ids()])
+    assert alive
 
 
 def test_an_input_that_is_written_between_two_layers_is_another():

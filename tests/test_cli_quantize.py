@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import quantised_names, same_state
+from test_cli import Result
 from test_writing import disk_of
 
 import jitgemm.nn
@@ -44,15 +45,6 @@ def quiet(monkeypatch):
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(verbosity)
-
-
-class Result:
-    def __init__(self, code: int, stdout: str, stderr: str):
-        self.code, self.stdout, self.stderr = code, stdout, stderr
-
-    @property
-    def json(self):
-        return json.loads(self.stdout)
 
 
 @pytest.fixture

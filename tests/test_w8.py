@@ -311,7 +311,7 @@ def test_quantize_w8_refuses_values_that_fp32_has_no_scale_for(block):
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize("n, k", [(8, 32), (200, 320), (256, 128)])
 def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_block(dtype, block, n, k, monkeypatch):
-    monkeypatch.setattr("jitgemm.weight.quantize._CHUNK", {"cpu": 1, "cuda": 1})  # a row, or a row of blocks, at a time
+    monkeypatch.setattr("jitgemm.weight.quantize.CHUNK", {"cpu": 1, "cuda": 1})  # a row, or a row of blocks, at a time
     w = torch.randn(n, k, generator=builders.generator(6))
     w[0] = 0
     largest = 448.0 if dtype.is_floating_point else 127.0

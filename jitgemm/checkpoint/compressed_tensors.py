@@ -39,21 +39,8 @@ from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbl
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
-from jitgemm.checkpoint.layouts import (
-    CODE_TYPES,
-    E8M0,
-    FLOATS,
-    INT32,
-    INT8,
-    PARTS,
-    Dim,
-    G,
-    K,
-    N,
-    TensorLayout,
-    fits,
-    stored,
-)
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N
+from jitgemm.checkpoint.layouts import TensorLayout, fits, stored
 from jitgemm.checkpoint.presets import MXFP4, PRESETS, args_of
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe

@@ -159,7 +159,7 @@ class Checkpoint:
         return [prefix]
 
     def rows(self, name: str) -> Rows:
-        """Which rows of which of the files' tensors a tensor is."""
+        """The files' tensors that a tensor is made of, and its rows in them."""
         found, sources = self._found[name], tuple(self._sources(name))
         if isinstance(found, Rows):
             return replace(found, sources=sources)

@@ -74,10 +74,10 @@ class _Mxfp4(Format):
 def _form(names: Mapping[str, Any]) -> str | None:
     """Which of the forms the tensors, or their headers, have; None for none."""
     for form, layout in _FORMS.items():
-        codes, scales = (names.get(name) for name in layout)
-        if codes is None or scales is None or not fits(names, layout):
+        packed, scales = (names.get(name) for name in layout)
+        if packed is None or scales is None or not fits(names, layout):
             continue
-        if scales.shape[1] == ceil_div(2 * math.prod(codes.shape[1:]), EXPONENT_GROUP):
+        if scales.shape[1] == ceil_div(2 * math.prod(packed.shape[1:]), EXPONENT_GROUP):
             return form
     return None
 

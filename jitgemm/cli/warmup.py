@@ -73,6 +73,7 @@ _QUANTIZER = (
     f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what they do "
     f"besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none."
 )
+_GROUP = "128; of a --model without --zero-point, 32 with zero points"
 _KIND = f"As load_ takes it: {', '.join(ACTIVATIONS[:-1])} or {ACTIVATIONS[-1]}."
 _BOTH = " Either one alone takes half the compile time of both."
 _OUT = "the model's, else bf16"
@@ -99,7 +100,7 @@ def warmup(
     quantizer: Annotated[
         Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default="the types of --out")
     ] = None,
-    group_size: Annotated[Optional[str], _floats("--group-size", metavar="G", show_default="128")] = None,
+    group_size: Annotated[Optional[str], _floats("--group-size", metavar="G", show_default=_GROUP)] = None,
     zero_point: Annotated[bool, _floats("--zero-point")] = False,
     bits: Annotated[Optional[int], _floats("--bits", metavar="4|8", show_default="4")] = None,
     mxfp4: Annotated[bool, _shape("--mxfp4", " Without --group-size: all three.")] = False,

@@ -77,8 +77,8 @@ def _order(importance: torch.Tensor, size: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(importance, (0, -k % size), value=-1.0).view(-1, size)
     groups = padded.clamp(min=0).sum(1).argsort(descending=True, stable=True)
     inside = padded.argsort(dim=1, descending=True, stable=True)
-    order = (groups[:, None] * size + inside[groups]).flatten()
-    return order[order < k]
+    columns = (groups[:, None] * size + inside[groups]).flatten()
+    return columns[columns < k]
 
 
 def _factor(moments: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,9 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
     of one another; groups of zeros fit any. All scales are looked at, and the weight gets the first of these that holds
     all of it, which `repr` shows:
 
-    - a base for a row: as fast as a weight with a scale per row;
-    - a base for a row and 128 k: as fast as groups of 128;
-    - a scale for a row and 32 k, as groups of 32 have.
+    - a base for a row: 4.125 bits a weight;
+    - a base for a row and 128 k: 4.25 bits;
+    - a scale for a row and 32 k, as groups of 32 have: 4.5 bits.
 
     Args:
         codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; or uint8 [n, k], one

@@ -77,12 +77,13 @@ class Calibration:
         stage: list[str] = []
         room = self.memory
         for name, calls in self.calls.items():
-            needed = self._bytes(name) if calls.leader == name else 0
-            if stage and (needed > room or _block(name) != _block(stage[-1])):
-                yield stage
-                stage, room = [], self.memory
+            if calls.leader == name:  # others share its moments, and follow it
+                needed = self._bytes(name)
+                if stage and (needed > room or _block(name) != _block(stage[-1])):
+                    yield stage
+                    stage, room = [], self.memory
+                room -= needed
             stage.append(name)
-            room -= needed
         if stage:
             yield stage
 
@@ -96,11 +97,12 @@ class Calibration:
         """Which modules the batches reach, in what order, how often in one at most, and which have the same input."""
         leader, last, version = "", torch.empty(0), 0
         times: dict[str, int] = {}
+        earlier: set[str] = set()  # of batches: such a module may have had inputs that a new one had not
 
         def hook(name: str, x: torch.Tensor, *more: Any) -> None:
             nonlocal leader, last, version
             now = 0 if x.is_inference() else x._version  # whether it was written since
-            if x is not last or now != version or self.forms[leader] != self.forms[name]:
+            if x is not last or now != version or leader in earlier or self.forms[leader] != self.forms[name]:
                 leader, last, version = name, x, now
             times[name] = times.get(name, 0) + 1
             calls = self.calls.setdefault(name, Calls(leader))
@@ -110,6 +112,7 @@ class Calibration:
         with self._hooks(self.forms, hook):
             for batch in self.batches:
                 times.clear()
+                earlier.update(self.calls)
                 self._run(batch)
 
     def collect(self, stage: list[str]) -> dict[str, Moments]:

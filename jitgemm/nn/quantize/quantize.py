@@ -140,7 +140,7 @@ class Quantising:
         self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
 
     def stages(self, ready: Callable[[list[str]], dict[str, Any] | None] | None = None) -> Iterator[dict[str, Any]]:
-        """Replaces modules, and yields {name: layer} of those that were replaced together.
+        """Replaces modules, and yields {name: layer} of what was replaced together.
 
         With calibration these are modules of one block, in the order in which they run; without it one module. A
         model whose stages did not all run is left with some modules replaced.
@@ -156,10 +156,7 @@ class Quantising:
                 for name in layers or ():
                     show(name)
                 if layers is None:
-                    given = {} if moments is None else moments()
-                    layers = {}
-                    for together in siblings:
-                        layers |= self._quantised(together, given, show)
+                    layers = self._stage(siblings, moments, show)
                 for name, layer in layers.items():
                     put_layer(self.model, name, left.pop(name), layer)
                 yield layers
@@ -188,6 +185,16 @@ class Quantising:
             self.report.unreached = [name for name in left if name in forms]
         for name in left:
             yield [name], [[name]], None
+
+    def _stage(
+        self, siblings: list[list[str]], moments: Callable[[], dict[str, Any]] | None, show: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """A stage's layers. Its moments are gone when it returns, before the next stage's are summed."""
+        given = {} if moments is None else moments()
+        layers: dict[str, Any] = {}
+        for together in siblings:
+            layers |= self._quantised(together, given, show)
+        return layers
 
     def _quantised(self, names: list[str], moments: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
         """The layers of modules that have the same input: all of 4 bits, or all of 8 where one would lose too much."""
@@ -243,7 +250,7 @@ def choose(
 def form_of_4_bits(
     activation: str, group_size: int | str | None, symmetric: bool | None, calibrated: bool = False
 ) -> dict[str, Any]:
-    """`quantize_w4`'s group_size and symmetric, of which the user said some.
+    """`quantize_w4`'s group_size and symmetric, where the user may have said one or both.
 
     Of whom neither said: 128 and no zero points if there is calibration. Weights alone keep a real model's results best
     with groups of 32 and zero points (docs/quantize.md), which do not go with activations that have a scale per block.

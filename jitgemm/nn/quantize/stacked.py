@@ -115,8 +115,9 @@ def quantised_experts(
     """
     lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
-    kind, quantise = (W4Weight, quantize_w4) if bits == 4 else (W8Weight, quantize_w8)
-    options = {"group_size": 128} | options if bits == 4 else options
+    makers: dict[int, Any] = {4: (W4Weight, quantize_w4, {"group_size": 128}), 8: (W8Weight, quantize_w8, {})}
+    kind, quantise, defaults = makers[bits]
+    options = defaults | options
 
     def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""

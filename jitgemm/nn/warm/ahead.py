@@ -25,6 +25,7 @@ from jitgemm.nn.fuse.fuse import block_lists, fuse_
 from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.plan import plan_for
+from jitgemm.nn.quantize.quantize import form_of_4_bits
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look
@@ -132,6 +133,9 @@ def models_ahead(
     checkpoint = Checkpoint(str(folder)) if files else None
     given = dict(quantise or {}) | {"activation": activation or "e4m3"}
     bits = given.pop("bits", 4)
+    if bits == 4:
+        said = given.pop("group_size", None), given.pop("symmetric", None)
+        given |= form_of_4_bits(given["activation"], *said)
     for rank, order in product(range(max(tp, ep)), orders):
         model = model_of(folder)
         with warnings.catch_warnings():
