@@ -23,9 +23,12 @@ KERNEL_NAME = "jitgemm_w4a8"
 def _wgmma(spec: KernelSpec, tokens: int) -> str:
     if tokens not in wgmma_shapes(spec.lhs):
         raise ValueError(f"spec: wgmma has no N = {tokens} for {spec.lhs}")
-    count = tokens // 2
+    f16 = spec.sums == "f16"
+    count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
     accumulator, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    if f16:
+        accumulator, constraint, types = "u32", "+r", "f16.e4m3.e4m3"
     # e4m3 takes the signs of both operands as immediates, s8 does not.
     signs = "" if integer else ", 1, 1"
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -41,6 +44,7 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
 template <>
 struct Wgmma<{tokens}> {{
     using Accumulator = {accumulator};
+    static constexpr u32 kRegisters = {count};
     template <int kCount>
     __device__ __forceinline__ static void issue({accumulator} (&d)[kCount], {parameter}, u64 b,
                                                  bool accumulate) {{
@@ -58,7 +62,7 @@ struct Wgmma<{tokens}> {{
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
-    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kDebug": False, "u32 kInFlight": 1,
+    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
 }  # fmt: skip
@@ -85,6 +89,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "RealType kScaleType": DTYPES[fmt.scale_type].cpp_name,
         "u32 kLhsGroup": spec.lhs_group,
         "bool kLhsE8m0": spec.lhs_e8m0,
+        "bool kF16Sums": spec.sums == "f16",
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),

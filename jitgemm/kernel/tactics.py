@@ -52,8 +52,13 @@ def units_in_flight(spec: KernelSpec) -> int:
         return 1
     if factors == 1:
         return spec.halves
-    fit = IN_FLIGHT_REGISTERS // (spec.wgmma_n // spec.halves // 2) // spec.halves
+    fit = IN_FLIGHT_REGISTERS // sum_registers(spec) // spec.halves
     return spec.halves * max(1, min(factors, fit))
+
+
+def sum_registers(spec: KernelSpec) -> int:
+    """Registers for one of those sums: of a half's tokens, one group and one factor."""
+    return spec.wgmma_n // spec.halves // (4 if spec.sums == "f16" else 2)
 
 
 def fragment_sets(spec: KernelSpec) -> int:
@@ -62,9 +67,9 @@ def fragment_sets(spec: KernelSpec) -> int:
     Two make the loop two records long. That is too much code with groups of 32, which unroll to four times as much, and
     too many registers for four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow tiles, or
     codes for any activations, ptxas serialises the multiplies of a single set. Those of 8-bit weights hold addresses
-    and factors only.
+    and factors only. With f16 sums there are registers and, half as many promotions, room for code.
     """
-    if spec.shared_weights:
+    if spec.shared_weights or spec.sums == "f16":
         return 2
     if spec.format.scale_rows == 4:
         return 1

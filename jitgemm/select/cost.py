@@ -42,10 +42,13 @@ DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
 codes for one type, beside what is the same for both, codes by tables some 20 more; e4m3's signed ones multiply, and leave the ALUs to the
 rest."""
-PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06}
-"""Issue cycles of a scheduler for every accumulator register promoted, by lhs type: one multiply-add, and what its
-operands wait for; int8's sums are converted first. Once more by e4m3's where the scale is a product, of a row's and a
+PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31}
+"""Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
+int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
+two read 228. Once more by e4m3's where the scale is a product, of a row's and a
 token's."""
+FLUSH_CYCLES = 0.33
+"""The same for f16 sums' way to fp32, of a record: four instructions for two sums, every eighth record. Not fitted."""
 FETCH_CYCLES = 2120.0
 """From asking for a stage to having it; a pipeline of s stages waits for one part in s - 1 of it at every record."""
 PAIRED_STREAM = 1.48
@@ -112,8 +115,10 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     decode = DECODE_CYCLES * DECODE_TIMES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
-    cycles = PROMOTE_CYCLES[spec.lhs] + (PROMOTE_CYCLES["e4m3"] if products else 0.0)
+    f16 = spec.sums == "f16"
+    cycles = PROMOTE_CYCLES["f16" if f16 else spec.lhs] + (PROMOTE_CYCLES["e4m3"] if products else 0.0)
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
+    promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
     if groups > 1:

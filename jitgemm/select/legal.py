@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, strip_scale_bytes, wgmma_shapes
-from jitgemm.kernel.tactics import fragment_sets, promote_records, units_in_flight
+from jitgemm.kernel.tactics import fragment_sets, promote_records, sum_registers, units_in_flight
 from jitgemm.select.devices import DeviceSpec
 
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
@@ -52,6 +52,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
     if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
         return "tokens are wgmma's rows beside 8-bit weights in blocks, and have a scale per 128 k"
+    if spec.sums == "f16" and (not spec.format.f16_sums or spec.lhs != "e4m3" or spec.lhs_group or spec.warpgroups_k > 1):
+        return f"sums in f16 are of {F16_OPERANDS}, and each warpgroup's records follow one another"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
@@ -102,18 +104,21 @@ def _decodes_slowly(spec: KernelSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def kernels(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
-) -> tuple[KernelSpec, ...]:
-    """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts."""
-    every = _enumerate(lhs, fmt, device, out, block_m, experts, lhs_group)
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0,
+    sums: str = "f32",
+) -> tuple[KernelSpec, ...]:  # fmt: skip
+    """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts; sums "f16": of both kinds."""
+    every = _enumerate(lhs, fmt, device, out, block_m, experts, lhs_group, sums)
     return tuple(spec for spec in every if illegal(spec, device) is None)
 
 
 def legal_kernels(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0, lhs_group: int = 0
-) -> tuple[KernelSpec, ...]:
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0, lhs_group: int = 0,
+    sums: str = "f32",
+) -> tuple[KernelSpec, ...]:  # fmt: skip
     """Every kernel the selector considers for these formats on this device."""
-    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m, experts, lhs_group))
+    formats = lhs, fmt, device, out
+    return tuple(s for block_m in BLOCK_MS for s in kernels(*formats, block_m, experts, lhs_group, sums))
 
 
 def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
@@ -123,15 +128,19 @@ def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = 
 
 
 def _enumerate(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
-) -> Iterator[KernelSpec]:
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0,
+    sums: str = "f32",
+) -> Iterator[KernelSpec]:  # fmt: skip
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
     strips, fmt = fmt.strip_scales and lhs_group, fmt.kernel_format
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
-        yield replace(spec, stages=_stages(spec, device))
+        spec = replace(spec, stages=_stages(spec, device))
+        yield spec
+        if sums == "f16" and spec.warpgroups_k == 1:
+            yield replace(spec, sums=sums)
 
 
 def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -206,6 +215,8 @@ SCALE_REGISTERS = 12
 """More of them for scales of activations per token and group, a few are there at a time."""
 
 
+F16_FACTOR_REGISTERS = 8
+"""More of them for f16 sums with four groups a record: without them, 192 x 128 spills."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 
@@ -215,7 +226,10 @@ def registers_needed(spec: KernelSpec) -> int:
     fmt, sums = spec.format, spec.wgmma_n / 2
     rest = OVERHEAD_REGISTERS
     if promote_records(spec):
-        in_flight = units_in_flight(spec) * spec.wgmma_n / spec.halves / 2
+        in_flight = units_in_flight(spec) * sum_registers(spec)
+        if spec.sums == "f16":
+            sums += spec.halves * sum_registers(spec)  # of the run
+            rest += F16_FACTOR_REGISTERS if fmt.scale_rows == 4 else 0
         sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0

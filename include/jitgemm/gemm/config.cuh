@@ -12,6 +12,7 @@ struct Defaults {
     static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kMulticastRhs = 1, kCtasPerSm = 1;
     static constexpr u32 kExperts = 0, kLhsGroup = 0;
     static constexpr bool kScatter = false, kTokenRows = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
+    static constexpr bool kF16Sums = false;
     // Rules by measurement, jitgemm/kernel/tactics.py.
     static constexpr u32 kInFlight = 1, kFragmentSets = 2, kPromoteRecords = 1, kWidths = 1;
     static constexpr bool kDirectLhs = false, kPinSharedBase = false;
@@ -27,6 +28,8 @@ struct Derived : Chosen {
     // wgmma's N over all halves, and a thread's sums.
     static constexpr u32 kFullN = Chosen::kTokenRows ? Chosen::kHalves * kBlockN / kWarpgroupsN : Chosen::kBlockM;
     static constexpr u32 kSums = kFullN / 2;
+    // Whether the epilogue multiplies by a number of each row: of f16 sums that is 2^E, by which scales are divided.
+    static constexpr bool kRowScales = Chosen::kGroupSize == 0 || Chosen::kF16Sums;
 
     // Tokens that one split of k reduces and stores: all, or with a scatter multiples of 8, as many for each.
     static constexpr u32 slice() {

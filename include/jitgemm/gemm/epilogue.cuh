@@ -33,7 +33,7 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
     const u32 first = tile.first_row + position.along_n * kStripRows;
     const bool inside = thread < kStripRows && first + thread < args.n;
     const u32 terms = shared.terms(position.warpgroup) + thread * 4;
-    if constexpr (Config::kGroupSize == 0) {
+    if constexpr (Config::kRowScales) {
         // Bits of the type that it has; the array goes on to the end of the strip.
         const u32 bytes = args.channel_scale_type == kFp32 ? 4 : 2;
         const u8* scale = tile.channel_scale();
@@ -77,7 +77,7 @@ __device__ __forceinline__ RowTerms load_row_terms(const Consumer<Config>& consu
     for (u32 half = 0; half < 2; ++half) {
         const u32 row = position.warp * 16 + position.lane / 4 + half * 8;
         found.scale[half] = 1.0f;
-        if constexpr (Config::kGroupSize == 0) {
+        if constexpr (Config::kRowScales) {
             found.scale[half] = args.channel_scale_type == kFp32   ? load_shared_real<kFp32>(terms, row)
                                 : args.channel_scale_type == kBf16 ? load_shared_real<kBf16>(terms, row)
                                                                    : load_shared_real<kFp16>(terms, row);

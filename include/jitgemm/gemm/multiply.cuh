@@ -4,7 +4,7 @@
 // policies say what differs between kernels, and one loop does the rest:
 //
 //     Operand   what wgmma reads as A: decoded weights in registers, weights in shared memory, or tokens
-//     Scaling   what a unit's sums are multiplied by: nothing, a scale per row, row x token, strip x token
+//     Scaling   what a unit's sums are multiplied by: nothing, a scale per row, row x token, strip x token; in f16
 //
 //     record i        wait for stage   decode    | multiply, all units in flight
 //     record i + 1                               | wait for its stage    decode       | multiply ...
@@ -12,7 +12,8 @@
 //                                                            \__ unit by unit _/ handed back
 //
 // A run is the records whose sums stay in the tensor cores: kPromoteRecords of them, or with 0 the whole tile, which
-// nothing scales. The loop takes a run at a time, or two records where two sets of fragments alternate.
+// nothing scales. The loop takes a run at a time, or two records where two sets of fragments alternate. With kF16Sums
+// every record is promoted, and a run is the records whose scaled sums stay in f16, kF16Run of them.
 //
 // Sum i of a thread, of 64 rows x N columns of a unit; w = thread / 32, l = thread % 32:
 //
@@ -21,10 +22,9 @@
 //     column  2 (l % 4) + 0, 1          + 0      + 8     + 16 ...
 //
 // Rows are rows of n and columns tokens; where tokens are wgmma's rows (kTokenRows), the other way round. Halves follow
-// one another: a thread's sums of the tile are [half][i].
+// one another: a thread's sums of the tile are [half][i]. Sums in f16 are pairs, 2 i and 2 i + 1 in register i.
 #pragma once
 #include <jitgemm/gemm/scaling.cuh>
-#include <jitgemm/gemm/scheduler.cuh>
 
 namespace jitgemm {
 
@@ -43,20 +43,24 @@ struct Policies {
     static constexpr bool kShared = Config::Codec::kSharedWeights;
     using Weights = typename Choose<kShared, SharedWeights<Config>, RegisterWeights<Config>>::Type;
     using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
-    using OfRows = typename Choose<(Config::kLhsGroup > 0), RowTokenScaling<Config, kTokens>,
-                                   RowScaling<Config, kTokens>>::Type;
+    using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
+    using OfRows = typename Choose<(Config::kLhsGroup > 0), RowTokenScaling<Config, kTokens>, OfRow>::Type;
     using Scaled = typename Choose<Config::kTokenRows, StripTokenScaling<Config, kTokens>, OfRows>::Type;
     using Scaling = typename Choose<Config::kPromoteRecords == 0, NoScaling<Config, kTokens>, Scaled>::Type;
 };
 
 // Where a record stands in its run.
-enum class Place { kOnly, kFirst, kLast, kInTile };
+enum class Place { kOnly, kFirst, kLast, kInTile, kOpens };  // kOpens: the first of a run in f16; the others are kOnly
+
+constexpr u32 kF16Run = 8;  // records
 
 // A warpgroup's sums of a tile that are in the tensor cores.
 template <typename Config>
 struct TileSums {
-    static constexpr u32 kPartials = Config::kSums / Config::kHalves;
-    using Partial = typename Config::template Wgmma<kPartials * 2>::Accumulator;
+    static constexpr u32 kTokens = Config::kSums * 2 / Config::kHalves;
+    using Wgmma = typename Config::template Wgmma<kTokens>;
+    using Partial = typename Wgmma::Accumulator;
+    static constexpr u32 kPartials = Wgmma::kRegisters;
     Partial partial[Config::kInFlight][kPartials];
 
     __device__ __forceinline__ void clear() {
@@ -91,21 +95,11 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
-// What a warpgroup multiplies: a tile's k-blocks, as they come through the stages of the ring.
-template <typename Config>
-struct Multiplicands {
-    const Shared<Config>& shared;
-    const Position& position;
-    Ring<Config::kStages> ring;
-    BlockRange range;
-};
-
 // Multiplies records by the first kWidth tokens of a tile, or where rows are tokens, by kWidth rows of n.
 template <typename Config, u32 kWidth>
 struct Multiplier {
     static constexpr u32 kHalves = Config::kHalves;
     static constexpr u32 kTokens = kWidth / kHalves;  // wgmma's N
-    static constexpr u32 kPartials = kTokens / 2;
     static constexpr u32 kInFlight = Config::kInFlight;  // units that have registers
     using Wgmma = typename Config::template Wgmma<kTokens>;
     using Operand = typename Policies<Config, kTokens>::Operand;
@@ -117,9 +111,13 @@ struct Multiplier {
     static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units share registers one after another");
 
     typename Sums::Partial (&partial)[kInFlight][Sums::kPartials];
+    typename Scaling::Kept kept;
     u32 summed = 0;  // records, where the whole tile is a run
 
-    __device__ __forceinline__ explicit Multiplier(Sums& sums) : partial(sums.partial) { sums.clear(); }
+    __device__ __forceinline__ Multiplier(Sums& sums, const Multiplicands<Config>& of)
+        : partial(sums.partial), kept(of) {
+        sums.clear();
+    }
 
     template <Place kPlace>
     __device__ __forceinline__ void issue(u32 index, const Operand& operand, u64 descriptor) {
@@ -148,19 +146,19 @@ struct Multiplier {
     template <Place kPlace, typename Release>
     __device__ __forceinline__ void finish(float (&acc)[Config::kSums], Operand& operand, Scaling& scaling,
                                            u64 descriptor, Release release) {
-        constexpr bool kPromotes = kPlace == Place::kOnly || kPlace == Place::kLast;
+        constexpr bool kOpens = kPlace == Place::kOpens;
+        constexpr bool kPromotes = kPlace == Place::kOnly || kPlace == Place::kLast || kOpens;
 #pragma unroll
         for (u32 index = 0; index < kUnits; ++index) {
             const Unit<Config> unit(index);
-            if constexpr (kPromotes) scaling.unit(unit);
+            if constexpr (kPromotes) scaling.unit(unit, kept);
             wgmma_wait(min(kInFlight, kUnits - index) - 1);
             register_fence(partial[index % kInFlight]);
             // What the last unit's promotion needs is in registers.
             if (Operand::kReleasesEarly && index + 1 == kUnits) release();
             if constexpr (kPromotes) {
-                scaling.promote(acc, unit.half * kPartials, partial[index % kInFlight], unit);
-                // Asked for here; ptxas may still sink it below the next wait (docs/notes/main-loop.md).
-                register_fence(acc, unit.half * kPartials, kPartials);
+                scaling.template promote<kOpens>(acc, kept, partial[index % kInFlight], unit);
+                kept.fence(acc, unit.half * (kTokens / 2), kTokens / 2);
             }
             if (index + kInFlight < kUnits) issue<kPlace>(index + kInFlight, operand, descriptor);
         }
@@ -195,7 +193,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     const bool any =
         (Config::kFragmentSets == 2 && Config::kSplitK == 1 && Config::kWarpgroupsK == 1) || records > 0;
 
-    Multiplier<Config, kWidth> multiplier(sums);
+    Multiplier<Config, kWidth> multiplier(sums, of);
     using Operand = typename Multiplier<Config, kWidth>::Operand;
     using Scaling = typename Multiplier<Config, kWidth>::Scaling;
     [[maybe_unused]] u32 block = of.range.begin + position.along_k;  // of the ring's stage
@@ -243,7 +241,26 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
         begin();
         if constexpr (!Config::kDirectLhs) load(even, ring);
         u32 left = records;
-        if constexpr (Config::kFragmentSets == 2) {
+        if constexpr (Config::kF16Sums) {
+            static_assert(Config::kFragmentSets == 2 && !kPairs && kF16Run % 2 == 0, "records go by twos");
+            // Runs end where a multiple of kF16Run records is left, or one more: no counter of its own. The first two
+            // records stand apart: clearing the sums instead, ptxas moves them about in each iteration.
+            constexpr At<Place::kOpens> opens;
+            while (left >= 2) {
+                multiply(opens, even, odd, false, true);
+                multiply(whole, odd, even, left == 2, true);
+#pragma unroll 1
+                for (left -= 2; left % kF16Run >= 2; left -= 2) {
+                    multiply(whole, even, odd, false, true);
+                    multiply(whole, odd, even, left == 2, true);
+                }
+                multiplier.kept.flush(acc);
+            }
+            if (left > 0) {
+                multiply(opens, even, odd, true, false);
+                multiplier.kept.flush(acc);
+            }
+        } else if constexpr (Config::kFragmentSets == 2) {
             // Two sets of registers alternate, so that nothing is copied.
             for (; left >= 2; left -= 2) {
                 multiply(first, even, odd, false, true);

@@ -2,24 +2,60 @@
 //
 // Each loads what a record's promotion needs: for all units when it is made, behind the multiplies' start and the next
 // record's decode, since registers are short until then; for a unit by unit(), before that unit's sums are waited for.
-// promote() adds a unit's scaled sums to `acc`, from `first` on. `block` is the record's k-block.
+// promote() adds a unit's scaled sums to `acc`; `block` is the record's k-block. A policy's Kept is what it has from record
+// to record of a tile.
 #pragma once
 #include <jitgemm/gemm/operand.cuh>
+#include <jitgemm/gemm/scheduler.cuh>
 
 namespace jitgemm {
+
+// What a warpgroup multiplies: a tile's k-blocks, as they come through the stages of the ring.
+template <typename Config>
+struct Multiplicands {
+    const Shared<Config>& shared;
+    const Position& position;
+    Ring<Config::kStages> ring;
+    BlockRange range;
+    float low_power, high_power;  // 2^E of the thread's rows, where sums are in f16
+};
+
+// Its rows' powers, of a tile; 1 for rows that the weight does not have.
+template <typename Config>
+__device__ __forceinline__ void load_powers(Multiplicands<Config>& of, const Tile<Config>& tile, u32 n) {
+    const float* powers = reinterpret_cast<const float*>(tile.channel_scale());
+    const Position& position = of.position;
+    const u32 row = tile.first_row + position.along_n * kStripRows + position.warp * 16 + position.lane / 4;
+    of.low_power = row < n ? powers[row] : 1.0f;
+    of.high_power = row + 8 < n ? powers[row + 8] : 1.0f;
+}
+
+// Nothing, of a policy that promotes to `acc` at once.
+struct KeepsNothing {
+    template <typename Config>
+    __device__ __forceinline__ explicit KeepsNothing(const Multiplicands<Config>&) {}
+
+    // Asked for here; ptxas may still sink a promotion below the next wait (docs/notes/main-loop.md).
+    template <int kTotal>
+    __device__ __forceinline__ void fence(float (&acc)[kTotal], u32 first, u32 count) {
+        register_fence(acc, first, count);
+    }
+};
 
 // None: the sums stay in the tensor cores for the whole tile.
 template <typename Config, u32 kTokens>
 struct NoScaling {
+    using Kept = KeepsNothing;
     __device__ __forceinline__ NoScaling(const Shared<Config>&, const Position&, u32, u32) {}
-    __device__ __forceinline__ void unit(const Unit<Config>&) {}
-    template <typename Acc, typename Partial>
-    __device__ __forceinline__ void promote(Acc&, u32, const Partial&, const Unit<Config>&) const {}
+    __device__ __forceinline__ void unit(const Unit<Config>&, const Kept&) {}
+    template <bool kOpens, typename Acc, typename Partial>
+    __device__ __forceinline__ void promote(Acc&, Kept&, const Partial&, const Unit<Config>&) const {}
 };
 
 // A scale of each row and chunk, and its offset: acc += scale of the row * sum.
 template <typename Config, u32 kTokens>
 struct RowScaling {
+    using Kept = KeepsNothing;
     static constexpr u32 kChunks = Unit<Config>::kChunks;
     // Of the thread's two rows: for sums of codes times activations, for sums of activations.
     float low_scale[kChunks], high_scale[kChunks];
@@ -44,16 +80,75 @@ struct RowScaling {
             }
         }
     }
-    __device__ __forceinline__ void unit(const Unit<Config>&) {}
+    __device__ __forceinline__ void unit(const Unit<Config>&, const Kept&) {}
 
-    template <int kTotal, int kPartials, typename Partial>
-    __device__ __forceinline__ void promote(float (&acc)[kTotal], u32 first, const Partial (&partial)[kPartials],
+    template <bool kOpens, int kTotal, int kPartials, typename Partial>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], Kept&, const Partial (&partial)[kPartials],
                                             const Unit<Config>& unit) const {
+        const u32 first = unit.half * (kTokens / 2);
         const float low = unit.factor == 0 ? low_scale[unit.chunk] : low_offset[unit.chunk];
         const float high = unit.factor == 0 ? high_scale[unit.chunk] : high_offset[unit.chunk];
 #pragma unroll
         for (u32 i = 0; i < kTokens / 2; ++i)
             acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high : low, acc[first + i]);
+    }
+};
+
+// The same with sums in f16, two to a register: in the tensor cores for a group, then times scale / 2^E for a run of
+// records, of which no sum can overflow (docs/notes/f16-sums.md). E is the row's, the least with all scales below 2^E, so
+// that scales are exact in f16; the epilogue multiplies by 2^E. A run's end adds it to `acc`:
+//
+//     record         0        1       ..  7       8        ...
+//     f16 run        = s p    += s p      += s p  = s p
+//     acc, fp32                                   += run   ... and at the tile's end
+template <typename Config, u32 kTokens>
+struct F16Scaling : RowScaling<Config, kTokens> {
+    static constexpr u32 kPairs = kTokens / 4;  // registers of a unit's sums
+
+    struct Kept {
+        u32 run[Config::kHalves * kPairs];
+        float low, high;  // 2^-E of the thread's rows
+
+        __device__ __forceinline__ explicit Kept(const Multiplicands<Config>& of) {
+            // Of a power of two whose exponent is at most 126.
+            low = __uint_as_float(0x7F000000 - __float_as_uint(of.low_power));
+            high = __uint_as_float(0x7F000000 - __float_as_uint(of.high_power));
+        }
+        __device__ __forceinline__ void fence(float (&)[Config::kSums], u32, u32) { register_fence(run); }
+
+        // Adds the run to `acc`. Register i of a run has the sums of register i ^ 1 of a unit, see promote().
+        __device__ __forceinline__ void flush(float (&acc)[Config::kSums]) {
+#pragma unroll
+            for (u32 i = 0; i < Config::kHalves * kPairs; ++i) {
+                const float2 sums = f16x2_to_floats(run[i ^ 1]);
+                acc[2 * i] += sums.x;
+                acc[2 * i + 1] += sums.y;
+            }
+            register_fence(acc);
+        }
+    };
+    u32 low_pair[Unit<Config>::kChunks], high_pair[Unit<Config>::kChunks];
+
+    using RowScaling<Config, kTokens>::RowScaling;
+
+    __device__ __forceinline__ void unit(const Unit<Config>& unit, const Kept& kept) {
+        const float low = this->low_scale[unit.chunk] * kept.low, high = this->high_scale[unit.chunk] * kept.high;
+        low_pair[unit.chunk] = pack_halves<kFp16>(low, low);
+        high_pair[unit.chunk] = pack_halves<kFp16>(high, high);
+    }
+
+    // kOpens: the record is a run's first. Sums change places by twos: an HFMA2 then has its operands in both banks of
+    // registers, 77 cycles for 88 where it took 94.
+    template <bool kOpens, int kTotal, int kPartials>
+    __device__ __forceinline__ void promote(float (&)[kTotal], Kept& kept, const u32 (&partial)[kPartials],
+                                            const Unit<Config>& unit) const {
+        const u32 low = low_pair[unit.chunk], high = high_pair[unit.chunk];
+#pragma unroll
+        for (u32 i = 0; i < kPairs; ++i) {
+            u32& sum = kept.run[(unit.half * kPairs + i) ^ 1];
+            const u32 scale = i % 2 ? high : low;
+            sum = kOpens && unit.chunk == 0 ? multiply_f16x2(partial[i], scale) : fma_f16x2(partial[i], scale, sum);
+        }
     }
 };
 
@@ -107,19 +202,23 @@ struct TokenScales<kTokens, true> {
 // The same with a scale for each token as well, which multiplies the row's first.
 template <typename Config, u32 kTokens>
 struct RowTokenScaling : RowScaling<Config, kTokens> {
+    using Kept = KeepsNothing;
     TokenScales<kTokens, Config::kLhsE8m0> tokens;
-    u32 first;  // address of the first scale that the lane reads
+    u32 address;  // of the first scale that the lane reads
 
     __device__ __forceinline__ RowTokenScaling(const Shared<Config>& shared, const Position& position, u32 stage,
                                                u32 block)
         : RowScaling<Config, kTokens>(shared, position, stage, block),
-          first(tokens.first(shared.block_scales(stage, position.along_k), block, position)) {}
+          address(tokens.first(shared.block_scales(stage, position.along_k), block, position)) {}
 
-    __device__ __forceinline__ void unit(const Unit<Config>& unit) { tokens.load(first + unit.half * kTokens * 4); }
+    __device__ __forceinline__ void unit(const Unit<Config>& unit, const Kept&) {
+        tokens.load(address + unit.half * kTokens * 4);
+    }
 
-    template <int kTotal, int kPartials, typename Partial>
-    __device__ __forceinline__ void promote(float (&acc)[kTotal], u32 first, const Partial (&partial)[kPartials],
+    template <bool kOpens, int kTotal, int kPartials, typename Partial>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], Kept&, const Partial (&partial)[kPartials],
                                             const Unit<Config>& unit) const {
+        const u32 first = unit.half * (kTokens / 2);
         const float low = unit.factor == 0 ? this->low_scale[unit.chunk] : this->low_offset[unit.chunk];
         const float high = unit.factor == 0 ? this->high_scale[unit.chunk] : this->high_offset[unit.chunk];
 #pragma unroll
@@ -137,6 +236,7 @@ struct RowTokenScaling : RowScaling<Config, kTokens> {
 // Rows are tokens: their scales times one of each strip of the weights, for a half at a time.
 template <typename Config, u32 kColumns>
 struct StripTokenScaling {
+    using Kept = KeepsNothing;
     static constexpr u32 kStrips = Shared<Config>::kStripsOfWarpgroup;
     const Shared<Config>& shared;
     const Position& position;
@@ -147,7 +247,7 @@ struct StripTokenScaling {
                                                  u32 block)
         : shared(shared), position(position), stage(stage), block(block) {}
 
-    __device__ __forceinline__ void unit(const Unit<Config>& unit) {
+    __device__ __forceinline__ void unit(const Unit<Config>& unit, const Kept&) {
         const u32 row = first_token_row<Config>(position, unit.half) + position.warp * 16 + position.lane / 4;
         const u32 tokens = shared.block_scales(stage, 0) + row * 4;
         float low, high;
@@ -167,9 +267,10 @@ struct StripTokenScaling {
         }
     }
 
-    template <int kTotal, int kPartials, typename Partial>
-    __device__ __forceinline__ void promote(float (&acc)[kTotal], u32 first, const Partial (&partial)[kPartials],
-                                            const Unit<Config>&) const {
+    template <bool kOpens, int kTotal, int kPartials, typename Partial>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], Kept&, const Partial (&partial)[kPartials],
+                                            const Unit<Config>& unit) const {
+        const u32 first = unit.half * (kColumns / 2);
 #pragma unroll
         for (u32 i = 0; i < kColumns / 2; ++i) {
             const u32 strip = i / (kStripRows / 2);
