@@ -62,7 +62,8 @@ struct Wgmma<{tokens}> {{
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
-    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kDebug": False, "u32 kInFlight": 1,
+    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
+    "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
 }  # fmt: skip
@@ -90,6 +91,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kLhsGroup": spec.lhs_group,
         "bool kLhsE8m0": spec.lhs_e8m0,
         "bool kF16Sums": spec.sums == "f16",
+        "bool kByParts": spec.sums == "parts",
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),

@@ -69,7 +69,7 @@ def fragment_sets(spec: KernelSpec) -> int:
     codes for any activations, ptxas serialises the multiplies of a single set. Those of 8-bit weights hold addresses
     and factors only. With f16 sums there are registers and, half as many promotions, room for code.
     """
-    if spec.shared_weights or spec.sums == "f16":
+    if spec.shared_weights or spec.sums != "f32":
         return 2
     if spec.format.scale_rows == 4:
         return 1

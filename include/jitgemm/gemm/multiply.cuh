@@ -43,16 +43,17 @@ struct Policies {
     static constexpr bool kShared = Config::Codec::kSharedWeights;
     using Weights = typename Choose<kShared, SharedWeights<Config>, RegisterWeights<Config>>::Type;
     using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
-    using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
+    using OfRow32 = typename Choose<Config::kByParts, PartsScaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
+    using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, OfRow32>::Type;
     using OfRows = typename Choose<(Config::kLhsGroup > 0), RowTokenScaling<Config, kTokens>, OfRow>::Type;
     using Scaled = typename Choose<Config::kTokenRows, StripTokenScaling<Config, kTokens>, OfRows>::Type;
     using Scaling = typename Choose<Config::kPromoteRecords == 0, NoScaling<Config, kTokens>, Scaled>::Type;
 };
 
 // Where a record stands in its run.
-enum class Place { kOnly, kFirst, kLast, kInTile, kOpens };  // kOpens: the first of a run in f16; the others are kOnly
+enum class Place { kOnly, kFirst, kLast, kInTile, kOpens };  // kOpens: the first of a run in f16, or of a pair by parts
 
-constexpr u32 kF16Run = 8;  // records
+constexpr u32 kF16Run = 8, kPartsRun = 16;  // records
 
 // A warpgroup's sums of a tile that are in the tensor cores.
 template <typename Config>
@@ -67,7 +68,7 @@ struct TileSums {
 #pragma unroll
         for (u32 unit = 0; unit < Config::kInFlight; ++unit)
 #pragma unroll
-            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = 0;
+            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = Config::kByParts ? kFloatOfSums : 0;
     }
 
     // Those of the tile, where nothing promoted them.
@@ -126,7 +127,7 @@ struct Multiplier {
 #pragma unroll
         for (u32 s = 0; s < Unit<Config>::kSteps; ++s) {
             const u32 step = unit.chunk * Unit<Config>::kSteps + s;
-            const bool accumulate = s > 0 || kPlace == Place::kLast || (kPlace == Place::kInTile && summed > 0);
+            const bool accumulate = Config::kByParts || s > 0 || kPlace == Place::kLast || (kPlace == Place::kInTile && summed > 0);
             constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
             const u64 tokens = descriptor + unit.half * (kRows * kSwizzledRow >> 4) + step * 2;
             operand.template issue<Wgmma>(partial[index % kInFlight], unit, step, tokens, accumulate);
@@ -222,7 +223,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
         constexpr bool kAdvancesLast = Config::kTokenRows && Config::kHalves == 2;
         multiplier.template start<kPlace>(current, descriptor);
         if constexpr (!kAdvancesLast) advance(next, last, load_next);
-        Scaling scaling(shared, position, stage, block);
+        Scaling scaling(shared, position, stage, block, last ? kNoStage : ring.stage);
         multiplier.template finish<kPlace>(acc, current, scaling, descriptor,
                                            [&] { release_stage(shared, stage, position); });
         block += Config::kWarpgroupsK;
@@ -241,11 +242,26 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
         begin();
         if constexpr (!Config::kDirectLhs) load(even, ring);
         u32 left = records;
-        if constexpr (Config::kF16Sums) {
+        [[maybe_unused]] constexpr At<Place::kOpens> opens;
+        if constexpr (Config::kByParts) {
+            static_assert(Config::kFragmentSets == 2 && !kPairs && kPartsRun % 2 == 0, "records go by twos");
+            while (left >= 2) {
+#pragma unroll 1
+                do {
+                    multiply(opens, even, odd, false, true);
+                    multiply(whole, odd, even, left == 2, true);
+                    left -= 2;
+                } while (left % kPartsRun >= 2);
+                multiplier.kept.flush(acc);
+            }
+            if (left > 0) {
+                multiply(opens, even, odd, true, false);
+                multiplier.kept.flush(acc);
+            }
+        } else if constexpr (Config::kF16Sums) {
             static_assert(Config::kFragmentSets == 2 && !kPairs && kF16Run % 2 == 0, "records go by twos");
             // Runs end where a multiple of kF16Run records is left, or one more: no counter of its own. The first two
             // records stand apart: clearing the sums instead, ptxas moves them about in each iteration.
-            constexpr At<Place::kOpens> opens;
             while (left >= 2) {
                 multiply(opens, even, odd, false, true);
                 multiply(whole, odd, even, left == 2, true);

@@ -3,12 +3,15 @@
 // Each loads what a record's promotion needs: for all units when it is made, behind the multiplies' start and the next
 // record's decode, since registers are short until then; for a unit by unit(), before that unit's sums are waited for.
 // promote() adds a unit's scaled sums to `acc`; `block` is the record's k-block. A policy's Kept is what it has from record
-// to record of a tile.
+// to record of a tile. `behind` is the stage of the next record, kNoStage at the last.
 #pragma once
 #include <jitgemm/gemm/operand.cuh>
 #include <jitgemm/gemm/scheduler.cuh>
 
 namespace jitgemm {
+
+constexpr u32 kNoStage = 0xFFFFFFFF;
+constexpr i32 kFloatOfSums = 0x4B400000;  // 1.5 * 2^23, see PartsScaling
 
 // What a warpgroup multiplies: a tile's k-blocks, as they come through the stages of the ring.
 template <typename Config>
@@ -46,7 +49,7 @@ struct KeepsNothing {
 template <typename Config, u32 kTokens>
 struct NoScaling {
     using Kept = KeepsNothing;
-    __device__ __forceinline__ NoScaling(const Shared<Config>&, const Position&, u32, u32) {}
+    __device__ __forceinline__ NoScaling(const Shared<Config>&, const Position&, u32, u32, u32) {}
     __device__ __forceinline__ void unit(const Unit<Config>&, const Kept&) {}
     template <bool kOpens, typename Acc, typename Partial>
     __device__ __forceinline__ void promote(Acc&, Kept&, const Partial&, const Unit<Config>&) const {}
@@ -61,7 +64,7 @@ struct RowScaling {
     float low_scale[kChunks], high_scale[kChunks];
     float low_offset[kChunks], high_offset[kChunks];
 
-    __device__ __forceinline__ RowScaling(const Shared<Config>& shared, const Position& position, u32 stage, u32) {
+    __device__ __forceinline__ RowScaling(const Shared<Config>& shared, const Position& position, u32 stage, u32, u32) {
         using Layout = Record<Config>;
         const u32 record = shared.record(stage, position.along_n, position.along_k);
         const u32 row = position.warp * 16 + position.lane / 4;
@@ -152,6 +155,64 @@ struct F16Scaling : RowScaling<Config, kTokens> {
     }
 };
 
+// The same for int8's sums, as floats as they stand: the tensor cores begin with the bits of 1.5 * 2^23, whose last one
+// counts 1, so that bits + p are the float 1.5 * 2^23 + p while |p| <= 2^22. Two records add up there before they begin
+// again, and with P0 = p0 and P1 = p0 + p1
+//
+//     s0 p0 + s1 p1 = (s0 - s1) P0 + s1 P1
+//
+// A record then takes one multiply-add a sum, and two of them one move; nothing is converted. What the two add too much,
+// 1.5 * 2^23 * s0, is taken off at the end of a run of kPartsRun records. Codes are at most 128 large, 16 * 8 of them, or 15
+// with a zero point: 2 * 128 * 128 * 128 <= 2^22.
+template <typename Config, u32 kTokens>
+struct PartsScaling : RowScaling<Config, kTokens> {
+    static_assert(Config::Codec::kIntegerSums && Unit<Config>::kCount == 1, "int8, and a group a record");
+    static constexpr float kBegin = 12582912.0f;
+
+    struct Kept {
+        float low = 0.0f, high = 0.0f;  // s0 of the thread's rows, over the run's pairs
+
+        __device__ __forceinline__ explicit Kept(const Multiplicands<Config>&) {}
+        __device__ __forceinline__ void fence(float (&acc)[Config::kSums], u32 first, u32 count) {
+            register_fence(acc, first, count);
+        }
+        __device__ __forceinline__ void flush(float (&acc)[Config::kSums]) {
+#pragma unroll
+            for (u32 i = 0; i < kTokens / 2; ++i) acc[i] = fmaf(-kBegin, i / 2 % 2 ? high : low, acc[i]);
+            low = high = 0.0f;
+        }
+    };
+    float low_behind = 0.0f, high_behind = 0.0f;  // scales of the next record, which are 0 where there is none
+
+    __device__ __forceinline__ PartsScaling(const Shared<Config>& shared, const Position& position, u32 stage, u32 block,
+                                            u32 behind)
+        : RowScaling<Config, kTokens>(shared, position, stage, block, behind) {
+        if (behind == kNoStage) return;
+        const RowScaling<Config, kTokens> next(shared, position, behind, block, behind);
+        low_behind = next.low_scale[0];
+        high_behind = next.high_scale[0];
+    }
+    __device__ __forceinline__ void unit(const Unit<Config>&, const Kept&) {}
+
+    // kOpens: the record is a pair's first.
+    template <bool kOpens, int kTotal, int kPartials>
+    __device__ __forceinline__ void promote(float (&acc)[kTotal], Kept& kept, i32 (&partial)[kPartials],
+                                            const Unit<Config>&) const {
+        float low = this->low_scale[0], high = this->high_scale[0];
+        if constexpr (kOpens) {
+            kept.low += low;
+            kept.high += high;
+            low -= low_behind;
+            high -= high_behind;
+        }
+#pragma unroll
+        for (u32 i = 0; i < kTokens / 2; ++i) {
+            acc[i] = fmaf(__int_as_float(partial[i]), i / 2 % 2 ? high : low, acc[i]);
+            if constexpr (!kOpens) partial[i] = kFloatOfSums;
+        }
+    }
+};
+
 // The tokens' scales of a record, two for every eight tokens: the first few are loaded before the sums are waited for,
 // the rest as they are needed, since registers are short.
 template <u32 kTokens, bool kE8m0>
@@ -207,8 +268,8 @@ struct RowTokenScaling : RowScaling<Config, kTokens> {
     u32 address;  // of the first scale that the lane reads
 
     __device__ __forceinline__ RowTokenScaling(const Shared<Config>& shared, const Position& position, u32 stage,
-                                               u32 block)
-        : RowScaling<Config, kTokens>(shared, position, stage, block),
+                                               u32 block, u32 behind)
+        : RowScaling<Config, kTokens>(shared, position, stage, block, behind),
           address(tokens.first(shared.block_scales(stage, position.along_k), block, position)) {}
 
     __device__ __forceinline__ void unit(const Unit<Config>& unit, const Kept&) {
@@ -244,7 +305,7 @@ struct StripTokenScaling {
     float low_scale[kStrips], high_scale[kStrips];
 
     __device__ __forceinline__ StripTokenScaling(const Shared<Config>& shared, const Position& position, u32 stage,
-                                                 u32 block)
+                                                 u32 block, u32)
         : shared(shared), position(position), stage(stage), block(block) {}
 
     __device__ __forceinline__ void unit(const Unit<Config>& unit, const Kept&) {
