@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from jitgemm.gemm.reference import round_fp64
+
 STEP = 32
 RUN = 128
 """k after which a sum is promoted to fp32, where its group is not shorter."""
@@ -56,6 +58,29 @@ class TensorCore:
             acc = self.step(acc, part, codes, unit)
         return acc
 
+    def gemm_in_f16(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32, first: int = 8) -> torch.Tensor:
+        """The same with sums in f16 of at most eight records, the first of so many.
+
+        A step's sum, cut off as in fp32, is rounded to f16; so is each sum of scaled ones. Kernels' units are 2^-9 / unit.
+        """
+        x, x_scale = lhs
+        size, unit = min(parts.group_size, RUN), 2 if parts.lhs_dtype is None else 1
+        scale = parts.scale.double()
+        power = torch.exp2(torch.frexp(scale.abs().amax(1)).exponent.double())
+        acc = torch.zeros(x.shape[0], parts.q.shape[0])
+        run, end = torch.zeros_like(acc, dtype=torch.float64), first * RUN
+        for start in range(0, x.shape[1], size):
+            if start == end:
+                acc, run, end = (acc + run).float(), torch.zeros_like(run), end + 8 * RUN
+            part, codes = x[:, start : start + size].double(), parts.q[:, start : start + size].double()
+            partial = torch.zeros_like(run)
+            for step, d in zip(part.split(STEP, 1), codes.split(STEP, 1), strict=True):
+                partial = _half(self.step(partial * (512 / unit), step, d, unit) * (unit / 512))
+            run = _half(partial * (scale[:, start // parts.group_size] / power) + run)
+            assert bool(run.isfinite().all()), "an f16 sum overflowed"
+        acc = (acc + run).float() * power.float()
+        return (acc * (x_scale.reshape(-1, 1) * (512 / unit))).to(out_dtype)
+
     def gemm(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The kernel's arithmetic for e4m3 without splits of k: runs promoted in order, then x_scale and rounding."""
         x, x_scale = lhs[0].double(), lhs[1]
@@ -83,6 +108,11 @@ class TensorCore:
 
     def cut(self, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return (torch.floor if self.sign_fill else torch.trunc)(value / last) * last
+
+
+def _half(value: torch.Tensor) -> torch.Tensor:
+    """fp64 rounded to f16, once."""
+    return round_fp64(value, torch.float16).double()
 
 
 def exponent(value: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,10 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
     if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
         return "tokens are wgmma's rows beside 8-bit weights in blocks, and have a scale per 128 k"
-    if spec.sums == "f16" and (not spec.format.f16_sums or spec.lhs != "e4m3" or spec.lhs_group or spec.warpgroups_k > 1):
-        return f"sums in f16 are of {F16_OPERANDS}, and each warpgroup's records follow one another"
+    if spec.sums == "f16" and (not spec.format.f16_sums or spec.lhs != "e4m3" or spec.lhs_group):
+        return f"sums in f16 are of {F16_OPERANDS}"
+    if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.halves > 1):
+        return "with sums in f16 a warpgroup has whole tiles, and records that follow one another"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
@@ -139,7 +141,7 @@ def _enumerate(
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         spec = replace(spec, stages=_stages(spec, device))
         yield spec
-        if sums == "f16" and spec.warpgroups_k == 1:
+        if sums == "f16" and spec.warpgroups_k == spec.halves == 1:
             yield replace(spec, sums=sums)
 
 
@@ -216,7 +218,8 @@ SCALE_REGISTERS = 12
 
 
 F16_FACTOR_REGISTERS = 8
-"""More of them for f16 sums with four groups a record: without them, 192 x 128 spills."""
+"""More of them for f16 sums with four groups a record, or with two and three warpgroups or more: without them, 192 x 128
+spills, or 112 x 192."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 
@@ -228,8 +231,9 @@ def registers_needed(spec: KernelSpec) -> int:
     if promote_records(spec):
         in_flight = units_in_flight(spec) * sum_registers(spec)
         if spec.sums == "f16":
-            sums += spec.halves * sum_registers(spec)  # of the run
-            rest += F16_FACTOR_REGISTERS if fmt.scale_rows == 4 else 0
+            sums += sum_registers(spec)  # of the run
+            crowded = fmt.scale_rows == 4 or (fmt.scale_rows == 2 and spec.warpgroups > 2)
+            rest += F16_FACTOR_REGISTERS if crowded else 0
         sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0

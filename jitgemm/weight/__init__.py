@@ -9,6 +9,7 @@ mxfp4      from MXFP4's codes and scales
 e2m1       MXFP4's numbers: values, bases and exponents
 codes      the bytes and numbers of codes, the twin of kernel/codes.py
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
+f16_sums   a weight with a power of two for each row, for kernels that add up in f16
 parts      PackedWeight, their tensors: their checks, and what sizes and group sizes there are
 state      their state dict
 ready      whether a kernel in flight may still write a weight

@@ -64,7 +64,10 @@ class WeightBase:
 
 
 class PackedWeight(NamedTuple):
-    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s."""
+    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s.
+
+    With groups `channel_scale` is None, or fp32 powers of two, where sums may be in f16 (`f16_sums.py`).
+    """
 
     blocks: torch.Tensor
     channel_scale: torch.Tensor | None
@@ -97,7 +100,7 @@ class PackedWeight(NamedTuple):
         # Plain values: hashing a dataclass takes longer.
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.order, fmt.offset, fmt.code,
-            fmt.strip_scales, self.blocks.device, self.row_sum is None, self.experts,
+            fmt.strip_scales, self.blocks.device, self.row_sum is None, self.channel_scale is None, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
@@ -132,8 +135,8 @@ class PackedWeight(NamedTuple):
         def field(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
             return layout.unpack_field(part[:, :, start:stop], n, k, format.group_size, dtype)
 
-        if self.channel_scale is not None:
-            scale = layout.unpack_channel_scale(self.channel_scale[first:], n)
+        if not format.group_size:
+            scale = layout.unpack_channel_scale(self.channel_scale[first:], n)  # type: ignore[index]
         else:
             scale = field(format.scales_at, format.offsets_at, scale_dtype)
         zero = field(format.zeros_at, format.record_bytes, torch.uint8) if format.zero_point else None
@@ -195,13 +198,14 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
     return indices.to(torch.int32).contiguous()
 
 
-def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) -> int | None:
+def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, powers: bool = False) -> int | None:
     """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
 
     Args:
         weight: a `PackedWeight`, or what has its attributes.
         name: what stands before a tensor's name in a message, such as "rhs.".
         experts: True raises for dense weights, False for weights of experts; None takes both.
+        powers: takes powers of two as the channel_scale of a weight with `f16_sums`.
     """
     n, k, fmt = weight.n, weight.k, weight.format
     count = count_experts(check_tensor(f"{name}blocks", weight.blocks))
@@ -224,7 +228,9 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) ->
     rows = (*lead, layout.strips_of(n) * STRIP_ROWS)
     shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), fmt.record_bytes)
     check_part(weight, name, "blocks", shape, torch.uint8)
-    if fmt.group_size and weight.channel_scale is not None:
+    if fmt.group_size and powers and fmt.f16_sums and weight.channel_scale is not None:
+        check_part(weight, name, "channel_scale", rows, torch.float32)
+    elif fmt.group_size and weight.channel_scale is not None:
         raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
     if not fmt.group_size:
         if weight.channel_scale is None:

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import tempfile
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ class Kernel:
             self.handle, grid, *block, smem, parameters, self.assembled.parameters, ranges, len(flat) // 2, seed
         )
         assert done, f"{self.label}: {machine().emulator_error().decode()}"
+
+
+def plant(monkeypatch: Any, header: str, old: str, new: str) -> None:
+    """Kernels have this fault from here on."""
+    name, real = f"jitgemm/{header}.cuh", to_ptx
+
+    def faulty(source: KernelSource) -> str:
+        assert source.headers[name].count(old) == 1
+        return real(replace(source, headers={**source.headers, name: source.headers[name].replace(old, new)}))
+
+    monkeypatch.setattr("emulator.launch.to_ptx", faulty)
+    monkeypatch.setattr("emulator.launch.kernels", {})
 
 
 kernels: dict[Any, Kernel] = {}

@@ -9,8 +9,8 @@
 // loading, a wait at CTA scope for what another CTA sends, a grid that writes or ends before it waited for the one
 // before it.
 //
-// Not modelled: caches, time, the limits on registers, the rounding of the tensor cores' sums (here each multiply of
-// k = 32 is added up exactly and rounded once).
+// Not modelled: caches, time, the limits on registers, the rounding of the tensor cores' sums in fp32 (here each multiply
+// of k = 32 is added up exactly and rounded once).
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -891,10 +891,28 @@ u64 sum_of(Cta& cta, const std::vector<u32>& rows) {
     return sum;
 }
 
-// in.a: n; in.b: 1 for e4m3. {d}, {a} or descriptor, descriptor, whether d is added to
+// A step of e4m3 with sums in f16, as MMA-Sim has Hopper's (tests/tensor_core.py): products by the exponents of their
+// factors and the sum before are cut off 13 bits below the largest exponent, their sum again, then rounded to f16.
+u16 half_step(const u8 (&a)[32], const u8 (&b)[32], u16 before) {
+    static double table[256];
+    if (table[1] == 0)
+        for (u32 i = 0; i < 256; ++i) table[i] = from_e4m3(u8(i));
+    auto exponent = [](u8 code) { return std::max(code >> 3 & 15, 1) - 7; };
+    auto cut = [](double value, int last) { return std::ldexp(std::trunc(std::ldexp(value, -last)), last); };
+    const double acc = from_half(before);
+    int largest = acc == 0 ? -1000 : std::ilogb(acc);
+    for (u32 i = 0; i < 32; ++i)
+        if (table[a[i]] * table[b[i]] != 0) largest = std::max(largest, exponent(a[i]) + exponent(b[i]));
+    double sum = cut(acc, largest - 13);
+    for (u32 i = 0; i < 32; ++i) sum += cut(table[a[i]] * table[b[i]], largest - 13);
+    if (sum != 0) sum = cut(sum, std::ilogb(sum) - 13);
+    return to_half(float(sum));
+}
+
+// in.a: n; in.b: 1 for e4m3, 2 for e4m3 with sums in f16. {d}, {a} or descriptor, descriptor, whether d is added to
 Next multiply(Warp& w, const Instruction& in, u32) {
-    const u32 n = in.a, results = n / 2;
-    const bool floats = in.b == 1;
+    const u32 n = in.a, results = in.b == 2 ? n / 4 : n / 2;
+    const bool floats = in.b != 0;
     const auto& o = in.operands;
     // With a's registers three more operands stand between.
     const bool from_registers = o.size() >= results + 4 + 2 + (floats ? 2 : 0);
@@ -920,6 +938,12 @@ Next multiply(Warp& w, const Instruction& in, u32) {
         operand_row(*w.cta, get(w, o[at], 0), column, b, reads.rows);
         for (u32 row = 0; row < 16; ++row) {
             const u32 lane = 4 * (row % 8) + column % 8 / 2, number = column / 8 * 4 + row / 8 * 2 + column % 2;
+            if (in.b == 2) {
+                const u32 pair = u32(get(w, o[number / 2], lane)), shift = column % 2 * 16;
+                const u32 sum = half_step(a[row], b, adds ? u16(pair >> shift) : u16(0));
+                put(w, o[number / 2], lane, (pair & ~(0xffffu << shift)) | sum << shift);
+                continue;
+            }
             const u64 before = adds ? get(w, o[number], lane) : 0;
             if (floats) {
                 double sum = as<float>(before);
@@ -1005,6 +1029,19 @@ u32 packed_s8(i32 a, i32 b, u32 c) {
 float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? std::nanf("") : a > b ? a : b; }
 float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? std::nanf("") : a < b ? a : b; }
 
+// Of halves 0 and 16 bits up.
+float half_at(u32 pair, u32 at) { return from_half(u16(pair >> at)); }
+
+// a * b + c, rounded once: the sum is exact in the 64 bits of long double, from 2^-48 to f16's largest.
+u32 fma_halves(u32 a, u32 b, u32 c) {
+    u32 result = 0;
+    for (u32 at = 0; at < 32; at += 16) {
+        const long double sum = (long double)half_at(a, at) * half_at(b, at) + half_at(c, at);
+        result |= u32(bits_of(static_cast<_Float16>(sum))) << at;
+    }
+    return result;
+}
+
 u32 max_halves(u32 a, u32 b) { return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff); }
 
 const std::map<std::string, Handler>& plain_opcodes() {
@@ -1035,6 +1072,8 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"min.NaN.f32", BINARY(float, min_nan(a, b))},
         {"copysign.f32", BINARY(float, std::copysign(b, a))},
         {"fma.rn.f32", TERNARY(float, std::fma(a, b, c))},
+        {"mul.rn.f16x2", BINARY(u32, fma_halves(a, b, 0x80008000u))},
+        {"fma.rn.f16x2", TERNARY(u32, fma_halves(a, b, c))},
         {"max.u16x2", BINARY(u32, max_halves(a, b))},
         {"shf.r.wrap.b32", TERNARY(u32, u32((u64(b) << 32 | a) >> (c & 31)))},
         {"shf.l.wrap.b32", TERNARY(u32, u32((u64(b) << 32 | a) << (c & 31) >> 32))},
@@ -1218,7 +1257,7 @@ void find_handler(Instruction& in) {
         return;
     }
     if (name == "wgmma") {
-        in.collective = true, in.handler = multiply, in.b = last == "e4m3";
+        in.collective = true, in.handler = multiply, in.b = last != "e4m3" ? 0 : parts[parts.size() - 3] == "f16" ? 2 : 1;
         const std::string& shape = parts[4];
         in.a = std::stoul(shape.substr(shape.find('n') + 1));
         if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != "k32") fail("wgmma: " + shape);

@@ -107,9 +107,10 @@ struct RowScaling {
 template <typename Config, u32 kTokens>
 struct F16Scaling : RowScaling<Config, kTokens> {
     static constexpr u32 kPairs = kTokens / 4;  // registers of a unit's sums
+    static_assert(Config::kHalves == 1 && Config::kWarpgroupsK == 1, "a run is all tokens, and records in order");
 
     struct Kept {
-        u32 run[Config::kHalves * kPairs];
+        u32 run[kPairs];
         float low, high;  // 2^-E of the thread's rows
 
         __device__ __forceinline__ explicit Kept(const Multiplicands<Config>& of) {
@@ -122,7 +123,7 @@ struct F16Scaling : RowScaling<Config, kTokens> {
         // Adds the run to `acc`. Register i of a run has the sums of register i ^ 1 of a unit, see promote().
         __device__ __forceinline__ void flush(float (&acc)[Config::kSums]) {
 #pragma unroll
-            for (u32 i = 0; i < Config::kHalves * kPairs; ++i) {
+            for (u32 i = 0; i < kPairs; ++i) {
                 const float2 sums = f16x2_to_floats(run[i ^ 1]);
                 acc[2 * i] += sums.x;
                 acc[2 * i + 1] += sums.y;
@@ -148,7 +149,7 @@ struct F16Scaling : RowScaling<Config, kTokens> {
         const u32 low = low_pair[unit.chunk], high = high_pair[unit.chunk];
 #pragma unroll
         for (u32 i = 0; i < kPairs; ++i) {
-            u32& sum = kept.run[(unit.half * kPairs + i) ^ 1];
+            u32& sum = kept.run[i ^ 1];
             const u32 scale = i % 2 ? high : low;
             sum = kOpens && unit.chunk == 0 ? multiply_f16x2(partial[i], scale) : fma_f16x2(partial[i], scale, sum);
         }
