@@ -19,6 +19,12 @@ f16, from any record on. Each such step is rounded once:
 
 The second term is for sums below 2^-14, f16's least normal number: half of 2^-24, in units that are 512 codes times
 activations at most. The f16 sum is at most the largest over the starts of what the exact one is, and what was lost since.
+
+int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, so 1.5 * 2^19 here. For two records that follow one
+another, of scales s0 and s1, fp32 gets (s0 - s1) * (1.5 * 2^19 + p0) + s1 * (1.5 * 2^19 + p0 + p1), and up to eight pairs'
+1.5 * 2^19 * s0 are in the sum until they are taken off. Each step rounds that, as do s0 - s1 and the sum of the s0:
+
+    loss of a step <= 2^-23 * 1.5 * 2^19 * (sum of |s0| of its run so far + |s of it| + |s of the next|)
 """
 
 from __future__ import annotations
@@ -42,6 +48,10 @@ LEAST_NORMAL = 2.0**-6
 
 F16 = 2.0**-11
 """What rounding to f16 loses of a number at most."""
+PARTS = 1.5 * 2.0**19
+"""What int8's sums by parts stand on, in units of codes times activations."""
+PARTS_RECORDS = 16
+"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/multiply.cuh)."""
 F16_RECORDS = 8
 """Records that are added up in f16 (kF16Run in include/jitgemm/gemm/multiply.cuh)."""
 
@@ -73,7 +83,8 @@ def gemm_w4a8_bound(
     Args:
         lhs, rhs, bias: as for `gemm_w4a8_reference`.
         out_dtype: bfloat16, float16 or float32.
-        sums: the call's. "f16" adds |x_scale| * what steps in f16 lose to lost, and covers kernels of both kinds.
+        sums: the call's. "f16" adds |x_scale| * what steps in f16 lose to lost, "f32" what int8's parts do, where kernels
+            may add up so; both cover the other kernels, too.
 
     Returns:
         (ref, bound), fp64 [m, n] on lhs's device. Takes a few times the memory and time of the reference.
@@ -83,6 +94,7 @@ def gemm_w4a8_bound(
             operands.
     """
     powers = _powers(lhs, rhs, sums)
+    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(split_lhs(lhs)[1])
     check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
@@ -123,8 +135,9 @@ def gemm_w4a8_bound(
             if offset is not None:
                 added = _scaled(x_rows, counts, offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
+            loss = loss + _lost_by_parts(scale) * token[:, rows][0] if by_parts else loss
             size += loss + zero[rows] * token[0, rows] * row_sum.abs()
-            promotions = runs * (1 if offset is None else 2)
+            promotions = runs * (1 if offset is None else 2) + ceil_div(runs, PARTS_RECORDS) * by_parts
             lost[rows, columns] = loss + size * (2.0**-24 * (promotions + 4))
     return ref, lost + unit * (ref.abs() + lost) + least
 
@@ -167,13 +180,25 @@ def _scaled(
 
 def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:
     """2^E of the rows in fp64, with sums in f16."""
-    if check_sums(sums) == "f32":
+    if check_sums(sums) != "f16":
         return None
     x, x_scale, _ = split_lhs(lhs)
     if x.dtype != torch.float8_e4m3fn or lhs_group_of(x_scale):
         raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
     powers: torch.Tensor = with_powers(rhs).channel_scale  # type: ignore[assignment]
     return powers[: rhs.n].double()
+
+
+def _lost_by_parts(scale: torch.Tensor) -> torch.Tensor:
+    """What adding up by parts loses of records' scales [runs, 1, n], [1, n]; from whichever record on a run begins."""
+    size = torch.nn.functional.pad(scale.abs(), (0, 0, 0, 0, PARTS_RECORDS, 1))
+    runs = scale.shape[0]
+
+    def back(records: int) -> torch.Tensor:  # the records' so many before
+        return size[PARTS_RECORDS - records :][:runs]
+
+    of_pairs = [sum(back(first + 2 * pair) for pair in range(PARTS_RECORDS // 2)) for first in (0, 1)]
+    return (2.0**-23 * PARTS * (torch.maximum(*of_pairs) + back(0) + back(-1))).sum(0)
 
 
 def _lost_in_f16(sums: torch.Tensor, loss: torch.Tensor, unit: torch.Tensor, groups: int) -> torch.Tensor:

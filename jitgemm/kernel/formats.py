@@ -22,7 +22,7 @@ LHS_GROUP = BLOCK_K
 """k that share a scale of activations where they have one per token and group: a record's."""
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
-SUMS = ("f32", "f16")
+SUMS = ("f32", "f16", "exact")
 F16_OPERANDS = "e4m3 with a scale per token, and 4-bit weights in groups without zero points or offsets"
 """What may be added up in f16, for messages."""
 TABLE_SIZES = (64, 256, 1024)
@@ -124,6 +124,13 @@ class WeightFormat:
         points or offsets."""
         plain = not (self.typed or self.powers or self.zero_point or self.offset)
         return plain and self.group_size > 0 and "e4m3" in self.lhs_types
+
+    @property
+    def sums_by_parts(self) -> bool:
+        """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without zero points or
+        offsets, one group or less a record, in int8's own order, whose sums are large beside what that rounds."""
+        one = not (self.typed or self.zero_point or self.offset) and self.scale_rows == 1
+        return one and self.lhs_types == ("s8",)
 
     @property
     def decodes_slowly(self) -> bool:
@@ -261,7 +268,8 @@ class Problem:
 
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
-    exponents (`jitgemm.gemm.problem`). `sums` is "f32", or "f16" where kernels may add up in f16 (`KernelSpec.sums`).
+    exponents (`jitgemm.gemm.problem`). `sums` is "f16" where kernels may add up in f16, "exact" where they may
+    not add up int8's groups by parts (`KernelSpec.sums`), else "f32".
     """
 
     m: int

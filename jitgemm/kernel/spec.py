@@ -51,8 +51,9 @@ class KernelSpec:
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
         lhs_e8m0: those scales come as packed exponents, four k-blocks to an int32.
-        sums: what groups' scaled sums are added up in: "f32", or "f16" over a run of eight records, which then goes to fp32
-            (include/jitgemm/gemm/scaling.cuh); for e4m3 and weights with `WeightFormat.f16_sums`.
+        sums: how groups' scaled sums are added up (include/jitgemm/gemm/scaling.cuh): "f32"; "f16" over a run of eight
+            records, which then goes to fp32, for e4m3 and weights with `WeightFormat.f16_sums`; "parts", in fp32 and
+            unconverted, for int8 and weights with `WeightFormat.sums_by_parts`.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 

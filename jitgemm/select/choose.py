@@ -125,8 +125,8 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
     )  # fmt: skip
     if spec != operands:
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
-    if spec.sums != "f32" and problem.sums == "f32":
-        raise ValueError(f"kernel: expected one with sums in fp32, as the call asks for, got {label}")
+    if spec.sums != "f32" and {"f16": "f16", "parts": "f32"}[spec.sums] != problem.sums:
+        raise ValueError(f"kernel: expected one that adds up as the call's sums={problem.sums!r} allows, got {label}")
     if spec.token_rows and not problem.format.strip_scales:
         raise ValueError(f"kernel: expected one for weights whose strips do not share scales, got {label}")
     reason = legal.illegal(spec, device)

@@ -42,7 +42,7 @@ DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
 codes for one type, beside what is the same for both, codes by tables some 20 more; e4m3's signed ones multiply, and leave the ALUs to the
 rest."""
-PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31}
+PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
 int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
 two read 228. Once more by e4m3's where the scale is a product, of a row's and a
@@ -116,7 +116,9 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
     f16 = spec.sums == "f16"
-    cycles = PROMOTE_CYCLES["f16" if f16 else spec.lhs] + (PROMOTE_CYCLES["e4m3"] if products else 0.0)
+    cycles = PROMOTE_CYCLES[spec.lhs if spec.sums == "f32" else spec.sums] + (
+        PROMOTE_CYCLES["e4m3"] if products else 0.0
+    )
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES

@@ -56,6 +56,10 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"sums in f16 are of {F16_OPERANDS}"
     if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.halves > 1):
         return "with sums in f16 a warpgroup has whole tiles, and records that follow one another"
+    if spec.sums == "parts" and (not spec.format.sums_by_parts or spec.lhs_group or promote_records(spec) != 1):
+        return "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order in groups of 128"
+    if spec.sums == "parts" and spec.halves > 1:
+        return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
@@ -134,7 +138,7 @@ def _enumerate(
     sums: str = "f32",
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
-    strips, fmt = fmt.strip_scales and lhs_group, fmt.kernel_format
+    strips, fmt, narrow = fmt.strip_scales and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:
@@ -143,6 +147,8 @@ def _enumerate(
         yield spec
         if sums == "f16" and spec.warpgroups_k == spec.halves == 1:
             yield replace(spec, sums=sums)
+        if lhs == "s8" and sums == "f32" and not narrow and fmt.sums_by_parts and not lhs_group and spec.halves == 1:
+            yield replace(spec, sums="parts")
 
 
 def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -234,7 +240,8 @@ def registers_needed(spec: KernelSpec) -> int:
             sums += sum_registers(spec)  # of the run
             crowded = fmt.scale_rows == 4 or (fmt.scale_rows == 2 and spec.warpgroups > 2)
             rest += F16_FACTOR_REGISTERS if crowded else 0
-        sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
+        converts = spec.lhs == "s8" and spec.sums == "f32" and spec.halves == 1 and not spec.token_rows
+        sums += in_flight * (CONVERTED if converts else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
