@@ -125,3 +125,37 @@ def test_a_kernel_by_parts_is_not_for_exact_calls():
     assert kernel_named(label, wide, H200).label == label
     with pytest.raises(ValueError, match="adds up as the call's sums='exact'"):
         kernel_named(label, replace(wide, sums="exact"), H200)
+
+
+@emulated
+def test_exact_calls_take_kernels_that_lose_nothing(monkeypatch):
+    emulate(monkeypatch)
+    operands = problem(KernelSpec.from_label("s8fast-g128-bf16-m96n64-s4"), 300, 4096, 256)
+    assert GemmLaunch(operands).spec.sums == "parts"
+    assert GemmLaunch(operands._replace(exact=True)).spec.sums == "f32"
+
+
+@pytest.mark.parametrize("experts", (False, True))
+def test_calls_say_what_they_allow(experts):
+    """The CPU's reference is exact whatever is asked for; what cannot be had raises there, too."""
+    k, n, m = 384, 136, 20
+    weights = [builders.weight_parts(1, n, k, 128, codes=codes) for codes in ("s8", "e4m3")]
+    out = torch.empty((2, m, n) if experts else (m, n))
+
+    def call(lhs, parts, **options):
+        if not experts:
+            return jitgemm.gemm_w4a8_nt(lhs, parts.packed, out, **options)
+        stacked = jitgemm.W4Weight.stacked(2, lambda e: parts.packed)
+        lhs = tuple(torch.stack((each, each)) for each in lhs)
+        return jitgemm.m_grouped_gemm_w4a8_nt_masked(
+            lhs, stacked, out, torch.tensor([m, 3], dtype=torch.int32), 9, **options
+        )
+
+    lhs = builders.lhs(2, m, k, "s8")
+    call(lhs, weights[0], sums="exact")
+    ref, _ = gemm_w4a8_bound(lhs, weights[0].packed, sums="exact")
+    assert torch.equal(out[0] if experts else out, ref.float())
+    with pytest.raises(ValueError, match="sums: expected 'exact' for int8 activations alone"):
+        call(builders.lhs(2, m, k, "e4m3"), weights[1], sums="exact")
+    with pytest.raises(ValueError, match="sums: expected one of"):
+        call(lhs, weights[0], sums="fp16")

@@ -286,6 +286,7 @@ def gemm(
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
+    exact = sums == "exact"
     if sums != "f32":
         rhs = _with_powers(rhs, bits, sums)
     if type(lhs) is tuple and len(lhs) == 2:
@@ -295,23 +296,23 @@ def gemm(
         x, x_scale, x_zero = split_lhs(lhs)
     if needs_dispatcher(x, out):
         check_weight(rhs, bits)
-        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
+        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
         return
     try:
-        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, bits)
+        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, exact, bits)
     except (AttributeError, TypeError):
         check_weight(rhs, bits)
-        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
+        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
         raise
 
 
 def _run(
     x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, bits: int = ANY,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, exact: bool, bits: int = ANY,
 ) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
-    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
+    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None)
     tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
@@ -319,9 +320,9 @@ def _run(
     if launch is None:
         if bits:
             check_weight(weight, bits)
-        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
+        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel, exact)
         if call.packs_scales:
-            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, bits)
+            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
         call.check()
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
@@ -345,7 +346,7 @@ def contiguous(
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
 
 
 def masked(
@@ -369,7 +370,7 @@ def masked(
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
 
 
 def _call_grouped(*arguments: Any) -> None:
@@ -378,12 +379,12 @@ def _call_grouped(*arguments: Any) -> None:
 
 
 def _run_grouped(gemm: _Call) -> None:
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
     sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
     # A tracer may not know out's rows: what depends on their number waits until here.
     key = (
-        weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
-        rows_of_expert, gemm.expected_rows,
+        weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None,
+        row_index is None, rows_of_expert, gemm.expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
@@ -397,10 +398,10 @@ def _run_grouped(gemm: _Call) -> None:
 
 def call_op(gemm: Gemm) -> None:
     """The call by its op, which a tracer can follow."""
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
     check_types(gemm)
     tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
-    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel
+    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel, exact
     if groups is None:
         torch.ops.jitgemm.gemm_w4a8_nt(*tensors, *rest)
     else:
@@ -410,14 +411,16 @@ def call_op(gemm: Gemm) -> None:
 def gemm_of_op(*arguments: Any) -> _Call:
     """The GEMM of an op's arguments; those of the grouped one have the fields of `Groups` behind the bias.
 
-    A dense one may leave the kernel's label out. The schema calls it `label`: Inductor has a `kernel=` of its own beside
-    an op's arguments.
+    Arguments that are their defaults may be left out, from the end. The schema calls the kernel's label `label`: Inductor
+    has a `kernel=` of its own beside an op's arguments.
     """
     x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *rest = arguments
-    groups = None if len(rest) < 6 else Groups(*rest[:4])
-    n, k, format, batch_invariant, kernel = (*(rest if groups is None else rest[4:]), None)[:5]
+    groups = None if len(rest) < 7 else Groups(*rest[:4])
+    n, k, format, batch_invariant, *given = rest if groups is None else rest[4:]
+    kernel = given[0] if given else None
+    exact = len(given) > 1 and given[1]
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
-    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel)
+    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact)
 
 
 def _op(*arguments: Any) -> None:
@@ -435,12 +438,12 @@ def _fake_op(*arguments: Any) -> None:
 
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None) -> ()",
+    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None, bool exact=False) -> ()",
     _op, _fake_op,
 )  # fmt: skip
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
     "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
-    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
+    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label, bool exact=False) -> ()",
     _grouped_op, _fake_op,
 )  # fmt: skip

@@ -61,7 +61,7 @@ class GemmLaunch(Launch):
     __slots__ = ("spec",)
 
     def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
-        x, x_scale, _, weight, out, _, groups, batch_invariant, label = gemm
+        x, x_scale, _, weight, out, _, groups, batch_invariant, label, _ = gemm
         (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
         device = device_of(x.get_device())
         if spec is None:

@@ -81,6 +81,8 @@ class Gemm(NamedTuple):
     groups: Groups | None = None
     batch_invariant: bool = False
     kernel: str | None = None
+    exact: bool = False
+    """Whether sums="exact" was asked for."""
 
     @property
     def expected_rows(self) -> int:
@@ -99,7 +101,8 @@ class Gemm(NamedTuple):
     @property
     def sums(self) -> str:
         """What kernels may add up in, as `Problem.sums`: the weight's rows have powers of two for "f16"."""
-        return "f16" if self.weight.format.group_size and self.weight.channel_scale is not None else "f32"
+        f16 = self.weight.format.group_size and self.weight.channel_scale is not None
+        return "f16" if f16 else "exact" if self.exact else "f32"
 
     @property
     def row_sum(self) -> torch.Tensor | None:
@@ -121,7 +124,7 @@ class Gemm(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         check_types(self)
-        x, x_scale, x_zero, weight, out, bias, groups, _, kernel = self
+        x, x_scale, x_zero, weight, out, bias, groups, _, kernel, exact = self
         if kernel is not None:
             from jitgemm.kernel.spec import KernelSpec
 
@@ -140,6 +143,8 @@ class Gemm(NamedTuple):
         if lhs_type not in format.lhs_types:
             expected = DTYPES[format.lhs_types[0]].torch_name
             raise TypeError(f"{X}: expected {expected}, {format.why_lhs}, got {dtype_name(x.dtype)}")
+        if exact and lhs_type != "s8":
+            raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {dtype_name(x.dtype)}")
         if self.sums == "f16" and (lhs_type != "e4m3" or lhs_group_of(x_scale)):
             raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
         # Those per token and 128 k of masked calls have a dimension for the experts.
@@ -175,7 +180,7 @@ class Gemm(NamedTuple):
 def check_types(gemm: Gemm) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
     # Compilers up to torch 2.8 follow no method.
-    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = gemm
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel, _ = gemm
     for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
         check_tensor(name, tensor)
     for name, given in ((X_ZERO, x_zero), ("bias", bias)):
