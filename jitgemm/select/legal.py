@@ -153,6 +153,9 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
         for halves in (1, 2) if block_m <= 192 else (2,):
             yield dict(block_n=128, halves=halves)
             yield dict(block_n=192, halves=halves)
+        # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
+        yield dict(block_n=128, halves=2, multicast_lhs=2)
+        yield dict(block_n=128, halves=2, multicast_rhs=2)
 
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -162,10 +165,10 @@ def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
-    """More of them for grouped GEMMs, where few tiles share activations: clusters that do."""
+    """More of them for grouped GEMMs, where few tiles share activations: clusters that do, in one piece too."""
     if block_m > NARROW_TOKENS:
-        for block_n, halves in ((128, 1), (128, 2), (192, 1)):
-            yield dict(block_n=block_n, halves=halves, multicast_lhs=2)
+        for block_n in (128, 192):
+            yield dict(block_n=block_n, multicast_lhs=2)
 
 
 def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:
