@@ -77,8 +77,10 @@ def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]:
-    """Best first. Ties go to the smaller tile, to sums that all splits reduce, to operands that a cluster shares."""
-    return us, spec.block_m * spec.block_n, not spec.scatter, -spec.multicast, spec.halves, spec.label
+    """Best first. Ties go to the smaller tile, to sums that all splits reduce, then by whether a cluster shares an
+    operand: experts' kernels that do, dense ones that do not."""
+    shares = -spec.multicast if spec.experts else spec.multicast
+    return us, spec.block_m * spec.block_n, not spec.scatter, shares, spec.halves, spec.label
 
 
 def _at_band_end(problem: Problem) -> Problem:

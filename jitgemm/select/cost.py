@@ -23,7 +23,7 @@ from jitgemm.kernel.tactics import token_widths, prefetch_stages, promote_record
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.legal import launched_clusters, units_along_n
 
-TILE_US = 1.23
+TILE_US = 1.1
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue."""
 HAND_US = 0.0091
 """For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
@@ -187,10 +187,14 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
-    # What CTAs ask for before they wait for the kernel before comes while that one ends.
-    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
-    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
-    crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
+    # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
+    # one CTA of a cluster that shares an operand has none.
+    asking = min(ctas, max(token_tiles(problem.experts, m, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
+    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * asking / device.hbm_bytes_per_us
+    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
+    # of an SM that is left over of whole clusters.
+    room = device.num_sms // spec.cluster_size * spec.cluster_size
+    crowded = max(0.0, 2 - room / ctas) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * math.sqrt(crowded)
     fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))

@@ -170,6 +170,9 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
         for halves in (1, 2) if block_m <= 192 else (2,):
             yield dict(block_n=128, halves=halves)
             yield dict(block_n=192, halves=halves)
+        # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
+        yield dict(block_n=128, halves=2, multicast_lhs=2)
+        yield dict(block_n=128, halves=2, multicast_rhs=2)
 
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -179,10 +182,10 @@ def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
-    """More of them for grouped GEMMs, where few tiles share activations: clusters that do."""
+    """More of them for grouped GEMMs, where few tiles share activations: clusters that do, in one piece too."""
     if block_m > NARROW_TOKENS:
-        for block_n, halves in ((128, 1), (128, 2), (192, 1)):
-            yield dict(block_n=block_n, halves=halves, multicast_lhs=2)
+        for block_n in (128, 192):
+            yield dict(block_n=block_n, multicast_lhs=2)
 
 
 def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:
@@ -212,8 +215,12 @@ ZERO_REGISTERS = 10
 28672 x 4096, m = 192 would take 31 % longer in e4m3, 33 % in int8. Twice as many for int8 with scales in fp32."""
 BYTE_FACTOR_REGISTERS = 16
 """More of them for four groups a record of 8-bit weights, which have two sets of factors."""
-SHARED_REGISTERS = 40
+SHARED_REGISTERS = 24
 """Fewer of them for 8-bit weights, which wgmma reads from shared memory: there are no fragments."""
+TOKEN_ROW_REGISTERS = 18
+"""Yet fewer where tokens are wgmma's rows: a strip has one scale, and no loads for each of its rows."""
+GROUPED_REGISTERS = 2
+"""More of them for experts: a tile's own, and its first row."""
 SHARED_TOKENS = 128
 """Most tokens along wgmma's N of a tile that has use of it: counted for wider ones, it lets kernels pass that spill up
 to 500 bytes."""
@@ -254,6 +261,8 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += TABLE_REGISTERS if fmt.powers else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
+    rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0
+    rest += GROUPED_REGISTERS if spec.experts else 0
     return round(sums + rest)
 
 
