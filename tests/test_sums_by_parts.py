@@ -146,7 +146,7 @@ def test_calls_say_what_they_allow(experts):
         if not experts:
             return jitgemm.gemm_w4a8_nt(lhs, parts.packed, out, **options)
         stacked = jitgemm.W4Weight.stacked(2, lambda e: parts.packed)
-        lhs = tuple(torch.stack((each, each)) for each in lhs)
+        lhs = torch.stack((lhs[0],) * 2), torch.stack((lhs[1].flatten(),) * 2)
         return jitgemm.m_grouped_gemm_w4a8_nt_masked(
             lhs, stacked, out, torch.tensor([m, 3], dtype=torch.int32), 9, **options
         )
