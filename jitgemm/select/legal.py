@@ -215,12 +215,10 @@ ZERO_REGISTERS = 10
 28672 x 4096, m = 192 would take 31 % longer in e4m3, 33 % in int8. Twice as many for int8 with scales in fp32."""
 BYTE_FACTOR_REGISTERS = 16
 """More of them for four groups a record of 8-bit weights, which have two sets of factors."""
-SHARED_REGISTERS = 24
+SHARED_REGISTERS = 22
 """Fewer of them for 8-bit weights, which wgmma reads from shared memory: there are no fragments."""
 TOKEN_ROW_REGISTERS = 18
 """Yet fewer where tokens are wgmma's rows: a strip has one scale, and no loads for each of its rows."""
-GROUPED_REGISTERS = 2
-"""More of them for experts: a tile's own, and its first row."""
 SHARED_TOKENS = 128
 """Most tokens along wgmma's N of a tile that has use of it: counted for wider ones, it lets kernels pass that spill up
 to 500 bytes."""
@@ -262,7 +260,6 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0
-    rest += GROUPED_REGISTERS if spec.experts else 0
     return round(sums + rest)
 
 
