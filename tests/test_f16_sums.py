@@ -196,8 +196,16 @@ FAULTS = {
     "a run that goes on": ("gemm/scaling", "kOpens && unit.chunk == 0 ?", "false ?"),
     "rows that changed places": ("gemm/scaling", "kept.run[i ^ 1]", "kept.run[i]"),
     "another row's power": ("gemm/scaling", "- __float_as_uint(of.high_power)", "- __float_as_uint(of.low_power)"),
-    "no power in the end": ("gemm/epilogue", "if constexpr (Config::kRowScales) {\n            found", "if constexpr (false) {\n            found"),
-    "the first group's scale for all": ("gemm/scaling", "const u32 low = low_pair[unit.chunk]", "const u32 low = low_pair[0]"),
+    "no power in the end": (
+        "gemm/epilogue",
+        "if constexpr (Config::kRowScales) {\n            found",
+        "if constexpr (false) {\n            found",
+    ),
+    "the first group's scale for all": (
+        "gemm/scaling",
+        "const u32 low = low_pair[unit.chunk]",
+        "const u32 low = low_pair[0]",
+    ),
     "a run of 64 records": ("gemm/multiply", "kF16Run = 8", "kF16Run = 64"),
 }
 

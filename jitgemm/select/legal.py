@@ -23,6 +23,8 @@ MIN_STAGES = 3
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory that the system takes from an SM for each resident CTA."""
+F16_TOKENS = 80
+"""Least tokens of a tile that adds up in f16: memory bounds narrow ones, and not promotion."""
 NARROW_TOKENS = 64
 """Most tokens of a narrow tile. Narrow tiles fill the GPU by splitting k, wide ones share operands."""
 
@@ -145,7 +147,7 @@ def _enumerate(
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         spec = replace(spec, stages=_stages(spec, device))
         yield spec
-        if sums == "f16" and spec.warpgroups_k == spec.halves == 1:
+        if sums == "f16" and block_m >= F16_TOKENS and spec.warpgroups_k == spec.halves == 1:
             yield replace(spec, sums=sums)
         if lhs == "s8" and sums == "f32" and not narrow and fmt.sums_by_parts and not lhs_group and spec.halves == 1:
             yield replace(spec, sums="parts")
@@ -229,8 +231,8 @@ SCALE_REGISTERS = 12
 
 
 F16_FACTOR_REGISTERS = 8
-"""More of them for f16 sums with four groups a record, or with two and three warpgroups or more: without them, 192 x 128
-spills, or 112 x 192."""
+"""More of them for f16 sums with four groups a record, as often for three warpgroups, and for grouped kernels that split k
+or have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 
@@ -243,8 +245,8 @@ def registers_needed(spec: KernelSpec) -> int:
         in_flight = units_in_flight(spec) * sum_registers(spec)
         if spec.sums == "f16":
             sums += sum_registers(spec)  # of the run
-            crowded = fmt.scale_rows == 4 or (fmt.scale_rows == 2 and spec.warpgroups > 2)
-            rest += F16_FACTOR_REGISTERS if crowded else 0
+            grouped = spec.experts > 0 and (spec.split_k > 1 or fmt.scale_rows > 1)
+            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
         converts = spec.lhs == "s8" and spec.sums == "f32" and spec.halves == 1 and not spec.token_rows
         sums += in_flight * (CONVERTED if converts else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
