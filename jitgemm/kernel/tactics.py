@@ -176,6 +176,8 @@ def prefetch_stages(spec: KernelSpec) -> int:
 def yields(spec: KernelSpec) -> Yields:
     """Which instructions of a kernel's machine code yield; by measurement (docs/notes/yields.md)."""
     rows = spec.format.scale_rows
+    if spec.sums == "parts":
+        return Yields()
     if spec.lhs == "s8" and rows == 4:
         return Yields(conversions=False)
     if spec.format.lhs_types == ("s8",) and rows == 1 and not spec.format.offset:

@@ -233,6 +233,9 @@ SCALE_REGISTERS = 12
 F16_FACTOR_REGISTERS = 8
 """More of them for f16 sums with four groups a record, as often for three warpgroups, and for grouped kernels that split k
 or have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
+PARTS_REGISTERS = 8
+"""More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
+and where splits of k meet experts' tables."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 
@@ -247,6 +250,9 @@ def registers_needed(spec: KernelSpec) -> int:
             sums += sum_registers(spec)  # of the run
             grouped = spec.experts > 0 and (spec.split_k > 1 or fmt.scale_rows > 1)
             rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
+        if spec.sums == "parts":
+            crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
+            rest += PARTS_REGISTERS * crowded
         converts = spec.lhs == "s8" and spec.sums == "f32" and spec.halves == 1 and not spec.token_rows
         sums += in_flight * (CONVERTED if converts else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
