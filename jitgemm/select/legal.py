@@ -220,8 +220,8 @@ SCALE_REGISTERS = 12
 
 
 F16_FACTOR_REGISTERS = 8
-"""More of them for f16 sums with four groups a record, as often for three warpgroups, and for grouped kernels that split k
-or have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
+"""More of them for f16 sums with four groups a record, for three warpgroups, and for grouped kernels that split k, or
+have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 
@@ -234,7 +234,7 @@ def registers_needed(spec: KernelSpec) -> int:
         in_flight = units_in_flight(spec) * sum_registers(spec)
         if spec.sums == "f16":
             sums += sum_registers(spec)  # of the run
-            grouped = spec.experts > 0 and (spec.split_k > 1 or fmt.scale_rows > 1)
+            grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
             rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
         sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
