@@ -12,7 +12,7 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.runtime.device import device_of
+from jitgemm.runtime import device as devices
 from jitgemm.select.choose import choose
 from jitgemm.select.legal import legal_kernels
 
@@ -31,7 +31,7 @@ SHAPES = (
 
 def kernels_of(weight: jitgemm.W4Weight, experts: int = 0) -> list[KernelSpec]:
     """The legal kernels with sums in f16."""
-    every = legal_kernels("e4m3", weight.format, device_of(0), experts=experts, sums="f16")
+    every = legal_kernels("e4m3", weight.format, devices.device_of(0), experts=experts, sums="f16")
     return [spec for spec in every if spec.sums == "f16"]
 
 
@@ -79,7 +79,9 @@ def _into(spec: KernelSpec, dtype: torch.dtype) -> str:
     from dataclasses import replace
 
     fmt = spec.format
-    every = legal_kernels("e4m3", fmt, device_of(0), {torch.float32: "fp32", torch.float16: "fp16"}[dtype], sums="f16")
+    every = legal_kernels(
+        "e4m3", fmt, devices.device_of(0), {torch.float32: "fp32", torch.float16: "fp16"}[dtype], sums="f16"
+    )
     alike = [
         each for each in every if each.sums == "f16" and replace(each, out="bf16", stages=0) == replace(spec, stages=0)
     ]
@@ -108,7 +110,7 @@ def test_grouped_kernels_are_within_the_bound(group_size, gathered):
     rows, tokens = sum(counts), 100 if gathered else sum(counts)
     index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32).cuda()
     x, scale = builders.lhs(3, tokens, k, device="cuda")
-    chosen = choose(Problem(rows, n, k, "e4m3", weight.format, experts=experts, sums="f16"), device_of(0)).label
+    chosen = choose(Problem(rows, n, k, "e4m3", weight.format, experts=experts, sums="f16"), devices.device_of(0)).label
     for label in dict.fromkeys((chosen, *(spec.label for spec in kernels_of(weight, 64)[::9]))):
         out = torch.full((rows, n), torch.nan, device="cuda").bfloat16()
         jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(

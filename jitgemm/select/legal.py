@@ -231,8 +231,8 @@ SCALE_REGISTERS = 12
 
 
 F16_FACTOR_REGISTERS = 8
-"""More of them for f16 sums with four groups a record, as often for three warpgroups, and for grouped kernels that split k
-or have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
+"""More of them for f16 sums with four groups a record, for three warpgroups, and for grouped kernels that split k, or
+have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
 PARTS_REGISTERS = 8
 """More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
 and where splits of k meet experts' tables."""
@@ -248,7 +248,7 @@ def registers_needed(spec: KernelSpec) -> int:
         in_flight = units_in_flight(spec) * sum_registers(spec)
         if spec.sums == "f16":
             sums += sum_registers(spec)  # of the run
-            grouped = spec.experts > 0 and (spec.split_k > 1 or fmt.scale_rows > 1)
+            grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
             rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
         if spec.sums == "parts":
             crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
