@@ -172,8 +172,7 @@ def _scaled(
             step = before.mul_(STEP_K * CUT)
             step += (sums.abs() + loss + step) * cut
             loss += step * (largest > 0)
-    loss *= scale.abs()
-    sums *= scale
+    loss, sums = loss * scale.abs(), sums * scale  # of a sum of activations there is one for all rows
     added = loss.sum(0) if f16 is None else loss.sum(0) + _lost_in_f16(sums, loss, f16, BLOCK_K // x.shape[-1])
     return sums.abs().sum(0), added
 
