@@ -16,7 +16,9 @@ from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.reference import gemm_w4a8_reference
+from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
@@ -329,3 +331,16 @@ def test_batch_invariant_calls_add_up_alike_for_all_m(m):
 def test_kernels_that_there_are_not(change):
     spec = KernelSpec("e4m3", G128, 128, 128, 4, sums="f16")
     assert illegal(spec, H200) is None and "sums in f16" in illegal(replace(spec, **change), H200)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("label", [
+    "e4m3fast-g128-bf16-m128n128-s7-f16", "e4m3fast-g128-bf16-m176n128-s5-f16", "e4m3fast-g128-bf16-m192n128-s5-f16",
+    "e4m3fast-g64-bf16-m192n128-s4-f16", "e4m3fast-g32-bf16-m176n128-s4-f16", "e4m3-g128-fp32-tofp32-m176n128-s4-f16",
+    "e4m3fast-g128-bf16-m192n128-s5-f16-e64", "e4m3fast-g32-bf16-m176n128-mc2lhs-s4-f16-e64",
+])  # fmt: skip
+def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):
+    spec = KernelSpec.from_label(label)
+    assert illegal(spec, H200) is None
+    entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
+    assert entry.metadata["spill_bytes"] == 0 and not entry.slow_because
