@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def fused_experts_masked(
     x: torch.Tensor | Lhs, w13: Weight, w2: Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
-    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
     bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
 ) -> None:  # fmt: skip

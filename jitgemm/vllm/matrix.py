@@ -319,7 +319,7 @@ class ExpertsMatrix(Matrix):
         """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
         places = layer.expert_map
         mine = range(self.count) if places is None else [e for e, at in enumerate(places.tolist()) if at >= 0]
-        projections = ("down_proj",) if self.part == "w2" else ("gate_proj", "up_proj")
+        projections = ("down_proj",) if self.part == "w2" else ("gate_proj", "up_proj")[-len(self.widths) :]
         for e, (part, proj) in product(mine, enumerate(projections)):
             lacking = [suffix for suffix in self.lacking(layer, part, e) if suffix != "input_scale"]  # which is unused
             if lacking:

@@ -16,7 +16,7 @@ from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.quantize.stacked import PARAMETERS, quantised_experts
+from jitgemm.nn.quantize.stacked import quantised_experts
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
 from jitgemm.nn.report import QuantisationReport, Report, by_reason, warn_if_nothing
 
@@ -135,7 +135,8 @@ class Quantising:
         self.options = {"bits": bits, "activation": activation, "device": device, **form, **options}
         self.chosen, skipped = choose(model, self.found, filter, lm_head)
         for name in self.chosen:
-            if getattr(model.get_submodule(name), PARAMETERS[0] if name in self.found.forms else "weight").is_meta:
+            weight = self.found.forms[name].parameters[0] if name in self.found.forms else "weight"
+            if getattr(model.get_submodule(name), weight).is_meta:
                 raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
         self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
 
