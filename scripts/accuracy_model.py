@@ -19,6 +19,7 @@ import copy
 import datetime
 import glob
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,8 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "reference": None,
     "8 bits": {"bits": 8},
     "8 bits, int8": {"bits": 8, "activation": "int8"},
+    "8 bits calibrated": {"bits": 8, **CALIBRATED},
+    "8 bits calibrated, int8": {"bits": 8, "activation": "int8", **CALIBRATED},
     **{
         f"g{size}{name}": {"group_size": size, **options}
         for size in (128, 64, 32)
@@ -228,6 +231,9 @@ def opened(arguments: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
 
 
 def commit() -> str:
+    """BENCHMARK_COMMIT names it where the checkout travelled without its history."""
+    if given := os.environ.get("BENCHMARK_COMMIT"):
+        return given
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 

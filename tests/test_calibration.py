@@ -343,10 +343,30 @@ def test_defaults_with_and_without():
     assert [each.format.zero_point for each in formats] == [False, True]
 
 
+@pytest.mark.parametrize("activation", ("e4m3", "int8"))
+@pytest.mark.parametrize("make", (llama, qwen3_moe))
+def test_8_bits_are_calibrated_too(make, activation):
+    torch.manual_seed(0)
+    plain, fitted, batches = make(), make(), list(ids(24).split(8))
+    fitted.load_state_dict(plain.state_dict())
+    kept = make()
+    kept.load_state_dict(plain.state_dict())
+    report = jitgemm.nn.quantize_(fitted, bits=8, activation=activation, calibration=batches)
+    assert report.calibrated and not report.kept_8bit and len(report) == len(report.errors)
+    jitgemm.nn.quantize_(plain, bits=8, activation=activation)
+    name = report[0]
+    codes = [model.get_submodule(name).weight.unpack() for model in (plain, fitted)]
+    assert torch.equal(codes[0][1], codes[1][1]) and not torch.equal(codes[0][0], codes[1][0])
+    all_kept = jitgemm.nn.quantize_(kept, activation=activation, calibration=batches, keep_8bit=0)
+    assert all_kept.kept_8bit.keys() == set(report)
+    assert torch.equal(kept.get_submodule(name).weight.blocks, fitted.get_submodule(name).weight.blocks)
+
+
 @pytest.mark.parametrize(
     "options, error",
     (
-        ({"bits": 8, "calibration": []}, "calibration: expected none with bits=8"),
+        ({"bits": 8, "calibration": []}, "calibration: expected at least one batch"),
+        ({"bits": 8, "block": 128, "calibration": [ids()]}, "block: expected none with calibration"),
         ({"keep_8bit": 0.1}, "keep_8bit: expected calibration"),
         ({"bits": 8, "keep_8bit": 0.1}, "keep_8bit: expected none with bits=8"),
         ({"calibration": []}, "calibration: expected at least one batch"),

@@ -132,3 +132,23 @@ def test_wrong_moments_are_named():
             jitgemm.quantize_w4(w, 32, moments=moments)
     with pytest.raises(TypeError, match="moments: expected"):
         jitgemm.quantize_w4(w, 32, moments=[[1.0]])
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.int8))
+def test_8_bits_lose_less_with_moments(dtype):
+    x, w = inputs(1000, 384), weights(64, 384)
+    w[3], moments = 0, x.T @ x
+    found, nearest = (jitgemm.quantize_w8(w, dtype, moments=given) for given in (moments, None))
+    assert found.format == nearest.format and lost(w, found, moments) < 0.6 * lost(w, nearest, moments)
+    codes, scales = found.unpack()[:2]
+    assert torch.equal(scales, nearest.unpack()[1]) and not codes[3].float().any()
+    experts = jitgemm.quantize_w8(torch.stack((w, w)), dtype, moments=torch.stack((moments, moments)))
+    assert torch.equal(experts.blocks[1], found.blocks)
+
+
+def test_moments_of_8_bits_are_checked():
+    w = weights(8, 128)
+    with pytest.raises(ValueError, match=r"moments: expected fp32 \[128, 128\]"):
+        jitgemm.quantize_w8(w, torch.int8, moments=torch.eye(64))
+    with pytest.raises(ValueError, match="moments: expected none with block"):
+        jitgemm.quantize_w8(w, torch.int8, block=128, moments=torch.eye(128))

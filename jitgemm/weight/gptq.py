@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.weight.search import Search
+from jitgemm.weight.search import Rows, Search
 
 DAMPING = 0.01
 """Added to XᵀX's diagonal, in parts of its mean: inputs that calibration did not show are worth a little, too."""
@@ -17,7 +17,7 @@ _COLUMNS = 128
 
 
 def gptq(
-    w: torch.Tensor, moments: torch.Tensor, size: int, search: Search, act_order: bool
+    w: torch.Tensor, moments: torch.Tensor, size: int, search: Search | Rows, act_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of least error of the result, as GPTQ finds them.
 
@@ -25,7 +25,7 @@ def gptq(
         w: fp32 [n, k], finite.
         moments: XᵀX, [k, k], up to a factor.
         size: values of k that share a scale, which is searched when the first of them is reached.
-        search: finds scales, by errors weighted with XᵀX's diagonal.
+        search: finds scales, by errors weighted with XᵀX's diagonal, and codes.
         act_order: the groups of the largest inputs first, and in each its largest inputs first.
 
     Returns:
@@ -35,7 +35,6 @@ def gptq(
         ValueError: a value of moments is not finite, or no damping makes them positive definite.
     """
     n, k = w.shape
-    low, high = search.codes
     importance = moments.diagonal().to(torch.float32)
     order = _order(importance, size) if act_order else torch.arange(k, device=w.device)
     upper = _factor(moments, order)
@@ -58,13 +57,8 @@ def gptq(
                 step, origin = scale[group], zero[group]
                 step[:], origin[:] = (each[:, 0] for each in found)
                 divisor = torch.where(step == 0, 1.0, step)
-            code = torch.div(row, divisor, out=out[i]).round_()
-            if search.symmetric:
-                code.clamp_(low, high)
-                torch.addcmul(row, code, step, value=-1, out=lost[i])
-            else:
-                code.add_(origin).clamp_(low, high)
-                torch.addcmul(row, code - origin, step, value=-1, out=lost[i])
+            code = search.round_(torch.div(row, divisor, out=out[i]), origin)
+            torch.addcmul(row, search.in_steps(code, origin), step, value=-1, out=lost[i])
             if i + 1 < len(rows):
                 block[i + 1 :].addr_(factor[i, i + 1 : len(rows)], lost[i], alpha=-1)
         rest[first + _COLUMNS :].addmm_(factor[:, _COLUMNS:].T, errors, alpha=-1)

@@ -18,7 +18,7 @@ from jitgemm.weight.gptq import gptq
 from jitgemm.weight.pack import BLOCK, check_group_size, pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import check_sizes, format_group
-from jitgemm.weight.search import CHUNK, Search, check_underflow, in_steps
+from jitgemm.weight.search import CHUNK, Rows, Search, check_underflow, in_steps
 
 W = TypeVar("W", bound=Weight)
 
@@ -85,21 +85,13 @@ def quantize_w4(
     if clip_steps > MAX_CLIP_STEPS:
         raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {clip_steps}")
     format_group(k, group_size)
-    if moments is not None:
-        check_values("moments", check_tensor("moments", moments))
-        if moments.shape != (*w.shape[:-2], k, k) or moments.dtype != torch.float32 or moments.device != w.device:
-            expected = f"fp32 {[*w.shape[:-2], k, k]} on {w.device}"
-            raise ValueError(
-                f"moments: expected {expected}, got {moments.dtype} {list(moments.shape)} on {moments.device}"
-            )
+    _check_moments(moments, w)
     if w.dim() == 3:
         options: dict[str, Any] = dict(
             group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
             positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order, lhs_dtype=lhs_dtype,
         )  # fmt: skip
-        return _by_expert(
-            W4Weight, lambda e: quantize_w4(w[e], moments=None if moments is None else moments[e], **options), w
-        )
+        return _by_expert(W4Weight, lambda e, of_e: quantize_w4(w[e], moments=of_e, **options), w, moments)
     search = Search(symmetric, scale_dtype, full_range, clip_steps, positive_scales)
     size = min(group_size, k)
     groups = ceil_div(k, size)
@@ -128,33 +120,47 @@ def quantize_w4(
         return pack_w4(q, scale, None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
 
 
-def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = None) -> W8Weight:
+def quantize_w8(
+    w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = None, moments: torch.Tensor | None = None
+) -> W8Weight:
     """Quantise a weight to 8 bits: w ~ q * scale, q rounded to nearest even, a scale for each row or block in fp32.
 
-    The scale is max |w| / 448 for e4m3, and max |w| / 127 for int8, of which -128 stays unused.
+    The scale is max |w| / 448 for e4m3, and max |w| / 127 for int8, of which -128 stays unused. With `moments`, codes
+    are GPTQ's, as in `quantize_w4`.
 
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
             multiple of 16; finite. Left as it is.
         lhs_dtype: torch.float8_e4m3fn or torch.int8, the type of the weight and of the activations that it meets.
         block: None for a scale per row, 128 for one per block of 128 x 128.
+        moments: with a scale per row, as in `quantize_w4`.
 
     Returns:
         The packed weight on w's device. A row or block of zeros has scale 0. Beside w and the result, n * k bytes and a
-        fixed amount of memory are used.
+        fixed amount of memory are used; with moments, 16 * (n + k) * k bytes.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong type.
         ValueError: wrong shape, a NaN or infinity, or a row or block of values too small for an fp32 scale.
     """
     n, k = _check_weight(w)
-    largest = 448.0 if check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES) == "e4m3" else 127.0
+    check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
+    grid = Rows(lhs_dtype)
     if block is not None and check_int("block", block) != BLOCK:
         raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
+    _check_moments(moments, w)
+    if moments is not None and block is not None:
+        raise ValueError("moments: expected none with block, whose scales are shared by rows, got some")
     if w.dim() == 3:
-        return _by_expert(W8Weight, lambda e: quantize_w8(w[e], lhs_dtype, block=block), w)
+        return _by_expert(W8Weight, lambda e, of_e: quantize_w8(w[e], lhs_dtype, block=block, moments=of_e), w, moments)
     rows_of, columns = block or 1, block or k  # of a scale
     with torch.inference_mode(False), torch.no_grad():
+        if moments is not None:
+            whole = w.to(torch.float32)
+            _check_finite(w, whole, 0)
+            codes, scale, _ = gptq(whole, moments, k, grid, act_order=True)
+            check_underflow(scale, whole[:, None])
+            return pack_w8(codes.to(lhs_dtype), scale)
         q = torch.empty((n, k), dtype=lhs_dtype, device=w.device)
         scale = torch.empty((ceil_div(n, rows_of), ceil_div(k, columns)), dtype=torch.float32, device=w.device)
         step = rows_of * max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // (k * rows_of))
@@ -165,12 +171,17 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
             _check_finite(w, part, first)
             part = torch.nn.functional.pad(part, (0, -k % columns, 0, -count % rows_of))
             part = part.view(part.shape[0] // rows_of, rows_of, -1, columns).transpose(1, 2).flatten(2)
-            found = part.abs().amax(-1) / torch.tensor(largest, device=w.device)
+            found, zero = grid.scales(part)
             scale[first // rows_of :][: found.shape[0]] = found
             check_underflow(found, part)
-            codes = in_steps(part, found).clamp_(-largest, largest)
-            codes = codes if lhs_dtype.is_floating_point else codes.round_()
-            codes = codes.to(lhs_dtype).unflatten(2, (rows_of, columns)).transpose(1, 2).flatten(2).flatten(0, 1)
+            codes = (
+                grid.round_(in_steps(part, found), zero)
+                .to(lhs_dtype)
+                .unflatten(2, (rows_of, columns))
+                .transpose(1, 2)
+                .flatten(2)
+                .flatten(0, 1)
+            )
             q[rows] = codes[:count, :k]
         return pack_w8(q, scale)
 
@@ -186,12 +197,24 @@ def _check_weight(w: torch.Tensor) -> tuple[int, int]:
     return n, k
 
 
-def _by_expert(kind: type[W], quantize: Callable[[int], W], w: torch.Tensor) -> W:
-    """The weight of experts whose dense ones `quantize` makes."""
+def _check_moments(moments: torch.Tensor | None, w: torch.Tensor) -> None:
+    if moments is None:
+        return
+    check_values("moments", check_tensor("moments", moments))
+    shape = [*w.shape[:-2], w.shape[-1], w.shape[-1]]
+    if list(moments.shape) != shape or moments.dtype != torch.float32 or moments.device != w.device:
+        got = f"{moments.dtype} {list(moments.shape)} on {moments.device}"
+        raise ValueError(f"moments: expected fp32 {shape} on {w.device}, got {got}")
+
+
+def _by_expert(
+    kind: type[W], quantize: Callable[[int, torch.Tensor | None], W], w: torch.Tensor, moments: torch.Tensor | None
+) -> W:
+    """The weight of experts whose dense ones `quantize(e, e's moments)` makes."""
 
     def expert(e: int) -> W:
         try:
-            return quantize(e)
+            return quantize(e, None if moments is None else moments[e])
         except ValueError as error:
             raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
 

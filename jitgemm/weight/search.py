@@ -45,6 +45,14 @@ class Search:
         """
         return (self._signed if self.symmetric else self._with_zero_points)(w, importance)
 
+    def round_(self, steps: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Codes of values that are so many steps from 0, in their place."""
+        return (steps.round_() if self.symmetric else steps.round_().add_(zero)).clamp_(*self.codes)
+
+    def in_steps(self, codes: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """How many steps from 0 the codes are."""
+        return codes if self.symmetric else codes - zero
+
     def _signed(self, w: torch.Tensor, importance: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         largest = w.abs().amax(-1)
         # The largest value is 7 steps long; with -8 also 7.5, which rounds to either end, or 8. Beyond that it is clipped.
@@ -94,6 +102,30 @@ class Search:
             limit = f"{dtype_name(self.scale_dtype)}'s {torch.finfo(self.scale_dtype).max:g}"
             raise ValueError(f"w: expected scales within {limit}, got one of {float(scale.max()):g}")
         return rounded
+
+
+@dataclass(frozen=True)
+class Rows:
+    """8-bit codes, torch.float8_e4m3fn or torch.int8, that reach the largest value of what shares a scale. As `Search`."""
+
+    dtype: torch.dtype
+
+    @property
+    def largest(self) -> float:
+        """The largest code's value; -128 stays unused."""
+        return 448.0 if self.dtype.is_floating_point else 127.0
+
+    def scales(self, w: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, zeros), fp32 of w's groups; a search would gain nothing: codes are much finer than inputs' weights."""
+        scale = w.abs().amax(-1) / torch.tensor(self.largest, device=w.device)  # by a tensor: see `_least`
+        return scale, torch.zeros_like(scale)
+
+    def round_(self, steps: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        steps.clamp_(-self.largest, self.largest)
+        return steps.copy_(steps.to(self.dtype)) if self.dtype.is_floating_point else steps.round_()
+
+    def in_steps(self, codes: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        return codes
 
 
 def _least(w: torch.Tensor, values: list[float], tried: Callable[[torch.Tensor], Tried]) -> list[torch.Tensor]:

@@ -298,14 +298,17 @@ class W8A8Linear(PackedLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None, device: Device = None
-    ) -> W8A8Linear:
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None,
+        moments: torch.Tensor | None = None, device: Device = None,
+    ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.from_linear`, by `quantize_w8`; the weight is of the activations' type.
 
         Args:
             block: None for a scale per row, 128 for one per block of 128 x 128.
+            moments: as in `quantize_w8`; may be on another device.
         """
-        return cls._from_linear(linear, activation, device, partial(quantize_w8, block=block))
+        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
+        return cls._from_linear(linear, activation, device, partial(quantize_w8, block=block, moments=moments))
 
     @classmethod
     def empty(

@@ -56,8 +56,8 @@ def quantize_(
         group_size, symmetric: with 4 bits, as in `quantize_w4`; None for 128 and True. Where both are None and there is
             no calibration: groups of 32 with zero points (without, where activations have a scale per block).
         scale_dtype, full_range, clip_steps: with 4 bits, as in `quantize_w4`; None for that call's defaults.
-        block: with 8 bits, as in `quantize_w8`.
-        calibration: with 4 bits, what the model is called with to see the layers' inputs: token ids [sequences,
+        block: with 8 bits and no calibration, as in `quantize_w8`.
+        calibration: what the model is called with to see the layers' inputs: token ids [sequences,
             tokens], tuples of arguments, or keywords such as a tokenizer's result, whose `attention_mask` leaves padding
             out. 16,000 tokens of text such as the model is for are enough. Each block runs on what the quantised ones
             before it pass on; up to 16 GiB of sums are held where the layers are. An expert counts the tokens that it
@@ -110,7 +110,7 @@ class Quantising:
     ):  # fmt: skip
         check_model(model, filter)
         check_options(bits, lm_head)
-        given = {"calibration": calibration, "keep_8bit": keep_8bit, **options}
+        given = {"keep_8bit": keep_8bit, **options}
         wrong = next(
             (name for name, value in given.items() if value is not None and (name == "block") != (bits == 8)), None
         )
@@ -120,6 +120,8 @@ class Quantising:
             )
         if keep_8bit is not None and not (isinstance(keep_8bit, (int, float)) and keep_8bit >= 0):
             raise ValueError(f"keep_8bit: expected a number of at least 0, got {keep_8bit!r}")
+        if calibration is not None and options.get("block") is not None:
+            raise TypeError("block: expected none with calibration, which fits codes to a scale per row, got one")
         if keep_8bit is not None and calibration is None:
             raise ValueError("keep_8bit: expected calibration, whose inputs say what a layer loses, got none")
         self.batches = None if calibration is None else list(calibration)
@@ -206,16 +208,19 @@ class Quantising:
             self.report.errors[name] = error
             return layer
 
+        def layer_of(name: str, options: dict[str, Any]) -> PackedLinear | PackedExperts:
+            options = options if moments.get(name) is None else options | {"moments": moments[name]}
+            return made(partial(make, options=options), name, self.model.get_submodule(name))
+
         layers = {}
         for name in names:
             show(name)
-            options = self.options if moments.get(name) is None else self.options | {"moments": moments[name]}
-            layers[name] = made(partial(make, options=options), name, self.model.get_submodule(name))
+            layers[name] = layer_of(name, self.options)
         if self.keep_8bit is None or max(self.report.errors[name] for name in names) <= self.keep_8bit:
             return layers
         self.report.kept_8bit |= {name: self.report.errors[name] for name in names}
         options = {name: self.options[name] for name in ("activation", "device")} | {"bits": 8}
-        return {name: made(partial(make, options=options), name, self.model.get_submodule(name)) for name in names}
+        return {name: layer_of(name, options) for name in names}
 
 
 def choose(

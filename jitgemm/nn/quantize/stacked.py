@@ -154,7 +154,7 @@ def quantised_experts(
     """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
 
     Args:
-        moments: of 4 bits, those of each expert's inputs, first of w13, then of w2.
+        moments: those of each expert's inputs, first of w13, then of w2.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or a weight has no such form.
