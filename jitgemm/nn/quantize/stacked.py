@@ -21,6 +21,7 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
+from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
 
 PARAMETERS = {2: ("gate_up_proj", "down_proj"), 1: ("up_proj", "down_proj")}
 """What transformers calls w13 and w2, by `Gate.inputs`; their biases have _bias behind."""
@@ -147,13 +148,15 @@ def intermediate(module: torch.nn.Module, form: Form, x: torch.Tensor, e: int) -
 
 
 def quantised_experts(
-    module: torch.nn.Module, form: Form, *, bits: int = 4, activation: str = "e4m3",
+    module: torch.nn.Module, form: Form, *, bits: int = 4, scheme: str | None = None, activation: str = "e4m3",
     device: torch.device | str | int | None = None,
     moments: Sequence[Sequence[torch.Tensor | None]] | None = None, **options: Any,
 ) -> PackedExperts:  # fmt: skip
-    """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
+    """A layer whose weights are the module's, quantised by `quantize_w4`, `quantize_mxfp4` or `quantize_w8`, which see
+    for the options.
 
     Args:
+        scheme: None, or "mxfp4".
         moments: those of each expert's inputs, first of w13, then of w2.
 
     Raises:
@@ -162,7 +165,7 @@ def quantised_experts(
     lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
     makers: dict[int, Any] = {4: (W4Weight, quantize_w4, {"group_size": 128}), 8: (W8Weight, quantize_w8, {})}
-    kind, quantise, defaults = makers[bits]
+    kind, quantise, defaults = makers[bits] if scheme is None else (W4Weight, quantize_mxfp4, {})
     options = defaults | options
 
     def quantised(name: str) -> Weight:
