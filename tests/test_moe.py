@@ -478,11 +478,12 @@ def test_fake_tensors_compute_nothing_and_are_checked():
             fused_experts(x, w13, w2, ids[:3], weights)
 
 
-@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss"])
+@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss", "relu2"])
 def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(front):
     torch._dynamo.reset()
-    _, w13, w2, *_ = CASE.arguments
     options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0} if front == "gpt_oss" else {}
+    options |= {"activation": "relu2"} if front == "relu2" else {}
+    _, w13, w2, *_ = Case(options=dict(options)).arguments
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], 72) if front == "out" else None

@@ -55,7 +55,7 @@ def fused_experts_masked(
     if not needs_dispatcher(lhs[0], out):
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
         return
-    check_experts(w13, w2, tokens)
+    check_experts(w13, w2, tokens, gate)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(
