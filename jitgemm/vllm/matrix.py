@@ -118,6 +118,8 @@ class Matrix:
             marks = self.marks(loaded_weight, *where, **named)
             if param.is_meta and shared and not {part for part, _ in marks} & {0, None}:
                 return True  # vLLM counts numbers, to pack the layer once it has all: shared ones count once
+            if param.dtype == torch.uint8 and loaded_weight.dtype in (torch.int8, torch.float8_e8m0fnu):
+                loaded_weight = loaded_weight.view(torch.uint8)  # bytes of MXFP4
             kind, given = param.dtype, loaded_weight.dtype
             if "scale" in suffix and kind != given:
                 if not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):

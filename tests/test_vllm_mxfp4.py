@@ -1,0 +1,110 @@
+"""MXFP4 in vLLM under the names of DeepSeek-V4, Quark and ModelOpt: layers of every rank against the specification."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mxfp4
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_vllm import SHARDS, dense_of, gate_up, load, load_experts, made, process
+from test_vllm import vllm_is_there as vllm_is_there
+from vllm_layers import experts, rank
+
+from jitgemm.vllm.config import JitGemmConfig
+
+V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+"""DeepSeek-V4's config: of its FP8 layers; expert_dtype stands elsewhere in config.json."""
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
+NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def bytes_of(parts: mxfp4.Parts, config: dict) -> dict[str, torch.Tensor]:
+    """As the files have them; vLLM's model calls DeepSeek-V4's `scale` weight_scale."""
+    if config is V4:
+        return {"weight": parts.canonical.view(torch.int8), "weight_scale": parts.scales.view(torch.float8_e8m0fnu)}
+    return {"weight": parts.canonical, "weight_scale": parts.scales}
+
+
+def with_headers(folder, config: dict, layers: dict[str, dict[str, torch.Tensor]]) -> JitGemmConfig:
+    """The config of a folder whose file has these layers."""
+    tensors = {f"{name}.{suffix}": each.clone() for name, parts in layers.items() for suffix, each in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    found = made(config)
+    found.maybe_update_config(str(folder), hf_config=SimpleNamespace())
+    return found
+
+
+@pytest.mark.parametrize("config", [V4, QUARK, MODELOPT], ids=["deepseek-v4", "quark", "modelopt"])
+@pytest.mark.parametrize("split", ["whole", "tp", "ep"])
+def test_experts_hold_the_files_weights(tmp_path, config, split):
+    count, hidden, inter = 4, 128, 192
+    parts, tensors = {}, {}
+    for e in range(count):
+        for i, proj in enumerate(SHARDS):
+            n, k = (hidden, inter) if proj == "down_proj" else (inter, hidden)
+            parts[e, proj] = mxfp4.parts(3 * e + i, n, k, shift=-12)
+            tensors[e, proj] = bytes_of(parts[e, proj], config)
+    names = {f"m.experts.{e}.{proj}": each for (e, proj), each in tensors.items()}
+    own = with_headers(tmp_path, config, names)
+    found = []
+    for place in [(0, 1)] if split == "whole" else [(0, 2), (1, 2)]:
+        with rank():
+            layer = experts(own, "m.experts", (count, hidden, inter), 2, **({} if split == "whole" else {split: place}))
+            load_experts(layer, "m.experts", tensors)
+            module = process(layer)
+        assert module.activation == ("e4m3_block" if config is V4 else "e4m3")
+        assert module.w13.weight.format.powers and not list(layer.parameters())
+        found.append([part.weight.dequantize().double() for part in (module.w13, module.w2)])
+    expected = [[parts[e, proj].dequantize_fp64() for e in range(count)] for proj in SHARDS]
+    gate, up, down = (torch.stack(each) for each in expected)
+    first, second = zip(*found)
+    if split == "tp":
+        halves = [torch.cat([each.chunk(2, 1)[half] for each in first], 1) for half in (0, 1)]
+        assert torch.equal(halves[0], gate) and torch.equal(halves[1], up) and torch.equal(torch.cat(second, 2), down)
+    else:
+        assert torch.equal(torch.cat(first), torch.cat((gate, up), 1)) and torch.equal(torch.cat(second), down)
+
+
+@pytest.mark.parametrize("config", [QUARK, MODELOPT], ids=["quark", "modelopt"])
+@pytest.mark.parametrize("known", [True, False], ids=["with headers", "without"])
+def test_joined_linears_hold_the_files_weights(tmp_path, config, known):
+    parts = [mxfp4.parts(seed, 64, 128, shift=-12) for seed in (1, 2)]
+    tensors = [bytes_of(each, config) for each in parts]
+    if config is MODELOPT:
+        tensors = [each | {"input_scale": torch.tensor(scale)} for each, scale in zip(tensors, (0.02, 0.05))]
+    names = ("m.gate_proj", "m.up_proj")
+    own = with_headers(tmp_path, config, dict(zip(names, tensors))) if known else made(config)
+    with rank():
+        layer = gate_up(own, 128, 64)
+        for part, each in enumerate(tensors):
+            load(layer, each, part)
+        module = process(layer)
+    assert torch.equal(dense_of(module), torch.cat([each.dequantize_fp64() for each in parts]))
+    scale = None if module.input_scale is None else float(module.input_scale)
+    assert scale == (pytest.approx(0.05) if config is MODELOPT else None)
+
+
+def test_deepseek_v4_s_other_layers_are_fp8(tmp_path):
+    weight, scale = torch.randn(128, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 0.25)
+    names = ("m.gate_proj", "m.up_proj")
+    tensors = {"weight": weight, "weight_scale_inv": scale}
+    own = with_headers(tmp_path, V4, dict.fromkeys(names, tensors))
+    with rank():
+        layer = gate_up(own, 128, 128)
+        for part in (0, 1):
+            load(layer, tensors, part)
+        module = process(layer)
+    assert torch.equal(dense_of(module), torch.cat([weight.double() / 4] * 2)) and module.activation == "e4m3_block"
+
+
+def test_quark_s_other_types_are_left_to_vllm():
+    from jitgemm.vllm.layouts import Unsupported, layout_of
+
+    config = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
+    with pytest.raises(Unsupported, match="global_quant_config: expected weights of dtype 'fp4', got 'fp8_e4m3'"):
+        layout_of(config, "m.up_proj", 128, torch.bfloat16, {})
+    with pytest.raises(Unsupported, match="expected MXFP4 as weight and weight_scale, got gpt-oss' blocks and scales"):
+        layout_of({"quant_method": "mxfp4"}, "m.experts", 128, torch.bfloat16, {}, experts=True)
