@@ -8,10 +8,12 @@ import mxfp4
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_vllm import SHARDS, dense_of, gate_up, load, load_experts, made, process
+from moe_cases import activated
+from test_vllm import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process
 from test_vllm import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
 
+from jitgemm.activations.scheme import Gate
 from jitgemm.vllm.config import JitGemmConfig
 
 V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
@@ -106,5 +108,90 @@ def test_quark_s_other_types_are_left_to_vllm():
     config = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
     with pytest.raises(Unsupported, match="global_quant_config: expected weights of dtype 'fp4', got 'fp8_e4m3'"):
         layout_of(config, "m.up_proj", 128, torch.bfloat16, {})
-    with pytest.raises(Unsupported, match="expected MXFP4 as weight and weight_scale, got gpt-oss' blocks and scales"):
-        layout_of({"quant_method": "mxfp4"}, "m.experts", 128, torch.bfloat16, {}, experts=True)
+
+
+GPT_OSS = {
+    "quant_method": "gpt_oss_mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+}
+
+
+def of_rank(
+    split: str, place: tuple[int, int], inter: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What vLLM's model cuts for a rank of the files' tensors, under its own names."""
+    number, size = place
+    if split == "ep":
+        return {name: each.chunk(size)[number] for name, each in tensors.items()}
+    first, last = inter * number // size, inter * (number + 1) // size
+    found = {}
+    for name, each in tensors.items():
+        if name.startswith("w13"):
+            found[name] = each[:, 2 * first : 2 * last]
+        elif name == "w2_bias":
+            found[name] = each if number == 0 else torch.zeros_like(each)
+        else:
+            per = 2 if name == "w2_weight" else 32
+            found[name] = each[..., first // per : last // per]
+    return found
+
+
+@pytest.mark.parametrize("split", ["whole", "tp", "ep"])
+def test_gpt_oss_in_its_own_format(split):
+    count, hidden, inter = 4, 128, 192
+    w13, w2 = (
+        mxfp4.parts(i, n, k, experts=count, shift=-14)
+        for i, (n, k) in enumerate(((2 * inter, hidden), (hidden, inter)))
+    )
+    tensors = {"w13_weight": w13.canonical, "w13_weight_scale": w13.scales, "w13_bias": torch.randn(count, 2 * inter).bfloat16(),
+               "w2_weight": w2.canonical, "w2_weight_scale": w2.scales, "w2_bias": torch.randn(count, hidden).bfloat16()}  # fmt: skip
+    x, ids, weights = (
+        torch.randn(6, hidden).bfloat16(),
+        torch.stack([torch.randperm(count)[:2] for _ in range(6)]).int(),
+        torch.rand(6, 2),
+    )
+    total, found = torch.zeros(6, hidden, dtype=torch.float64), []
+    for place in [(0, 1)] if split == "whole" else [(0, 2), (1, 2)]:
+        options = {} if split == "whole" else {split: place}
+        with rank():
+            layer = experts(
+                made(GPT_OSS), "m.experts", (count, hidden, inter), 2, activation="swigluoai", has_bias=True, **options
+            )
+            params = dict(layer.named_parameters())
+            for name, each in of_rank(split, place, inter, tensors).items():
+                params[name].weight_loader(params[name], each, weight_name=name, shard_id=None, expert_id=None)
+            module = process(layer)
+        assert module.gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702) and module.activation == "e4m3"
+        assert not list(layer.parameters())
+        found.append(module)
+        total += applied(layer, x, ids, weights).double()
+    first, second = (
+        [part.weight.dequantize().double() for part in each] for each in zip(*((m.w13, m.w2) for m in found))
+    )
+    dims = (1, 2) if split == "tp" else (0, 0)
+    assert torch.equal(torch.cat(first, dims[0]), w13.dequantize_fp64())
+    assert torch.equal(torch.cat(second, dims[1]), w2.dequantize_fp64())
+    assert torch.equal(torch.cat([m.w13.bias for m in found], dims[0]), tensors["w13_bias"])
+    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0}
+    expected = torch.zeros_like(total)
+    for t in range(len(x)):
+        for e, weight in zip(ids[t].tolist(), weights[t].double()):
+            hidden_values = w13.dequantize_fp64()[e] @ x[t].double() + tensors["w13_bias"][e].double()
+            result = w2.dequantize_fp64()[e] @ activated(hidden_values, options) + tensors["w2_bias"][e].double()
+            expected[t] += weight * result
+    assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+def test_gpt_oss_s_missing_bias_is_named():
+    with rank():
+        layer = experts(made(GPT_OSS), "m.experts", (2, 64, 64), 2, activation="swigluoai", has_bias=True)
+        params = dict(layer.named_parameters())
+        parts = mxfp4.parts(1, 128, 64, experts=2)
+        for name, each in (("w13_weight", parts.canonical), ("w13_weight_scale", parts.scales)):
+            params[name].weight_loader(params[name], each, weight_name=name, shard_id=None, expert_id=None)
+        with pytest.raises(ValueError, match="w13_bias: expected numbers for each of this rank's 2 experts"):
+            layer.quant_method.process_weights_after_loading(layer)
+        with pytest.raises(ValueError, match=r"w13_weight: expected shape \[2, 128, 32\], got \[2, 64, 32\]"):
+            params["w13_weight"].weight_loader(
+                params["w13_weight"], parts.canonical[:, :64], weight_name="w13_weight", shard_id=None, expert_id=None
+            )

@@ -48,17 +48,14 @@ _BLOCKS = Inputs("float", strategy="group", group_size=128)
 
 
 class _Mxfp4(Format):
-    name, methods, cuts = "mxfp4", ("mxfp4", "quark"), True
+    name, methods, cuts = "mxfp4", ("mxfp4", "quark", "gpt_oss_mxfp4"), True  # the last is vLLM's name of the first
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return setting(config, "quant_method") != "compressed-tensors" and _form(names) is not None
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         method = setting(config, "quant_method")
-        if headers is None:  # as vLLM's parameters have them, also those of DeepSeek-V4's experts
-            form: str | None = "blocks" if method == "mxfp4" else "weight_scale"
-        else:
-            form = _form(headers)
+        form = "weight_scale" if headers is None else _form(headers)  # the former is what vLLM calls all of them
         if form is None:
             raise ValueError("weight: expected MXFP4's tensors, of bytes with e8m0 scales for 32 k, got others")
         quark = (setting(config, "global_quant_config", default={}).get("weight") or {}) if method == "quark" else {}

@@ -56,7 +56,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
         for k in (hidden, whole):
             layout.check(k)
-        if moe.has_bias and layout.tensors:
+        if moe.has_bias and layout.tensors and not layout.biases:
             raise Unsupported("expected experts without biases, got some with")
         return cls(config, names, layout, moe)
 
@@ -72,6 +72,9 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
             kind(self, "w13", num_experts, [inter] * inputs, hidden_size, hidden_size, rank, whole),
             kind(self, "w2", num_experts, [hidden_size], inter, whole, rank, hidden_size),
         ]
+        if self.moe.has_bias and self.layout.tensors:
+            for matrix in self.matrices:
+                matrix.add_bias(params_dtype)
         self.create(layer, params_dtype, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
@@ -94,7 +97,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
             limit, alpha = (getattr(self.moe, name, None) for name in names)
             if alpha is None:
                 raise ValueError("activation_situ_beta: expected a number for the activation situ, got None")
-        if kind == "swiglu_step" and limit is None:
+        if layer.activation.value in ("swiglustep", "swigluoai") and limit is None:
             limit = 7.0  # what vLLM's own experts use
         if kind == "relu2":
             limit = alpha = None

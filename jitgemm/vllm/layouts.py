@@ -14,7 +14,7 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Scheme
+from jitgemm.checkpoint.format import Config, Format, Scheme, setting
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
@@ -60,6 +60,11 @@ class Layout:
         static = self.scheme.format == "compressed-tensors"  # whose config alone says so; of others the tensor does
         needed = {"input_scale": static, "g_idx": self.scheme.ordered, "weight_g_idx": self.scheme.ordered}
         return [suffix for suffix, each in self.tensors.items() if needed.get(suffix, not each.optional)]
+
+    @property
+    def biases(self) -> bool:
+        """Whether vLLM's loader of such experts brings their biases: gpt-oss' own files."""
+        return setting(self.config, "quant_method") in ("mxfp4", "gpt_oss_mxfp4")
 
     @property
     def read_config(self) -> Config:
@@ -179,8 +184,6 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
         raise Unsupported("version: expected gemm, got 'gemv'")
     algorithm = str(config.get("quant_algo")).upper()
     of_8_bits = config.get("quant_method") == "modelopt" and scheme.format == "w8a8"
-    if scheme.form == "blocks":
-        raise Unsupported("expected MXFP4 as weight and weight_scale, got gpt-oss' blocks and scales")
     if of_8_bits and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         expected = "FP8, FP8_PER_CHANNEL_PER_TOKEN or W4A8_MXFP4_FP8 of ModelOpt"
         raise Unsupported(f"quant_algo: expected {expected}, got {config.get('quant_algo')!r}")
