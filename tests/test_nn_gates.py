@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import builders
@@ -82,6 +83,17 @@ def test_experts_without_gates_load_from_disk(tmp_path, stacked):
         assert torch.equal(layer.w2.weight.dequantize(), module.down_proj)
     error = (logits(model) - logits(dense)).norm(dim=-1) / logits(dense).norm(dim=-1)
     assert float(error.median()) < 0.04
+
+
+def test_experts_without_gates_load_through_transformers(tmp_path):
+    hf = pytest.importorskip("jitgemm.hf")
+    dense = nemotron()
+    folder = checkpoints.save(tmp_path, of_nemotron(dense, False), COMPRESSED)
+    known = dense.config.to_dict() | {"quantization_config": COMPRESSED, "architectures": ["NemotronHForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(known, default=str))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", config=hf.config(folder))
+    for name, module in experts_of(dense).items():
+        assert torch.equal(model.get_submodule(name).w13.weight.dequantize(), module.up_proj)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
