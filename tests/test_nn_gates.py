@@ -19,7 +19,7 @@ from jitgemm.nn.quantize.stacked import form_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-E, HIDDEN, INTER = 6, 64, 96
+E, HIDDEN, INTER = 6, 64, 128
 IDS = torch.arange(16)[None]
 
 
@@ -94,6 +94,28 @@ def test_experts_without_gates_load_through_transformers(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", config=hf.config(folder))
     for name, module in experts_of(dense).items():
         assert torch.equal(model.get_submodule(name).w13.weight.dequantize(), module.up_proj)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_warm_up_knows_experts_without_gates_from_the_files(tmp_path, stacked):
+    from jitgemm.nn.warm.ahead import models_ahead
+    from jitgemm.nn.warm.warm import kernels
+
+    dense, model = nemotron(), nemotron(seed=1)
+    folder = checkpoints.save(tmp_path, of_nemotron(dense, stacked), COMPRESSED)
+    known = dense.config.to_dict() | {"quantization_config": COMPRESSED, "architectures": ["NemotronHForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(known, default=str))
+    load_(model, folder)
+    (ahead,) = models_ahead(folder, "linear", 1, 1, None, {}, ["any"], False)
+
+    def labels(of: torch.nn.Module) -> set[str]:
+        return {spec.label for spec, _, _ in kernels(of, 64, [torch.bfloat16], "h200", False)}
+
+    assert labels(ahead) == labels(model) and any("-relu2-" in label for label in labels(ahead))
+    for rank in models_ahead(folder, "vllm", 2, 1, None, {}, ["any"], False):
+        (layer,) = {module for module in rank.modules() if isinstance(module, W4A8Experts)}
+        sizes = [(part.weight.n, part.weight.k) for part in (layer.w13, layer.w2)]
+        assert sizes == [(INTER // 2, HIDDEN), (HIDDEN, INTER // 2)]
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

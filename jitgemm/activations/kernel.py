@@ -91,7 +91,7 @@ class QuantizeSpec:
         parts = ["quantize", self.x, self.q + ("z" if self.affine else "")]
         parts += ["static"] if self.static else []
         if self.gate:
-            parts.append(self.gate.replace("_", "") + "mul")
+            parts.append(self.gate.replace("_", "") + ("" if self.gate in UNGATED else "mul"))
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
         flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
