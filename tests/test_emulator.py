@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import builders
 import moe_cases
@@ -19,7 +20,10 @@ from test_grouped import weight_of_experts
 
 import jitgemm
 from jitgemm.activations import plan as quantizers
-from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize, quantize_activations
+from jitgemm.activations.reference import gated
+from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
@@ -268,14 +272,35 @@ def test_a_quantiser_s_values_are_near_the_reference_s(monkeypatch, options, k):
 
 
 @pytest.mark.parametrize(
+    ("kind", "limit"), [*product(moe_cases.ACTIVATIONS, (float("inf"), 7.0)), ("relu2", float("inf"))]
+)
+def test_a_gate_s_values_are_as_near_as_the_call_says(monkeypatch, kind, limit):
+    """Rows of one value: their scale is that value's size / 127."""
+    sizes = 2.0 ** torch.linspace(-12, 6, 37)
+    values = torch.cat((-sizes, torch.zeros(1), sizes))
+    g, u = torch.cartesian_prod(values, torch.tensor([-9.0, 0.01, 2.5])).T
+    gate = Gate(kind) if kind == "relu2" else Gate(kind, "gate_up", limit, 1.5)
+    x = torch.stack((g, u)[: gate.inputs], 1).repeat_interleave(32, 1)
+    expected = gated(x.double(), gate)[:, 0].abs()
+    emulate(monkeypatch)
+    activation = activation_of(torch.int8, "token", False)
+    _, scale, _ = quantize(QuantizeCall(x, activation, Prologue(gate=gate)))
+    error = (scale.double() * 127 - expected).abs()
+    assert bool((error <= expected * 2**-17 + 2.0**-118).all())  # a scale is at least 2^-126
+
+
+@pytest.mark.parametrize(
     ("tokens", "experts", "options"),
     [
         (9, 5, {}),
         (70, 5, {"activation": "swiglu_oai", "order": "interleaved", "limit": 2.0}),
         (3, 40, {"activation": "gelu"}),
+        (5, 5, {"activation": "swiglu_step", "limit": 0.8}),
+        (5, 5, {"activation": "situ", "alpha": 1.5, "limit": 2.0, "order": "up_gate"}),
+        (5, 5, {"activation": "relu2"}),
         (300, 9, {}),  # more choices than one CTA routes
     ],
-    ids=["silu", "swiglu_oai", "gelu", "routed by a cluster"],
+    ids=["silu", "swiglu_oai", "gelu", "swiglu_step", "situ", "relu2", "routed by a cluster"],
 )
 def test_a_layer_of_experts(monkeypatch, tokens, experts, options):
     top_k = 8 if tokens == 300 else 3

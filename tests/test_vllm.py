@@ -99,6 +99,7 @@ CONFIGS = {
     "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}, "ignore": ["lm_head"]},
     "modelopt-channel": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    "quark": {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
 }
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
@@ -116,8 +117,10 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     floats = config.get("data_type") == "fp"
     if floats or method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
-    if config.get("format") == "mxfp4-pack-quantized":
+    if config.get("format") == "mxfp4-pack-quantized" or method == "quark":
         parts = mxfp4.parts(seed, n, k, shift=-12)
+        if method == "quark":
+            return {"weight": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
         return {"weight_packed": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]

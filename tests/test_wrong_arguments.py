@@ -127,14 +127,14 @@ PUBLIC |= {
     "pack_mxfp4": lambda: {
         "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.zeros(N, K // 32, dtype=torch.uint8), "k": K,
     },
-    "quantize_mxfp4": lambda: {"w": torch.ones(N, K)},
+    "quantize_mxfp4": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None},
     "pack_w4": four_bits,
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {
         "w": torch.ones(N, K), "group_size": 32, "symmetric": True, "scale_dtype": BF16, "full_range": True,
         "positive_scales": False, "clip_steps": 1, "moments": torch.eye(K), "act_order": True, "lhs_dtype": None,
     },
-    "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None},
+    "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None, "moments": torch.eye(K)},
 }  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     name: (getattr(jitgemm, name), make) for name, make in PUBLIC.items()
@@ -181,7 +181,7 @@ SHAPES = {"meta", "more dimensions", "no dimensions", "no elements", "fewer colu
 LEGAL: dict[str, set[str]] = {
     "act_order": {"True"},
     "affine": {"True"},
-    "alpha": {"1", "1.5", "inf"},
+    "alpha": {"None", "1", "1.5", "inf"},
     "batch_invariant": {"True"},
     "bias": {"None", "double"},
     "block": {"None"},

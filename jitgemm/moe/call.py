@@ -37,7 +37,7 @@ _ALLOCATION = 512
 
 def fused_experts(
     x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
-    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None, batch_invariant: bool = False, out: torch.Tensor | None = None,
@@ -61,18 +61,22 @@ def fused_experts(
         gelu         g * Phi(g) * u                               Phi the normal distribution's, "erf"
         gelu_tanh    the same with its approximation by tanh
         swiglu_oai   g * sigmoid(alpha * g) * (u + 1)             gpt-oss, with limit = 7
+        swiglu_step  min(g * sigmoid(g), limit) * u               Step, with limit = 7
+        situ         a * tanh(g / a) * sigmoid(g) * u             Kimi-K3, with a = alpha = 4 and limit = 25
+        relu2        max(u, 0)^2                                  Nemotron; w13 is [inter, k], without gates
 
     Args:
         x: bfloat16, float16 or float32 [tokens, k], stride 1 along k, rows a multiple of 16 bytes apart; aligned so.
         w13: W4Weight or W8Weight of E experts [2 * inter, k], gate and up projections, E at most 1024.
-        w2: the same, [n, inter]; the widths may shapes_differ.
+        w2: the same, [n, inter]; the widths may differ.
         topk_ids: int32 or int64 [tokens, top_k], contiguous: experts of each token. A choice that is none of 0..E-1 is
             skipped.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
         activation: see above.
         order: of w13's rows: "gate_up", all gates first, "up_gate", or "interleaved": gate, up, gate, up, ...
-        limit: positive: g becomes min(g, limit) and u min(max(u, -limit), limit) before act; None for neither.
-        alpha: of swiglu_oai.
+        limit: positive: g becomes min(g, limit) and u min(max(u, -limit), limit) before act; of swiglu_step g stays, of
+            situ g stays and u becomes limit * tanh(u / limit). None for neither, and for relu2.
+        alpha: of swiglu_oai, None for 1.702, and of situ.
         lhs_dtype: float8_e4m3fn or int8, what Q makes; None for what w13 was packed for, e4m3 if for both.
         affine: int8 with zero points.
         scheme: "token", a scale for each row, or "block", one for each row and 128 k; not affine.
@@ -112,7 +116,7 @@ def fused_experts(
 
 def fused_experts_reference(
     x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
-    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
@@ -133,7 +137,7 @@ def fused_experts_workspace_bytes(
     """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
 
     Both GEMMs' results share their memory, as the first is gone when the second is written. With E experts of
-    [2 * inter, k] and [n, inter], m = tokens * top_k, and x of b bytes an element ::
+    [2 * inter, k] and [n, inter], m = tokens * top_k, and x of b bytes an element, inter for 2 * inter without gates ::
 
         b * m * max(2 * inter, n) + m * inter + t * k + 4 * (3 * m + t + E + 1), more 4 * (m + t) affine
 

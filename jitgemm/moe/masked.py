@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def fused_experts_masked(
     x: torch.Tensor | Lhs, w13: Weight, w2: Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
-    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
     bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
@@ -56,7 +56,7 @@ def fused_experts_masked(
     if not needs_dispatcher(lhs[0], out):
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
         return
-    check_experts(w13, w2, tokens)
+    check_experts(w13, w2, tokens, gate)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import jitgemm
+from jitgemm.weight.f16_sums import with_powers
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
@@ -76,6 +77,9 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
     packed = [weight_of(fmt, each) for each in source.distinct]
     first = type(packed[0]).stacked(source.experts.count, lambda index: packed[index % len(packed)])
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
+    if fmt.f16_sums:  # which cannot begin in a CUDA graph
+        for weight in weights:
+            with_powers(weight)
     experts = source.experts
 
     def start(tokens: int, buffers: int) -> Run:

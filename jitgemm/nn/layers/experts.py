@@ -60,7 +60,7 @@ class PackedExperts(Described):
         """A layer over packed weights; no tensor is copied.
 
         Args:
-            w13: E experts of [2 * inter, hidden], rows in the order of `gate.order`.
+            w13: E experts of [2 * inter, hidden], rows in the order of `gate.order`; [inter, hidden] without gates.
             w2: E experts of [hidden, inter].
             bias13, bias2: bf16, fp16 or fp32 [E, 2 * inter] and [E, hidden], or None; fp16 is widened to fp32.
             gate: what stands between the GEMMs, see `Gate`.
@@ -79,8 +79,8 @@ class PackedExperts(Described):
             if weight.permutation is not None:
                 raise ValueError(f"{name}: expected no permutation, as experts share their quantised input, got one")
         experts, hidden, inter = w13.experts, w13.k, w2.k
-        if w13.n != 2 * inter:
-            raise ValueError(f"w13: expected n = 2 * k of w2 = {2 * inter}, got {w13.n}")
+        if w13.n != gate.inputs * inter:
+            raise ValueError(f"w13: expected n = {gate.inputs} * k of w2 = {gate.inputs * inter}, got {w13.n}")
         if w2.n != hidden or w2.experts != experts:
             raise ValueError(f"w2: expected {experts} experts with n = {hidden}, got {w2.experts} with n = {w2.n}")
         if w2.device != w13.device:
@@ -166,6 +166,7 @@ class PackedExperts(Described):
         parts = [f"num_experts={self.num_experts}", f"hidden_dim={self.hidden_dim}"]
         parts += [f"intermediate_dim={self.intermediate_dim}", f"gate={gate.kind!r}, {gate.order}"]
         parts += [f"limit={gate.limit:g}"] if gate.limit != math.inf else []
+        parts += [f"alpha={gate.alpha:g}"] if gate.kind == "situ" else []
         return ", ".join([*parts, f"activation={self.activation!r}"])
 
     def named(self, layer: str) -> None:

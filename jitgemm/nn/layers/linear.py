@@ -29,6 +29,7 @@ from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
 from jitgemm.weight.parts import check_packed, format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
+from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
@@ -268,6 +269,16 @@ class W4A8Linear(PackedLinear):
             positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
             moments=None if moments is None else moments.to(linear.weight.device if device is None else device),
         )  # fmt: skip
+        return cls._from_linear(linear, activation, device, quantise)
+
+    @classmethod
+    def from_linear_mxfp4(
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", moments: torch.Tensor | None = None,
+        act_order: bool = True, device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
+        """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
+        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
+        quantise = partial(quantize_mxfp4, moments=moments, act_order=act_order)
         return cls._from_linear(linear, activation, device, quantise)
 
     @classmethod
