@@ -90,7 +90,9 @@ def newer_kernels() -> list[KernelSpec]:
             found += [choose(Problem(m, 4096, 4096, lhs, format, out), H200) for m in ms]
             found.append(draw.choice(legal_kernels(lhs, format, H200, out)))
         for rare in (lambda spec: spec.multicast > 1, lambda spec: spec.sums != "f32"):
-            kernels = legal_kernels(lhs, WeightFormat(128, False, "bf16", lhs), H200, sums="f16" if lhs == "e4m3" else "f32")
+            kernels = legal_kernels(
+                lhs, WeightFormat(128, False, "bf16", lhs), H200, sums="f16" if lhs == "e4m3" else "f32"
+            )
             found += draw.sample([spec for spec in kernels if rare(spec)], 2)
     return list(dict.fromkeys(found))
 
