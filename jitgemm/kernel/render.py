@@ -13,6 +13,7 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
@@ -26,9 +27,11 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     f16 = spec.sums == "f16"
     count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
-    accumulator, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    weights = CODES[spec.format.code].operand or spec.lhs
+    accumulator, constraint, sums = ("i32", "+r", "s32") if integer else ("float", "+f", "f32")
     if f16:
-        accumulator, constraint, types = "u32", "+r", "f16.e4m3.e4m3"
+        accumulator, constraint, sums = "u32", "+r", "f16"
+    types = f"{sums}.{spec.lhs}.{weights}" if spec.token_rows else f"{sums}.{weights}.{spec.lhs}"
     # e4m3 takes the signs of both operands as immediates, s8 does not.
     signs = "" if integer else ", 1, 1"
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -174,11 +177,13 @@ def _warmup(spec: KernelSpec) -> str:
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
     if fmt.powers:
         flags += ["--mxfp4"]
+    elif fmt.inner_scales:
+        flags += ["--nvfp4"]
     elif fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not fmt.zero_point and not fmt.powers:
+    elif not (fmt.zero_point or fmt.powers or fmt.inner_scales):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import EXPONENT_GROUP, typed_code
+from jitgemm.kernel.codes import EXPONENT_GROUP, SCALE_GROUP, typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
@@ -122,6 +122,8 @@ class Weight(WeightBase):
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
         if self.format.powers:
             group, codes, reals = "mxfp4", "e2m1", self.format.tier
+        if self.format.inner_scales:
+            group, codes, reals = "nvfp4", "e2m1", self.format.tier
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
@@ -332,6 +334,7 @@ class Weight(WeightBase):
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
         Of MXFP4 q is uint8, e2m1 codes, and scale float8_e8m0fnu [n, ceil(k / 32)]; that of a group of zeros may be another.
+        Of NVFP4 q is such codes, scale float8_e4m3fn [n, k / 16], and what else is a zero point the global scale, fp32 [n, 1].
 
         Returns:
             q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
@@ -341,9 +344,13 @@ class Weight(WeightBase):
         zero_point, device, powers = self.format.zero_point, self.device, self.format.powers
         groups = group_count(self.k, EXPONENT_GROUP) if powers else self.groups
         by_group, scale_dtype = (*self.shape[:-1], groups), torch.float8_e8m0fnu if powers else self.scale_dtype
+        inner = self.format.inner_scales
+        if inner:
+            by_group, scale_dtype = (*self.shape[:-1], self.k // SCALE_GROUP), torch.float8_e4m3fn
         q = torch.empty(self.shape, dtype=CODE_BYTES[self.format.code].given(zero_point), device=device)
         scale = torch.empty(by_group, dtype=scale_dtype, device=device)
         zero = torch.empty(by_group, dtype=torch.uint8, device=device) if zero_point else None
+        zero = torch.empty((*self.shape[:-1], 1), dtype=torch.float32, device=device) if inner else zero
         for rows, parts in self.packed.chunks(given=True):
             for whole, part in zip((q, scale, zero), parts):
                 if whole is not None and part is not None:

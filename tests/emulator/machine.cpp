@@ -363,6 +363,13 @@ double from_e4m3(u8 code) {
     return code & 0x80 ? -size : size;
 }
 
+double from_e5m2(u8 code) {
+    const int e = code >> 2 & 31, m = code & 3;
+    if (e == 31) return m ? std::nan("") : code & 0x80 ? -HUGE_VAL : HUGE_VAL;
+    const double size = e ? std::ldexp(4 + m, e - 17) : std::ldexp(m, -16);
+    return code & 0x80 ? -size : size;
+}
+
 i64 saturated(double x, double low, double high) {
     if (std::isnan(x)) return 0;
     return i64(x < low ? low : x > high ? high : x);
@@ -909,7 +916,7 @@ u16 half_step(const u8 (&a)[32], const u8 (&b)[32], u16 before) {
     return to_half(float(sum));
 }
 
-// in.a: n; in.b: 1 for e4m3, 2 for e4m3 with sums in f16. {d}, {a} or descriptor, descriptor, whether d is added to
+// in.a: n; in.b: 1 for e4m3, 2 for e4m3 with sums in f16, 3 for e5m2 times e4m3. {d}, {a} or descriptor, descriptor, whether d is added to
 Next multiply(Warp& w, const Instruction& in, u32) {
     const u32 n = in.a, results = in.b == 2 ? n / 4 : n / 2;
     const bool floats = in.b != 0;
@@ -930,9 +937,10 @@ Next multiply(Warp& w, const Instruction& in, u32) {
             operand_row(*w.cta, get(w, o[results], 0), 16 * (w.number % 4) + r, a[r], reads.rows);
     }
     const bool adds = get(w, o[at + 1], 0) & 1;
-    static double table[256];
+    static double table[256], e5m2[256];
     if (table[1] == 0)
-        for (u32 i = 0; i < 256; ++i) table[i] = from_e4m3(u8(i));
+        for (u32 i = 0; i < 256; ++i) table[i] = from_e4m3(u8(i)), e5m2[i] = from_e5m2(u8(i));
+    const double* of_a = in.b == 3 ? e5m2 : table;
     for (u32 column = 0; column < n; ++column) {
         u8 b[32];
         operand_row(*w.cta, get(w, o[at], 0), column, b, reads.rows);
@@ -947,7 +955,7 @@ Next multiply(Warp& w, const Instruction& in, u32) {
             const u64 before = adds ? get(w, o[number], lane) : 0;
             if (floats) {
                 double sum = as<float>(before);
-                for (u32 i = 0; i < 32; ++i) sum += table[a[row][i]] * table[b[i]];
+                for (u32 i = 0; i < 32; ++i) sum += of_a[a[row][i]] * table[b[i]];
                 put(w, o[number], lane, bits_of(float(sum)));
             } else {
                 i32 sum = as<i32>(before);
@@ -1258,6 +1266,7 @@ void find_handler(Instruction& in) {
     }
     if (name == "wgmma") {
         in.collective = true, in.handler = multiply, in.b = last != "e4m3" ? 0 : parts[parts.size() - 3] == "f16" ? 2 : 1;
+        if (parts[parts.size() - 2] == "e5m2") in.b = in.b == 1 && last == "e4m3" ? 3 : (fail("wgmma: " + in.opcode), 0);
         const std::string& shape = parts[4];
         in.a = std::stoul(shape.substr(shape.find('n') + 1));
         if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != "k32") fail("wgmma: " + shape);

@@ -117,8 +117,9 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
         prefetch_descriptor(maps.out);
         shared.init_other_barriers(rank);
     }
-    if constexpr (Record<Config>::kExponents) {
-        if (warp == Shared<Config>::kWarpgroups * 4 + 2) Config::Codec::prepare(shared.base + Shared<Config>::kDecode);
+    if constexpr (Shared<Config>::kTablesBytes > 0) {
+        if (warp >= Shared<Config>::kWarpgroups * 4 + 2)
+            Config::Codec::prepare(shared.base + Shared<Config>::kDecode, threadIdx.x % 64);
     }
     __syncwarp();
     if constexpr (!kPrefetches) {
@@ -128,7 +129,7 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
         Scheduler<Config>::prepare(args, shared);
     }
     if constexpr (Scheduler<Config>::kClusterSize > 1) {
-        if constexpr (Record<Config>::kExponents) __syncthreads();  // the cluster's barrier need not order the tables
+        if constexpr (Shared<Config>::kTablesBytes > 0) __syncthreads();  // the cluster's barrier need not order the tables
         cluster_started<kPrefetches>();
     } else {
         __syncthreads();

@@ -41,7 +41,9 @@ struct Choose<false, A, B> {
 template <typename Config, u32 kTokens>
 struct Policies {
     static constexpr bool kShared = Config::Codec::kSharedWeights;
-    using Weights = typename Choose<kShared, SharedWeights<Config>, RegisterWeights<Config>>::Type;
+    static constexpr bool kTwo = Config::Codec::kTerms == 2;
+    using Decoded = typename Choose<kTwo, TwoTermWeights<Config>, RegisterWeights<Config>>::Type;
+    using Weights = typename Choose<kShared, SharedWeights<Config>, Decoded>::Type;
     using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
     using OfRow32 = typename Choose<Config::kByParts, PartsScaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
     using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, OfRow32>::Type;

@@ -52,6 +52,30 @@ struct RegisterWeights {
     }
 };
 
+// The same, of codes that are the sum of two terms: both multiply the same activations into the same sums.
+template <typename Config>
+struct TwoTermWeights {
+    static constexpr bool kReleasesEarly = false;
+    u32 high[4][4], low[4][4];
+
+    __device__ __forceinline__ void load(u32 record, const Position& position) {
+        Config::Codec::load(high, low, record, record + Record<Config>::kZeros, position);
+    }
+    __device__ __forceinline__ void fence() {
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) {
+            register_fence(high[s]);
+            register_fence(low[s]);
+        }
+    }
+    template <typename Wgmma, typename Partial>
+    __device__ __forceinline__ void issue(Partial& partial, const Unit<Config>&, u32 s, u64 tokens,
+                                          bool accumulate) const {
+        Wgmma::issue(partial, high[s], tokens, accumulate);
+        Wgmma::issue(partial, low[s], tokens, true);
+    }
+};
+
 // Weights of 8 bits, which wgmma reads from shared memory.
 template <typename Config>
 struct SharedWeights {

@@ -214,7 +214,9 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
     chosen = wanted or said or own or "e4m3"
     if NAMED[chosen].dtype not in types:
         instead = "" if wanted else f", as the config says; activation={own!r} replaces that"
-        why = f"as the 8-bit weight is {own}" if code.lhs_type else "as MXFP4's codes are multiplied as e4m3s"
+        why = (
+            f"as the 8-bit weight is {own}" if code.lhs_type else "as codes of e2m1 are multiplied as floats of 8 bits"
+        )
         raise ValueError(f"activation: expected {own} activations, {why}, got {chosen}{instead}")
     if static:
         return chosen, None if chosen == said else f"calibrated for {said}"
