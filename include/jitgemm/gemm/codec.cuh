@@ -229,7 +229,7 @@ struct E2m1Codec {
 // two e5m2s: the upper three bits, and the rest. A table of sixteen bytes for each scale has the high terms of the
 // magnitudes, then the low ones. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
 //
-// Scales, of which a thread takes those of its two rows at once:
+// Scales, of which a thread takes those of its two rows and of half of the k:
 //
 //     [warp: 4][row: 8][row, row + 8: 2][group of 16 k: 8]
 struct Nvfp4Codec {
@@ -264,22 +264,21 @@ struct Nvfp4Codec {
         }
     }
 
-    // As Int4Codec's, of both terms. `scales` is where the record's are.
-    __device__ __forceinline__ static void load(u32 (&high)[4][4], u32 (&low)[4][4], u32 record, u32 scales,
+    // As Int4Codec's, of both terms of a half of the record's steps. `scales` is where the record's are.
+    __device__ __forceinline__ static void load(u32 (&high)[2][4], u32 (&low)[2][4], u32 record, u32 scales, u32 half,
                                                 const Position& position) {
-        const uint4 of_rows = load_shared_v4(scales + (position.warp * 8 + position.lane / 4) * 16);
-        const u32 bytes[2][2] = {{of_rows.x, of_rows.y}, {of_rows.z, of_rows.w}};
-        const uint4 first = load_shared_v4(record + position.thread * 16);
-        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
-        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
+        const u32 bytes[2] = {load_shared_u32(address), load_shared_u32(address + 8)};  // of the two rows
+        const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
+        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-        for (u32 s = 0; s < 4; ++s)
+        for (u32 s = 0; s < 2; ++s)
 #pragma unroll
             for (u32 row = 0; row < 2; ++row) {
-                const u32 word = words[2 * s + row], group = bytes[row][s / 2];
+                const u32 word = words[2 * s + row];
                 const u32 magnitudes = word & 0x77777777u;
-                const uint4 a = table(position.tables, group, s % 2 * 2);
-                const uint4 b = table(position.tables, group, s % 2 * 2 + 1);
+                const uint4 a = table(position.tables, bytes[row], s * 2);
+                const uint4 b = table(position.tables, bytes[row], s * 2 + 1);
                 const u32 sign_a = word & 0x80808080u, sign_b = word << 4 & 0x80808080u;
                 high[s][row] = permuted(a.x, a.y, magnitudes) | sign_a;
                 low[s][row] = permuted(a.z, a.w, magnitudes) | sign_a;
