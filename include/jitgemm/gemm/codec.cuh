@@ -227,7 +227,7 @@ struct E2m1Codec {
 
 // e2m1 codes times an e4m3 scale for each row and 16 k, NVFP4's. That has up to six significant bits, and is the sum of
 // two e5m2s: the upper three bits, and the rest. A table of sixteen bytes for each scale has the high terms of the
-// magnitudes, then the low ones. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
+// magnitudes, then the low ones. Shifts are multiplications, as the ALUs have the most to do. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
 //
 // Scales, of which a thread takes those of its two rows and of half of the k:
 //
@@ -277,19 +277,18 @@ struct Nvfp4Codec {
             for (u32 row = 0; row < 2; ++row) {
                 const u32 word = words[2 * s + row];
                 const u32 magnitudes = word & 0x77777777u;
-                const uint4 a = table(position.tables, bytes[row], s * 2);
-                const uint4 b = table(position.tables, bytes[row], s * 2 + 1);
-                const u32 sign_a = word & 0x80808080u, sign_b = word << 4 & 0x80808080u;
+                const uint4 a = table(position, bytes[row], s * 2), b = table(position, bytes[row], s * 2 + 1);
+                const u32 sign_a = word & 0x80808080u, sign_b = word & 0x08080808u;
                 high[s][row] = permuted(a.x, a.y, magnitudes) | sign_a;
                 low[s][row] = permuted(a.z, a.w, magnitudes) | sign_a;
-                high[s][row + 2] = permuted(b.x, b.y, magnitudes >> 16) | sign_b;
-                low[s][row + 2] = permuted(b.z, b.w, magnitudes >> 16) | sign_b;
+                high[s][row + 2] = permuted(b.x, b.y, magnitudes >> 16) + sign_b * position.sixteen;
+                low[s][row + 2] = permuted(b.z, b.w, magnitudes >> 16) + sign_b * position.sixteen;
             }
     }
 
     // That of a word's index-th scale.
-    __device__ __forceinline__ static uint4 table(u32 tables, u32 scales, u32 index) {
-        return load_shared_v4(tables + permuted(scales, 0, 0x4440 + index) * 16);
+    __device__ __forceinline__ static uint4 table(const Position& position, u32 scales, u32 index) {
+        return load_shared_v4(position.tables + permuted(scales, 0, 0x4440 + index) * position.sixteen);
     }
 };
 

@@ -32,6 +32,7 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
     position.warp = position.thread / 32;
     position.lane = position.thread % 32;
     position.tables = shared.base + Shared<Config>::kDecode;
+    position.sixteen = Config::Codec::kTerms == 1 ? 16 : __reduce_or_sync(0xFFFFFFFFu, 16);
 
     auto wait = [&] {
         wait_for_previous_grid();
