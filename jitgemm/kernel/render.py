@@ -172,7 +172,8 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
 def _warmup(spec: KernelSpec) -> str:
     """The command that compiles a kernel of this format ahead of time."""
     fmt = spec.format
-    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8", "--group-size", str(fmt.group_size or "channel")]
+    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8"]
+    flags += [] if fmt.inner_scales else ["--group-size", str(fmt.group_size or "channel")]
     flags += [flag for flag, given in (("--zero-point", fmt.zero_point), ("--offset", fmt.offset)) if given]
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
     if fmt.powers:
