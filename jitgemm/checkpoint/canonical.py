@@ -86,11 +86,9 @@ class CanonicalWeight:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))
         scale = self.scale.dtype
-        if self.powers and (self.group_size, scale, self.zero) != (EXPONENT_GROUP, torch.uint8, None):
-            expected = f"the bytes of e8m0s, uint8, for groups of {EXPONENT_GROUP} without zero points"
-            raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
-        if self.nvfp4 and (self.group_size, scale, self.zero) != (SCALE_GROUP, torch.uint8, None):
-            expected = f"the bytes of e4m3s, uint8, for groups of {SCALE_GROUP} without zero points"
+        size, bytes = (EXPONENT_GROUP, "e8m0s") if self.powers else (SCALE_GROUP, "e4m3s")
+        if (self.powers or self.nvfp4) and (self.group_size, scale, self.zero) != (size, torch.uint8, None):
+            expected = f"the bytes of {bytes}, uint8, for groups of {size} without zero points"
             raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
         if self.nvfp4 != (self.row_scale is not None):
             raise ValueError(f"row_scale: expected one with nvfp4, and with nothing else, got code {self.code!r}")
@@ -106,7 +104,7 @@ class CanonicalWeight:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
-            fits = (lambda dtype: dtype == torch.uint8) if self.of_e2m1 and name == "scale" else fits
+            fits = (lambda dtype: dtype == torch.uint8) if (self.powers or self.nvfp4) and name == "scale" else fits
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != self.q.device:
@@ -132,10 +130,6 @@ class CanonicalWeight:
         return CODES[self.code].inner_scales > 0
 
     @property
-    def of_e2m1(self) -> bool:
-        return self.powers or self.nvfp4
-
-    @property
     def n(self) -> int:
         return self.q.shape[0]
 
@@ -150,9 +144,9 @@ class CanonicalWeight:
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
-        weight = e2m1.dequantized(self.q) if self.of_e2m1 else self.q.float()
-        scale = self.scale.view(torch.float8_e8m0fnu) if self.powers else self.scale
-        scale = scale.view(torch.float8_e4m3fn) if self.nvfp4 else scale
+        weight = e2m1.dequantized(self.q) if (self.powers or self.nvfp4) else self.q.float()
+        of_e2m1 = torch.float8_e8m0fnu if self.powers else torch.float8_e4m3fn
+        scale = self.scale.view(of_e2m1) if (self.powers or self.nvfp4) else self.scale
         dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
         if self.row_scale is not None:
             weight *= self.row_scale[:, None]
@@ -271,8 +265,8 @@ class CanonicalWeight:
         if self.powers:
             return self._ordered(pack_mxfp4(self.q, self.scale, k=self.k))
         if self.row_scale is not None:
-            codes = self.q[:, 0::2] | self.q[:, 1::2] << 4
-            return self._ordered(pack_nvfp4(codes, self.scale.view(torch.float8_e4m3fn), self.row_scale))
+            codes, scale = self.q[:, 0::2] | self.q[:, 1::2] << 4, self.scale.view(torch.float8_e4m3fn)
+            return self._ordered(pack_nvfp4(codes, scale, self.row_scale))
         if size < self.k and size not in GROUP_SIZES:
             size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
             if not size:
@@ -411,15 +405,15 @@ def check_values(weight: CanonicalWeight) -> None:
         if values is None:
             continue
         wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
-        if weight.powers and name == "scale":
-            wrong = values == e2m1.NAN
-        if weight.nvfp4 and name == "scale":
-            wrong = values >= terms.NAN
+        if (weight.powers or weight.nvfp4) and name == "scale":
+            wrong = values == e2m1.NAN if weight.powers else values >= terms.NAN
         if name == "input_scale":
             wrong |= values <= 0
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             wanted = "a positive, finite number" if name == "input_scale" else "finite numbers"
+            if weight.nvfp4 and name == "scale":
+                wanted, values = "numbers of at least 0", values.view(torch.float8_e4m3fn)
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
 
 

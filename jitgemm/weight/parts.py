@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from jitgemm.dtypes import torch_dtype
+from jitgemm.kernel.codes import EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import e2m1, layout, terms
@@ -25,6 +26,15 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 def group_count(k: int, group_size: int) -> int:
     """Groups of a row of k columns."""
     return 1 if group_size >= k else ceil_div(k, group_size)
+
+
+def given_scales(format: WeightFormat, k: int) -> tuple[int, torch.dtype]:
+    """Scales of a row as `Weight.unpack` gives them, and their type."""
+    if format.powers:
+        return group_count(k, EXPONENT_GROUP), torch.float8_e8m0fnu
+    if format.inner_scales:
+        return group_count(k, SCALE_GROUP), torch.float8_e4m3fn
+    return group_count(k, format.group_size or k), torch_dtype(format.scale_type)
 
 
 def format_group(k: int, group_size: int) -> int:
