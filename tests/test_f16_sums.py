@@ -304,7 +304,7 @@ def test_operands_that_are_not_added_up_in_f16(lhs, group_size, options, message
 @pytest.mark.parametrize("sums, error", [("fp16", ValueError), (None, TypeError)])
 def test_sums_that_there_are_not(sums, error):
     parts, lhs = builders.weight_parts(1, 64, 512), builders.lhs(1, 5, 512)
-    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16'\), got"):
+    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16', 'exact'\), got"):
         jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, torch.empty(5, 64, dtype=torch.bfloat16), sums=sums)
 
 
