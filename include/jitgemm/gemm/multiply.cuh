@@ -315,8 +315,10 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     using Scaling = typename Multiplier<Config, kWidth>::Scaling;
     [[maybe_unused]] u32 block = of.range.begin + position.along_k;  // of the ring's stage
     auto load = [&](Operand& operand, const Ring<Config::kStages>& from, u32 part = 0) {
-        if (part == 0) barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
         const u32 strip = position.along_n * Shared<Config>::kStripsOfWarpgroup;
+        if (part == 0) {
+            barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
+        }
         operand.load(shared.record(from.stage, strip, position.along_k), position, part);
     };
     // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
