@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import builders
+import moe_cases
 import nvfp4
 import pytest
 import torch
@@ -318,3 +319,22 @@ def test_a_layer_computes_what_its_call_does(activation):
         x, torch.float8_e4m3fn, scheme="block" if activation.endswith("block") else "token"
     )
     assert torch.equal(layer(x), jitgemm.gemm_w4a8_reference(lhs, weight, bias=bias))
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("emulator", marks=emulated)])
+@pytest.mark.parametrize("options", [{}, dict(scheme="block")], ids=str)
+def test_a_layer_of_experts(monkeypatch, options, device):
+    sizes = dict(k=192, inter=160, scale=1.0, dtype=torch.bfloat16, mode="e4m3")
+    case = moe_cases.Case(tier="nvfp4", options=dict(options), **sizes)
+    expected = moe_cases.by_definition(case)
+    if device == "emulator":
+        emulate(monkeypatch)
+    out = jitgemm.fused_experts(*case.arguments, **case.options)
+    size = expected.abs().amax(1, keepdim=True)
+    assert bool(((out.double() - expected).abs() <= 0.06 * size).all())
+
+
+def test_experts_raise_for_int8_with_the_reason():
+    case = moe_cases.Case(tier="nvfp4", mode="s8")
+    with pytest.raises(TypeError, match="w13: expected lhs_dtype float8_e4m3fn, as no integers of 8 bits hold NVFP4"):
+        jitgemm.fused_experts(*case.arguments, **case.options)

@@ -1,4 +1,4 @@
-"""NVFP4 on a GPU: every product of a code, a scale and an activation exactly; dense and grouped within
+"""NVFP4 on a GPU: every product of a code, a scale and an activation exactly; dense, grouped and in a layer of experts within
 the bound; the bytes that the CPU packs."""
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import nvfp4
 import pytest
 import torch
 from builders import same_bits
+from moe_cases import Case
 from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures
 from test_grouped_gpu import ROUTINGS, guarded, offsets_of
 from test_grouped_gpu import assert_right as assert_grouped
+from test_moe_gpu import assert_layer
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -151,6 +153,13 @@ def test_masked_within_the_bound(block):
         assert not out[e, count:].any()
         if count:
             assert_right(out[e, :count], (lhs[0][e, :count], lhs[1][e, :count]), weight[e], has_rms=False)
+
+
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 32), (8, 8, 64), (64, 4, 16), (300, 2, 5)])
+def test_a_layer_of_experts_is_the_reference(scheme, tokens, top_k, experts):
+    sizes = dict(device="cuda", dtype=torch.bfloat16, scale=1.0, k=256, inter=160, n=264, mode="e4m3")
+    assert_layer(Case(tokens=tokens, top_k=top_k, experts=experts, tier="nvfp4", options={"scheme": scheme}, **sizes))
 
 
 def test_a_graph_replays_the_same_bits():
