@@ -9,7 +9,8 @@ import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
 from tensor_core import TensorCore
-from test_emulator import assert_outside_untouched, grouped_problem, problem
+from emulator.problems import assert_outside_untouched, problem
+from test_emulator import grouped_problem
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

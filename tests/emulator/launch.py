@@ -21,6 +21,7 @@ import torch
 from emulator import ptx
 from jitgemm.activations import plan as quantizers
 from jitgemm.gemm import launch as gemms
+from jitgemm.errors import CompileError
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
@@ -60,7 +61,7 @@ def machine() -> ctypes.CDLL:
 
 
 def to_ptx(kernel: KernelSource) -> str:
-    """The kernel's PTX, of the same NVRTC that makes its cubin."""
+    """The kernel's PTX, of the same NVRTC that makes its cubin; raises CompileError."""
     from cuda.bindings import nvrtc
 
     names, texts = [name.encode() for name in kernel.headers], [text.encode() for text in kernel.headers.values()]
@@ -70,7 +71,9 @@ def to_ptx(kernel: KernelSource) -> str:
     size = nvrtc.nvrtcGetProgramLogSize(program)[1]
     log = bytes(size)  # filled in place; an empty log's one byte is Python's only b"\0", and stays that
     nvrtc.nvrtcGetProgramLog(program, log)
-    assert int(code) == 0, log.decode()
+    if int(code) != 0:
+        text = log.decode().rstrip("\0")
+        raise CompileError(f"{kernel.label}: NVRTC does not compile it:\n{text}", log=text)
     text = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
@@ -90,7 +93,11 @@ class Kernel:
 
     def __init__(self, source: KernelSource):
         self.label = source.label
-        self.assembled = ptx.assemble(to_ptx(source))
+        text = to_ptx(source)
+        try:
+            self.assembled = ptx.assemble(text)
+        except ValueError as unknown:
+            raise Fault(f"{self.label}: {unknown}") from unknown
         self.handle = machine().emulator_load(self.assembled.text.encode())
         if not self.handle:
             raise Fault(f"{self.label}: {machine().emulator_error().decode()}")
@@ -114,11 +121,20 @@ class Kernel:
 
 
 def plant(monkeypatch: Any, header: str, old: str, new: str) -> None:
-    """Kernels have this fault from here on."""
+    """Kernels have this fault from here on: the header, such as "gemm/multiply", has new where old stands.
+
+    Raises:
+        ValueError: at the next launch, where the kernel does not include it or old does not stand in it once.
+    """
     name, real = f"jitgemm/{header}.cuh", to_ptx
 
     def faulty(source: KernelSource) -> str:
-        assert source.headers[name].count(old) == 1
+        if name not in source.headers:
+            raise ValueError(f"header: expected one of {', '.join(source.headers)}, got {name}")
+        if source.headers[name].count(old) != 1:
+            raise ValueError(
+                f"old: expected what stands once in {name}, got {source.headers[name].count(old)} of {old!r}"
+            )
         return real(replace(source, headers={**source.headers, name: source.headers[name].replace(old, new)}))
 
     monkeypatch.setattr("emulator.launch.to_ptx", faulty)
