@@ -185,13 +185,20 @@ def test_a_kernel_is_within_the_bound(monkeypatch, label):
 
 
 @emulated
-def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch):
+@pytest.mark.parametrize(
+    "label, k, first",
+    [
+        ("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 1184, 8),  # ten records: eight of the nine with one behind, the rest
+        ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),  # 13: two, then eight, of the eleven with two behind
+        ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),  # ten, not ahead: two, eight
+    ],
+)
+def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch, label, k, first):
     emulate(monkeypatch)
-    spec, operands, parts = summed("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 20, 128, 1184)
+    spec, operands, parts = summed(label, 20, 128, k)
     operands = operands._replace(bias=None)
     GemmLaunch(operands, spec).launch(operands)
-    # 1184 k are ten records: a run ends where eight are left.
-    assert torch.equal(operands.out, TensorCore().gemm_in_f16((operands.x, operands.x_scale), parts, first=2))
+    assert torch.equal(operands.out, TensorCore().gemm_in_f16((operands.x, operands.x_scale), parts, first=first))
 
 
 FAULTS = {
@@ -267,7 +274,7 @@ def test_a_call_takes_a_kernel_of_either_kind(monkeypatch):
         assert used(out, lhs, parts) <= 1
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
     assert emulator.launched[:2] == [chosen.label, label] and not emulator.launched[2].endswith("f16")
-    with pytest.raises(ValueError, match="kernel: expected one that adds up as the call.s sums='f32' allows, got"):
+    with pytest.raises(ValueError, match="kernel: expected one that adds up as the call's sums='f32' allows"):
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=label)
 
 
@@ -298,7 +305,7 @@ def test_operands_that_are_not_added_up_in_f16(lhs, group_size, options, message
 @pytest.mark.parametrize("sums, error", [("fp16", ValueError), (None, TypeError)])
 def test_sums_that_there_are_not(sums, error):
     parts, lhs = builders.weight_parts(1, 64, 512), builders.lhs(1, 5, 512)
-    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16'\), got"):
+    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16', 'exact'\), got"):
         jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, torch.empty(5, 64, dtype=torch.bfloat16), sums=sums)
 
 
