@@ -77,7 +77,7 @@ CASES = [
     ("tokens as rows, halves", {"block_m": 256, "halves": 2, **ROWS}, STRIPS, "e4m3", (300, 392, 544)),
     ("tokens as rows, 64 of them", {"block_m": 64, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
     ("tokens as rows, packed block scales", {"block_m": 192, **ROWS, **E8M0}, STRIPS, "e4m3", (200, 392, 544)),
-    ("sums in f16", {"block_m": 80, "block_n": 192, "split_k": 1, **F16}, E4M3_4, "e4m3", (100, 136, 2336)),
+    ("sums in f16", {"block_m": 112, "split_k": 1, **F16}, E4M3_4, "e4m3", (100, 136, 2336)),
     ("sums in f16, split k, groups of 32", {"split_k": 2, **F16}, (32, False, "fp16", "e4m3"), "e4m3", (90, 136, 1312)),
     ("sums in f16, any order, one run", {"block_n": 128, **F16}, (256, False, "bf16"), "e4m3", (190, 200, 544)),
     ("sums by parts", {"block_m": 80, "split_k": 1, **PARTS}, S8_4, "s8", (100, 136, 1056)),
@@ -100,7 +100,7 @@ GROUPED = [
     ("grouped, gathered and shared", {"block_m": 80, **LHS}, CHANNEL, "s8", (90, 0, 33, 71), (328, 544), True),
     ("grouped, tokens as rows", {"block_m": 128, **ROWS}, STRIPS, "e4m3", (130, 0, 33, 71), (328, 544), False),
     ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
-    ("grouped, sums in f16", {"block_m": 80, **F16}, E4M3_4, "e4m3", (130, 0, 33, 71), (200, 1312), False),
+    ("grouped, sums in f16", {"block_m": 112, **F16}, E4M3_4, "e4m3", (130, 0, 33, 71), (200, 1312), False),
     ("grouped, gathered, sums by parts", {"block_m": 80, **PARTS}, S8_4, "s8", (90, 0, 33, 71), (200, 544), True),
 ]  # fmt: skip
 
