@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
 from tensor_core import TensorCore
+from test_grouped import weight_of_experts
 from test_emulator import assert_outside_untouched, grouped_problem, problem
 
 import jitgemm
@@ -23,6 +24,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, legal_kernels
+from jitgemm.weight import f16_sums
 from jitgemm.weight.f16_sums import row_powers, with_powers
 
 H200 = DEVICES["h200"]
@@ -118,12 +120,12 @@ def test_scales_that_f16_holds(scale_type, least):
     scale[7] = 0
     parts = replace(parts, scale=scale.to(dtype))
     powers, lost = row_powers(parts.packed.packed)
-    assert lost == 0 and powers.tolist() == [1.0 if row == 7 or row >= 72 else 2.0 for row in range(128)]
+    assert lost == [0] and powers.tolist() == [1.0 if row == 7 or row >= 72 else 2.0 for row in range(128)]
     scale[5, 2] = odd * 2.0**-least
     with pytest.raises(ValueError, match="sums: expected 'f32' for a weight whose scales .* 1 of its rows"):
         with_powers(replace(parts, scale=scale.to(dtype)).packed)
     scale[5, 2] = 2.0 ** -(least + bits - 1)  # fewer bits reach further
-    assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == 0
+    assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == [0]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e-39, 3e38])
@@ -142,6 +144,36 @@ def test_powers_are_made_once_and_again_after_the_records_were_written():
     assert form.plan_key != weight.plan_key
     weight.blocks.copy_(replace(parts, scale=parts.scale * 4).packed.blocks)
     assert torch.equal(with_powers(weight).channel_scale[:64], form.channel_scale[:64] * 4)
+
+
+def test_powers_of_experts_are_made_once_for_all_their_views(monkeypatch):
+    weight = weight_of_experts(3, 64, 512, 128, codes="e4m3")
+    made = []
+    monkeypatch.setattr(f16_sums, "row_powers", lambda packed: made.append(packed.experts) or row_powers(packed))
+    powers = [with_powers(weight[e]).channel_scale for e in (0, 2, -1)]
+    assert made == [3] and torch.equal(torch.stack(powers), with_powers(weight).channel_scale[[0, 2, 2]])
+    assert weight[-1].whole == (weight, 2)
+    weight[1].blocks.zero_()
+    assert torch.equal(with_powers(weight[1]).channel_scale, torch.ones(64)) and made == [3, 3]
+
+
+def test_a_view_of_experts_is_held_where_others_are_not():
+    parts = [builders.weight_parts(e, 64, 512, 128, codes="e4m3") for e in range(2)]
+    parts[1].scale[9, 1] = torch.nan
+    weight = jitgemm.W4Weight.stacked(2, lambda e: parts[e].packed)
+    assert torch.equal(with_powers(weight[0]).channel_scale, with_powers(parts[0].packed).channel_scale)
+    for given in (weight, weight[1]):
+        with pytest.raises(ValueError, match="1 of its rows"):
+            jitgemm.prepare_f16_sums(given)
+
+
+def test_a_prepared_weight_asks_for_nothing_more(monkeypatch):
+    weight = builders.weight_parts(1, 64, 512, 128, codes="e4m3").packed
+    assert jitgemm.prepare_f16_sums(weight) is None
+    monkeypatch.setattr(f16_sums, "row_powers", None)
+    assert with_powers(weight).channel_scale is not None
+    with pytest.raises(TypeError, match="weight: expected a W4Weight, got Tensor"):
+        jitgemm.prepare_f16_sums(weight.blocks)
 
 
 # ---- kernels in the emulator -----------------------------------------------------------------------------------------
@@ -297,7 +329,7 @@ def test_operands_that_are_not_added_up_in_f16(lhs, group_size, options, message
 @pytest.mark.parametrize("sums, error", [("fp16", ValueError), (None, TypeError)])
 def test_sums_that_there_are_not(sums, error):
     parts, lhs = builders.weight_parts(1, 64, 512), builders.lhs(1, 5, 512)
-    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16'\), got"):
+    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16', 'exact'\), got"):
         jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, torch.empty(5, 64, dtype=torch.bfloat16), sums=sums)
 
 
