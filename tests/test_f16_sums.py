@@ -39,9 +39,9 @@ def used(out: torch.Tensor, lhs: tuple, parts: builders.WeightParts) -> float:
     return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max())
 
 
-def extreme(seed: int, n: int, k: int, group_size: int, codes: str) -> builders.WeightParts:
+def extreme(seed: int, n: int, k: int, group_size: int, codes: str = "any", **form: bool) -> builders.WeightParts:
     """Rows whose scales go down to 2^-17 of their largest, rows of zeros, and rows whose codes are all the largest."""
-    parts = builders.weight_parts(seed, n, k, group_size, codes=codes, scales="negative")
+    parts = builders.weight_parts(seed, n, k, group_size, codes=codes, scales="negative", **form)
     g = builders.generator(seed)
     size = torch.exp2(-torch.randint(0, 17, parts.scale.shape, generator=g).float())
     size[:, 0] = 1.0
@@ -57,14 +57,17 @@ def extreme(seed: int, n: int, k: int, group_size: int, codes: str) -> builders.
 
 
 @pytest.mark.parametrize("first", [1, 5, 8])
-@pytest.mark.parametrize("codes", ["any", "e4m3"])
+@pytest.mark.parametrize("codes", ["any", "e4m3", "zero points"])
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("kind", ["plain", "outliers", "positive", "last step", "extreme", "largest"])
 def test_the_arithmetic_is_within_the_bound(kind, group_size, codes, first):
-    k = 1696
-    parts = builders.weight_parts(2, 32, k, group_size, codes=codes, scales="negative")
+    k, zero_point = 1696, codes == "zero points"
+    form = dict(zero_point=True) if zero_point else dict(codes=codes)
+    parts = builders.weight_parts(2, 32, k, group_size, scales="negative", **form)
     if kind in ("extreme", "largest"):
-        parts = extreme(2, 32, k, group_size, codes)
+        parts = extreme(2, 32, k, group_size, **form)
+    if zero_point and kind == "largest":
+        parts = replace(parts, q=torch.full_like(parts.q, 15), zero=torch.zeros_like(parts.zero))
     mean, factor = "positive" if kind == "positive" else "zero", 500 if kind == "last step" else 1
     lhs = builders.lhs(3, 8, k, mean=mean, outliers=kind == "outliers", last_step=factor)
     if kind == "largest":
@@ -128,6 +131,19 @@ def test_scales_that_f16_holds(scale_type, least):
     assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == [0]
 
 
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("value, held", [(1e-39, True), (1e-8, True), (1.0, True), (1e6, False), (torch.nan, False)])
+def test_scales_of_groups_of_zeros_may_be_rounded_but_not_be_infinite(value, held, zero_point):
+    parts = builders.weight_parts(1, 64, 512, 128, zero_point=zero_point)
+    parts.q[9, 128:256] = 5 if zero_point else 0
+    if zero_point:
+        parts.zero[9, 1] = 5
+    expected = row_powers(parts.packed.packed)[0]
+    parts.scale[9, 1] = value
+    powers, lost = row_powers(parts.packed.packed)
+    assert lost == [0 if held else 1] and (not value < 1 or torch.equal(powers, expected))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e-39, 3e38])
 def test_scales_that_f16_does_not_hold(value):
     parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
@@ -187,6 +203,8 @@ KERNELS = {
     "e4m3-g32-fp32-m8n128-s4-f16": (11, 136, 288),
     "e4m3fast-g128-bf16-m176n128-s5-f16": (190, 136, 1184),
     "e4m3fast-g64-bf16-m192n128-s5-f16": (70, 72, 544),
+    "e4m3-g128z-bf16-m32n64-s6-f16": (20, 200, 2336),
+    "e4m3-g32z-bf16-m16n64-s4-f16": (20, 136, 1312),
 }
 """Kernels, and m, n and k for them: no multiple of the tile, runs of eight records and fewer, an odd record last."""
 
@@ -194,7 +212,7 @@ KERNELS = {
 def summed(label: str, m: int, n: int, k: int, **other) -> tuple[KernelSpec, Gemm, builders.WeightParts]:  # type: ignore[no-untyped-def]
     spec = KernelSpec.from_label(label)
     operands = problem(spec, m, n, k)
-    parts = extreme(4, n, k, spec.format.group_size, spec.format.order)
+    parts = extreme(4, n, k, spec.format.group_size, spec.format.order, zero_point=spec.format.zero_point)
     if spec.format.scale_type != "bf16":
         parts = builders.weight_parts(4, n, k, spec.format.group_size, codes=spec.format.order, scales="negative")
         dtype = {"fp16": torch.float16, "fp32": torch.float32}[spec.format.scale_type]
@@ -312,7 +330,6 @@ def test_calls_on_the_cpu_are_exact():
 @pytest.mark.parametrize("lhs, group_size, options, message", [
     ("s8", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token, .* got 'f16' with int8"),
     ("block", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token"),
-    ("e4m3", 128, {"zero_point": True}, "sums: expected 'f32' except for .* got 'f16' for g128-bf16-z"),
     ("e4m3", 128, {"offset": True}, "sums: expected 'f32' except for .* got 'f16' for g128-bf16-o-any"),
     ("e4m3", 0, {}, "sums: expected 'f32' except for .* got 'f16' for channel-bf16-any"),
 ])  # fmt: skip
@@ -357,7 +374,7 @@ def test_batch_invariant_calls_add_up_alike_for_all_m(m):
 
 
 @pytest.mark.parametrize("change", [
-    dict(warpgroups_k=2), dict(halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, True, "bf16")),
+    dict(warpgroups_k=2), dict(halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, False, "bf16", offset=True)),
     dict(format=WeightFormat(0, False, "fp32", "e4m3")),
 ])  # fmt: skip
 def test_kernels_that_there_are_not(change):
@@ -369,6 +386,7 @@ def test_kernels_that_there_are_not(change):
 @pytest.mark.parametrize("label", [
     "e4m3fast-g128-bf16-m128n128-s7-f16", "e4m3fast-g128-bf16-m176n128-s5-f16", "e4m3fast-g128-bf16-m192n128-s5-f16",
     "e4m3fast-g64-bf16-m192n128-s4-f16", "e4m3fast-g32-bf16-m176n128-s4-f16", "e4m3-g128-fp32-tofp32-m176n128-s4-f16",
+    "e4m3-g128z-bf16-m128n128-s7-f16", "e4m3-g128z-bf16-m176n128-s5-f16", "e4m3-g32z-bf16-m160n128-s4-f16",
     "e4m3fast-g128-bf16-m192n128-s5-f16-e64", "e4m3fast-g32-bf16-m176n128-mc2lhs-s4-f16-e64",
 ])  # fmt: skip
 def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):
