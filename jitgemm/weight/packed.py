@@ -346,8 +346,8 @@ class Weight(WeightBase):
         groups, scale_dtype = given_scales(fmt, self.k)
         q = torch.empty(self.shape, dtype=CODE_BYTES[fmt.code].given(fmt.zero_point), device=device)
         scale = torch.empty((*lead, groups), dtype=scale_dtype, device=device)
-        zero = torch.empty((*lead, groups), dtype=torch.uint8, device=device) if fmt.zero_point else None
-        zero = torch.empty((*lead, 1), dtype=torch.float32, device=device) if fmt.inner_scales else zero
+        third = (1, torch.float32) if fmt.inner_scales else (groups, torch.uint8) if fmt.zero_point else None
+        zero = None if third is None else torch.empty((*lead, third[0]), dtype=third[1], device=device)
         for rows, parts in self.packed.chunks(given=True):
             for whole, part in zip((q, scale, zero), parts):
                 if whole is not None and part is not None:

@@ -238,7 +238,8 @@ using E2m1LowCodec = E2m1CodecOf<8>;
 
 // e2m1 codes times an e4m3 scale for each row and 16 k, NVFP4's. That has up to six significant bits, and is the sum of
 // two e5m2s: the upper three bits, and the rest. A table of sixteen bytes for each scale has the high terms of the
-// magnitudes, then the low ones. Shifts are multiplications, as the ALUs have the most to do. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
+// magnitudes, then the low ones. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
+// Shifts are multiplications, as the ALUs have the most to do (docs/notes/nvfp4.md).
 //
 // Scales, of which a thread takes those of its two rows and of half of the k:
 //
