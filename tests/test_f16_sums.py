@@ -316,7 +316,7 @@ def test_a_call_takes_a_kernel_of_either_kind(monkeypatch):
         assert used(out, lhs, parts) <= 1
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
     assert emulator.launched[:2] == [chosen.label, label] and not emulator.launched[2].endswith("f16")
-    with pytest.raises(ValueError, match="kernel: expected one with sums in fp32, as the call asks for"):
+    with pytest.raises(ValueError, match="kernel: expected one that adds up as the call's sums='f32' allows"):
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=label)
 
 
