@@ -12,7 +12,8 @@ import torch
 
 from jitgemm.activations.call import quantize_activations
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_step", "situ")
+"""Of gates and ups; "relu2" has no gates."""
 ORDERS = ("gate_up", "up_gate", "interleaved")
 MODES = {"e4m3": (torch.float8_e4m3fn, False), "s8": (torch.int8, False), "s8z": (torch.int8, True)}
 """Name -> (lhs_dtype, affine)."""
@@ -41,6 +42,13 @@ class Case:
 
     def __post_init__(self) -> None:
         self.options = {"lhs_dtype": MODES[self.mode][0], "affine": MODES[self.mode][1], **self.options}
+        if self.options.get("activation") == "situ":
+            self.options.setdefault("alpha", 4.0)
+
+    @property
+    def rows13(self) -> int:
+        """n of w13."""
+        return self.inter * (1 if self.options.get("activation") == "relu2" else 2)
 
     def _parts(self, seed: int, n: int, k: int) -> list[Any]:
         if self.tier:
@@ -53,7 +61,7 @@ class Case:
 
     @cached_property
     def parts13(self) -> list[Any]:
-        return self._parts(1000, 2 * self.inter, self.k)
+        return self._parts(1000, self.rows13, self.k)
 
     @cached_property
     def parts2(self) -> list[Any]:
@@ -103,15 +111,42 @@ def dequantized(values: torch.Tensor, mode: str, scheme: str = "token") -> torch
     return (q.double() - (zero[0].double()[:, None] if affine else 0)) * scale.double()[:, None]
 
 
+def activated(hidden: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """What an expert makes of its first projection's result, [2 * inter] or without gates [inter], by a call's options."""
+    activation, order, limit = (options.get(name) for name in ("activation", "order", "limit"))
+    if activation == "relu2":
+        return torch.relu(hidden) ** 2
+    if order == "interleaved":
+        gate, up = hidden[0::2], hidden[1::2]
+    else:
+        gate, up = hidden.chunk(2)
+        gate, up = (up, gate) if order == "up_gate" else (gate, up)
+    if activation == "situ":
+        beta, linear = options["alpha"], limit
+        up = up if linear is None else linear * torch.tanh(up / linear)
+        return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
+    if limit is not None:
+        up = up.clamp(-limit, limit)
+        gate = gate if activation == "swiglu_step" else gate.clamp(max=limit)
+    if activation == "swiglu_oai":
+        return gate * torch.sigmoid(options.get("alpha", 1.702) * gate) * (up + 1)
+    if activation in (None, "silu"):
+        return torch.nn.functional.silu(gate) * up
+    if activation == "swiglu_step":
+        silu = torch.nn.functional.silu(gate)
+        return (silu if limit is None else silu.clamp(max=limit)) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
 def by_definition(case: Case, **changes: Any) -> torch.Tensor:
     """The layer token by token, choice by choice in fp64, from the codes and scales that were packed."""
     x, _, _, ids, weights = case.replaced(**changes)
     options = case.options
-    expert_map, limit = options.get("expert_map"), options.get("limit")
+    expert_map = options.get("expert_map")
     w13, w2 = ([part.dequantize_fp64() for part in parts] for parts in (case.parts13, case.parts2))
     bias13, bias2 = (
         torch.zeros(case.experts, n).double() if options.get(name) is None else options[name].double()
-        for name, n in (("bias13", 2 * case.inter), ("bias2", case.n))
+        for name, n in (("bias13", case.rows13), ("bias2", case.n))
     )
     addend = options.get("addend")
     out = torch.zeros(x.shape[0], case.n).double() if addend is None else addend.double().clone()
@@ -123,22 +158,7 @@ def by_definition(case: Case, **changes: Any) -> torch.Tensor:
             if not 0 <= choice < case.experts:
                 continue
             hidden = (w13[choice] @ tokens[t] + bias13[choice]).to(x.dtype).double()
-            order = options.get("order", "gate_up")
-            if order == "interleaved":
-                gate, up = hidden[0::2], hidden[1::2]
-            else:
-                gate, up = hidden[: case.inter], hidden[case.inter :]
-                gate, up = (up, gate) if order == "up_gate" else (gate, up)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            activation = options.get("activation", "silu")
-            if activation == "swiglu_oai":
-                y = gate * torch.sigmoid(options.get("alpha", 1.702) * gate) * (up + 1)
-            elif activation == "silu":
-                y = torch.nn.functional.silu(gate) * up
-            else:
-                kind = "tanh" if activation == "gelu_tanh" else "none"
-                y = torch.nn.functional.gelu(gate, approximate=kind) * up
+            y = activated(hidden, options)
             result = (
                 w2[choice] @ dequantized(y.float()[None], case.mode, options.get("scheme", "token"))[0] + bias2[choice]
             )

@@ -183,7 +183,14 @@ def test_different_formats_have_different_names():
         for blocks in range(3)
         for invariant in (False, True)
     ]
+    formats += [
+        Format("e4m3", group, False, invariant, any_codes, f16_sums=True)
+        for group in (32, 64, 128)
+        for invariant in (False, True)
+        for any_codes in (False, True)
+    ]
     assert len({fmt.name for fmt in formats}) == len(formats)
+    assert all(parse_format(fmt.name) == fmt for fmt in formats)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +212,12 @@ def test_different_formats_have_different_names():
         "e4m3_g128_bi_b128",
         "e4m3_g128_b128_b128e",
         "e4m3_g128_e",
+        "int8_g128_f16",
+        "e4m3_ch_f16",
+        "e4m3_g128z_f16",
+        "e4m3_g128_f16_b128",
+        "w8_e4m3_block_f16",
+        "mxfp4_g32_f16",
     ],
 )
 def test_an_unknown_format_is_refused_with_what_is_known(text):

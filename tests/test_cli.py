@@ -35,6 +35,7 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, RouteSpec, front_spec, source_of
+from jitgemm.select import cost
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
@@ -677,6 +678,9 @@ def test_explain_names_the_winner_and_why(run):
     assert re.search("^> +e4m3-", done.stdout, re.MULTILINE) and "predicted us" in done.stdout
     assert "h200 (132 SMs), m = 9..16 share a kernel" in done.stderr
     assert re.search(r"won over|ties with|only one", done.stderr)
+    for name, words in cost.TERMS.items():
+        assert f"{name}: {words}" in " ".join(done.stderr.split()) and name in done.stdout
+    assert cost.Times._fields == tuple(cost.TERMS)
 
 
 def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
@@ -734,7 +738,7 @@ def test_packed_exponents_have_kernels_of_their_own(run):
 
 def test_explain_predicts_less_for_codes_of_one_type_of_activations(run):
     def us(*options: str) -> float:
-        argv = ("explain", "256", "8192", "8192", "--device", "h200", "--json", *options)
+        argv = ("explain", "256", "8192", "8192", "--device", "h200", "--lhs", "int8", "--json", *options)
         return run(*argv).json["candidates"][0]["predicted_us"]
 
     assert us("--codes", "tuned") < us("--codes", "any") == us()
@@ -746,7 +750,7 @@ def test_explain_json_names_the_whole_problem(run):
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
         "codes": "e4m3", "offset": True, "bits": 4, "strip_scales": False, "out": "fp16", "batch_invariant": True, "experts": 0,
-        "lhs_group": 0, "lhs_e8m0": False,
+        "lhs_group": 0, "lhs_e8m0": False, "sums": "f32",
     }  # fmt: skip
 
 

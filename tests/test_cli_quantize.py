@@ -129,6 +129,7 @@ def quantised(folder: Path, windows: int | None = 2, **options) -> torch.nn.Modu
         ids = windows_of(transformers.AutoTokenizer.from_pretrained(folder), help_texts()[1], windows)
         batches = [ids]
     given = {"group_size": 32, "positive_scales": True} | options
+    given = {name: value for name, value in given.items() if value is not None}
     for _ in Quantising(model, calibration=batches, **given).stages():
         pass
     return model

@@ -89,6 +89,11 @@ def newer_kernels() -> list[KernelSpec]:
             ms = (16, 4096) if format.offset and format.group_size in (32, 128) else (4096,)
             found += [choose(Problem(m, 4096, 4096, lhs, format, out), H200) for m in ms]
             found.append(draw.choice(legal_kernels(lhs, format, H200, out)))
+        for rare in (lambda spec: spec.multicast > 1, lambda spec: spec.sums != "f32"):
+            kernels = legal_kernels(
+                lhs, WeightFormat(128, False, "bf16", lhs), H200, sums="f16" if lhs == "e4m3" else "f32"
+            )
+            found += draw.sample([spec for spec in kernels if rare(spec)], 2)
     return list(dict.fromkeys(found))
 
 
@@ -122,6 +127,7 @@ def drawn(config: pytest.Config) -> list[KernelSpec]:
         "halves": lambda spec: spec.halves == 2,
         "two CTAs": lambda spec: spec.ctas_per_sm == 2,
         "debug": lambda spec: spec.debug,
+        "sums": lambda spec: spec.sums != "f32",
     }
     found = [LLAMA[0], LLAMA[-1], SAMPLE[0], *BLOCK_SCALES]
     for has in knobs.values():
@@ -369,7 +375,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     other = {
         "lhs": "s8", "block_m": 32, "block_n": 128, "stages": 3, "halves": 2, "warpgroups_k": 1, "split_k": 2,
         "scatter": True, "multicast_lhs": 2, "multicast_rhs": 2, "ctas_per_sm": 2, "direct": True, "out": "fp16",
-        "debug": True, "experts": 64, "lhs_group": 128, "token_rows": True,
+        "debug": True, "experts": 64, "lhs_group": 128, "token_rows": True, "sums": "f16",
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "order": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}

@@ -6,6 +6,8 @@ And the emulator itself: faults that are planted in a kernel do not go unseen.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import builders
 import moe_cases
@@ -13,22 +15,24 @@ import pytest
 import quantize_cases
 import torch
 from emulator import launch
-from emulator.launch import COMPILER, Emulator, Kernel, emulate
+from emulator.launch import COMPILER, Emulator, emulate
+from emulator.problems import assert_within_the_bound, problem
 from test_grouped import weight_of_experts
 
 import jitgemm
 from jitgemm.activations import plan as quantizers
-from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize, quantize_activations
+from jitgemm.activations.reference import gated
+from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
-from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
-from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -55,37 +59,10 @@ DENSE = {
     "s8w8-g128-bf16-b128-m192n128-mc2lhs-s3-ss-tr": 210,
     "e4m3w8-g128-fp32-b128-m256hn128-s3-ss-tr": 330,
     "s8w8-g128-fp16-b128-tofp32-m256hn64-s2-ss-tr": 190,
+    "s8fast-g256-bf16-m16n64-k1x2-s4": 20,
+    "s8fast-g256-bf16-m64n256-s4": 70,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
-
-
-def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
-    """Operands of a kernel, out between rows and columns of other tensors."""
-    f = spec.format
-    weight = builders.weight_parts(
-        seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
-        codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
-    ).packed  # fmt: skip
-    zero = None
-    if spec.lhs_group:
-        x, scale = builders.block_lhs(seed, m, k, spec.lhs)
-    elif spec.lhs == "s8":
-        x, scale, zero = builders.affine_lhs(seed, m, k)
-    else:
-        x, scale = builders.lhs(seed, m, k, spec.lhs)
-    out_type = {name: dtype for dtype, name in TYPE_NAMES.items()}[spec.out]
-    out = torch.full((m + 2, n + 32), 3.0, dtype=out_type)[1 : m + 1, 16 : n + 16]
-    return Gemm(x, scale, zero, weight, out, builders.bias(seed, n))
-
-
-def assert_within_the_bound(operands: Gemm) -> None:
-    x, scale, zero, weight, out, bias = operands[:6]
-    lhs = (x, scale) if zero is None else (x, scale, zero)
-    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype)
-    assert bool(((out.double() - ref).abs() <= bound).all()), "outside of the bound"
-    whole = out.as_strided((out.shape[0] + 2, out.stride(0)), out.stride(), out.storage_offset() - out.stride(0) - 16)
-    assert bool((whole[[0, -1]] == 3).all()) and bool((whole[:, :16] == 3).all())
-    assert bool((whole[:, -16:] == 3).all())
 
 
 @pytest.mark.parametrize("label", DENSE)
@@ -127,6 +104,7 @@ GROUPED = {
     "e4m3w8-g128-bf16-m8n64-k1x2-s6-ss-e64": [9, 0, 0, 1, 33],
     "e4m3w8-g128-bf16-b128-m128n128-s3-ss-tr-e64": [9, 0, 200, 1, 64],
     "e4m3w8-g128-bf16-b128-m256hn128-s3-ss-tr-e64": [9, 0, 260, 1, 70],
+    "s8fast-g128-bf16-m80n128-s4-parts-e64": [9, 0, 90, 1, 33],
 }
 
 
@@ -260,14 +238,35 @@ def test_a_quantiser_s_values_are_near_the_reference_s(monkeypatch, options, k):
 
 
 @pytest.mark.parametrize(
+    ("kind", "limit"), [*product(moe_cases.ACTIVATIONS, (float("inf"), 7.0)), ("relu2", float("inf"))]
+)
+def test_a_gate_s_values_are_as_near_as_the_call_says(monkeypatch, kind, limit):
+    """Rows of one value: their scale is that value's size / 127."""
+    sizes = 2.0 ** torch.linspace(-12, 6, 37)
+    values = torch.cat((-sizes, torch.zeros(1), sizes))
+    g, u = torch.cartesian_prod(values, torch.tensor([-9.0, 0.01, 2.5])).T
+    gate = Gate(kind) if kind == "relu2" else Gate(kind, "gate_up", limit, 1.5)
+    x = torch.stack((g, u)[: gate.inputs], 1).repeat_interleave(32, 1)
+    expected = gated(x.double(), gate)[:, 0].abs()
+    emulate(monkeypatch)
+    activation = activation_of(torch.int8, "token", False)
+    _, scale, _ = quantize(QuantizeCall(x, activation, Prologue(gate=gate)))
+    error = (scale.double() * 127 - expected).abs()
+    assert bool((error <= expected * 2**-17 + 2.0**-118).all())  # a scale is at least 2^-126
+
+
+@pytest.mark.parametrize(
     ("tokens", "experts", "options"),
     [
         (9, 5, {}),
         (70, 5, {"activation": "swiglu_oai", "order": "interleaved", "limit": 2.0}),
         (3, 40, {"activation": "gelu"}),
+        (5, 5, {"activation": "swiglu_step", "limit": 0.8}),
+        (5, 5, {"activation": "situ", "alpha": 1.5, "limit": 2.0, "order": "up_gate"}),
+        (5, 5, {"activation": "relu2"}),
         (300, 9, {}),  # more choices than one CTA routes
     ],
-    ids=["silu", "swiglu_oai", "gelu", "routed by a cluster"],
+    ids=["silu", "swiglu_oai", "gelu", "swiglu_step", "situ", "relu2", "routed by a cluster"],
 )
 def test_a_layer_of_experts(monkeypatch, tokens, experts, options):
     top_k = 8 if tokens == 300 else 3
@@ -283,48 +282,111 @@ def test_a_layer_of_experts(monkeypatch, tokens, experts, options):
 # ---- the emulator ----------------------------------------------------------------------------------------------------
 
 
+GEMM, SPLIT, BLOCKS = (
+    "s8fast-g128-bf16-m16n64-s3",
+    "s8fast-g128-bf16-m16n64-k2x2s-s3",
+    "s8fast-g128-bf16-b128-m16n64-s3",
+)
+SHARES = "e4m3-g128-bf16-m16n64-mc2rhs-s3"
+SEEN_TOO_EARLY = "need not see that it was initialised|was not initialised"
+LOADING = "is overwritten while warp [0-9]+'s load of it may be on its way"
 FAULTS = {
     "data is not waited for": (
-        "multiply",
+        GEMM, "gemm/multiply",
         "barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);",
         "",
         "outside of the bound|changed before|more arrivals",
     ),
     "stages are not handed back": (
-        "multiply",
+        GEMM, "gemm/multiply",
         "if (position.lane == 0) barrier_arrive(shared.empty(stage));",
         "",
         "the kernel hangs",
     ),
     "a stage is filled too early": (
-        "producer",
-        "block);\n            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);",
-        "block);",
-        "changed before|outside of the bound|more arrivals",
+        GEMM, "gemm/producer",
+        "block)};\n            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);",
+        "block)};",
+        f"changed before|outside of the bound|more arrivals|{LOADING}",
     ),
-    "a store without a fence": ("epilogue", "async_proxy_fence();", "", "without fence.proxy.async"),
+    "a store without a fence": (GEMM, "gemm/epilogue", "async_proxy_fence();", "", "without fence.proxy.async"),
     "a store before all have written": (
-        "epilogue",
+        GEMM, "gemm/epilogue",
         "async_proxy_fence();\n    warpgroup_sync(position.warpgroup);",
         "async_proxy_fence();",
         "without fence.proxy.async|outside of the bound",
     ),
-}
-"""Header, what stands there, what a mistake makes of it, and what then is to be seen."""
+    "lanes arrive at a barrier that another lane initialises": (
+        BLOCKS, "gemm/kernel", "elect.sync orders no memory.\n        __syncwarp();", "\n", SEEN_TOO_EARLY
+    ),
+    "warps use barriers of a warp that they have not met": (
+        GEMM, "gemm/kernel", "    } else {\n        __syncthreads();", "    } else {", SEEN_TOO_EARLY
+    ),
+    "a cluster that has not met": (SPLIT, "gemm/kernel", "cluster_started<kPrefetches>();", "", SEEN_TOO_EARLY),
+    "barriers that the copy engine need not see": (
+        GEMM, "ptx/barrier",
+        'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "", "no fence has shown it to the copy engine",
+    ),
+    "barriers that other CTAs need not see": (
+        SHARES, "ptx/barrier",
+        'asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "", SEEN_TOO_EARLY,
+    ),
+    "a stage is handed back ahead of its loads": (
+        GEMM, "ptx/barrier", 'asm volatile("fence.acq_rel.cta;" ::: "memory");', "", LOADING
+    ),
+    "slots of sums are handed back ahead of their loads": (
+        SPLIT, "gemm/sums",
+        "if (last_tile) return;\n    loads_done();\n    if (position.lane == 0) {\n        for (u32 rank",
+        "if (last_tile) return;\n    if (position.lane == 0) {\n        for (u32 rank", LOADING,
+    ),
+    "another CTA's sums are waited for in this one": (
+        SPLIT, "gemm/sums",
+        "barrier_wait_for_cluster<Config::kDebug>(shared.slice_full", "barrier_wait<Config::kDebug>(shared.slice_full",
+        "a wait at CTA scope",
+    ),
+    "idle threads do not wait for the grid before": (
+        GEMM, "gemm/kernel",
+        "} else {\n            wait_for_previous_grid();\n        }", "}", "ends without griddepcontrol.wait",
+    ),
+}  # fmt: skip
+"""Kernel, header, what stands there, what a mistake makes of it, and what then is to be seen."""
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Puts a mistake into a header for the kernels that are built from here on."""
+
+    return partial(launch.plant, monkeypatch)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(emulator, monkeypatch, fault):
-    header, old, new, expected = FAULTS[fault]
-    spec = KernelSpec.from_label("s8fast-g128-bf16-m16n64-s3")
-    source, name = kernel_source(spec), f"jitgemm/gemm/{header}.cuh"
-    assert source.headers[name].count(old) == 1
-    wrong = {**source.headers, name: source.headers[name].replace(old, new)}
-    monkeypatch.setitem(launch.kernels, spec, Kernel(replace(source, headers=wrong)))
-    operands = problem(spec, 20, 200, 1056)
+def test_a_planted_fault_is_seen(emulator, plant, fault):
+    label, header, old, new, expected = FAULTS[fault]
+    plant(header, old, new)
+    spec = KernelSpec.from_label(label)
+    operands = problem(spec, 300, 200, 1056)
     with pytest.raises(AssertionError, match=expected):
         GemmLaunch(operands, spec).launch(operands)
         assert_within_the_bound(operands)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("if constexpr (Team<Config>::kCluster) loads_done();", "", LOADING),
+        ("barrier_wait_for_cluster<false>(full", "barrier_wait<false>(full", "a wait at CTA scope"),
+        ("    wait_for_previous_grid();\n\n    u8* const row_of_codes", "    u8* const row_of_codes", "writes global"),
+    ],
+    ids=["loads in flight", "scope", "the grid before"],
+)
+def test_a_fault_in_a_quantiser_of_rows_that_ctas_share_is_seen(monkeypatch, plant, old, new, expected):
+    emulate(monkeypatch)
+    plant("quantize", old, new)
+    monkeypatch.setattr(quantizers, "device_of", lambda _: replace(DEVICES["h200"], num_sms=1))
+    monkeypatch.setattr(driver, "resident_ctas", lambda *_: 1)
+    monkeypatch.setattr(quantizers, "spec_for_rows", lambda spec, *_: replace(spec, ctas=2))
+    with pytest.raises(AssertionError, match=expected):
+        quantize_activations(torch.randn(9, 4096).bfloat16(), torch.int8)
 
 
 def test_memory_of_other_tensors_is_not_touched(emulator, monkeypatch):

@@ -5,6 +5,7 @@ Results here are the CPU's; the kernels are held against them in test_moe_gpu.py
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -124,8 +125,20 @@ def test_gates_are_what_their_names_say(kind, order):
             "gelu": lambda g, u: torch.nn.functional.gelu(g) * u,
             "gelu_tanh": lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u,
             "swiglu_oai": lambda g, u: g / (1 + torch.exp(-1.5 * g)) * (u + 1),
+            "swiglu_step": lambda _, u: torch.minimum(gate / (1 + torch.exp(-gate)), torch.tensor(limit)) * u,
+            "situ": lambda *_: 1.5 * torch.tanh(gate / 1.5) / (1 + torch.exp(-gate)) * soft(up, limit),
         }[kind](lim_gate, lim_up)
         assert torch.allclose(gated(x, Gate(kind, order, limit, 1.5)), expected, rtol=1e-12, atol=1e-12)
+
+
+def soft(up, limit):
+    return up if limit == float("inf") else limit * torch.tanh(up / limit)
+
+
+def test_a_square_of_what_is_positive_has_no_gates():
+    x = torch.tensor([[-2.0, -0.0, 0.5, 3.0]], dtype=torch.float64)
+    assert torch.equal(gated(x, Gate("relu2")), torch.tensor([[0.0, 0.0, 0.25, 9.0]], dtype=torch.float64))
+    assert Gate("relu2").inputs == 1 and {Gate(kind).inputs for kind in ACTIVATIONS} == {2}
 
 
 def test_a_nan_behind_a_limit_is_still_a_nan():
@@ -191,6 +204,12 @@ def test_gpt_oss_limits_alpha_and_biases(group_size):
         "bias2": torch.randn((5, 72), generator=g).bfloat16(),
     }
     assert_by_definition(Case(group_size=group_size, options=options))
+
+
+@pytest.mark.parametrize("mode", ["e4m3", "s8z"])
+def test_a_layer_without_gates_is_its_definition(mode):
+    bias = torch.randn((5, 96), generator=builders.generator(5))
+    assert_by_definition(Case(mode=mode, options={"activation": "relu2", "bias13": bias}))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -347,6 +366,12 @@ DENSE = CASE.parts2[0].packed
         (ValueError, "limit: expected a positive number, got nan", {"limit": float("nan")}),
         (TypeError, "limit: expected a float, got str", {"limit": "7"}),
         (ValueError, "alpha: expected a positive number, got 0", {"alpha": 0}),
+        (ValueError, "alpha: expected a number for situ, got None", {"activation": "situ"}),
+        (ValueError, "alpha: expected a finite number for situ, got inf", {"activation": "situ", "alpha": math.inf}),
+        (ValueError, "limit: expected a number of 2^-64 to 2^64 for situ", {"activation": "situ", "alpha": 1, "limit": 1e30}),
+        (ValueError, "limit: expected the default, as relu2 has no gates", {"activation": "relu2", "limit": 1.0}),
+        (ValueError, "order: expected the default, as relu2 has no gates", {"activation": "relu2", "order": "up_gate"}),
+        (ValueError, "w13: expected n = 96, the k of w2, got 192", {"activation": "relu2"}),
         (TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got uint8", {"lhs_dtype": torch.uint8}),
         (TypeError, "affine: expected a bool, got int", {"affine": 1}),
         (ValueError, "affine: expected lhs_dtype int8", {"affine": True, "lhs_dtype": torch.float8_e4m3fn}),
@@ -453,11 +478,12 @@ def test_fake_tensors_compute_nothing_and_are_checked():
             fused_experts(x, w13, w2, ids[:3], weights)
 
 
-@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss"])
+@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss", "relu2"])
 def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(front):
     torch._dynamo.reset()
-    _, w13, w2, *_ = CASE.arguments
     options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0} if front == "gpt_oss" else {}
+    options |= {"activation": "relu2"} if front == "relu2" else {}
+    _, w13, w2, *_ = Case(options=dict(options)).arguments
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], 72) if front == "out" else None
@@ -493,7 +519,9 @@ GATE_SPECS = dict.fromkeys(
     for k, x in ((768, "bf16"), (2048, "bf16"), (16384, "bf16"), (32768, "bf16"), (1024, "fp32"), (16384, "fp32"))
     for affine in (True,)
     for kind in GATE_KINDS
-    for order, limit in (("gate_up", float("inf")), ("up_gate", 7.0), ("interleaved", 7.0))
+    for order, limit in (("gate_up", float("inf")), ("up_gate", 7.0), ("interleaved", 7.0))[
+        : 1 if kind == "relu2" else 3
+    ]
 )
 FRONTS = ((2048, "bf16", "e4m3", False), (16384, "fp32", "s8", True), (7168, "fp16", "s8", False))
 SPECS = [RouteSpec(1), RouteSpec(CLUSTER)]
@@ -508,6 +536,8 @@ def test_gates_have_kernels_of_their_own():
     assert len({quantize_source(spec).source for spec in GATE_SPECS}) == len(GATE_SPECS)
     with pytest.raises(ValueError, match="gate: expected a kind of"):
         quantize_spec(64, "bf16", "s8", gate=Gate("relu"))
+    with pytest.raises(ValueError, match="gate: expected neither order, limit nor alpha of relu2"):
+        quantize_spec(64, "bf16", "s8", gate=Gate("relu2", limit=7.0))
 
 
 def test_a_layer_s_kernels_are_the_same_for_any_numbers_of_tokens_and_choices():

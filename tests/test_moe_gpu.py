@@ -184,6 +184,20 @@ def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode):
         assert_close(*sides, rare=1e-2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_squares_without_gates_are_the_cpu_s_bits(x_dtype, mode):
+    dtype, affine = MODES[mode]
+    for k in (96, 768, 2880, 16416, 40000):
+        x = (torch.randn((17, k), generator=builders.generator(k)) * 4).to(x_dtype)
+        x[3] = -1
+        inputs = QuantizeCall(x, activation_of(dtype, "token", affine), Prologue(gate=Gate("relu2")))
+        sides = [
+            tuple(part for part in quantize(each) if part is not None) for each in (replace(inputs, x=x.cuda()), inputs)
+        ]
+        assert_same_bits(*sides)
+
+
 @pytest.mark.parametrize("k", [96, 768, 2048, 20000 // 32 * 32])
 @pytest.mark.parametrize("live", [0, 1, 13, 999, 1000, 5000])
 def test_only_counted_rows_are_quantised(k, live):
@@ -351,6 +365,12 @@ def test_the_layer_with_every_gate_biases_and_an_addend(order, activation):
         "addend": torch.randn((20, 264), generator=g).bfloat16().cuda(),
     }
     assert_layer(Case(tokens=20, top_k=4, experts=8, mode="s8", options=options, **SMALL))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_layer_without_gates(mode):
+    for tokens in (3, 200):
+        assert_layer(Case(tokens=tokens, top_k=4, experts=8, mode=mode, options={"activation": "relu2"}, **SMALL))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -66,6 +66,21 @@ def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
         assert bool((out[e, COUNTS[e] :] == 7).all())
 
 
+@pytest.mark.parametrize(
+    "options", [{"activation": "relu2"}, {"activation": "situ", "alpha": 4.0, "limit": 2.0}], ids=str
+)
+def test_gates_through_the_op_are_the_call_s(options):
+    case = Case(experts=4, mode="s8", options=dict(options))
+    x, masked_m = sorted_tokens(case, 6, COUNTS)
+    direct = called(case, x, masked_m)
+    for e, wanted in enumerate(expected(case, x)):
+        assert (direct[e, : COUNTS[e]].double() - wanted).norm() <= 1e-3 * wanted.norm()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, m: called(case, x, m), backend="aot_eager", fullgraph=True)
+    assert builders.same_bits(compiled(x, masked_m), direct)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("scheme", ["token", "block"])
 def test_quantised_tokens_are_taken_as_they_come(scheme):
     """DeepEP sends e4m3 with a scale for each token and 128 k, columns of scales first."""

@@ -267,6 +267,25 @@ def test_gpt_oss_in_its_own_format(tmp_path):
     assert alike(logits(model), logits(source))
 
 
+def through_transformers(folder: Path, source: torch.nn.Module, settings: dict) -> torch.nn.Module:
+    """from_pretrained with jitgemm's config of a folder, which gets the model's config.json."""
+    hf = pytest.importorskip("jitgemm.hf")
+    known = source.config.to_dict() | {"quantization_config": settings, "architectures": [type(source).__name__]}
+    (folder / "config.json").write_text(json.dumps(known, default=str))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", config=hf.config(folder))
+
+
+def test_gpt_oss_in_its_own_format_through_transformers(tmp_path):
+    source = build("gpt-oss", hidden_size=256, intermediate_size=192)
+    model = through_transformers(saved(tmp_path, gpt_oss_file(source), MXFP4), source, MXFP4)
+    for name, expected in experts_of(source).items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, W4A8Experts)
+        for part, parameter in ((layer.w13, expected.gate_up_proj), (layer.w2, expected.down_proj)):
+            assert torch.equal(part.weight.dequantize(), parameter.transpose(1, 2))
+    assert alike(logits(model).float(), logits(source))
+
+
 def test_gpt_oss_in_floats_is_the_specification(tmp_path):
     source = build("gpt-oss")
     folder = saved(tmp_path, gpt_oss_file(source), MXFP4)
@@ -350,3 +369,31 @@ def test_a_tiny_deepseek_v4(tmp_path):
         assert torch.equal(layer.w2.weight.dequantize(), expected.down_proj)
     with torch.inference_mode():
         assert alike(model(**IDS).logits, source(**IDS).logits)
+    loaded = through_transformers(tmp_path, source, V4)
+    for name in names:
+        assert torch.equal(loaded.get_submodule(name).w13.weight.blocks, model.get_submodule(name).w13.weight.blocks)
+
+
+def test_deepseek_v4_1_s_blocks_of_32_are_read_and_expert_dtype_may_stand_at_the_config_s_top(tmp_path):
+    g = builders.generator(1)
+    weight = torch.randn(96, 256, generator=g).to(torch.float8_e4m3fn)
+    scale = torch.randint(117, 127, (3, 8), generator=g, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    parts = mxfp4.parts(1, 64, 256)
+    tensors = {"layers.0.attn.wq_a.weight": weight, "layers.0.attn.wq_a.scale": scale}
+    tensors |= deepseek_v4(parts, "layers.0.ffn.experts.0.w1")
+    settings = {name: value for name, value in V4.items() if name != "expert_dtype"} | {"weight_block_size": [32, 32]}
+    folder = checkpoints.save(tmp_path, tensors)
+    (folder / "config.json").write_text(json.dumps({"expert_dtype": "fp4", "quantization_config": settings}))
+    expected = weight.double() * scale.double().repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(load(folder, "layers.0.attn.wq_a", device="cpu").dequantize().double(), expected)
+    found = load(folder, "layers.0.ffn.experts.0.w1", device="cpu")
+    assert torch.equal(found.dequantize().double(), parts.dequantize_fp64())
+
+
+def test_modelopt_s_static_scale_is_the_layer_s():
+    parts = mxfp4.parts(1, 72, 416)
+    tensors = quark(parts) | {f"{LAYER}.input_scale": torch.tensor(0.01)}
+    settings = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
+    layer = W4A8Linear.from_checkpoint(tensors, LAYER, device="cpu", config=settings)
+    assert float(layer.input_scale) == pytest.approx(0.01) and layer.activation == "e4m3"
+    assert torch.equal(layer.weight.dequantize().double(), parts.dequantize_fp64())

@@ -195,7 +195,7 @@ def test_weights_are_resident_once():
     model = torch.nn.Sequential(*(torch.nn.Linear(k, n, **options) for _ in range(4)))
     original = requested() - before
     torch.cuda.reset_peak_memory_stats()
-    jitgemm.nn.quantize_(model)
+    jitgemm.nn.quantize_(model, group_size=128)
     packed = sum(layer.weight.nbytes for layer in model)
     assert requested() - before <= packed + (1 << 16)
     assert packed < 0.27 * original

@@ -70,14 +70,14 @@ def test_a_hopeless_kernel_is_refused_and_the_compiler_agrees():
 
 
 def test_the_command_writes_every_kernel_and_fails_for_a_legal_one_that_is_badly_built(monkeypatch, tmp_path):
-    arguments = ["--format", "int8_g128", "--only", "m64n64-k1x4s", "--threads", "2", "--scale", "bf16"]
+    arguments = ["--format", "int8_g128", "--only", "m64n64-k2x2s", "--threads", "2", "--scale", "bf16"]
     path = tmp_path / "bound.json"
     done = CliRunner().invoke(app, [*arguments, "--within", "40", "--sample", "500", "--json", str(path)])
     assert done.exit_code == 0, done.output
     document = json.loads(path.read_text())
     assert document["nvrtc"].startswith(("12.", "13.")) and document["kernels"]
     for each in document["kernels"]:
-        assert "m64n64-k1x4s" in each["kernel"] and each["legal"] == (each["needed"] <= each["available"])
+        assert "m64n64-k2x2s" in each["kernel"] and each["legal"] == (each["needed"] <= each["available"])
 
     fine = Built("one", True, 100, 104, 0, "")
     for built, code in (

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -171,6 +177,87 @@ def test_a_kernel_s_cubin_is_what_nvrtc_built_but_for_its_hints(spec, tmp_path):
     entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
     assert entry.cubin == apply_yields(built, request.yields) != built
     assert entry.metadata["yields"] == str(request.yields)
+
+
+# ---- what a disassembler reads ---------------------------------------------------------------------------------------
+
+_WHEELS = ("nvidia/cu13/bin", "triton/backends/nvidia/bin", "nvidia/cuda_nvcc/bin")
+
+
+def nvdisasm() -> str | None:
+    """NVIDIA's disassembler: on the path, or in a wheel that brings it."""
+    folders = os.pathsep.join(
+        [os.environ.get("PATH", ""), *(os.path.join(f, w) for f in sys.path if f for w in _WHEELS)]
+    )
+    return shutil.which("nvdisasm", path=folders)
+
+
+def disassembled(cubin: bytes, folder: Path) -> list[str]:
+    """The instructions of its only function, without .reuse, which is a hint."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    text = subprocess.run([nvdisasm(), str(file)], check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    assert [int(offset, 16) for offset, _ in found] == list(range(0, 16 * len(found), 16))
+    return [instruction.replace(".reuse", "") for _, instruction in found]
+
+
+@pytest.fixture(scope="module")
+def built():
+    """(cubin as NVRTC built it, the same with hints) of KERNELS."""
+    found = []
+    for spec in KERNELS:
+        request = kernel_source(spec)
+        cubin = compile_cubin(request.source, request.headers, request.options, name=spec.label).cubin
+        found.append((cubin, apply_yields(cubin, request.yields)))
+    return found
+
+
+needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm (pip install nvidia-cuda-nvdisasm)")
+
+
+@pytest.mark.nvrtc
+@needs_nvdisasm
+@pytest.mark.parametrize("index", range(len(KERNELS)), ids=[spec.label for spec in KERNELS])
+def test_a_disassembler_reads_the_same_instructions_with_hints_as_without(built, index, tmp_path):
+    plain, hinted = built[index]
+    assert plain != hinted and disassembled(plain, tmp_path) == disassembled(hinted, tmp_path)
+
+
+@pytest.mark.nvrtc
+@needs_nvdisasm
+def test_a_disassembler_calls_instructions_what_this_module_takes_them_for(built, tmp_path):
+    names = {sass.FFMA: {"FFMA"}, sass.I2FP: {"I2FP"}, sass.LDS: {"LDS"}}
+    names |= dict.fromkeys(sass.MULTIPLY, {"QGMMA", "IGMMA"})
+    integer = {0x010: {"IADD3"}, 0x012: {"LOP3"}, 0x016: {"PRMT"}, 0x019: {"SHF"}}
+    assert integer.keys() == sass.INTEGER
+    seen = set()
+    for cubin, _ in built:
+        texts = disassembled(cubin, tmp_path)
+        for each, text in zip(instructions(cubin, *code_sections(cubin)[0]), texts, strict=True):
+            name = re.sub(r"^@!?U?P\w+ ", "", text).partition(" ")[0].partition(".")[0]
+            expected = names.get(each.opcode) or integer.get(each.opcode & 0x1FF)
+            if expected:
+                assert name in expected, (hex(each.opcode), text)
+                seen.add(name)
+            else:  # not one of them under another opcode
+                assert name not in {"FFMA", "I2FP", "QGMMA", "IGMMA", *integer}, (hex(each.opcode), text)
+    assert seen == {"FFMA", "I2FP", "LDS", "QGMMA", "IGMMA", "IADD3", "LOP3", "PRMT", "SHF"}
+
+
+@pytest.mark.nvrtc
+@needs_nvdisasm
+@pytest.mark.parametrize("bit", [0, 16, 24, 72], ids=["opcode", "result", "operand", "modifier"])
+def test_a_disassembler_sees_a_bit_that_is_no_hint(built, bit, tmp_path):
+    plain, hinted = built[0]
+    at = next(each.offset for each in main_loop(plain) if each.opcode == sass.FFMA) + bit // 8
+    wrong = bytearray(hinted)
+    wrong[at] ^= 1 << bit % 8
+    try:
+        found = disassembled(bytes(wrong), tmp_path)
+    except subprocess.CalledProcessError:
+        return  # no instruction at all
+    assert found != disassembled(plain, tmp_path)
 
 
 @pytest.mark.nvrtc

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import builders
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
@@ -507,6 +507,33 @@ def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, dev
         assert shares * whole == spec.block_m and 0 < last <= whole
         # All of them; the CTAs that share a tile start on rows of eight, and none brings eight for nothing.
         assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
+
+
+def without_sharing(spec: KernelSpec) -> KernelSpec:
+    return replace(spec, multicast_lhs=1, multicast_rhs=1)
+
+
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_dense_kernels_share_either_operand_in_halves(lhs):
+    for format in FORMATS_OF[lhs]:
+        shared = {spec for spec in legal_kernels(lhs, format, DEVICES["h200"]) if spec.multicast > 1}
+        assert {(spec.multicast_lhs, spec.multicast_rhs) for spec in shared} == {(1, 2), (2, 1)}
+        assert all(spec.halves == 2 and spec.block_m > legal.NARROW_TOKENS for spec in shared)
+
+
+@relaxed
+@given(problem=problems, device=devices)
+@example(Problem(160, 6784, 384, "s8", WeightFormat(0, False, "fp32", "s8", code="int8")), DEVICES["gh200"])
+@example(Problem(3072, 6752, 2048, "e4m3", WeightFormat(32, False, "fp32", "e4m3")), device_spec("h100-pcie,sms=113"))
+def test_a_dense_cluster_that_shares_an_operand_is_predicted_no_faster_and_wins_no_tie(problem, device):
+    """Not by a CTA that only fills it up, or by an SM that clusters leave: in the examples 53 tiles make 27 clusters,
+    and 113 SMs have room for 56."""
+    ranked = [candidate.kernel for candidate in candidates(problem, device)]
+    assert ranked[0].multicast == 1
+    problem = replace(problem, m=choice.band_end(problem.m))
+    for spec in [spec for spec in ranked if spec.multicast > 1][:4]:
+        alone = predict(without_sharing(spec), problem, device).predicted_us
+        assert alone <= predict(spec, problem, device).predicted_us
 
 
 @relaxed

@@ -19,6 +19,7 @@ from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
+from jitgemm.select.legal import illegal
 
 E4M3_CHANNEL = WeightFormat(0, True, "fp32")
 S8_128, S8_64, S8_32 = (WeightFormat(group_size, True, "fp32") for group_size in (128, 64, 32))
@@ -44,6 +45,32 @@ def test_a_legal_call_compiles_whatever_spills(tmp_path, spec, sizes):
     for kernel in dict.fromkeys((spec, choose(Problem(*sizes, spec.lhs, spec.format), DEVICES["h200"]))):
         entry, _ = cache.get_or_compile(kernel_source(kernel))
         assert bool(entry.metadata["spill_bytes"]) == ("spills" in entry.slow_because)
+
+
+SPILLED = (
+    "s8w8-channel-b128-tofp16-m128hn192-s4-ss-e64", "s8w8-g128-fp32-b128-m128hn192-s4-ss-e64",
+    "s8w8-g64-fp32-m64n128-k1x2s-s3-c2-ss-e64", "e4m3w8-g32-fp32-m128n192-k1x2s-s3-ss",
+)  # fmt: skip
+"""Kernels that spilled 28 to 572 bytes with NVRTC 13.0.88."""
+FITS = (
+    "e4m3w8-g128-fp32-b128-m128n192-s4-ss-tr-e64", "s8w8-channel-m128n128-s5-ss-e64", "e4m3fast-g128-bf16-m192n128-s5",
+    "e4m3fast-g128-bf16-m176n128-mc2lhs-s5-e64",
+)  # fmt: skip
+"""Kernels near the limit that people run."""
+
+
+@pytest.mark.parametrize("label", SPILLED)
+def test_kernels_that_spilled_are_not_chosen(label):
+    assert "registers" in (illegal(KernelSpec.from_label(label), DEVICES["h200"]) or "")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("label", FITS)
+def test_kernels_near_the_limit_do_not_spill(tmp_path, label):
+    spec = KernelSpec.from_label(label)
+    assert illegal(spec, DEVICES["h200"]) is None
+    entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
+    assert entry.metadata["spill_bytes"] == 0 and not entry.metadata.get("serialised")
 
 
 @pytest.mark.gpu

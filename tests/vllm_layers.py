@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,11 @@ if not REAL:
     import vllm_standin
 
     STANDIN = vllm_standin.install()
+elif not any(Path(importlib.util.find_spec("vllm").origin).parent.glob("*.so")):
+    # Without its libraries, as scripts/vllm_contract.sh has it: 0.26's layers look this up where they are made, and
+    # compute in PyTorch on a CPU.
+    LIBRARY = torch.library.Library("_C", "FRAGMENT")
+    LIBRARY.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
 
 
 def show() -> None:
@@ -76,23 +83,39 @@ class ExpertMap:
         return torch.tensor([self.map_global_to_local(e) for e in range(self.count)], dtype=torch.int32)
 
 
+@contextmanager
+def _platform_of_a_gpu():
+    """Which experts without gates ask for."""
+    import pytest
+    from vllm.platforms import current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "is_xpu", lambda self: True)
+        yield
+
+
 def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **options: Any) -> torch.nn.Module:
-    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), all2all, activation, others."""
+    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), all2all, activation, more of the
+    config of experts, others."""
     from vllm.model_executor.layers.fused_moe import MoEActivation, RoutedExperts
 
     count, hidden, inter = sizes
     (tp_rank, tp_size), (ep_rank, ep_size) = options.pop("tp", (0, 1)), options.pop("ep", (0, 1))
     activation, has_bias = options.pop("activation", "silu"), options.pop("has_bias", False)
     backend = options.pop("all2all", None)  # of as many data-parallel ranks as there are of experts
-    pads = options.pop("pads", 1)
+    pads, more = options.pop("pads", 1), options.pop("more", {})
     manager = ExpertMap(count, ep_rank, ep_size)
     said = dict(
         num_experts=count, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inter,
         num_local_experts=manager.local_num_experts, activation=MoEActivation(activation), has_bias=has_bias,
+        **more,
     )  # fmt: skip
     if REAL:
         from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
+        ungated = activation.endswith("_no_mul")
+        if ungated and "ckpt_up_proj_name" in inspect.signature(RoutedExperts).parameters:
+            options |= dict(ckpt_gate_proj_name="up_proj", ckpt_up_proj_name=None)
         ranks = dict(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
         ranks |= dict(dp_size=ep_size if backend else 1, dp_rank=ep_rank if backend else 0)
         place = FusedMoEParallelConfig(
@@ -100,10 +123,11 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
             use_ep=ep_size > 1,
             pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend=backend or "allgather_reducescatter", enable_eplb=False,
         )  # fmt: skip
-        moe: Any = FusedMoEConfig(
-            **said, moe_parallel_config=place, num_logical_experts=count, device="cpu", in_dtype=torch.bfloat16,
-            routing_method=RoutingMethodType.Default,
-        )  # fmt: skip
+        with _platform_of_a_gpu() if ungated else nullcontext():
+            moe: Any = FusedMoEConfig(
+                **said, moe_parallel_config=place, num_logical_experts=count, device="cpu", in_dtype=torch.bfloat16,
+                routing_method=RoutingMethodType.Default,
+            )  # fmt: skip
     else:
         place = SimpleNamespace(
             tp_rank=tp_rank, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads

@@ -209,7 +209,7 @@ class RoutedExperts(torch.nn.Module):
         if "g_idx" in weight_name:
             dim, whole = 0, shard_id != "w2"
         if not whole:
-            if shard_id != "w2":
+            if shard_id != "w2" and not self.activation.value.endswith("_no_mul"):
                 half = mine.shape[dim] // 2
                 mine = mine.narrow(dim, half if shard_id == "w3" else 0, half)
             count = mine.shape[dim]
@@ -222,6 +222,9 @@ class MoEActivation(enum.Enum):
     SILU = "silu"
     RELU2 = "relu2"
     SWIGLUOAI = "swigluoai"
+    SITU = "situ"
+    SWIGLUSTEP = "swiglustep"
+    RELU2_NO_MUL = "relu2_no_mul"
 
 
 class FusedMoEKernel:

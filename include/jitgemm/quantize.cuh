@@ -1,6 +1,6 @@
 // Quantisation of activations to e4m3 or int8, row by row: one read of x, one write of q, the row in registers between.
 //
-//   y = x,  or act(gate) * up,  or x * weight / sqrt(mean(x^2) + eps)       fp32, never rounded to x's type
+//   y = x, act(gate) * up, max(x, 0)^2, or x * weight / sqrt(mean(x^2) + eps)       fp32, never rounded to x's type
 //       kResidual: x + residual for x, rounded to x's type and written, too
 //   scale = max(range of y / range of the codes, 2^-126),  or as given
 //   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
@@ -33,7 +33,7 @@ struct QuantizeArgs {
     const i32* given_zero;     // one element, static affine only
     const u8* norm_weight;     // [k] of norm_weight_type, RMSNorm only
     const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
-    const u32* row_count;      // one element, gated or gathered only: rows from there on are left alone; null: none.
+    const u32* row_count;      // one element, kActivated or gathered only: rows from there on are left; null: none.
                                // kMasked: how many of each rows_of_count rows are live, from the first on
     const u32* row_index;      // [m], gathered only: row i of q is that row of x
     const u8* residual;        // [m][k], kResidual only
@@ -43,8 +43,8 @@ struct QuantizeArgs {
     u32 m, k;
     float eps;
     i32 norm_weight_type;
-    float gate_limit;  // limited only: gates are at most that, ups at most so far from 0
-    float gate_alpha;  // kSwigluOai only
+    float gate_limit;  // limited only: gates are at most that, ups at most so far from 0; kSitu: of ups' tanh
+    float gate_alpha;  // kSwigluOai, kSitu only
     u64 scale_row_stride;  // kBlocks only, in elements
     u64 scale_block_stride;
     u64 residual_row_bytes;  // kResidual only
@@ -54,7 +54,7 @@ struct QuantizeArgs {
 static_assert(sizeof(QuantizeArgs) == 176, "jitgemm/activations/plan.py packs this struct");
 
 // What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
-enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai };
+enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai, kSwigluStep, kSitu, kRelu2 };
 enum GateOrder : i32 { kGateUp, kUpGate, kInterleaved };
 
 constexpr u32 kVector = 8;          // values of a vector
@@ -179,8 +179,12 @@ __device__ __forceinline__ void take_weights(const u8* weights, u32 vector, i32 
     for (u32 i = 0; i < kVector; ++i) values[i] = type == kBf16 ? bf16.value(i) : fp16.value(i);
 }
 
+// y is act() of something, with or without gates.
 template <class Config>
-constexpr bool kGated = Config::kGate != kUngated;
+constexpr bool kActivated = Config::kGate != kUngated;
+// x holds gates and ups.
+template <class Config>
+constexpr bool kGated = kActivated<Config> && Config::kGate != kRelu2;
 
 // Whether RMSNorm's weights of 16 bits come together with x, and not behind it: where registers suffice.
 template <class Config>
@@ -241,7 +245,7 @@ __device__ __forceinline__ Vector<kType> add(const Vector<kType>& x, const Vecto
 // What a thread holds of y until the row's scale is known: x as it was read where y = x, else y (RMSNorm: y * rms) in
 // fp32.
 template <class Config>
-using Held = Vector<kGated<Config> || Config::kRmsNorm ? kFp32 : Config::kX>;
+using Held = Vector<kActivated<Config> || Config::kRmsNorm ? kFp32 : Config::kX>;
 
 // `again`: transform() has been given the vector by this thread.
 template <class Config>
@@ -333,7 +337,8 @@ struct WarpRanges {
 };
 
 // Combines the threads that share a row; all of them get the result. Consecutive rows use different `slots`, which are
-// written again only when the whole team has read them: a warp sends the next row's range behind its reads of this one.
+// written again only when the whole team has read them: a warp sends the next row's range when its reads of this one are
+// done.
 template <class Config>
 __device__ __forceinline__ void combine_threads(const Team<Config>& team, Range<Config>& range, WarpRanges (&slots)[2],
                                                 u32 round) {
@@ -350,9 +355,10 @@ __device__ __forceinline__ void combine_threads(const Team<Config>& team, Range<
             if (lane < Config::kCtas)
                 store_async_float4(map_to_rank(ranges + 16 * own, lane), high, low, range.squares, 0.0f,
                                    map_to_rank(full, lane));
-            barrier_wait<false>(full, round / 2 % 2);
+            barrier_wait_for_cluster<false>(full, round / 2 % 2);
         }
         const float4 other = load_shared_float4(ranges + 16 * min(lane, warps - 1));
+        if constexpr (Team<Config>::kCluster) loads_done();
         range.high = __float_as_uint(other.x), range.low = __float_as_uint(other.y);
         range.squares = lane < warps ? other.z : 0.0f;  // a maximum may count the last warp again
         range.combine_lanes();
@@ -366,11 +372,18 @@ __device__ __forceinline__ float gated_by_sigmoid(float x, float exponent) {
     return __fmul_rn(x, reciprocal_approximate(__fadd_rn(1.0f, exp2_approximate(exponent))));
 }
 
+// limit * tanh(x / limit)
+__device__ __forceinline__ float soft_limit(float x, float limit) {
+    return __fmul_rn(limit, tanhf(__fmul_rn(x, __fdiv_rn(1.0f, limit))));
+}
+
 template <class Config>
 __device__ __forceinline__ float gate_times_up(const QuantizeArgs& args, float gate, float up) {
     constexpr float kLog2E = 1.44269504f;
-    if constexpr (Config::kLimited) {
-        gate = min_nan(gate, args.gate_limit);
+    if constexpr (Config::kLimited && Config::kGate == kSitu) {
+        up = soft_limit(up, args.gate_limit);
+    } else if constexpr (Config::kLimited) {
+        if constexpr (Config::kGate != kSwigluStep) gate = min_nan(gate, args.gate_limit);
         up = max_nan(min_nan(up, args.gate_limit), -args.gate_limit);
     }
     if constexpr (Config::kGate == kGelu) {
@@ -382,8 +395,12 @@ __device__ __forceinline__ float gate_times_up(const QuantizeArgs& args, float g
     } else if constexpr (Config::kGate == kSwigluOai) {
         const float exponent = __fmul_rn(__fmul_rn(gate, args.gate_alpha), -kLog2E);
         return __fmul_rn(gated_by_sigmoid(gate, exponent), __fadd_rn(up, 1.0f));
+    } else if constexpr (Config::kGate == kSitu) {
+        return __fmul_rn(gated_by_sigmoid(soft_limit(gate, args.gate_alpha), __fmul_rn(gate, -kLog2E)), up);
     } else {
-        return __fmul_rn(gated_by_sigmoid(gate, __fmul_rn(gate, -kLog2E)), up);
+        float silu = gated_by_sigmoid(gate, __fmul_rn(gate, -kLog2E));
+        if constexpr (Config::kLimited && Config::kGate == kSwigluStep) silu = min_nan(silu, args.gate_limit);
+        return __fmul_rn(silu, up);
     }
 }
 
@@ -405,6 +422,14 @@ __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, cons
 #pragma unroll
         for (u32 i = 0; i < kVector; ++i) {
             y.words[i] = __float_as_uint(gate_times_up<Config>(args, input.gate(i), input.up(i)));
+        }
+        return y;
+    } else if constexpr (kActivated<Config>) {
+        Held<Config> y;
+#pragma unroll
+        for (u32 i = 0; i < kVector; ++i) {
+            const float positive = max_nan(input.x[0].value(i), 0.0f);
+            y.words[i] = __float_as_uint(__fmul_rn(positive, positive));
         }
         return y;
     } else if constexpr (Config::kRmsNorm) {
@@ -571,7 +596,7 @@ __device__ __forceinline__ void store_scale(const QuantizeArgs& args, const Team
 // Rows to quantise.
 template <class Config>
 __device__ __forceinline__ u32 live_rows(const QuantizeArgs& args) {
-    if constexpr (Config::kMasked || (!kGated<Config> && !Config::kGathered)) return args.m;
+    if constexpr (Config::kMasked || (!kActivated<Config> && !Config::kGathered)) return args.m;
     return args.row_count == nullptr ? args.m : min(args.m, *args.row_count);
 }
 

@@ -45,6 +45,22 @@ __device__ __forceinline__ u32 pack_halves(float first, float second) {
     return packed;
 }
 
+__device__ __forceinline__ float2 f16x2_to_floats(u32 pair) {
+    return {fp16_to_float(u16(pair)), fp16_to_float(u16(pair >> 16))};
+}
+
+__device__ __forceinline__ u32 multiply_f16x2(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+__device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 // Reads element `index` of a global array whose type is known at run time only.
 __device__ __forceinline__ float load_real(const void* base, u32 index, i32 type) {
     if (type == kFp32) return static_cast<const float*>(base)[index];

@@ -89,9 +89,10 @@ def check_arguments(
     check_dtype("x", x.dtype, REAL_TYPES)
     check_runs("x", x)
     check_rows("x", x, may_overlap=True)
-    if gate and statically_true(x.shape[1] % (2 * K_ALIGNMENT) != 0):
-        raise ValueError(f"x: expected 2k columns with a gate, k a multiple of {K_ALIGNMENT}, got {x.shape[1]}")
-    k = x.shape[1] // 2 if gate else x.shape[1]
+    inputs = gate.inputs if gate else 1
+    if inputs > 1 and statically_true(x.shape[1] % (inputs * K_ALIGNMENT) != 0):
+        raise ValueError(f"x: expected {inputs}k columns with a gate, k a multiple of {K_ALIGNMENT}, got {x.shape[1]}")
+    k = x.shape[1] // inputs
     limit = most_k(permutation is not None, activation.block)
     if statically_true(k < K_ALIGNMENT) or statically_true(k % K_ALIGNMENT != 0) or statically_true(k > limit):
         suffix = "" if permutation is None else " with a permutation"

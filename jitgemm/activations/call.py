@@ -79,7 +79,7 @@ def quantize_activations(
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
 
     All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for gates
-    (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may shapes_differ where y
+    (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
     Rows of zeros get codes that stand for 0, and scale 2^-126. A row whose y holds a NaN gets scale NaN, so that all
@@ -214,7 +214,7 @@ class QuantizeCall:
         """Tensors to write to."""
         x, index, (dtype, scheme, affine) = self.x, self.row_index, self.activation
         (m, k), device = x.shape, x.device
-        m, k = m if index is None else index.shape[0], k // 2 if self.prologue[2] else k
+        m, k = m if index is None else index.shape[0], k // (self.prologue[2].inputs if self.prologue[2] else 1)
         q = torch.empty(m, k, dtype=CODES[dtype], device=device)
         if scheme == "block":  # by column, as DeepGEMM has them
             shape = m, ceil_div(k, LHS_GROUP)

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, GELU_MULS, SILU_MUL, Gate
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, GELU_MULS, SILU_MUL, UNGATED, Gate
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
@@ -91,7 +91,7 @@ class QuantizeSpec:
         parts = ["quantize", self.x, self.q + ("z" if self.affine else "")]
         parts += ["static"] if self.static else []
         if self.gate:
-            parts.append(self.gate.replace("_", "") + "mul")
+            parts.append(self.gate.replace("_", "") + ("" if self.gate in UNGATED else "mul"))
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
         flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
@@ -128,13 +128,16 @@ def quantize_spec(
         raise ValueError("residual: expected rms_norm beside it")
     if gate and (gate.kind not in GATE_KINDS or gate.order not in GATE_ORDERS):
         raise ValueError(f"gate: expected a kind of {GATE_KINDS} and an order of {GATE_ORDERS}, got {gate}")
+    if gate and gate.kind in UNGATED and gate != Gate(gate.kind):
+        raise ValueError(f"gate: expected neither order, limit nor alpha of {gate.kind}, got {gate}")
     if block and (static or affine):
         raise ValueError("block: expected neither a static scale nor a zero point beside it")
     limit = most_k(permuted, block)
     if not K_ALIGNMENT <= k <= limit or k % K_ALIGNMENT:
         raise ValueError(f"k: expected a multiple of {K_ALIGNMENT} of at most {limit}, got {k}")
 
-    vectors, rows, sources_held = _shape(k, x, gate is not None, rms_norm, permuted and not block)
+    inputs, computed = gate.inputs if gate else 1, rms_norm or gate is not None
+    vectors, rows, sources_held = _shape(k, x, inputs, computed, permuted and not block)
     if permuted and block and rows == 1:
         vectors = 0  # in shared memory
     # With a residual the same threads add up the same squares as without; registers are what the residual takes.
@@ -158,13 +161,16 @@ def most_k(permuted: bool, block: bool) -> int:
     return MAX_PERMUTED_K // (4 if block else 1) if permuted else MAX_K
 
 
-def _shape(k: int, x: str, gated: bool, rms_norm: bool, permuted: bool) -> tuple[int, int, bool]:
-    """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps."""
+def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool) -> tuple[int, int, bool]:
+    """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps.
+
+    computed: values are not those that were read, so that they are held in fp32.
+    """
     for vectors in (1, 2, 4):
         if k <= vectors * 32 * VECTOR:
             return vectors, WARP_ROWS, permuted
-    read = (VECTOR if x == "fp32" else VECTOR // 2) * (2 if gated else 1)
-    held = VECTOR if gated or rms_norm else read
+    read = (VECTOR if x == "fp32" else VECTOR // 2) * inputs
+    held = VECTOR if computed else read
     for sources_held in (True, False) if permuted else (False,):
         registers = read + held + (VECTOR // 2 if sources_held else 0)
         vectors = max(count for count in (1, 2, 4) if count * registers <= _ROW_REGISTERS)

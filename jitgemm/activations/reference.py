@@ -90,15 +90,24 @@ def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: str) -> 
 
 
 def gated(x: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """act(gate) * up as `Gate` says, of x [m, 2k] in its own type, float32 or float64."""
+    """What `Gate` says, of x [m, inputs * k] in its own type, float32 or float64."""
+    if gate.kind == "relu2":
+        return x.clamp(min=0).square()
     if gate.order == "interleaved":
         g, u = x[:, 0::2], x[:, 1::2]
     else:
         g, u = x.chunk(2, dim=1)
         g, u = (u, g) if gate.order == "up_gate" else (g, u)
-    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    if gate.kind == "situ":
+        u = u if gate.limit == math.inf else gate.limit * torch.tanh(u / gate.limit)
+        return gate.alpha * torch.tanh(g / gate.alpha) * torch.sigmoid(g) * u
+    u = u.clamp(-gate.limit, gate.limit)
+    if gate.kind == "swiglu_step":
+        return (g * torch.sigmoid(g)).clamp(max=gate.limit) * u
+    g = g.clamp(max=gate.limit)
     if gate.kind == "gelu":
-        return g * torch.special.ndtr(g) * u
+        tails = torch.special.erfc(-g.double() / math.sqrt(2))  # torch.special.ndtr is 0 below -8
+        return g * (tails / 2).to(g.dtype) * u
     if gate.kind == "gelu_tanh":
         return g * torch.sigmoid(2 * math.sqrt(2 / math.pi) * g * (1 + 0.044715 * g * g)) * u
     if gate.kind == "swiglu_oai":

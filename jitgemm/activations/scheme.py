@@ -78,20 +78,24 @@ def activation_name(dtype: str, *, affine: bool = False, block: bool = False) ->
 
 
 class Gate(NamedTuple):
-    """y out of gates g and ups u; a row of x holds 2k values.
+    """y out of gates g and ups u; a row of x holds 2k values. Or out of u alone, of k values.
 
     ::
 
-        silu        g * sigmoid(g) * u
-        gelu        g * Phi(g) * u, Phi the normal distribution's
-        gelu_tanh   g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2 * u
-        swiglu_oai  g * sigmoid(alpha * g) * (u + 1)
+        silu         g * sigmoid(g) * u
+        gelu         g * Phi(g) * u, Phi the normal distribution's
+        gelu_tanh    g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2 * u
+        swiglu_oai   g * sigmoid(alpha * g) * (u + 1)
+        swiglu_step  min(g * sigmoid(g), limit) * min(max(u, -limit), limit)
+        situ         alpha * tanh(g / alpha) * sigmoid(g) * limit * tanh(u / limit); without a limit u as it is
+        relu2        max(u, 0)^2, without gates
 
     Attributes:
         kind: one of GATE_KINDS.
         order: one of GATE_ORDERS: all gates before all ups, after them, or gate, up, gate, up, ...
-        limit: g becomes min(g, limit) and u min(max(u, -limit), limit) first; infinity for neither.
-        alpha: of swiglu_oai.
+        limit: of swiglu_step and situ as above; of relu2 infinity. Of the others g becomes min(g, limit) and u
+            min(max(u, -limit), limit) first. Infinity for none.
+        alpha: of swiglu_oai and situ.
     """
 
     kind: str = "silu"
@@ -100,15 +104,22 @@ class Gate(NamedTuple):
     alpha: float = 1.0
 
     @property
+    def inputs(self) -> int:
+        """Values of x that one value of y is made of."""
+        return 1 if self.kind in UNGATED else 2
+
+    @property
     def keywords(self) -> dict[str, Any]:
         """Of the calls of experts."""
         limit = None if self.limit == math.inf else self.limit
         return {"activation": self.kind, "order": self.order, "limit": limit, "alpha": self.alpha}
 
 
-GATE_KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+GATE_KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_step", "situ", "relu2")
 GATE_ORDERS = ("gate_up", "up_gate", "interleaved")
 """Append only, both: state dicts hold the number."""
+UNGATED = ("relu2",)
+"""Kinds that have no gates."""
 SILU_MUL = Gate()
 GELU_MULS = {"none": Gate("gelu"), "tanh": Gate("gelu_tanh")}
 """By the approximation, in PyTorch's words."""
@@ -135,7 +146,7 @@ class Prologue(NamedTuple):
         residual_out: where that sum is written.
         norm: RMSNorm's weight [k].
         eps: RMSNorm's.
-        gate: x holds gates and ups.
+        gate: what becomes of gates and ups in x.
         permutation: int32 [k]: column permutation[j] becomes column j.
     """
 

@@ -265,16 +265,20 @@ def written_config(groups: Iterable[Mapping[str, Any]], ignore: Iterable[str]) -
 
 
 def written_group(
-    targets: Iterable[str], bits: int, inputs: str, group_size: int | None = None, symmetric: bool = True
-) -> dict[str, Any]:
+    targets: Iterable[str], bits: int, inputs: str, group_size: int | None = None, symmetric: bool = True,
+    scheme: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """One of a config's groups: layers with a scale per token of their input, which is "int" or "float" (e4m3), and
-    int4 weights in groups, or 8-bit weights of the input's type with a scale per row.
+    int4 weights in groups, MXFP4, or 8-bit weights of the input's type with a scale per row.
 
     Args:
         targets: names of layers, expressions behind "re:", or "Linear" for all layers.
         group_size, symmetric: of 4 bits.
+        scheme: "mxfp4" for MXFP4.
     """
-    if bits == 4:
+    if scheme == "mxfp4":
+        weights = MXFP4
+    elif bits == 4:
         weights = args_of(4, "int", "group", group_size=group_size, symmetric=symmetric)
     else:
         weights = args_of(8, inputs, "channel")
@@ -282,7 +286,7 @@ def written_group(
         "targets": list(targets),
         "weights": weights,
         "input_activations": args_of(8, inputs, "token", dynamic=True),
-        "format": "pack-quantized" if bits == 4 else f"{inputs}-quantized",
+        "format": _MXFP4_FORMAT if scheme else "pack-quantized" if bits == 4 else f"{inputs}-quantized",
     }
 
 

@@ -284,7 +284,9 @@ class Checkpoint:
                 got = ", ".join(index.name for index in indices)
                 raise ValueError(f"source: expected one index, got {got}; give one's path")
             if not files and not indices:
-                raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}")
+                others = sorted(path.name for path in source.glob("*.gguf"))
+                only = f", but GGUF's {others[0]}, whose blocks are no format that is read here" if others else ""
+                raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}{only}")
             return _read_index(indices[0]) if indices else self._headers(files)
         if source.name.endswith(".index.json"):
             return _read_index(source)

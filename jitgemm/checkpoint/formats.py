@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, qserve, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.compressed_tensors import stored_otherwise
@@ -48,8 +50,22 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
     if found:
         several = " and ".join(each.name for each in found)
         raise ValueError(f"format: {layer} fits {several}: say which with format=...; it has {listed}")
+    if (other := _served_elsewhere(names, config)) is not None:
+        raise ValueError(f"format: {layer} is {other}, which is not read here; it has {listed}")
     if (otherwise := stored_otherwise(config, names)) is not None:
         raise ValueError(f"format: {otherwise}; {layer} has {listed}")
     methods = [f", and {key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
     known = ", ".join(format.name for format in FORMATS)
     raise ValueError(f"format: {layer} is of no format known here ({known}); it has {listed}{''.join(methods)}")
+
+
+def _served_elsewhere(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> str | None:
+    """What a layer of another library is, by its tensors or the config's quant_method; None where neither tells."""
+    method, scale = str((config or {}).get("quant_method")).lower(), names.get("weight_scale")
+    if {"weight_scale_2", "weight_global_scale"} & set(names) and scale is not None:
+        if scale.dtype == torch.float8_e4m3fn:
+            return "NVFP4 (e2m1 codes, an e4m3 scale for 16 k, and an fp32 one)"
+    if "SCB" in names:
+        return "bitsandbytes'"
+    codes = any(not each.dtype.is_floating_point for each in names.values())
+    return {"bitsandbytes": "bitsandbytes'", "gguf": "GGUF's", "hqq": "HQQ's"}.get(method) if codes else None

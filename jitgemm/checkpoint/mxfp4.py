@@ -9,6 +9,7 @@
     scale             e8m0 [n, k / 32]        transformers calls it weight_scale_inv
     weight            uint8 [n, k / 2]        Quark (`quant_method: quark`), ModelOpt's W4A8_MXFP4_FP8
     weight_scale      uint8 [n, k / 32]
+    input_scale       one element, ModelOpt's: static e4m3 activations
 
     weight = e2m1(code) * 2^(scale - 127); the even k is in a byte's low nibble
 
@@ -20,7 +21,7 @@ and vLLM's quark_ocp_mx.py and modelopt.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,22 +48,28 @@ _BLOCKS = Inputs("float", strategy="group", group_size=128)
 
 
 class _Mxfp4(Format):
-    name, methods, cuts = "mxfp4", ("mxfp4", "quark"), True
+    name, methods, cuts = "mxfp4", ("mxfp4", "quark", "gpt_oss_mxfp4"), True  # the last is vLLM's name of the first
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return setting(config, "quant_method") != "compressed-tensors" and _form(names) is not None
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        form = "blocks" if headers is None else _form(headers)
+        method = setting(config, "quant_method")
+        form = "weight_scale" if headers is None else _form(headers)  # the former is what vLLM calls all of them
         if form is None:
             raise ValueError("weight: expected MXFP4's tensors, of bytes with e8m0 scales for 32 k, got others")
+        quark = (setting(config, "global_quant_config", default={}).get("weight") or {}) if method == "quark" else {}
+        if isinstance(quark, Mapping) and quark.get("dtype", "fp4") != "fp4":
+            raise ValueError(f"global_quant_config: expected weights of dtype 'fp4', got {quark['dtype']!r}")
         if (dtype := setting(config, "expert_dtype", default="fp4")) != "fp4":
             raise ValueError(f"expert_dtype: expected 'fp4', as the tensors are, got {dtype!r}")
-        inputs = _BLOCKS if form in ("scale", "weight_scale_inv") else _inputs(config or {})
+        deepseek = form in ("scale", "weight_scale_inv") or method == "fp8"
+        named = headers if headers is not None else ("input_scale",) if method == "modelopt" else ()
+        inputs = _BLOCKS if deepseek else _inputs(config or {}, named)
         return Scheme(self.name, "e2m1", EXPONENT_GROUP, inputs=inputs, form=form, settings=config or {})
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
-        return dict(_FORMS[scheme.form])
+        return _FORMS[scheme.form] | scheme.static
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         self.sizes(tensors, scheme)
@@ -82,8 +89,10 @@ def _form(names: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _inputs(config: Mapping[str, Any]) -> Inputs | None:
-    """What a Quark or ModelOpt config says of inputs; None for nothing."""
+def _inputs(config: Mapping[str, Any], headers: Iterable[str]) -> Inputs | None:
+    """What a Quark config says of inputs, or the static scale that ModelOpt's W4A8_MXFP4_FP8 has; None for nothing."""
+    if "input_scale" in headers:
+        return Inputs("float", strategy="tensor", dynamic=False)
     said = (config.get("global_quant_config") or {}).get("input_tensors")
     if isinstance(said, Mapping) and isinstance(dtype := said.get("dtype"), str):
         bits = {"fp4": 4, "fp6_e3m2": 6, "fp6_e2m3": 6}.get(dtype, 8)

@@ -36,6 +36,7 @@ def explain(
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales")] = False,
     e8m0: Annotated[bool, layer_option("--e8m0")] = False,
+    sums: Annotated[common.Sums, layer_option("--sums")] = common.Sums.f32,
     experts: Annotated[Optional[int], typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
     device: common.Device = None,
@@ -44,8 +45,8 @@ def explain(
 ) -> None:
     """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's predictions, and why one won.
 
-    Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest
-    counts, since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band
+    Predictions are in microseconds on the named device. Of memory, fetch, tensor, issue and latency the longest
+    counts, since they overlap; fixed comes on top. What each is stands below the table. m is rounded up to the end of its band first: all m of a band
     share a kernel. With --experts m counts the M x K rows of all experts, and a prediction is the mean over a few
     uniform routings, drawn by seed: how many rows an expert has is known on the device alone.
 
@@ -57,6 +58,7 @@ def explain(
       jitgemm explain 1 4096 14336 --json --top 1
       jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
       jitgemm explain 512 7168 2048 --mxfp4 --group-size channel
+      jitgemm explain 4096 4096 4096 --codes tuned --sums f16
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
     \b
@@ -71,7 +73,7 @@ def explain(
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
         m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0,
-        LHS_GROUP if block_scales or e8m0 else 0, e8m0,
+        LHS_GROUP if block_scales or e8m0 else 0, e8m0, sums.value,
     )  # fmt: skip
     ranked = candidates(problem, target)
     if not ranked:
@@ -100,7 +102,8 @@ def explain(
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"MXFP4 with {format.tier}; {shared}" if mxfp4 else shared
-    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{_why(ranked)}")
+    words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
+    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{_why(ranked)}")
 
 
 def _facts(candidate: Candidate, rank: int) -> dict[str, Any]:
@@ -123,9 +126,10 @@ def _why(ranked: list[Candidate]) -> str:
     second = ranked[1]
     lead = second.predicted_us - winner.predicted_us
     if lead < 0.005:
-        return f"{winner.kernel.label} ties with {second.kernel.label}; ties go to the smaller tile, then by name"
+        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared operands, then by name"
+        return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
     reasons = [
-        f"{'fixed costs' if name == 'fixed' else name} {winner.terms[name]:.2f} instead of {second.terms[name]:.2f}"
+        f"{cost.TERMS[name]} {winner.terms[name]:.2f} us instead of {second.terms[name]:.2f}"
         for name in dict.fromkeys((_bound(second), "fixed"))
         if second.terms[name] - winner.terms[name] > 0.005
     ]

@@ -29,6 +29,7 @@ GROUPS = (128, 64, 32)
 INPUTS = {"e4m3": "float", "int8": "int"}
 """--activation's choices, and compressed-tensors' names of them."""
 Activation = Enum("Activation", {"e4m3": "e4m3", "int8": "int8"}, type=str)
+Scheme = Enum("Scheme", {"int4": "int4", "mxfp4": "mxfp4"}, type=str)
 SHOWN = 10
 """Layers in the table."""
 _BATCH = 8
@@ -61,6 +62,7 @@ def quantize(
     activation: Annotated[
         Activation, typer.Option("--activation", help="What inputs of layers are quantised to, per token.")
     ] = Activation.e4m3,
+    scheme: Annotated[Scheme, typer.Option("--scheme", help="4-bit integers, or MXFP4, for e4m3 alone.")] = Scheme.int4,
     group_size: Annotated[
         Optional[int], typer.Option("--group-size", metavar="|".join(map(str, GROUPS)), help=_GROUP, show_default=False)
     ] = None,
@@ -82,6 +84,7 @@ def quantize(
       jitgemm quantize Llama-3.1-8B-Instruct Llama-3.1-8B-W4A8
       jitgemm quantize Qwen3-30B-A3B Qwen3-W4A8 --data chats.jsonl --tokens 65536
       jitgemm quantize gemma-3-1b-it gemma-W4A8 --group-size 32 --keep-8bit AUTO
+      jitgemm quantize gpt-oss-20b-BF16 gpt-oss-MXFP4 --scheme mxfp4
       jitgemm quantize FOLDER OUT --activation int8 --data none --json
 
     \b
@@ -98,6 +101,10 @@ def quantize(
     """
     if group_size not in (None, *GROUPS):
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUPS))}, got {group_size}")
+    if scheme is Scheme.mxfp4 and (group_size, activation) != (None, Activation.e4m3):
+        name = "--group-size" if group_size is not None else "--activation"
+        expected = "none" if group_size is not None else "e4m3"
+        raise ValueError(f"{name}: expected {expected} with --scheme mxfp4, whose groups of 32 are e4m3's own kind")
     limit = _limit(keep_8bit)
     if limit is not None and data == "none":
         raise ValueError("--keep-8bit: expected --data other than none, which says what a layer loses")
@@ -119,6 +126,7 @@ def quantize(
         "--data": "none" if data == "none" else _digest(text),
         "--tokens": tokens // WIDTH * WIDTH,
         "--activation": activation.value,
+        "--scheme": scheme.value,
         "--group-size": group_size,
         "--keep-8bit": limit,
     }
@@ -132,7 +140,8 @@ def quantize(
         texts = held, None if data == "none" else text
         if data is None:
             common.note("calibrates with Python's help topics; --data FILE takes text like what the model will read")
-        facts = _run(source, unfinished, place, texts, tokens // WIDTH, activation.value, group_size, limit)
+        mxfp4 = scheme is Scheme.mxfp4
+        facts = _run(source, unfinished, place, texts, tokens // WIDTH, activation.value, mxfp4, group_size, limit)
     except KeyboardInterrupt:
         kept, complete = unfinished.layers, (out / "config.json").is_file()
         if complete and not kept:
@@ -150,9 +159,10 @@ def quantize(
 
 def _run(
     source: Source, unfinished: Unfinished, device: torch.device, texts: tuple[str, str | None], windows: int,
-    activation: str, group_size: int | None, limit: float | None,
+    activation: str, mxfp4: bool, group_size: int | None, limit: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that needs the model; returns what --json prints."""
+    from jitgemm.kernel.codes import EXPONENT_GROUP
     from jitgemm.nn.quantize.evaluate import compared, log_probabilities
     from jitgemm.nn.quantize.quantize import Quantising, form_of_4_bits
     from jitgemm.nn.quantize.swap import bar
@@ -164,11 +174,14 @@ def _run(
     tested, ids = _windows(source, texts, windows)
     model = model_of(source, device)
     reasons: dict[str, str] = {}
-    form = form_of_4_bits(activation, group_size, None, ids is not None)
-    size = form["group_size"] = _group_size(model, group_size, form["group_size"])
+    form, options = form_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
+    if mxfp4:
+        form, options, size = {"scheme": "mxfp4"}, {}, EXPONENT_GROUP
+    else:
+        size = form["group_size"] = _group_size(model, group_size, form["group_size"])
     job = Quantising(
-        model, _filter(model, reasons), activation=activation, positive_scales=True, keep_8bit=limit, device=device,
-        calibration=None if ids is None else ids.split(_BATCH), **form,
+        model, _filter(model, reasons), activation=activation, keep_8bit=limit, device=device,
+        calibration=None if ids is None else ids.split(_BATCH), **form, **options,
     )  # fmt: skip
     skipped = job.report.skipped | reasons
     if not job.chosen:
@@ -192,7 +205,8 @@ def _run(
         evaluation = {"tokens": tested[:, 1:].numel(), "before": before, "after": after}
     lost = job.report.errors | job.report.kept_8bit  # in 4 bits
     return {
-        "folder": str(source.folder), "out": str(unfinished.folder), "activation": activation, "group_size": size,
+        "folder": str(source.folder), "out": str(unfinished.folder), "activation": activation,
+        "scheme": "mxfp4" if mxfp4 else "int4", "group_size": size,
         "tokens": 0 if ids is None else ids.numel(), "device": _name(device), "bytes_before": source.size,
         "bytes_after": written, "evaluation": evaluation,
         "layers": [

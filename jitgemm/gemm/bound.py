@@ -10,6 +10,22 @@ than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
 hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their exponents,
 max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
+
+With sums in f16 a step's sum is rounded to 11 bits as well, which loses 2^-11 of |sum after| more. A kernel multiplies
+it by scale / 2^E, exact in f16 (`jitgemm.weight.f16_sums`), and adds up at most eight records that follow one another in
+f16, from any record on. Each such step is rounded once:
+
+    loss of a step <= 2^-11 * |f16 sum after| + 2^-16 * 2^E
+
+The second term is for sums below 2^-14, f16's least normal number: half of 2^-24, in units that are 512 codes times
+activations at most; of MXFP4, whose codes are 2^-8 of their values and in sums an eighth of that, four times as much.
+The f16 sum is at most the largest over the starts of what the exact one is, and what was lost since.
+
+int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, so 1.5 * 2^19 here. For two records that follow one
+another, of scales s0 and s1, fp32 gets (s0 - s1) * (1.5 * 2^19 + p0) + s1 * (1.5 * 2^19 + p0 + p1), and up to eight pairs'
+1.5 * 2^19 * s0 are in the sum until they are taken off. Each step rounds that, as do s0 - s1 and the sum of the s0:
+
+    loss of a step <= 2^-23 * 1.5 * 2^19 * (sum of |s0| of its run so far + |s of it| + |s of the next|)
 """
 
 from __future__ import annotations
@@ -17,11 +33,12 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, fp32_scales, lhs_group_of, split_lhs
+from jitgemm.gemm.problem import Lhs, check_sums, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.codes import CODES, Code
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
-from jitgemm.tensors import check_dtype
+from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div
+from jitgemm.tensors import check_dtype, dtype_name
+from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import Weight
 
 STEP_K = 32
@@ -30,6 +47,17 @@ CUT = 2.0**-13
 """What a step cuts off a term at most, as a part of its largest term."""
 LEAST_NORMAL = 2.0**-6
 
+LOW = 256
+"""By how much less than their values kernels with sums in f16 multiply MXFP4's codes (E2m1LowCodec)."""
+F16 = 2.0**-11
+"""What rounding to f16 loses of a number at most."""
+PARTS = 1.5 * 2.0**19
+"""What int8's sums by parts stand on, in units of codes times activations."""
+PARTS_RECORDS = 16
+"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/multiply.cuh)."""
+F16_RECORDS = 8
+"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/multiply.cuh)."""
+
 _BUDGET = 1 << 24
 """Float64 values that one temporary may hold (128 MiB)."""
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -37,8 +65,9 @@ _HALF_OF_LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.floa
 
 
 def gemm_w4a8_bound(
-    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    sums: str = "f32",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The exact result, and how far `gemm_w4a8_nt`, or `gemm_w8a8_nt`, on a GPU may be from it.
 
     ::
@@ -57,17 +86,22 @@ def gemm_w4a8_bound(
     Args:
         lhs, rhs, bias: as for `gemm_w4a8_reference`.
         out_dtype: bfloat16, float16 or float32.
+        sums: the call's. "f16" adds |x_scale| * what steps in f16 lose to lost, "f32" what int8's parts do, where kernels
+            may add up so; both cover the other kernels, too.
 
     Returns:
         (ref, bound), fp64 [m, n] on lhs's device. Takes a few times the memory and time of the reference.
 
     Raises:
-        TypeError, ValueError: as `gemm_w4a8_reference`; out_dtype is another type.
+        TypeError, ValueError: as `gemm_w4a8_reference`; out_dtype is another type; sums "f16" cannot be had for these
+            operands.
     """
+    powers = _powers(lhs, rhs, sums)
     check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(lhs)
+    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
     x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
     m, k = x.shape
@@ -99,12 +133,14 @@ def gemm_w4a8_bound(
             rows = slice(first, min(first + m_step, m))
             x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
             code = None if x.dtype == torch.int8 else CODES[rhs.format.code]
-            size, loss = _scaled(x_rows, d, scale * token[:, rows], code)
+            f16 = None if powers is None else token[:, rows] * powers[columns]
+            size, loss = _scaled(x_rows, d, scale * token[:, rows], code, f16)
             if offset is not None:
                 added = _scaled(x_rows, counts, offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
+            loss = loss + _lost_by_parts(scale) * token[:, rows][0] if by_parts else loss
             size += loss + zero[rows] * token[0, rows] * row_sum.abs()
-            promotions = runs * (1 if offset is None else 2)
+            promotions = runs * (1 if offset is None else 2) + ceil_div(runs, PARTS_RECORDS) * by_parts
             lost[rows, columns] = loss + size * (2.0**-24 * (promotions + 4))
     return ref, lost + unit * (ref.abs() + lost) + least
 
@@ -116,26 +152,71 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
 
 
 def _scaled(
-    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, code: Code | None
+    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, code: Code | None, f16: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run].
 
     code: of the weight, with e4m3 activations; None for int8, which loses nothing.
+    f16: |x_scale| * 2^E, [1, m, n], with sums in f16; else None.
     """
+    cut = CUT if f16 is None else CUT + F16 * (1 + CUT)
     sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
     for part, codes in zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True):
         largest = part.abs().amax(-1, keepdim=True)
         if code is None or code.largest is None:
             some = largest > 0
-            largest = largest.clamp(min=LEAST_NORMAL) * codes.abs().amax(-1)[:, None].clamp(min=LEAST_NORMAL) * some
+            least = LEAST_NORMAL * (1 if f16 is None else LOW)
+            largest = largest.clamp(min=LEAST_NORMAL) * codes.abs().amax(-1)[:, None].clamp(min=least) * some
         else:
             largest = largest * code.largest
         before = torch.maximum(sums.abs() + loss, largest)
         sums.baddbmm_(part, codes.transpose(1, 2))
         if code is not None:
             step = before.mul_(STEP_K * CUT)
-            step += (sums.abs() + loss + step) * CUT
+            step += (sums.abs() + loss + step) * cut
             loss += step * (largest > 0)
-    scale = scale.abs()
-    return (sums.abs() * scale).sum(0), (loss * scale).sum(0)
+    loss, sums = loss * scale.abs(), sums * scale  # of a sum of activations there is one for all rows
+    added = loss.sum(0) if f16 is None else loss.sum(0) + _lost_in_f16(sums, loss, f16, BLOCK_K // x.shape[-1])
+    return sums.abs().sum(0), added
+
+
+def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:
+    """2^E of the rows in fp64, with sums in f16."""
+    if check_sums(sums) != "f16":
+        return None
+    x, x_scale, _ = split_lhs(lhs)
+    if x.dtype != torch.float8_e4m3fn or lhs_group_of(x_scale):
+        raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
+    powers: torch.Tensor = with_powers(rhs).channel_scale  # type: ignore[assignment]
+    return powers[: rhs.n].double() * (4 if rhs.format.powers else 1)
+
+
+def _lost_by_parts(scale: torch.Tensor) -> torch.Tensor:
+    """What adding up by parts loses of records' scales [runs, 1, n], [1, n]; from whichever record on a run begins."""
+    size = torch.nn.functional.pad(scale.abs(), (0, 0, 0, 0, PARTS_RECORDS, 1))
+    runs = scale.shape[0]
+
+    def back(records: int) -> torch.Tensor:  # the records' so many before
+        return size[PARTS_RECORDS - records :][:runs]
+
+    of_pairs = [sum(back(first + 2 * pair) for pair in range(PARTS_RECORDS // 2)) for first in (0, 1)]
+    return (2.0**-23 * PARTS * (torch.maximum(*of_pairs) + back(0) + back(-1))).sum(0)
+
+
+def _lost_in_f16(sums: torch.Tensor, loss: torch.Tensor, unit: torch.Tensor, groups: int) -> torch.Tensor:
+    """What adding up scaled sums [runs, m, n] with their losses in f16 loses, [m, n]; `groups` of them are a record's.
+
+    With c of a step and a the other terms: c = F16 * (a + sum of c before), so that all c of a run of steps are at most
+    F16 * (1 + F16)^steps * the sum of a.
+    """
+    zero = torch.zeros_like(sums[:1])
+    until, lost = (torch.cat((zero, each.cumsum(0))) for each in (sums, loss))  # [runs + 1, m, n]
+    record = torch.arange(sums.shape[0], device=sums.device) // groups
+    largest = torch.zeros_like(sums)
+    for back in range(F16_RECORDS):
+        start = (record - back).clamp(min=0) * groups
+        largest = torch.maximum(largest, (until[1:] - until[start]).abs())
+    largest += lost[1:] - lost[start]
+    largest += unit * (2.0**-16 / F16)
+    return largest.sum(0) * (F16 * (1 + F16) ** (F16_RECORDS * groups))

@@ -19,16 +19,14 @@ be replayed with other routings.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.gemm.problem import ANY, W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, as_rows, check_types
-from jitgemm.gemm.problem import check_weight, experts_of, pack_e8m0, split_lhs
-from jitgemm.kernel.formats import MAX_ROWS, format_named
+from jitgemm.gemm.problem import ANY, W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, as_rows, check_sums, check_types
+from jitgemm.gemm.problem import check_weight, expected_rows_of, experts_of, pack_e8m0, split_lhs
+from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared, this_thread
 from jitgemm.tensors import check_tensor, dtype_name
@@ -41,15 +39,15 @@ if TYPE_CHECKING:
 
 def gemm_w4a8_bf16_nt(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False,
-    kernel: str | None = None,
+    kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants; TypeError for another out."""
-    gemm(W4, lhs, rhs, _bf16(out), bias, batch_invariant, kernel)
+    gemm(W4, lhs, rhs, _bf16(out), bias, batch_invariant, kernel, sums)
 
 
 def gemm_w4a8_nt(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False,
-    kernel: str | None = None,
+    kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """out = lhs · rhsᵀ with scales: 8-bit activations times 4-bit weights, group scales exact, on the current stream.
 
@@ -93,6 +91,10 @@ def gemm_w4a8_nt(
             would be summed in another order for other m (docs/performance.md).
         kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
             CPU the reference runs whichever it is.
+        sums: "f32", or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time, which is faster
+            from about 64 rows on and loses more (docs/notes/f16-sums.md). For 4-bit weights in groups, without zero
+            points and offsets, whose scales f16 holds exactly as parts of their row's largest: with 8 bits as bf16
+            has, down to 2^-17 of it; and for a scale per token. No input can overflow.
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
@@ -102,7 +104,7 @@ def gemm_w4a8_nt(
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    gemm(W4, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W4, lhs, rhs, out, bias, batch_invariant, kernel, sums)
 
 
 def gemm_w8a8_bf16_nt(
@@ -137,16 +139,16 @@ def gemm_w8a8_nt(
 def m_grouped_gemm_w4a8_bf16_nt_contiguous(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None, expected_m: float | None = None, batch_invariant: bool = False,
-    kernel: str | None = None,
+    kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    contiguous(W4, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel)
+    contiguous(W4, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel, sums)
 
 
 def m_grouped_gemm_w4a8_nt_contiguous(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None, expected_m: float | None = None, batch_invariant: bool = False,
-    kernel: str | None = None,
+    kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """out[i] = lhs[i] · rhs[e]ᵀ for the rows i of each expert e, as `gemm_w4a8_nt` computes it, on the current stream.
 
@@ -170,7 +172,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of
             all ranks, say, which may be less than one. None for M / E. Any value gives right results.
         batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
-        kernel: as for `gemm_w4a8_nt`; `jitgemm explain --experts` prints labels.
+        kernel, sums: as for `gemm_w4a8_nt`; `jitgemm explain --experts` prints labels.
 
     All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
 
@@ -178,7 +180,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
         CacheMissError, CompileError, DriverError, UnsupportedDeviceError: as `gemm_w4a8_nt`.
     """
-    contiguous(W4, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+    contiguous(W4, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel, sums)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_contiguous(
@@ -201,15 +203,15 @@ def m_grouped_gemm_w8a8_nt_contiguous(
 
 def m_grouped_gemm_w4a8_bf16_nt_masked(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
-    masked(W4, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W4, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel, sums)
 
 
 def m_grouped_gemm_w4a8_nt_masked(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """out[e, i] = lhs[e, i] · rhs[e]ᵀ for i < masked_m[e]: DeepEP's low-latency form, of max_m rows for every expert.
 
@@ -221,12 +223,12 @@ def m_grouped_gemm_w4a8_nt_masked(
         out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
         masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.
         expected_m: rows of an expert, as expected, by which the kernel is chosen. Any value gives right results.
-        bias, batch_invariant, kernel: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
+        bias, batch_invariant, kernel, sums: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
 
     Raises:
         As `m_grouped_gemm_w4a8_nt_contiguous`.
     """
-    masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel, sums)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_masked(
@@ -271,11 +273,23 @@ class _Call(Gemm):
         return GemmLaunch(self)
 
 
+def for_sums(rhs: AnyWeight, bits: int, sums: str) -> AnyWeight:
+    """The weight as a call with other sums than the usual ones takes it."""
+    if check_sums(sums) != "f16":
+        return rhs
+    from jitgemm.weight.f16_sums import with_powers
+
+    return with_powers(check_weight(rhs, bits))
+
+
 def gemm(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
+    exact = False
+    if type(sums) is not str or sums != "f32":
+        rhs, exact = for_sums(rhs, bits, sums), sums == "exact"
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
@@ -283,23 +297,23 @@ def gemm(
         x, x_scale, x_zero = split_lhs(lhs)
     if needs_dispatcher(x, out):
         check_weight(rhs, bits)
-        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
+        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
         return
     try:
-        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, bits)
+        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, exact, bits)
     except (AttributeError, TypeError):
         check_weight(rhs, bits)
-        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
+        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
         raise
 
 
 def _run(
     x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, bits: int = ANY,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, exact: bool, bits: int = ANY,
 ) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
-    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
+    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None)
     tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
@@ -307,9 +321,9 @@ def _run(
     if launch is None:
         if bits:
             check_weight(weight, bits)
-        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
+        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel, exact)
         if call.packs_scales:
-            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, bits)
+            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
         call.check()
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
@@ -323,25 +337,28 @@ def _run(
 def contiguous(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
     bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
-    batch_invariant: bool = False, kernel: str | None = None,
+    batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
+    rhs = for_sums(rhs, bits, sums)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
 
 
 def masked(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+    sums: str = "f32",
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
+    rhs = for_sums(rhs, bits, sums)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
@@ -354,22 +371,7 @@ def masked(
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
-
-
-def expected_rows_of(experts: int, expected_m: Any) -> int:
-    """Rows of all experts, of a call's hint; TypeError for what is no number."""
-    numbers = int, float, torch.SymInt, torch.SymFloat
-    if not isinstance(expected_m, numbers):
-        try:
-            expected_m = operator.index(expected_m)
-        except TypeError:
-            pass
-    if isinstance(expected_m, bool) or not isinstance(expected_m, numbers) or not 0 <= expected_m < math.inf:
-        raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
-    rows: Any = experts * expected_m  # type: ignore[operator]
-    rows = min(rows, MAX_ROWS) if isinstance(rows, (int, float)) else rows
-    return math.trunc(rows + 0.5)  # torch.export saves no `round`
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
 
 
 def _call_grouped(*arguments: Any) -> None:
@@ -378,12 +380,12 @@ def _call_grouped(*arguments: Any) -> None:
 
 
 def _run_grouped(gemm: _Call) -> None:
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
     sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
     # A tracer may not know out's rows: what depends on their number waits until here.
     key = (
-        weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
-        rows_of_expert, gemm.expected_rows,
+        weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None,
+        row_index is None, rows_of_expert, gemm.expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
@@ -397,10 +399,10 @@ def _run_grouped(gemm: _Call) -> None:
 
 def call_op(gemm: Gemm) -> None:
     """The call by its op, which a tracer can follow."""
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
     check_types(gemm)
     tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
-    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel
+    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel, exact
     if groups is None:
         torch.ops.jitgemm.gemm_w4a8_nt(*tensors, *rest)
     else:
@@ -410,14 +412,16 @@ def call_op(gemm: Gemm) -> None:
 def gemm_of_op(*arguments: Any) -> _Call:
     """The GEMM of an op's arguments; those of the grouped one have the fields of `Groups` behind the bias.
 
-    A dense one may leave the kernel's label out. The schema calls it `label`: Inductor has a `kernel=` of its own beside
-    an op's arguments.
+    Arguments that are their defaults may be left out, from the end. The schema calls the kernel's label `label`: Inductor
+    has a `kernel=` of its own beside an op's arguments.
     """
     x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *rest = arguments
-    groups = None if len(rest) < 6 else Groups(*rest[:4])
-    n, k, format, batch_invariant, kernel = (*(rest if groups is None else rest[4:]), None)[:5]
+    groups = None if len(rest) < 7 else Groups(*rest[:4])
+    n, k, format, batch_invariant, *given = rest if groups is None else rest[4:]
+    kernel = given[0] if given else None
+    exact = len(given) > 1 and given[1]
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
-    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel)
+    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact)
 
 
 def _op(*arguments: Any) -> None:
@@ -435,12 +439,12 @@ def _fake_op(*arguments: Any) -> None:
 
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None) -> ()",
+    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None, bool exact=False) -> ()",
     _op, _fake_op,
 )  # fmt: skip
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
     "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
-    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
+    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label, bool exact=False) -> ()",
     _grouped_op, _fake_op,
 )  # fmt: skip

@@ -61,13 +61,13 @@ class GemmLaunch(Launch):
     __slots__ = ("spec",)
 
     def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
-        x, x_scale, _, weight, out, _, groups, batch_invariant, label = gemm
+        x, x_scale, _, weight, out, _, groups, batch_invariant, label, _ = gemm
         (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
         device = device_of(x.get_device())
         if spec is None:
             problem = Problem(
                 gemm.expected_rows or rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
-                batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32,
+                batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32, gemm.sums,
             )  # fmt: skip
             spec = choose(problem, device) if label is None else kernel_named(label, problem, device)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
@@ -147,11 +147,12 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     """What VALUES and GROUP_VALUES name."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     per_block = lhs_group_of(x_scale) > 0
+    scale_type = DTYPES["fp32" if gemm.sums == "f16" else weight.format.scale_type].number  # powers are fp32
     values = dict(
         lhs_stride=x_row_bytes,
         lhs_scale_stride=x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
         lhs_zero_stride=x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
-        m=out.shape[0], n=weight.n, k=weight.k, channel_scale_type=DTYPES[weight.format.scale_type].number,
+        m=out.shape[0], n=weight.n, k=weight.k, channel_scale_type=scale_type,
         bias_type=0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number, last_rows=last_rows,
     )  # fmt: skip
     if groups is None:

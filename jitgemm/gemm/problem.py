@@ -7,17 +7,19 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 
 from __future__ import annotations
 
+import math
+import operator
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
+from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, SUMS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name, shapes_differ
 from jitgemm.tensors import statically_true
-from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts, in_f16
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight, Weight
@@ -79,6 +81,8 @@ class Gemm(NamedTuple):
     groups: Groups | None = None
     batch_invariant: bool = False
     kernel: str | None = None
+    exact: bool = False
+    """Whether sums="exact" was asked for."""
 
     @property
     def expected_rows(self) -> int:
@@ -93,6 +97,11 @@ class Gemm(NamedTuple):
             return False
         blocks = -(-k // LHS_GROUP)
         return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
+
+    @property
+    def sums(self) -> str:
+        """What kernels may add up in, as `Problem.sums`: the weight's rows have powers of two for "f16"."""
+        return "f16" if in_f16(self.weight) else "exact" if self.exact else "f32"
 
     @property
     def row_sum(self) -> torch.Tensor | None:
@@ -114,12 +123,12 @@ class Gemm(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         check_types(self)
-        x, x_scale, x_zero, weight, out, bias, groups, _, kernel = self
+        x, x_scale, x_zero, weight, out, bias, groups, _, kernel, exact = self
         if kernel is not None:
             from jitgemm.kernel.spec import KernelSpec
 
             KernelSpec.from_label(kernel)
-        experts = check_packed(weight, "rhs.", experts=groups is not None)
+        experts = check_packed(weight, "rhs.", experts=groups is not None, powers=True)
         n, k, format = weight.n, weight.k, weight.format
         if n > MAX_ROWS:
             raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
@@ -133,6 +142,10 @@ class Gemm(NamedTuple):
         if lhs_type not in format.lhs_types:
             expected = DTYPES[format.lhs_types[0]].torch_name
             raise TypeError(f"{X}: expected {expected}, {format.why_lhs}, got {dtype_name(x.dtype)}")
+        if exact and lhs_type != "s8":
+            raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {dtype_name(x.dtype)}")
+        if self.sums == "f16" and (lhs_type != "e4m3" or lhs_group_of(x_scale)):
+            raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
         # Those per token and 128 k of masked calls have a dimension for the experts.
         masked = groups is not None and groups.masked
         check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)
@@ -166,14 +179,13 @@ class Gemm(NamedTuple):
 def check_types(gemm: Gemm) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
     # Compilers up to torch 2.8 follow no method.
-    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = gemm
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel, _ = gemm
     for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
         check_tensor(name, tensor)
     for name, given in ((X_ZERO, x_zero), ("bias", bias)):
         if given is not None:
             check_tensor(name, given)
-    if not isinstance(weight, PackedWeight):
-        check_weight(weight)
+    check_weight(weight)
     check_flag("batch_invariant", batch_invariant)
     if kernel is not None and not isinstance(kernel, str):
         got = type(kernel).__name__
@@ -204,11 +216,35 @@ W4, W8, ANY = 4, 8, 0
 
 
 def check_weight(rhs: object, bits: int = ANY) -> Weight:
-    """The call's second argument, if it is a packed weight of such codes."""
+    """The call's second argument, if it is a packed weight of such codes; of any also one as an op has it."""
+    if not bits and isinstance(rhs, PackedWeight):
+        return rhs  # type: ignore[return-value]
     if not isinstance(rhs, WeightBase) or (bits and rhs.bits != bits):
         names = [f"a W{each}Weight from pack_w{each}" for each in ((bits,) if bits else (W4, W8))]
         raise TypeError(f"rhs: expected {' or '.join(names)}, got {type(rhs).__name__}")
     return rhs  # type: ignore[return-value]
+
+
+def check_sums(sums: object) -> str:
+    """What a call is to add up in."""
+    if not isinstance(sums, str) or sums not in SUMS:
+        raise (ValueError if isinstance(sums, str) else TypeError)(f"sums: expected one of {SUMS}, got {sums!r}")
+    return sums
+
+
+def expected_rows_of(experts: int, expected_m: Any) -> int:
+    """Rows of all experts, of a call's hint; TypeError for what is no number."""
+    numbers = int, float, torch.SymInt, torch.SymFloat
+    if not isinstance(expected_m, numbers):
+        try:
+            expected_m = operator.index(expected_m)
+        except TypeError:
+            pass
+    if isinstance(expected_m, bool) or not isinstance(expected_m, numbers) or not 0 <= expected_m < math.inf:
+        raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
+    rows: Any = experts * expected_m  # type: ignore[operator]
+    rows = min(rows, MAX_ROWS) if isinstance(rows, (int, float)) else rows
+    return math.trunc(rows + 0.5)  # torch.export saves no `round`
 
 
 def experts_of(rhs: AnyWeight, bits: int = ANY) -> int:

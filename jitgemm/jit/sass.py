@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-VERSION = 4
+VERSION = 5
 """Part of a kernel's cache key: raise it whenever `apply_yields` makes other bytes of the same cubin and `Yields`."""
 
 EM_CUDA, SM_90 = 190, 90
@@ -32,6 +32,8 @@ EM_CUDA, SM_90 = 190, 90
 MULTIPLY = frozenset({0xDF1, 0xDF3, 0x9F1, 0x9F3})
 """Opcodes of wgmma for int8 and e4m3, with A in registers and in shared memory: they neither yield nor end a run."""
 FFMA = 0x223
+PROMOTE = frozenset({FFMA, 0x231, 0x232})
+"""FFMA, and HFMA2 and HMUL2, which promote two sums in f16; what is said of FFMA is of all three."""
 I2FP = 0x245
 LDS = 0x984
 INTEGER = frozenset({0x010, 0x012, 0x016, 0x019})
@@ -150,7 +152,7 @@ def _yield_in(cubin: bytearray, start: int, end: int, yields: Yields) -> None:
     for each in list(instructions(cubin, start, end)):
         if each.opcode in MULTIPLY:
             continue
-        ffma, integer = each.opcode == FFMA, each.opcode & 0x1FF in INTEGER
+        ffma, integer = each.opcode in PROMOTE, each.opcode & 0x1FF in INTEGER
         wanted: bool | None = None
         if 1 <= each.stall <= _MOST_STALL:
             if ffma and yields.every:

@@ -22,6 +22,9 @@ LHS_GROUP = BLOCK_K
 """k that share a scale of activations where they have one per token and group: a record's."""
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
+SUMS = ("f32", "f16", "exact")
+F16_OPERANDS = "e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets"
+"""What may be added up in f16, for messages."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
 
@@ -114,6 +117,20 @@ class WeightFormat:
     def tuned(self) -> bool:
         """Whether the order is another than `for_any_values`'s."""
         return self.order != CODES[self.code].orders[0].name
+
+    @property
+    def f16_sums(self) -> bool:
+        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without offsets,
+        in groups or with exponents."""
+        small = self.powers or (CODES[self.code].largest is not None and self.group_size > 0)
+        return small and not self.offset and "e4m3" in self.lhs_types
+
+    @property
+    def sums_by_parts(self) -> bool:
+        """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without zero points or
+        offsets, one group or less a record, in int8's own order, whose sums are large beside what that rounds."""
+        one = not (self.typed or self.zero_point or self.offset) and self.scale_rows == 1
+        return one and self.lhs_types == ("s8",)
 
     @property
     def decodes_slowly(self) -> bool:
@@ -251,7 +268,8 @@ class Problem:
 
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
-    exponents (`jitgemm.gemm.problem`).
+    exponents (`jitgemm.gemm.problem`). `sums` is "f16" where kernels may add up in f16, "exact" where they may
+    not add up int8's groups by parts (`KernelSpec.sums`), else "f32".
     """
 
     m: int
@@ -264,8 +282,15 @@ class Problem:
     experts: int = 0
     lhs_group: int = 0
     lhs_e8m0: bool = False
+    sums: str = "f32"
 
     def __post_init__(self) -> None:
+        if self.sums not in SUMS:
+            raise ValueError(f"sums: expected one of {SUMS}, got {self.sums!r}")
+        if self.sums == "f16" and not (self.format.f16_sums and self.lhs == "e4m3" and not self.lhs_group):
+            raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16'")
+        if self.sums == "exact" and self.lhs != "s8":
+            raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {self.lhs}")
         if self.lhs_group not in (0, LHS_GROUP):
             raise ValueError(f"lhs_group: expected {LHS_GROUP}, or 0 for a scale per token, got {self.lhs_group}")
         if self.lhs_e8m0 and not self.lhs_group:

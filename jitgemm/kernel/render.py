@@ -8,10 +8,12 @@ carried.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
-from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes, wgmma_shapes
+from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
 
@@ -21,9 +23,12 @@ KERNEL_NAME = "jitgemm_w4a8"
 def _wgmma(spec: KernelSpec, tokens: int) -> str:
     if tokens not in wgmma_shapes(spec.lhs):
         raise ValueError(f"spec: wgmma has no N = {tokens} for {spec.lhs}")
-    count = tokens // 2
+    f16 = spec.sums == "f16"
+    count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
     accumulator, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    if f16:
+        accumulator, constraint, types = "u32", "+r", "f16.e4m3.e4m3"
     # e4m3 takes the signs of both operands as immediates, s8 does not.
     signs = "" if integer else ", 1, 1"
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -39,6 +44,7 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
 template <>
 struct Wgmma<{tokens}> {{
     using Accumulator = {accumulator};
+    static constexpr u32 kRegisters = {count};
     template <int kCount>
     __device__ __forceinline__ static void issue({accumulator} (&d)[kCount], {parameter}, u64 b,
                                                  bool accumulate) {{
@@ -53,54 +59,73 @@ struct Wgmma<{tokens}> {{
 """
 
 
+_DEFAULTS = {
+    "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
+    "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
+    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
+    "bool kDebug": False, "u32 kInFlight": 1,
+    "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
+    "u32 kWidths": 1,
+}  # fmt: skip
+"""What constants are unless they are rendered; the struct Defaults of include/jitgemm/gemm/config.cuh."""
+
+
 def _config(spec: KernelSpec, smem_bytes: int) -> str:
     fmt = spec.format
-    constants = {
+    constants: dict[str, Any] = {
         "u32 kBlockM": spec.block_m,
-        "u32 kSums": spec.wgmma_n // 2,
-        "bool kTokenRows": str(spec.token_rows).lower(),
         "u32 kStrips": spec.strips,
-        "u32 kWarpgroupsM": spec.warpgroups_m,
         "u32 kHalves": spec.halves,
-        "u32 kSliceTokens": slice_tokens(spec),
-        "u32 kWarpgroupsN": spec.warpgroups_n,
         "u32 kWarpgroupsK": spec.warpgroups_k,
         "u32 kStages": spec.stages,
-        "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kSplitK": spec.split_k,
+        "bool kScatter": spec.scatter,
         "u32 kMulticastLhs": spec.multicast_lhs,
         "u32 kMulticastRhs": spec.multicast_rhs,
+        "u32 kCtasPerSm": spec.ctas_per_sm,
+        "bool kTokenRows": spec.token_rows,
         "u32 kExperts": spec.experts,
-        "u32 kWidths": len(multiply_widths(spec)),
-        "u32 kProducerRegisters": spec.producer_registers,
-        "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": fmt.group_size,
+        "bool kOffset": fmt.offset,
+        "RealType kScaleType": DTYPES[fmt.scale_type].cpp_name,
         "u32 kLhsGroup": spec.lhs_group,
-        "bool kLhsE8m0": str(spec.lhs_e8m0).lower(),
+        "bool kLhsE8m0": spec.lhs_e8m0,
+        "bool kF16Sums": spec.sums == "f16",
+        "bool kByParts": spec.sums == "parts",
+        "RealType kOutType": DTYPES[spec.out].cpp_name,
+        "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
-        "bool kPinSharedBase": str(pins_shared_base(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
-        "bool kDirectLhs": str(direct_lhs(spec)).lower(),
-        "bool kOffset": str(fmt.offset).lower(),
-        "RealType kScaleType": DTYPES[fmt.scale_type].cpp_name,
-        "RealType kOutType": DTYPES[spec.out].cpp_name,
-        "bool kDebug": str(spec.debug).lower(),
+        "bool kDirectLhs": direct_lhs(spec),
+        "bool kPinSharedBase": pins_shared_base(spec),
+        "bool kDebug": spec.debug,
+        "u32 kWidths": len(multiply_widths(spec)),
     }
-    lines = "\n".join(f"    static constexpr {name} = {value};" for name, value in constants.items())
+    chosen = {name: value for name, value in constants.items() if value != _DEFAULTS.get(name)}
+    # Python's True is C++'s true.
+    lines = "\n".join(
+        f"    static constexpr {name} = {str(value).lower() if isinstance(value, bool) else value};"
+        for name, value in chosen.items()
+    )
+    decoder = fmt.decoder(spec.lhs)
+    codec = decoder.f16_codec if spec.sums == "f16" and decoder.f16_codec else decoder.codec
+    registers = spec.consumer_registers if spec.warpgroups > 1 else 0
     return f"""\
-struct Config {{
+struct Chosen : Defaults {{
     template <u32 kTokens>
     using Wgmma = jitgemm::Wgmma<kTokens>;
-    using Codec = {fmt.decoder(spec.lhs).codec};
+    using Codec = {codec};
 {lines}
     __device__ static constexpr u32 width(u32 index) {{
         constexpr u32 widths[] = {{{", ".join(map(str, multiply_widths(spec)))}}};
         return widths[index];
     }}
 }};
+using Config = Derived<Chosen>;
 static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");
-static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");"""
+static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");
+static_assert(Config::kConsumerRegisters == {registers}, "spec.py and config.cuh disagree");"""
 
 
 def render(spec: KernelSpec) -> str:
@@ -130,7 +155,7 @@ namespace jitgemm {{
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
 {KERNEL_NAME}({indent.join(parameters)}) {{
-    jitgemm::w4a8_gemm<jitgemm::Config>({addresses}, args);
+    jitgemm::w4a8_gemm<jitgemm::Config>({{{addresses}}}, args);
 }}
 """
 
@@ -157,6 +182,8 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--bits", str(fmt.bits)]
     elif not fmt.zero_point and not fmt.powers:
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
+    if spec.sums == "f16":
+        flags += ["--sums", "f16"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]
     if spec.lhs_e8m0:

@@ -51,6 +51,9 @@ class KernelSpec:
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
         lhs_e8m0: those scales come as packed exponents, four k-blocks to an int32.
+        sums: how groups' scaled sums are added up (include/jitgemm/gemm/scaling.cuh): "f32"; "f16" over a run of eight
+            records, which then goes to fp32, for e4m3 and weights with `WeightFormat.f16_sums`; "parts", in fp32 and
+            unconverted, for int8 and weights with `WeightFormat.sums_by_parts`.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -75,6 +78,7 @@ class KernelSpec:
     experts: int = 0
     lhs_group: int = 0
     lhs_e8m0: bool = False
+    sums: str = "f32"
 
     @property
     def shared_weights(self) -> bool:
@@ -167,6 +171,8 @@ class KernelSpec:
             parts.append("ss")
         if self.token_rows:
             parts.append("tr")
+        if self.sums != "f32":
+            parts.append(self.sums)
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -200,6 +206,7 @@ class KernelSpec:
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
             direct=flag("direct"), token_rows=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
+            sums=found["sums"] or "f32",
         )  # fmt: skip
         if spec.label != label:
             raise ValueError(f"kernel: expected {spec.label}, got {label}")
@@ -229,7 +236,8 @@ _LABEL = re.compile(
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
-    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?(?:-e(?P<experts>\d+))?"
+    r"(?P<debug>-debug)?"
 )
 
 

@@ -20,6 +20,9 @@ SM (docs/notes/decode.md)."""
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
+F16_AHEAD = 128
+"""Tokens of a tile of one or two warpgroups up to which there are registers for two units' sums in f16."""
+
 
 def promote_records(spec: KernelSpec) -> int:
     """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
@@ -50,10 +53,17 @@ def units_in_flight(spec: KernelSpec) -> int:
     factors = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
     if spec.token_rows:
         return 1
+    if spec.sums == "f16":  # over the ends of records, where registers are left
+        return 2 if spec.wgmma_n <= F16_AHEAD and spec.warpgroups <= 2 else 1
     if factors == 1:
         return spec.halves
-    fit = IN_FLIGHT_REGISTERS // (spec.wgmma_n // spec.halves // 2) // spec.halves
+    fit = IN_FLIGHT_REGISTERS // sum_registers(spec) // spec.halves
     return spec.halves * max(1, min(factors, fit))
+
+
+def sum_registers(spec: KernelSpec) -> int:
+    """Registers for one of those sums: of a half's tokens, one group and one factor."""
+    return spec.wgmma_n // spec.halves // (4 if spec.sums == "f16" else 2)
 
 
 def fragment_sets(spec: KernelSpec) -> int:
@@ -62,9 +72,9 @@ def fragment_sets(spec: KernelSpec) -> int:
     Two make the loop two records long. That is too much code with groups of 32, which unroll to four times as much, and
     too many registers for four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow tiles, or
     codes for any activations, ptxas serialises the multiplies of a single set. Those of 8-bit weights hold addresses
-    and factors only.
+    and factors only. With f16 sums there are registers and, half as many promotions, room for code.
     """
-    if spec.shared_weights:
+    if spec.shared_weights or spec.sums != "f32":
         return 2
     if spec.format.scale_rows == 4:
         return 1
@@ -171,6 +181,8 @@ def prefetch_stages(spec: KernelSpec) -> int:
 def yields(spec: KernelSpec) -> Yields:
     """Which instructions of a kernel's machine code yield; by measurement (docs/notes/yields.md)."""
     rows = spec.format.scale_rows
+    if spec.sums == "parts":
+        return Yields()
     if spec.lhs == "s8" and rows == 4:
         return Yields(conversions=False)
     if spec.format.lhs_types == ("s8",) and rows == 1 and not spec.format.offset:

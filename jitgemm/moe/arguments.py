@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from jitgemm.activations.arguments import CODES, activation_of, check_runs
-from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Activation, Gate
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Activation, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows
-from jitgemm.kernel.formats import MAX_ROWS
+from jitgemm.kernel.formats import F16_OPERANDS, MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_addresses
 from jitgemm.runtime.checks import check_device, check_rows, check_vector
 from jitgemm.runtime.launch import Operands, check_once
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
-from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, in_f16
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight
@@ -81,6 +81,7 @@ class ExpertsCall:
     Attributes:
         activation: how tokens are quantised, for both GEMMs: by token or by block.
         out: where to write; None for a new tensor.
+        exact: whether sums="exact" was asked for; w13 and w2 have powers where it was "f16".
     """
 
     x: torch.Tensor
@@ -96,6 +97,7 @@ class ExpertsCall:
     addend: torch.Tensor | None = None
     batch_invariant: bool = False
     out: torch.Tensor | None = None
+    exact: bool = False
     pointers: ClassVar = (
         *_WEIGHTS,
         Pointer(None, "x", ALIGNMENT),
@@ -125,7 +127,7 @@ class ExpertsCall:
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         x, w13, w2 = self.x, self.w13, self.w2
-        experts = check_experts(w13, w2, self.activation)
+        experts = check_experts(w13, w2, self.activation, self.gate, self.exact)
         _check_matrix("x", x, None, w13.k, REAL_TYPES)
         check_runs("x", x)
         check_routing(self.topk_ids, experts, self.expert_map)
@@ -161,6 +163,7 @@ class MaskedCall:
     bias13: torch.Tensor | None
     bias2: torch.Tensor | None
     batch_invariant: bool
+    exact: bool = False
     pointers: ClassVar = (
         *_WEIGHTS,
         Pointer(None, "x", ALIGNMENT),
@@ -179,7 +182,7 @@ class MaskedCall:
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         x, w13, w2, out = self.x, self.w13, self.w2, self.out
-        experts = check_experts(w13, w2, self.activation)
+        experts = check_experts(w13, w2, self.activation, self.gate, self.exact)
         types = REAL_TYPES if self.x_scale is None else (self.activation.dtype,)
         for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
             check_tensor(name, tensor)
@@ -204,8 +207,8 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
         # What is new cannot overlap: of its own launches each checks its addresses.
         addresses = None if call.out is None else tuple(map(address_of, _operands(call)))
         key = (
-            type(call), addresses, call.w13.plan_key, call.w2.plan_key, call.activation, torch.is_grad_enabled(),
-            *[tensor is None for tensor in tensors],
+            type(call), addresses, call.w13.plan_key, call.w2.plan_key, call.activation, call.gate.inputs, call.exact,
+            torch.is_grad_enabled(), *[tensor is None for tensor in tensors],
         )  # fmt: skip
     except (AttributeError, TypeError):  # not what it should be: the checks say what
         call.check()
@@ -221,15 +224,30 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
     check_once(key, [tensor for tensor in tensors if tensor is not None], check)
 
 
-def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
+_ALPHAS = {"swiglu_oai": 1.702, "situ": None}
+"""Of kinds that have an alpha: its default."""
+_SITU_NUMBERS = 2.0**-64, 2.0**64
+"""Between them the numbers of situ have reciprocals in fp32, and products with them."""
+
+
+def make_gate(activation: str, order: str, limit: float | None, alpha: float | None) -> Gate:
     """The gate of these arguments of a call, checked."""
     for name, value, choices in (("activation", activation, GATE_KINDS), ("order", order, GATE_ORDERS)):
         if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    if activation in UNGATED and (limit is not None or order != "gate_up"):
+        raise ValueError(f"{'order' if limit is None else 'limit'}: expected the default, as {activation} has no gates")
+    alpha = _ALPHAS.get(activation, 1.0) if alpha is None else alpha
+    if alpha is None:
+        raise ValueError(f"alpha: expected a number for {activation}, got None")
     for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
         if not check_float(name, number) > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
-    limit, alpha = math.inf if limit is None else float(limit), float(alpha) if activation == "swiglu_oai" else 1.0
+        if activation == "situ" and number != math.inf and not _SITU_NUMBERS[0] <= number <= _SITU_NUMBERS[1]:
+            raise ValueError(f"{name}: expected a number of 2^-64 to 2^64 for situ, got {number}")
+    if activation == "situ" and alpha == math.inf:
+        raise ValueError("alpha: expected a finite number for situ, got inf")
+    limit, alpha = math.inf if limit is None else float(limit), float(alpha) if activation in _ALPHAS else 1.0
     return Gate(activation, order, limit, alpha)
 
 
@@ -289,25 +307,34 @@ def check_combining(
     _check_places(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out), "rows", rows.device)
 
 
-def check_weights(w13: Any, w2: Any) -> int:
-    """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
+def check_weights(w13: Any, w2: Any, inputs: int | None = None) -> int:
+    """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together.
+
+    inputs: `Gate.inputs`; None where the gate is not known.
+    """
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
         if not isinstance(weight, (WeightBase, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
-        counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
+        counts.append(check_packed(weight, f"{name}.", experts=True, powers=True) or 0)
         if counts[-1] > MAX_EXPERTS:
             raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {counts[-1]}")
     if counts[1] != counts[0]:
         raise ValueError(f"w2: expected {counts[0]} experts, as w13 has, got {counts[1]}")
-    if w13.n != 2 * w2.k:
-        raise ValueError(f"w13: expected n = {2 * w2.k}, twice the k of w2, got {w13.n}")
+    if inputs is None and w13.n == w2.k:
+        inputs = 1
+    inputs = inputs or 2
+    if w13.n != inputs * w2.k:
+        raise ValueError(f"w13: expected n = {inputs * w2.k}, {'twice ' * (inputs == 2)}the k of w2, got {w13.n}")
     return counts[0]
 
 
-def check_experts(w13: Any, w2: Any, activation: Activation) -> int:
-    """`check_weights`, and that they multiply these activations."""
-    experts = check_weights(w13, w2)
+def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate, exact: bool = False) -> int:
+    """`check_weights`, and that they multiply these activations, and add up so; exact: asked for by sums="exact"."""
+    got = f"{dtype_name(CODES[activation.dtype])}{' with a scale per 128 k' if activation.block else ''}"
+    if exact and activation.dtype != "s8":
+        raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {got}")
+    experts = check_weights(w13, w2, gate.inputs)
     for name, weight in (("w13", w13), ("w2", w2)):
         if activation.dtype not in weight.format.lhs_types and weight.format.powers:
             expected, got = (torch_dtype(name) for name in (weight.format.lhs_types[0], activation.dtype))
@@ -318,6 +345,8 @@ def check_experts(w13: Any, w2: Any, activation: Activation) -> int:
                 f"{name}: expected a weight packed for lhs_dtype {dtype_name(CODES[activation.dtype])}, got one for "
                 f"{weight.format.order}"
             )
+        if in_f16(weight) and (activation.dtype != "e4m3" or activation.block):
+            raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {got}")
         if activation.affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
     return experts

@@ -52,10 +52,10 @@ def band_end(m: int, experts: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def _costed(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int, lhs_group: int
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int, lhs_group: int, sums: str
 ) -> tuple[tuple[KernelSpec, Costs], ...]:
     """The legal kernels with tiles of `block_m` tokens, with their costs, which no problem changes."""
-    every = legal.kernels(lhs, fmt, device, out, block_m, experts, lhs_group)
+    every = legal.kernels(lhs, fmt, device, out, block_m, experts, lhs_group, sums)
     return tuple((spec, cost.costs(spec, device)) for spec in every)
 
 
@@ -66,7 +66,7 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
         formats = problem.lhs, problem.format, device, problem.out
-        for spec, costs in _costed(*formats, block_m, problem.table_size, problem.lhs_group):
+        for spec, costs in _costed(*formats, block_m, problem.table_size, problem.lhs_group, problem.sums):
             if asked in (None, _order(spec)):
                 yield spec, costs
 
@@ -76,8 +76,11 @@ def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
     return replace(with_k_rules(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
 
 
-def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
-    return us, spec.block_m * spec.block_n, spec.halves, spec.label
+def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]:
+    """Best first. Ties go to the smaller tile, to sums that all splits reduce, then by whether a cluster shares an
+    operand: experts' kernels that do, dense ones that do not."""
+    shares = -spec.multicast if spec.experts else spec.multicast
+    return us, spec.block_m * spec.block_n, not spec.scatter, shares, spec.halves, spec.label
 
 
 def _at_band_end(problem: Problem) -> Problem:
@@ -85,7 +88,7 @@ def _at_band_end(problem: Problem) -> Problem:
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
-    """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
+    """Every legal kernel for the problem with its prediction, best first (`_rank`)."""
     problem = _at_band_end(problem)
     found = [cost.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
@@ -124,28 +127,30 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
     )  # fmt: skip
     if spec != operands:
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
+    if spec.sums != "f32" and {"f16": "f16", "parts": "f32"}[spec.sums] != problem.sums:
+        raise ValueError(f"kernel: expected one that adds up as the call's sums={problem.sums!r} allows, got {label}")
     if spec.token_rows and not problem.format.strip_scales:
         raise ValueError(f"kernel: expected one for weights whose strips do not share scales, got {label}")
     reason = legal.illegal(spec, device)
     if reason is not None:
         raise ValueError(f"kernel: expected one that an {device.name} can run, got {label}: {reason}")
     if problem.batch_invariant:
-        warpgroups_k, split_k = reversed(_invariant_order(replace(problem, m=1), device))
-        if _order(spec) != (split_k, warpgroups_k):
-            order = f"{warpgroups_k} warpgroups along k times {split_k} CTAs"
+        asked = split_k, warpgroups_k, sums = _invariant_order(replace(problem, m=1), device)
+        if _order(spec) != asked:
+            order = f"{warpgroups_k} warpgroups along k times {split_k} CTAs, in {sums}"
             raise ValueError(f"kernel: expected one that sums k as batch_invariant calls here do, {order}, got {label}")
     return spec
 
 
 def kernels_for(
     n: int, k: int, lhs: str, format: WeightFormat, device: DeviceSpec, max_m: int, *, out: str = "bf16",
-    batch_invariant: bool = False, experts: int = 0, lhs_group: int = 0, lhs_e8m0: bool = False,
+    batch_invariant: bool = False, experts: int = 0, lhs_group: int = 0, lhs_e8m0: bool = False, sums: str = "f32",
 ) -> list[KernelSpec]:  # fmt: skip
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing.
     """
-    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0)
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums)
     return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m, experts)))
 
 
@@ -157,20 +162,20 @@ EXPERTS_PER_TOKEN = 1 / 16
 """Part of the experts that a token goes to, about: 8 of 128 and 256, 4 of 128, 2 of 8."""
 
 
-def _order(spec: KernelSpec) -> tuple[int, int]:
-    """(split_k, warpgroups_k), which decide in which order k is summed."""
-    return spec.split_k, spec.warpgroups_k
+def _order(spec: KernelSpec) -> tuple[int, int, str]:
+    """(split_k, warpgroups_k, sums), which decide in which order k is summed, and in what."""
+    return spec.split_k, spec.warpgroups_k, spec.sums
 
 
 @lru_cache(maxsize=512)
-def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
+def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int, str]:
     """The order of summation that costs a layer least over all m.
 
     Tiles, stages and multicast change no sum; promotion follows from the order.
     """
-    losses: dict[tuple[int, int], list[float]] = {}
+    losses: dict[tuple[int, int, str], list[float]] = {}
     for m in ORDER_MS:
-        best: dict[tuple[int, int], float] = {}
+        best: dict[tuple[int, int, str], float] = {}
         rows = m * max(1, round(layer.experts * EXPERTS_PER_TOKEN))
         problem = replace(layer, m=rows, batch_invariant=False)
         for spec, costs in _considered(problem, device):

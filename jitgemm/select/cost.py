@@ -3,9 +3,9 @@
 A call costs what it takes to start, the sum and epilogue of its last tiles, and between the two whatever is slowest of
 memory, of the stages' latency and of the consumers' work. These overlap: they add up in a p-norm, close to the longest.
 
-The constants were fitted to timings of an H200 and an H100 (`scripts/sweep.py fit`, docs/notes/selector.md), all at
-once: a constant absorbs what the model leaves out beside it, so none is a measurement of the hardware unless it says
-so. Constants in microseconds do not follow a device's clock, those in cycles do.
+Eleven constants were fitted to timings of an H200 and an H100, dense and grouped, of 4 and 8 bits (`scripts/sweep.py
+fit`, docs/notes/selector.md), all at once: a constant absorbs what the model leaves out beside it, so none is a
+measurement of the hardware. Constants in microseconds do not follow a device's clock, those in cycles do.
 """
 
 from __future__ import annotations
@@ -18,72 +18,56 @@ from typing import NamedTuple
 
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
-from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
-from jitgemm.kernel.tactics import engine_stages, token_widths, prefetch_stages, promote_records, split_blocks
+from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
+from jitgemm.kernel.tactics import token_widths, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.legal import launched_clusters, units_along_n
 
-TILE_US = 0.979
-"""Start of a kernel and epilogue of a tile."""
-TOKEN_US = 0.004213
-"""Added for every token whose results a warpgroup stores."""
-HAND_US = 0.007782
-"""Added for every token and strip of rows whose sums a CTA's warpgroups along k hand to one another."""
-SUM_US = 0.0238
-"""Added where they sum up on their own, with no other CTA."""
-SEND_US = 0.01224
-"""Added for every token and strip of rows whose sums a CTA sends to the others that split k."""
-ALONE_US = 1.116
-"""Added where a CTA is alone on its SM: the next kernel's starts when it ends, and asks for its weights only then. Less
-where SMs are left for some of the next kernel's, nothing where they are for all."""
-ALONE_LEAST = 0.324
-"""Part of it that is left where all but one of the next kernel's find an SM of their own."""
-COPY_US = 0.1855
-"""Added where the copy engine brings the first activations, not the consumers."""
-MULTICAST_US = 0.7003
-"""Added for a cluster that shares an operand: its start, and stages that are handed back across CTAs."""
-TABLE_US = 1.38
-"""Added where the CTAs build a table of the experts' tiles first."""
-RECORD_CYCLES = 124.1
-"""Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
-HALVES_CYCLES = 127.1
-"""Added to it in halves where a record's one group is promoted: nothing runs beside that. Twice where tokens are
-wgmma's rows, whose halves run one after the other."""
-DECODE_CYCLES = {"any": 229.7, "signed": 170.0, "own": 158.7, "bytes": 160.0, "table": 190.0}
-"""Issue cycles of a scheduler for a record on one warpgroup, by `Decoder.cost`: codes for any activations, the same for
-e4m3 where they have no zero points, codes for this type's activations alone, and of 8 bits. The last is fitted to
-scripts/data/sweep_w8_h200.json, and stands for what else they take longer for: nothing decodes them. Codes by tables
-are not fitted: they have some 20 instructions a record more than signed ones."""
-PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
-"""Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
-SCALE_CYCLES = 3.0
-"""Added to it where the scale is a product, of a row's and a token's; fitted to scripts/data/sweep_w8_h200.json."""
-FETCH_CYCLES = 1695.0
+TILE_US = 1.23
+"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue."""
+HAND_US = 0.0091
+"""For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
+SEND_US = 0.0135
+"""The same for sums that the CTAs of a cluster send one another."""
+ALONE_US = 0.98
+"""Where a CTA is alone on its SM: the next kernel's CTA starts when it ends, and asks for its weights only then. The
+square root of the part of the next kernel's CTAs that find no SM of their own counts; nothing where all do."""
+RECORD_CYCLES = 140.0
+"""Latency of a record that no multiply hides: barrier, loads from shared memory, loop. In halves, where a record's one
+group is promoted, twice, as nothing runs beside the second half's promotion; where tokens are wgmma's rows, three times,
+as the second half's multiply comes after the first's, too."""
+DECODE_CYCLES = 150.0
+"""Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
+DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2}
+"""How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
+codes for one type, beside what is the same for both, codes by tables some 20 more; e4m3's signed ones multiply, and leave the ALUs to the
+rest."""
+PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
+"""Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
+int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
+two read 228. Once more by e4m3's where the scale is a product, of a row's and a
+token's."""
+FLUSH_CYCLES = 0.33
+"""The same for f16 sums' way to fp32, of a record: four instructions for two sums, every eighth record. Not fitted."""
+FETCH_CYCLES = 2120.0
 """From asking for a stage to having it; a pipeline of s stages waits for one part in s - 1 of it at every record."""
-PAIRED_STREAM = 1.549
+PAIRED_STREAM = 1.48
 """Times as long as at the HBM's rate that bytes take where two CTAs share an SM (docs/notes/decode.md)."""
-PAIRED_ISSUE = 1.135
-"""Times as many issue cycles where they do: the next kernel's take some."""
-PAIRED_TOKENS, PAIRED_TALL_US = 32, 1.5
-"""Added, the latter, where two CTAs are to share an SM in dense tiles of more tokens than the former. Not fitted: among
-GEMMs alone they are faster, behind quantisers slower (docs/notes/selector.md, "Behind a quantiser")."""
-PREFETCH_US = 1.056
+PREFETCH_US = 1.86
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
-L2_BYTES_PER_CYCLE = 39.0
-"""Bytes that an SM draws from the L2 in a cycle while all SMs draw: `scripts/probe.py copies` measures 38.7 to 39.9."""
-DRAW_BYTES_PER_CYCLE = 41.0
-"""Bytes of weights that an SM draws from the HBM in a cycle at most, however few SMs draw; fitted to
-scripts/data/sweep_w8_h200.json. 4-bit weights are seldom held up by it."""
-REREAD = 0.5
-"""Part of an expert's 8-bit weight that its tiles but the first bring from the HBM again, where experts are expected to
-have no more rows than a tile: the L2 is told not to keep it. Fitted to scripts/data/sweep_moe_w8_h200.json; 4-bit
-weights are faster to bring than to multiply."""
-GROUPED_EPILOGUE = 0.735
-"""Part of an epilogue's time that counts for every tile but a CTA's last, of grouped GEMMs."""
-L2_SHARE = 0.01973
-"""Part of the time that operands take from the L2 which nothing hides. Multicast saves by it."""
-OVERLAP = 4.548
-"""Exponent p of the norm (sum of part^p)^(1/p)."""
+OVERLAP = 4
+"""Exponent p of the norm (sum of part^p)^(1/p). Not fitted: 3.6 to 4.6 are as good."""
+
+TERMS = {
+    "memory": "bytes from memory",
+    "fetch": "waiting for stages to arrive",
+    "tensor": "the tensor cores",
+    "issue": "issuing instructions",
+    "latency": "the way of one record after the other",
+    "epilogue": "epilogues between tiles",
+    "fixed": "start, sum over k and last epilogue",
+}
+"""What a prediction is made of, in words; the names are `Times`' fields."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +77,8 @@ class Candidate:
     Attributes:
         kernel: the kernel.
         predicted_us: predicted microseconds of one call in a chain of calls.
-        terms: the prediction's parts in microseconds. memory, tensor, issue, latency and fetch overlap; epilogue, of
-            all tiles but a CTA's last, is added to the consumers' work; l2 and fixed are added to the whole.
+        terms: the prediction's parts in microseconds, `TERMS`. memory, tensor, issue, latency and fetch overlap;
+            epilogue, of all tiles but a CTA's last, is added to the consumers' work; fixed is added to the whole.
         waves: rounds of tiles, the last one perhaps not full.
         ctas: CTAs launched.
     """
@@ -109,17 +93,13 @@ class Candidate:
 class Costs(NamedTuple):
     """What a prediction needs of a kernel on a device, whatever the problem. Times in microseconds."""
 
-    tensor: float  # of one record on every warpgroup of the CTA; the next three alike
+    tensor: float  # of one record on every warpgroup of the CTA; the next two alike
     issue: float
     latency: float
     any_width: tuple[float, float]  # parts of issue and latency that do not depend on a multiply's width
     fetch: float
-    l2: float  # of one record of every warpgroup along n, where all SMs draw
-    draw: float  # of what a CTA asks for in a block of k
     stream: float  # times the HBM's
-    once: float  # beside the tiles, apart from ALONE_US
     tile: float  # sum and epilogue of one tile
-    engine_stages: float
     prefetch_stages: int
     resident: int  # clusters that fit on the device
     sms_of_clusters: float  # SMs that they fill, one CTA an SM
@@ -132,43 +112,31 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
     multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.wgmma_n / ops_per_cycle
-    decode = DECODE_CYCLES[fmt.decoder(spec.lhs).cost]
+    decode = DECODE_CYCLES * DECODE_TIMES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
-    cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if products else 0.0)
+    f16 = spec.sums == "f16"
+    cycles = PROMOTE_CYCLES[spec.lhs if spec.sums == "f32" else spec.sums] + (
+        PROMOTE_CYCLES["e4m3"] if products else 0.0
+    )
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
+    promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
     if groups > 1:
         serial += promote / spec.halves
     elif promote:
-        serial += promote + HALVES_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
-
-    paired = PAIRED_ISSUE if spec.ctas_per_sm > 1 else 1.0
+        serial += promote + RECORD_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
     sums = spec.block_m * spec.warpgroups_n
-    tile = TILE_US + TOKEN_US * slice_tokens(spec) + HAND_US * sums * (1 - 1 / spec.warpgroups_k)
-    if spec.split_k > 1:
-        tile += SEND_US * sums * (1 - 1 / spec.split_k)
-    elif spec.warpgroups_k > 1:
-        tile += SUM_US
-    once = (MULTICAST_US if spec.multicast > 1 else 0.0) + (TABLE_US if spec.experts else 0.0)
-    if spec.ctas_per_sm > 1 and spec.block_m > PAIRED_TOKENS and not spec.experts:
-        once += PAIRED_TALL_US
-    weights = spec.strips * fmt.record_bytes / spec.multicast_rhs
-    operands = spec.block_m * BLOCK_K / spec.multicast_lhs + weights
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * multiply * cycle,
-        issue=spec.warpgroups * (decode + promote) * paired * cycle,
+        issue=spec.warpgroups * (decode + promote) * cycle,
         latency=serial * cycle,
-        any_width=(spec.warpgroups * decode * paired * cycle, (decode + RECORD_CYCLES) * cycle),
+        any_width=(spec.warpgroups * decode * cycle, (decode + RECORD_CYCLES) * cycle),
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
-        draw=weights / DRAW_BYTES_PER_CYCLE * cycle,
-        l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
-        once=once,
-        tile=tile,
-        engine_stages=engine_stages(spec),
+        tile=TILE_US + HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k),
         prefetch_stages=prefetch_stages(spec),
         resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
         sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
@@ -176,7 +144,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
 
 
 class Times(NamedTuple):
-    """A prediction's parts in microseconds, as in `Candidate.terms`."""
+    """A prediction's parts in microseconds, as in `Candidate.terms`; `TERMS` has them in words."""
 
     memory: float
     fetch: float
@@ -184,14 +152,13 @@ class Times(NamedTuple):
     issue: float
     latency: float
     epilogue: float
-    l2: float
     fixed: float
 
     @property
     def total(self) -> float:
-        memory, fetch, tensor, issue, latency, epilogue, l2, fixed = self
+        memory, fetch, tensor, issue, latency, epilogue, fixed = self
         consumers = _norm(tensor, issue, latency) + epilogue
-        return fixed + l2 + _norm(memory, fetch, consumers)
+        return fixed + _norm(memory, fetch, consumers)
 
 
 def _norm(a: float, b: float, c: float) -> float:
@@ -203,7 +170,6 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     m, n, k = problem.m, problem.n, problem.k
     tiles = token_tiles(problem.experts, m, spec.block_m * spec.multicast_rhs)
     along_n = units_along_n(spec, n)
-    units = sum(tiles) / len(tiles) * along_n
     clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)
     ctas = clusters * spec.cluster_size
     rounds = sum(ceil_div(along_m * along_n, clusters) for along_m in tiles) / len(tiles)
@@ -212,30 +178,34 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     records = rounds * stages
     # CTAs beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > of.sms_of_clusters else 1
-    # Each weight once: an expert's tiles follow one another, and find it in the L2 (the term l2).
+    # Each weight once: an expert's tiles follow one another, and find it in the L2. But where experts are expected to
+    # have no more rows than a tile, the L2 is told not to keep it (Scheduler::weight_policy), and each tile reads it
+    # again; 4-bit weights are faster to bring than to multiply, and are counted once.
     reads = weights_read(problem.experts, m)
     if problem.experts and spec.shared_weights and m <= problem.experts * spec.block_m:
-        reads += REREAD * (sum(tiles) / len(tiles) - reads)  # Scheduler::weight_policy
+        reads = sum(tiles) / len(tiles)
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
-    # What CTAs ask for before they wait for the kernel before comes while that one ends.
-    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
-    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
-    crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
-    alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
+    # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
+    # one CTA of a cluster that shares an operand has none.
+    asking = min(ctas, max(token_tiles(problem.experts, m, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
+    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * asking / device.hbm_bytes_per_us
+    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
+    # of an SM that is left over of whole clusters.
+    room = device.num_sms // spec.cluster_size * spec.cluster_size
+    crowded = max(0.0, 2 - room / ctas) if spec.ctas_per_sm == 1 else 0.0
+    alone = ALONE_US * math.sqrt(crowded)
     fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
-    draw = rounds * split_blocks(spec, blocks) * of.draw  # an SM's, which few CTAs have to draw all
     found = Times(
-        memory=max(of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)), draw),
+        memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
         fetch=records * of.fetch,
         tensor=shared * records * fill * of.tensor,
         issue=shared * records * issue,
         latency=records * latency,
-        epilogue=(rounds - 1) * of.tile * (GROUPED_EPILOGUE if problem.experts else 1.0),
-        l2=L2_SHARE * units * blocks * of.l2,
-        fixed=of.once + alone + of.tile + (COPY_US if stages <= of.engine_stages else 0.0),
+        epilogue=(rounds - 1) * of.tile,
+        fixed=alone + of.tile,
     )
     return found, rounds, ctas
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, strip_scale_bytes, wgmma_shapes
-from jitgemm.kernel.tactics import fragment_sets, promote_records, units_in_flight
+from jitgemm.kernel.tactics import fragment_sets, promote_records, sum_registers, units_in_flight
 from jitgemm.select.devices import DeviceSpec
 
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
@@ -23,17 +23,21 @@ MIN_STAGES = 3
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory that the system takes from an SM for each resident CTA."""
+F16_TOKENS, F16_GROUPED_TOKENS = 112, 80
+"""Least tokens of a tile that adds up in f16: memory bounds narrow ones, and not promotion. The latter with experts, whose
+tiles are not full, and several groups a record."""
 NARROW_TOKENS = 64
 """Most tokens of a narrow tile. Narrow tiles fill the GPU by splitting k, wide ones share operands."""
 
 NARROW_SPLITS = {
-    (1, 1): (1, 2, 3, 4, 5, 6), (2, 1): (1, 2, 3, 4, 6), (3, 1): (1, 2, 4, 5), (4, 1): (1,),
-    (1, 2): (1, 2, 3, 4), (2, 2): (1, 2, 3), (1, 4): (1, 2, 3),
+    (1, 1): (1, 2, 3), (2, 1): (1, 2, 3, 4, 6), (3, 1): (1, 2), (4, 1): (1,),
+    (1, 2): (1, 2, 3, 4), (2, 2): (1, 2), (1, 4): (1, 2, 3),
 }  # fmt: skip
-"""CTAs that split k for narrow tiles, by warpgroups along n and k; without splits that two sweeps never found best."""
-WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
+"""CTAs that split k for narrow tiles, by warpgroups along n and k; here and below without what five sweeps never found
+best, or by less than 1.5 % (docs/notes/selector.md)."""
+WIDE_SPLITS = {(1, 2): (1, 2, 3), (2, 1): (2, 3), (3, 1): (2,)}
 """The same for tiles of 80 to 160 tokens."""
-PAIRED_SPLITS = {1: (1, 2, 4, 5, 6), 2: (1, 2, 4)}
+PAIRED_SPLITS = {1: (1, 2), 2: (1, 2, 4)}
 """Splits of NARROW_SPLITS that also exist with two CTAs on an SM, by consumer warpgroups. The second CTA's place lets
 the next kernel prefetch its weights. Clusters of three appear to put two of their own CTAs on one SM
 (docs/notes/selector.md)."""
@@ -51,6 +55,14 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
     if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
         return "tokens are wgmma's rows beside 8-bit weights in blocks, and have a scale per 128 k"
+    if spec.sums == "f16" and (not spec.format.f16_sums or spec.lhs != "e4m3" or spec.lhs_group):
+        return f"sums in f16 are of {F16_OPERANDS}"
+    if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.halves > 1):
+        return "with sums in f16 a warpgroup has whole tiles, and records that follow one another"
+    if spec.sums == "parts" and (not spec.format.sums_by_parts or spec.lhs_group or promote_records(spec) != 1):
+        return "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order in groups of 128"
+    if spec.sums == "parts" and spec.halves > 1:
+        return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
@@ -101,18 +113,21 @@ def _decodes_slowly(spec: KernelSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def kernels(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
-) -> tuple[KernelSpec, ...]:
-    """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts."""
-    every = _enumerate(lhs, fmt, device, out, block_m, experts, lhs_group)
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0,
+    sums: str = "f32",
+) -> tuple[KernelSpec, ...]:  # fmt: skip
+    """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts; sums "f16": of both kinds."""
+    every = _enumerate(lhs, fmt, device, out, block_m, experts, lhs_group, sums)
     return tuple(spec for spec in every if illegal(spec, device) is None)
 
 
 def legal_kernels(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0, lhs_group: int = 0
-) -> tuple[KernelSpec, ...]:
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0, lhs_group: int = 0,
+    sums: str = "f32",
+) -> tuple[KernelSpec, ...]:  # fmt: skip
     """Every kernel the selector considers for these formats on this device."""
-    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m, experts, lhs_group))
+    formats = lhs, fmt, device, out
+    return tuple(s for block_m in BLOCK_MS for s in kernels(*formats, block_m, experts, lhs_group, sums))
 
 
 def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
@@ -122,15 +137,22 @@ def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = 
 
 
 def _enumerate(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
-) -> Iterator[KernelSpec]:
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0,
+    sums: str = "f32",
+) -> Iterator[KernelSpec]:  # fmt: skip
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
-    strips, fmt = fmt.strip_scales and lhs_group, fmt.kernel_format
+    strips, fmt, narrow = fmt.strip_scales and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
-        yield replace(spec, stages=_stages(spec, device))
+        spec = replace(spec, stages=_stages(spec, device))
+        yield spec
+        least = F16_GROUPED_TOKENS if experts and fmt.scale_rows > 1 else F16_TOKENS
+        if sums == "f16" and block_m >= least and spec.warpgroups_k == spec.halves == 1:
+            yield replace(spec, sums=sums)
+        if lhs == "s8" and sums == "f32" and not narrow and fmt.sums_by_parts and not lhs_group and spec.halves == 1:
+            yield replace(spec, sums="parts")
 
 
 def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -148,12 +170,10 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
                     )  # fmt: skip
     if NARROW_TOKENS < block_m <= 96:
         yield dict(block_n=256)
-    if block_m >= 48:
-        for halves in (1, 2) if block_m <= 192 else (2,):
-            if not narrow or halves == 2:  # NARROW_SPLITS has the others
-                yield dict(block_n=128, halves=halves)
-                yield dict(block_n=192, halves=halves)
     if not narrow:
+        for halves in (1, 2) if block_m <= 192 else (2,):
+            yield dict(block_n=128, halves=halves)
+            yield dict(block_n=192, halves=halves)
         # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
         yield dict(block_n=128, halves=2, multicast_lhs=2)
         yield dict(block_n=128, halves=2, multicast_rhs=2)
@@ -161,16 +181,15 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
     """Those of kernels with tokens as wgmma's rows."""
-    for block_n in {64: (256,), 128: (64, 128, 192), 192: (64, 128), 256: (128,)}.get(block_m, ()):
+    for block_n in {64: (256,), 128: (64, 128, 192), 192: (128,), 256: (128,)}.get(block_m, ()):
         yield dict(block_n=block_n, halves=2 if block_m == 256 else 1, token_rows=True)
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
-    """More of them for grouped GEMMs, where few tiles share activations."""
+    """More of them for grouped GEMMs, where few tiles share activations: clusters that do, in one piece too."""
     if block_m > NARROW_TOKENS:
-        yield dict(block_n=128, multicast_lhs=2)
-        for halves in (1, 2):
-            yield dict(block_n=192, halves=halves, multicast_lhs=2)
+        for block_n in (128, 192):
+            yield dict(block_n=block_n, multicast_lhs=2)
 
 
 def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:
@@ -200,8 +219,10 @@ ZERO_REGISTERS = 10
 28672 x 4096, m = 192 would take 31 % longer in e4m3, 33 % in int8. Twice as many for int8 with scales in fp32."""
 BYTE_FACTOR_REGISTERS = 16
 """More of them for four groups a record of 8-bit weights, which have two sets of factors."""
-SHARED_REGISTERS = 40
+SHARED_REGISTERS = 22
 """Fewer of them for 8-bit weights, which wgmma reads from shared memory: there are no fragments."""
+TOKEN_ROW_REGISTERS = 18
+"""Yet fewer where tokens are wgmma's rows: a strip has one scale, and no loads for each of its rows."""
 SHARED_TOKENS = 128
 """Most tokens along wgmma's N of a tile that has use of it: counted for wider ones, it lets kernels pass that spill up
 to 500 bytes."""
@@ -211,6 +232,12 @@ SCALE_REGISTERS = 12
 """More of them for scales of activations per token and group, a few are there at a time."""
 
 
+F16_FACTOR_REGISTERS = 8
+"""More of them for f16 sums with four groups a record, for three warpgroups, and for grouped kernels that split k, or
+have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
+PARTS_REGISTERS = 8
+"""More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
+and where splits of k meet experts' tables."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 
@@ -220,8 +247,16 @@ def registers_needed(spec: KernelSpec) -> int:
     fmt, sums = spec.format, spec.wgmma_n / 2
     rest = OVERHEAD_REGISTERS
     if promote_records(spec):
-        in_flight = units_in_flight(spec) * spec.wgmma_n / spec.halves / 2
-        sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
+        in_flight = units_in_flight(spec) * sum_registers(spec)
+        if spec.sums == "f16":
+            sums += sum_registers(spec)  # of the run
+            grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
+            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
+        if spec.sums == "parts":
+            crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
+            rest += PARTS_REGISTERS * crowded
+        converts = spec.lhs == "s8" and spec.sums == "f32" and spec.halves == 1 and not spec.token_rows
+        sums += in_flight * (CONVERTED if converts else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
@@ -234,6 +269,7 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += TABLE_REGISTERS if fmt.powers else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
+    rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0
     return round(sums + rest)
 
 

@@ -34,6 +34,9 @@ _GATES = {
     "gelu_tanh": ("gelu_tanh", "gate_up"),
     "swigluoai": ("swiglu_oai", "interleaved"),
     "swigluoai_uninterleave": ("swiglu_oai", "gate_up"),
+    "swiglustep": ("swiglu_step", "gate_up"),
+    "situ": ("situ", "gate_up"),
+    "relu2_no_mul": ("relu2", "gate_up"),
 }
 """vLLM's MoEActivation: jitgemm's kind and order."""
 
@@ -49,10 +52,11 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         layout = config.layout(names, max(hidden, whole), layer.params_dtype, True)
         if moe.activation.value not in _GATES:
             raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
-        layout = layout.cut([inter, inter], 2 * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
+        inputs = Gate(*_GATES[moe.activation.value]).inputs
+        layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
         for k in (hidden, whole):
             layout.check(k)
-        if moe.has_bias and layout.tensors:
+        if moe.has_bias and layout.tensors and not layout.biases:
             raise Unsupported("expected experts without biases, got some with")
         return cls(config, names, layout, moe)
 
@@ -63,26 +67,42 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         inter, whole = intermediate_size_per_partition, self.moe.intermediate_size
         kind = ExpertsMatrix if self.layout.tensors else SavedExperts
         rank = self.moe.moe_parallel_config.tp_rank
+        inputs = Gate(*_GATES[self.moe.activation.value]).inputs
         self.matrices = [
-            kind(self, "w13", num_experts, [inter, inter], hidden_size, hidden_size, rank, whole),
+            kind(self, "w13", num_experts, [inter] * inputs, hidden_size, hidden_size, rank, whole),
             kind(self, "w2", num_experts, [hidden_size], inter, whole, rank, hidden_size),
         ]
+        if self.moe.has_bias and self.layout.tensors:
+            for matrix in self.matrices:
+                matrix.add_bias(params_dtype)
         self.create(layer, params_dtype, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
         w13, w2 = parts
         wanted, prefix = self.matrices[0].wanted, self.names[0].rpartition(".")[0]
         activation = one_activation({f"{prefix}.w13": w13, f"{prefix}.w2": w2}, wanted, "activation")
-        kind, order = _GATES[layer.activation.value]
-        limit, alpha = (getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha"))
-        default = 1.702 if kind == "swiglu_oai" else 1.0
-        gate = Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
-        gate = self.matrices[0].gate(gate)
+        gate = self.matrices[0].gate(self._gate(layer))
         module = packed_experts(
             w13.weight, w2.weight, w13.bias, w2.bias, gate=gate, activation=activation, top_k=layer.top_k
         )
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
         return module
+
+    def _gate(self, layer: torch.nn.Module) -> Gate:
+        """The gate that vLLM's layer has. Raises ValueError for SiTU without its beta."""
+        kind, order = _GATES[layer.activation.value]
+        limit, alpha = (getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha"))
+        if kind == "situ":
+            names = "activation_situ_linear_beta", "activation_situ_beta"
+            limit, alpha = (getattr(self.moe, name, None) for name in names)
+            if alpha is None:
+                raise ValueError("activation_situ_beta: expected a number for the activation situ, got None")
+        if layer.activation.value in ("swiglustep", "swigluoai") and limit is None:
+            limit = 7.0  # what vLLM's own experts use
+        if kind == "relu2":
+            limit = alpha = None
+        default = 1.702 if kind == "swiglu_oai" else 1.0
+        return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         super().install(layer, module)
@@ -174,7 +194,7 @@ class JitGemmExperts(FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:

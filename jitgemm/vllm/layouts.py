@@ -14,13 +14,14 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Scheme
+from jitgemm.checkpoint.format import Config, Format, Scheme, setting
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
-_FORMATS = ("compressed-tensors", "gptq", "awq", "w4afp8", "w8a8")
+_FORMATS = ("compressed-tensors", "gptq", "awq", "w4afp8", "w8a8", "mxfp4")
+_BYTES = ("I8", "U8")
 _CALLED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 """What transformers calls the scales of FP8 per tensor."""
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -59,6 +60,11 @@ class Layout:
         static = self.scheme.format == "compressed-tensors"  # whose config alone says so; of others the tensor does
         needed = {"input_scale": static, "g_idx": self.scheme.ordered, "weight_g_idx": self.scheme.ordered}
         return [suffix for suffix, each in self.tensors.items() if needed.get(suffix, not each.optional)]
+
+    @property
+    def biases(self) -> bool:
+        """Whether vLLM's loader of such experts brings their biases: gpt-oss' own files."""
+        return setting(self.config, "quant_method") in ("mxfp4", "gpt_oss_mxfp4")
 
     @property
     def read_config(self) -> Config:
@@ -141,6 +147,9 @@ def layout_of(
         if method == "w4afp8" and header.get("weight", "" if experts else "F8_E4M3") == "F8_E4M3":
             method = "fp8"
         format = formats.by_method(method)
+        # Next to FP8: DeepSeek-V4's experts, whose config describes its FP8 layers; ModelOpt's W4A8_MXFP4_FP8.
+        if format is formats.by_name("w8a8") and _is_mxfp4(config, header):
+            format = formats.by_name("mxfp4")
         if format is None or format.name not in _FORMATS:
             known = (method for name in _FORMATS for method in formats.by_name(name).methods)
             raise ValueError(f"quant_method: expected one of {', '.join(known)}, got {method!r}")
@@ -174,8 +183,9 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
     if scheme.form == "gemv":
         raise Unsupported("version: expected gemm, got 'gemv'")
     algorithm = str(config.get("quant_algo")).upper()
-    if config.get("quant_method") == "modelopt" and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        expected = "FP8 or FP8_PER_CHANNEL_PER_TOKEN of ModelOpt"
+    of_8_bits = config.get("quant_method") == "modelopt" and scheme.format == "w8a8"
+    if of_8_bits and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        expected = "FP8, FP8_PER_CHANNEL_PER_TOKEN or W4A8_MXFP4_FP8 of ModelOpt"
         raise Unsupported(f"quant_algo: expected {expected}, got {config.get('quant_algo')!r}")
     if scheme.format == "compressed-tensors":
         kind = "float" if scheme.code == "e4m3" else "int"
@@ -185,3 +195,11 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
             raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
         if scheme.zero_points and scheme.strategy not in ("group", "channel"):
             raise Unsupported(f"strategy: expected group or channel with zero points, got {scheme.strategy}")
+
+
+def _is_mxfp4(config: Mapping[str, object], header: Mapping[str, str]) -> bool:
+    """Whether bytes are MXFP4's codes: by ModelOpt's name, or by their scales."""
+    if config.get("quant_method") == "modelopt":
+        return str(config.get("quant_algo")).upper() == "W4A8_MXFP4_FP8"
+    scales = {header.get(name) for name in ("weight_scale", "weight_scale_inv", "scale")}
+    return header.get("weight") in _BYTES and "F8_E8M0" in scales

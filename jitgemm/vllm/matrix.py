@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import parameter as parameters
@@ -22,7 +21,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, pack_experts
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.checkpoint.layouts import PARTS, G
+from jitgemm.checkpoint.layouts import PARTS, G, N, stored
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
@@ -53,6 +52,7 @@ class Matrix:
         parameters: {suffix: name of the layer's parameter}.
     """
 
+    more: tuple[str, ...] = ()  # that files must hold
     rows: int | None = None
     """Of a layer in the file, for loaders that expect no more; None for loaders that take a rank's from the start."""
 
@@ -118,6 +118,8 @@ class Matrix:
             marks = self.marks(loaded_weight, *where, **named)
             if param.is_meta and shared and not {part for part, _ in marks} & {0, None}:
                 return True  # vLLM counts numbers, to pack the layer once it has all: shared ones count once
+            if param.dtype == torch.uint8 and loaded_weight.dtype in (torch.int8, torch.float8_e8m0fnu):
+                loaded_weight = loaded_weight.view(torch.uint8)  # bytes of MXFP4
             kind, given = param.dtype, loaded_weight.dtype
             if "scale" in suffix and kind != given:
                 if not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
@@ -179,7 +181,7 @@ class Matrix:
     def lacking(self, layer: torch.nn.Module, part: int, expert: int | None = None) -> list[str]:
         """What the reader needs of one of the joined layers, and no file holds."""
         params, either = self.params(layer), {(part, expert), (part, None), (None, expert), (None, None)}
-        return [suffix for suffix in self.layout.needed if not written(params[suffix]) & either]
+        return [suffix for suffix in (*self.layout.needed, *self.more) if not written(params[suffix]) & either]
 
     def check(self, layer: torch.nn.Module) -> None:
         """Makes joined layers zeros that no file holds, and of tensors that files may lack what the lack means.
@@ -234,8 +236,7 @@ class Matrix:
             return Parts(quantize_w8(weight, codes), None, activation, None)
         form = form_of_4_bits(activation, options["group_size"], options["symmetric"])
         size = form["group_size"] if 0 < form["group_size"] < k else k
-        packed = quantize_w4(weight, size, symmetric=form["symmetric"], lhs_dtype=codes)
-        return Parts(packed, None, activation, None)
+        return Parts(quantize_w4(weight, size, symmetric=form["symmetric"], lhs_dtype=codes), None, activation, None)
 
     def source(self, tensors: Mapping[str, torch.Tensor], times: int = 1) -> LayerSource:
         """What vLLM loaded, as the reader takes it: one layer of all rows; times: how often it has the joined ones."""
@@ -264,8 +265,7 @@ class ExpertsMatrix(Matrix):
     """w13 or w2 of fused experts: the same tensors, with this rank's experts in front.
 
     Attributes:
-        part: "w13" or "w2".
-        count: experts of this rank.
+        part, count: "w13" or "w2", and the experts of this rank.
     """
 
     def __init__(
@@ -275,9 +275,14 @@ class ExpertsMatrix(Matrix):
         self.part, self.count, self.rows = part, count, rows
         self.parameters = {suffix: f"{part}_{name}" for suffix, name in self.parameters.items()}
         # vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight.
-        single = [each for each in self.tensors if each == "input_scale" or part == "w2"]
-        single = [each for each in single if self.tensors[each].dims == (PARTS,)]
+        numbers = [suffix for suffix, each in self.tensors.items() if each.dims == (PARTS,)]
+        single = numbers if part == "w2" else [each for each in numbers if each == "input_scale"]
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
+
+    def add_bias(self, dtype: torch.dtype) -> None:
+        """Gives the experts biases, which the files hold in one tensor."""
+        self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_bias"
+        self.more = ("bias",)
 
     def parameter(self, suffix: str, attributes: Mapping[str, Any]) -> torch.nn.Parameter:
         tensor = self.tensors[suffix]
@@ -294,7 +299,8 @@ class ExpertsMatrix(Matrix):
     def load(
         self, load: Any, suffix: str, param: Any, tensor: torch.Tensor, weight_name: str, *where: Any, **named: Any
     ) -> Any:
-        """Tells vLLM's loader, which goes by names, its own name of a parameter that is called otherwise.
+        """Tells vLLM's loader, which goes by names, its own name of a parameter that is called otherwise. Of gpt-oss'
+        stacked experts vLLM's model has cut the rank's part.
 
         Raises ValueError for an activation order.
         """
@@ -307,19 +313,24 @@ class ExpertsMatrix(Matrix):
                     f"{self.names[0]}, which share their quantised input"
                 )
             return True
+        if named.get("shard_id", True) is None:
+            if tensor.shape == param.shape:
+                return param.data.copy_(tensor)
+            raise ValueError(f"{weight_name}: expected shape {list(param.shape)}, got {list(tensor.shape)}")
         own = weight_name.replace(self.layout.called.get(suffix, suffix), suffix)
         return load(param, self.shares(suffix, tensor), own, *where, **named)
 
     def marks(
-        self, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+        self, loaded_weight: torch.Tensor, weight_name: str, shard_id: Any, expert_id: Any, return_success: bool = False
     ) -> Marks:  # type: ignore[override]
-        return frozenset({(int(shard_id == "w3"), None if loaded_weight.dim() == 3 else expert_id)})
+        part = None if shard_id is None else int(shard_id == "w3")
+        return frozenset({(part, None if loaded_weight.dim() == 3 else expert_id)})
 
     def check(self, layer: torch.nn.Module) -> None:
         """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
         places = layer.expert_map
         mine = range(self.count) if places is None else [e for e, at in enumerate(places.tolist()) if at >= 0]
-        projections = ("down_proj",) if self.part == "w2" else ("gate_proj", "up_proj")
+        projections = ("down_proj",) if self.part == "w2" else ("gate_proj", "up_proj")[-len(self.widths) :]
         for e, (part, proj) in product(mine, enumerate(projections)):
             lacking = [suffix for suffix in self.lacking(layer, part, e) if suffix != "input_scale"]  # which is unused
             if lacking:
@@ -335,7 +346,7 @@ class ExpertsMatrix(Matrix):
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         tensors = self.take(layer)
-        codes = next(iter(tensors.values()))
+        codes, bias = next(iter(tensors.values())), tensors.pop("bias", None)
         if self.layout.format is None:
             return self.quantised(codes)
         for suffix, tensor in tensors.items():
@@ -355,7 +366,7 @@ class ExpertsMatrix(Matrix):
 
         first = source(0)
         packed = pack_experts(self.count, read, first.lhs_dtype, first.bits, together)
-        return Parts(packed, None, first.activation, None)
+        return Parts(packed, bias, first.activation, None)
 
     def _together(self, codes: torch.Tensor) -> int:
         """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""
@@ -411,7 +422,7 @@ class Packing:
         if self.layout.tensors:
             self.check(layer)
         module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))
-        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.config.configure(self.names[0], module, CHILD not in layer._modules)
         self.install(layer, module)
 
     def check(self, layer: torch.nn.Module) -> None:

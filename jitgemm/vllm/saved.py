@@ -148,6 +148,8 @@ class SavedExperts(ExpertsMatrix):
         if self.part == "w2":
             return weight.shard("k", self.rank, ranks)
         own = torch.arange(self.widths[0], device=weight.q.device) + self.rank * self.widths[0]
+        if self.found.inputs == 1:
+            return weight.rows(own)
         interleaved = self.found.order == "interleaved"
         pairs = torch.stack((2 * own, 2 * own + 1), 1) if interleaved else torch.stack((own, own + self.rows))
         return weight.rows(pairs.flatten())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.weight.search import Rows, Search
+from jitgemm.weight.search import Grid
 
 DAMPING = 0.01
 """Added to XᵀX's diagonal, in parts of its mean: inputs that calibration did not show are worth a little, too."""
@@ -17,7 +17,7 @@ _COLUMNS = 128
 
 
 def gptq(
-    w: torch.Tensor, moments: torch.Tensor, size: int, search: Search | Rows, act_order: bool
+    w: torch.Tensor, moments: torch.Tensor, size: int, search: Grid, act_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of least error of the result, as GPTQ finds them.
 

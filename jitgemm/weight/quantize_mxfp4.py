@@ -1,77 +1,123 @@
-"""quantize_mxfp4: a float weight to the nearest MXFP4 codes, with the best power of two of each 32."""
+"""quantize_mxfp4: a float weight to the nearest MXFP4 codes, with the best power of two of each 32.
+
+Round to nearest, or GPTQ where the inputs' moments are given.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from jitgemm.dtypes import LHS_TYPES, torch_dtype
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import check_dtype, check_flag, dtype_name
 from jitgemm.weight import e2m1
-from jitgemm.weight.mxfp4 import pack_mxfp4
+from jitgemm.weight.gptq import gptq
+from jitgemm.weight.mxfp4 import format_of, pack_mxfp4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_finite, _check_weight
+from jitgemm.weight.quantize import _check_finite, _check_moments, _check_weight
 from jitgemm.weight.search import CHUNK
 
-_EVEN, _ODD = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
-"""Halfway between codes: those where the lower code's mantissa is even take it, the others the upper."""
+_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between neighbours of e2m1's magnitudes, of which it takes the even one: the lower, the upper, the lower, ..."""
 
 
-def quantize_mxfp4(w: torch.Tensor) -> W4Weight:
+def quantize_mxfp4(
+    w: torch.Tensor, *, moments: torch.Tensor | None = None, act_order: bool = True,
+    lhs_dtype: torch.dtype | None = None,
+) -> W4Weight:  # fmt: skip
     """Quantise a weight to MXFP4: per 32 columns, the scale of least squared error among three.
 
     Tried are the power of two 2^(floor(log2(max |w|)) - 2) of the OCP MX specification 1.0 (6.3), with which the largest
     value is 4 to 8 steps long and clipped to 6, its double and its half. A later one is taken only if its error is
     smaller. Codes are the nearest, ties to even. The same w gives the same weight in every run.
 
+    With `moments` codes are GPTQ's, and errors count as inputs do, as in `quantize_w4`.
+
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
             multiple of 16; finite. Left as it is.
+        moments, act_order: as in `quantize_w4`.
+        lhs_dtype: None or torch.float8_e4m3fn.
 
     Returns:
         The packed weight on w's device, in the first of `pack_mxfp4`'s forms that holds it.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, or values.
+        TypeError: wrong dtype, or lhs_dtype int8, which MXFP4 does not go with.
+        ValueError: wrong shape, or values.
     """
     n, k = _check_weight(w)
-    groups = ceil_div(k, EXPONENT_GROUP)
+    check_flag("act_order", act_order)
+    check_lhs(None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES))
+    _check_moments(moments, w)
+    groups, grid = ceil_div(k, EXPONENT_GROUP), Powers()
     with torch.inference_mode(False), torch.no_grad():
         codes = torch.empty((*w.shape[:-1], k // 2), dtype=torch.uint8, device=w.device)
         scales = torch.empty((*w.shape[:-1], groups), dtype=torch.uint8, device=w.device)
-        step = max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // k)
+        step = n if moments is not None else max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // k)
         for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
             for first in range(0, n, step):
                 rows = slice(first, min(first + step, n))
                 part = w[e][rows].to(torch.float32)
                 _check_finite(w[e], part, first)
-                part = torch.nn.functional.pad(part, (0, groups * EXPONENT_GROUP - k)).unflatten(1, (groups, -1))
-                found, scale = _nearest(part)
-                found = found.flatten(1)[:, :k]
-                codes[e][rows], scales[e][rows] = found[:, 0::2] | found[:, 1::2] << 4, scale
+                if moments is not None:
+                    values, scale, _ = gptq(part, moments[e], EXPONENT_GROUP, grid, act_order)
+                else:
+                    part = torch.nn.functional.pad(part, (0, groups * EXPONENT_GROUP - k)).unflatten(1, (groups, -1))
+                    scale, zero = grid.scales(part)
+                    values = grid.round_(part / scale[..., None], zero).flatten(1)[:, :k]
+                found = codes_of(values)
+                codes[e][rows] = found[:, 0::2] | found[:, 1::2] << 4
+                scales[e][rows] = (torch.frexp(scale).exponent + (e2m1.BIAS - 1)).to(torch.uint8)
         return pack_mxfp4(codes, scales, k=k)
 
 
-def _nearest(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """w fp32 [rows, groups, 32] -> codes uint8 of its shape, scales uint8 [rows, groups]."""
-    values = torch.tensor(e2m1.MAGNITUDES, dtype=torch.float64, device=w.device)
-    largest = w.abs().amax(-1)
-    # frexp: largest = mantissa * 2^exponent with mantissa from a half on.
-    usual = torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0)
-    best, scales, least = (
-        torch.zeros_like(w, dtype=torch.uint8),
-        usual,
-        torch.full_like(largest, torch.inf, dtype=torch.float64),
-    )
-    for change in (0, 1, -1):
-        exponent = (usual + change).clamp(-e2m1.BIAS, e2m1.BIAS)
-        steps = torch.ldexp(w.double(), -exponent[..., None])
-        magnitude = steps.abs()
-        codes = sum(magnitude > bound for bound in _EVEN) + sum(magnitude >= bound for bound in _ODD)
-        error = torch.ldexp((values[codes] - magnitude).square().sum(-1), 2 * exponent)
-        better = error < least
-        least = torch.where(better, error, least)
-        scales = torch.where(better, exponent, scales)
-        signed = (codes + 8 * steps.signbit()).to(torch.uint8)
-        best = torch.where(better[..., None], signed, best)
-    return best, (scales + e2m1.BIAS).to(torch.uint8)
+def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:
+    """Raises TypeError for a type of activations that MXFP4 does not meet; name: the argument's."""
+    form = format_of(EXPONENT_GROUP, 2 * EXPONENT_GROUP)
+    if lhs_type not in (None, *form.lhs_types):
+        got = dtype_name(torch_dtype(str(lhs_type)))
+        raise TypeError(f"{name}: expected float8_e4m3fn, {form.why_lhs}, got {got}")
+
+
+def codes_of(values: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 of e2m1's values."""
+    magnitudes = torch.tensor(e2m1.MAGNITUDES, dtype=values.dtype, device=values.device)
+    return (torch.bucketize(values.abs().contiguous(), magnitudes) + 8 * values.signbit()).to(torch.uint8)
+
+
+class Powers:
+    """e2m1's values, and a power of two for each group. As `Search`; codes are the values."""
+
+    def scales(self, w: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, zeros), fp32 of w's groups."""
+        largest = w.abs().amax(-1)
+        # frexp: largest = mantissa * 2^exponent with mantissa from a half on.
+        usual = torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0)
+        best, least = usual, torch.full_like(largest, torch.inf, dtype=torch.float64)
+        for change in (0, 1, -1):
+            exponent = (usual + change).clamp(-e2m1.BIAS, e2m1.BIAS)
+            steps = torch.ldexp(w.double(), -exponent[..., None])
+            squares = (self.round_(steps.clone()) - steps).square_()
+            if importance is not None:
+                squares *= importance
+            error = torch.ldexp(squares.sum(-1), 2 * exponent)
+            better = error < least
+            least, best = torch.where(better, error, least), torch.where(better, exponent, best)
+        scale = torch.ldexp(torch.ones_like(least), best).to(torch.float32)
+        return scale, torch.zeros_like(scale)
+
+    def round_(self, steps: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+        """The nearest of e2m1's values, in steps' place."""
+        halfway = torch.tensor(_HALFWAY, dtype=steps.dtype, device=steps.device)
+        # The largest number that is rounded down.
+        halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros_like(halfway[1::2]))
+        magnitudes = torch.tensor(e2m1.MAGNITUDES, dtype=steps.dtype, device=steps.device)
+        nearest = magnitudes[torch.bucketize(steps.abs().contiguous(), halfway)]
+        return torch.copysign(nearest, steps, out=steps)
+
+    def in_steps(self, codes: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """How many steps from 0 the codes are."""
+        return codes

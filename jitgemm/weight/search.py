@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,16 @@ CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
+
+
+class Grid(Protocol):
+    """What values a weight's codes stand for: the scales of groups, and the codes next to values. See `Search`."""
+
+    def scales(self, w: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def round_(self, steps: torch.Tensor, zero: torch.Tensor) -> torch.Tensor: ...
+
+    def in_steps(self, codes: torch.Tensor, zero: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

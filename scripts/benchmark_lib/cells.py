@@ -249,6 +249,7 @@ class Format:
         bits: of the weight; 8 bits have fp32 scales, per row or with group_size 128 per block of 128 x 128.
         lhs_blocks: activations have a scale per token and 128 k.
         lhs_e8m0: those scales are powers of two, four packed in an int32.
+        f16_sums: kernels may add up in f16 (`sums` of the calls).
         mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
     """
 
@@ -261,17 +262,23 @@ class Format:
     lhs_blocks: bool = False
     lhs_e8m0: bool = False
     mxfp4: bool = False
+    f16_sums: bool = False
 
     @property
     def name(self) -> str:
-        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, w8_e4m3_block_b128e,
-        mxfp4_ch, mxfp4_g128, mxfp4_g32."""
+        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, e4m3_g128_f16,
+        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
         lhs = "mxfp4" if self.mxfp4 else lhs
-        given = (self.any_codes, self.lhs_blocks and not self.lhs_e8m0, self.lhs_e8m0, self.batch_invariant)
+        blocks = self.lhs_blocks and not self.lhs_e8m0
+        given = (self.any_codes, self.f16_sums, blocks, self.lhs_e8m0, self.batch_invariant)
         switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
         return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
+
+    @property
+    def sums(self) -> str:
+        return "f16" if self.f16_sums else "f32"
 
     def problem(self, m: int, n: int, k: int) -> Problem:
         """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
@@ -284,8 +291,9 @@ class Format:
             codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
         return Problem(
-            m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group, lhs_e8m0=self.lhs_e8m0
-        )
+            m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group,
+            lhs_e8m0=self.lhs_e8m0, sums=self.sums,
+        )  # fmt: skip
 
     def weight_bytes(self, n: int, k: int) -> float:
         """Bytes of codes, scales and zero points; padding of tiles, and copies of a block's scale, are not counted."""
@@ -297,9 +305,9 @@ class Format:
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
 
-SWITCHES = ("any", "b128", "b128e", "bi")
-"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `lhs_blocks`, that with `lhs_e8m0`,
-`batch_invariant`."""
+SWITCHES = ("any", "f16", "b128", "b128e", "bi")
+"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `lhs_blocks`, that with
+`lhs_e8m0`, `batch_invariant`."""
 DEFAULT_FORMATS = (
     Format("e4m3", 128),
     Format("s8", 128),
@@ -320,6 +328,7 @@ MORE_FORMATS = (
     Format("s8", 128, bits=8),
     Format("e4m3", 128, bits=8, lhs_blocks=True),
     Format("e4m3", 128, lhs_blocks=True),
+    *(Format("e4m3", size, f16_sums=True) for size in (128, 64, 32)),
     Format("e4m3", 0, mxfp4=True),
     Format("e4m3", 128, mxfp4=True),
     Format("e4m3", 32, mxfp4=True),
@@ -346,15 +355,19 @@ def parse_format(text: str) -> Format:
     known = [switch for switch in SWITCHES if switch in switches and not (no_any and switch == "any")]
     e8m0 = "b128e" in switches
     wrong = switches != known or (e8m0 and "b128" in switches) or (mxfp4 and zero_point)
+    f16 = "f16" in switches
+    wrong = wrong or (
+        f16 and (lhs not in ("e4m3", "fp8") or no_any or group == "ch" or zero_point or e8m0 or "b128" in switches)
+    )
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
-            f"zero points, _any for codes of any activations, _b128 for activations' scales per 128 k, or _b128e for "
-            f"packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
+            f"zero points, _any for codes of any activations, _f16 for e4m3's sums in f16, _b128 for activations' "
+            f"scales per 128 k, or _b128e for packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
             f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4; got {text!r}"
         )
     invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
-    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4)
+    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4, f16)
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ def ours(fmt: Format) -> Contestant:
     codes = ", codes of any activations" if fmt.any_codes else ""
     blocks = ", activations per token and 128 k" if fmt.lhs_blocks else ""
     blocks += " in packed e8m0" if fmt.lhs_e8m0 else ""
-    label = f"jitgemm {weights} x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{blocks}{invariant}"
+    f16 = ", sums in f16" if fmt.f16_sums else ""
+    label = f"jitgemm {weights} x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{f16}{blocks}{invariant}"
     kind = WIDER if fmt.bits == 8 else EXACT if fmt.group_size else CHANNEL
     return Contestant(fmt.name, label, kind, True, "jitgemm", None, partial(_load, fmt), floor_bits=fmt.bits)
 
@@ -61,7 +62,7 @@ def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: in
     experts = weight.experts or 0
     problem = Problem(
         m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts, 128 * fmt.lhs_blocks,
-        fmt.lhs_e8m0,
+        fmt.lhs_e8m0, fmt.sums,
     )  # fmt: skip
     return choose(problem, device).label
 
@@ -69,7 +70,10 @@ def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: in
 def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int], Run]:
     first = weight_of(fmt, source)
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
-    switches = {"batch_invariant": True} if fmt.batch_invariant else {}
+    if fmt.f16_sums:  # which cannot begin in a CUDA graph
+        for weight in weights:
+            jitgemm.prepare_f16_sums(weight)
+    switches = ({"batch_invariant": True} if fmt.batch_invariant else {}) | ({"sums": "f16"} if fmt.f16_sums else {})
 
     def start(m: int, buffers: int) -> Run:
         lhs = [lhs_of(fmt, source.activations(m, i)) for i in range(buffers)]
@@ -83,7 +87,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
             rows=lambda rows: outs[0][rows].float(),
             bytes=fmt.weight_bytes(source.n, source.k) + m * source.k + 2 * m * source.n,
             poison=lambda: [out.fill_(torch.nan) for out in outs],
-            exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows),
+            exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows, fmt.sums),
             snapshot=outs[0].clone,
             kernel=lambda: kernel_label(fmt, first, m),
         )
@@ -92,12 +96,12 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
 
 
 def error_over_bound(
-    out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight | jitgemm.W8Weight, rows: torch.Tensor
+    out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight | jitgemm.W8Weight, rows: torch.Tensor, sums: str = "f32"
 ) -> float:
     """The largest error over what is allowed, on some rows of the output; infinite where a NaN was left standing."""
     x, x_scale = lhs
     # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.
     picked = x.view(torch.uint8)[rows].view(x.dtype)
-    ref, bound = gemm_w4a8_bound((picked, x_scale[rows]), weight)
+    ref, bound = gemm_w4a8_bound((picked, x_scale[rows]), weight, sums=sums)
     over = (out[rows].double() - ref).abs() / bound.clamp_(min=1e-300)
     return float(over.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

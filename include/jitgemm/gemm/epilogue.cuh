@@ -1,8 +1,5 @@
 // From accumulators to the output: per-token scale, per-channel scale, bias, the output's type, transposition, clipped
-// store.
-//
-// Accumulator i of a thread is row 16*warp + lane/4 + 8*((i/2)%2) of the 64-row strip and token
-// 8*(i/4) + 2*(lane%4) + i%2; with kTokenRows, such a token of the warpgroup's 64 and such a row of the tile's.
+// store. multiply.cuh has the picture of where a thread's sums lie.
 #pragma once
 #include <jitgemm/gemm/sums.cuh>
 #include <jitgemm/ptx/tma.cuh>
@@ -36,7 +33,7 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
     const u32 first = tile.first_row + position.along_n * kStripRows;
     const bool inside = thread < kStripRows && first + thread < args.n;
     const u32 terms = shared.terms(position.warpgroup) + thread * 4;
-    if constexpr (Config::kGroupSize == 0) {
+    if constexpr (Config::kRowScales) {
         // Bits of the type that it has; the array goes on to the end of the strip.
         const u32 bytes = args.channel_scale_type == kFp32 ? 4 : 2;
         const u8* scale = tile.channel_scale();
@@ -80,7 +77,7 @@ __device__ __forceinline__ RowTerms load_row_terms(const Consumer<Config>& consu
     for (u32 half = 0; half < 2; ++half) {
         const u32 row = position.warp * 16 + position.lane / 4 + half * 8;
         found.scale[half] = 1.0f;
-        if constexpr (Config::kGroupSize == 0) {
+        if constexpr (Config::kRowScales) {
             found.scale[half] = args.channel_scale_type == kFp32   ? load_shared_real<kFp32>(terms, row)
                                 : args.channel_scale_type == kBf16 ? load_shared_real<kBf16>(terms, row)
                                                                    : load_shared_real<kFp16>(terms, row);
@@ -127,8 +124,8 @@ __device__ __forceinline__ bool stores(const Position& position) {
     return !Scheduler<Config>::kClippedByMap || position.thread == 0;
 }
 
-// Stores the warpgroup's panels, one for each 128 bytes of its kColumns columns from first_row on, of kSliceTokens tokens
-// from first_token on. All its threads call this once they have written.
+// Stores the warpgroup's panels, one for each 128 bytes of its kColumns columns from first_row on, of kSliceTokens
+// tokens from first_token on. All its threads call this once they have written.
 template <typename Config, u32 kColumns>
 __device__ __forceinline__ void store_panels(const Consumer<Config>& consumer, const Tile<Config>& tile, u32 panel,
                                              u32 first_token, u32 first_row) {
@@ -145,14 +142,14 @@ __device__ __forceinline__ void store_panels(const Consumer<Config>& consumer, c
         }
     };
     if (Scheduler<Config>::kClippedByMap || first_token + Config::kSliceTokens <= tile.end_token()) {
-        if (position.thread == 0) store(consumer.out_map, 0);
+        if (position.thread == 0) store(consumer.maps.out, 0);
     } else {
         // Another expert's rows follow: in parts of kSwizzleRows by a first warp, and the rest by a second.
         const u32 rows = max(tile.end_token(), first_token) - first_token;
         const u32 parts = rows / kSwizzleRows;
-        if (position.thread < parts) store(consumer.out_part_map, position.thread * kSwizzleRows);
+        if (position.thread < parts) store(consumer.maps.out_part, position.thread * kSwizzleRows);
         const u32 row = parts * kSwizzleRows + position.thread - 32;
-        if (position.thread >= 32 && row < rows) store(consumer.out_row_map, row);
+        if (position.thread >= 32 && row < rows) store(consumer.maps.out_row, row);
     }
 }
 

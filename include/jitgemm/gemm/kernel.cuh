@@ -1,7 +1,7 @@
 // The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A,
 // decoded from shared memory into registers (64 rows of n), activations its B, read from shared memory
-// (block_m tokens). With kTokenRows, for 8-bit weights in shared memory, they are not: 64 tokens of each warpgroup are its
-// A, the tile's weights its B.
+// (block_m tokens). With kTokenRows, for 8-bit weights in shared memory, they are not: 64 tokens of each warpgroup are
+// its A, the tile's weights its B.
 //
 //     producer warp                         consumer warpgroups
 //     weights of the first stages           load and decode the first record
@@ -20,10 +20,9 @@
 namespace jitgemm {
 
 template <typename Config>
-__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const TensorMap* out_part_map,
-                                        const TensorMap* out_row_map, const Shared<Config>& shared, u32 rank) {
+__device__ __forceinline__ void consume(const Args& args, const Maps& maps, const Shared<Config>& shared, u32 rank) {
     Position position;
-    const Consumer<Config> consumer{args, out_map, out_part_map, out_row_map, shared, rank, position};
+    const Consumer<Config> consumer{args, maps, shared, rank, position};
     // The same in the whole warp, see w4a8_gemm: descriptors stay in uniform registers.
     position.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0);
     position.along_m = Config::kWarpgroupsM > 1 ? position.warpgroup / Config::kWarpgroupsN : 0;
@@ -45,7 +44,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     bool waited = kWaitsFirst;
 
     Scheduler<Config> scheduler(args, shared);
-    Ring<Config::kStages> ring;
+    Multiplicands<Config> multiplicands{shared, position};
     u32 parity = 0;  // of the tile, for the barriers of the sums
     Tile<Config> tile(args);
     while (scheduler.next(tile, rank)) {
@@ -55,7 +54,9 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         for (u32 i = 0; i < Config::kSums; ++i) acc[i] = 0.0f;
         TileSums<Config> sums;
         const u32 tokens = tile.end_token() - tile.first_token;
-        multiply_tokens<Config>(tokens, acc, sums, shared, position, tile.range, ring, [&] {
+        multiplicands.range = tile.range;
+        if constexpr (Config::kF16Sums) load_powers(multiplicands, tile, args.n);
+        multiply_tokens<Config>(tokens, acc, sums, multiplicands, [&] {
             const bool copying = !waited;
             if (copying) {
                 ActivationCopies<Config> copies(args, shared, position, tile);
@@ -87,9 +88,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
 }
 
 template <typename Config>
-__device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
-                                          const TensorMap* out_map, const TensorMap* out_part_map,
-                                          const TensorMap* out_row_map, const Args& args) {
+__device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared<Config> shared{shared_address(memory)};
     const u32 rank = Scheduler<Config>::kClusterSize > 1 ? cluster_rank() : 0;
@@ -100,20 +99,22 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
 
     constexpr bool kPrefetches = Scheduler<Config>::kKnownBeforeWait;
     u32 prefetched = 0;
-    u64 policy = 0;
+    Source<Config> source{args, maps, shared, rank, 0};
     if (producer_warp) {
         if (elect_one()) {
             if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
             shared.init_full_barriers();
         }
-        policy = Scheduler<Config>::weight_policy(args);
+        // Other lanes arrive at them, of scales that they copy: elect.sync orders no memory.
+        __syncwarp();
+        source.policy = Scheduler<Config>::weight_policy(args);
         // Multicast weights land in the neighbour too, whose barriers must exist first.
         if constexpr (kPrefetches && Config::kMulticastRhs == 1)
-            prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+            prefetched = prefetch_weights(source);
     } else if (warp == Shared<Config>::kWarpgroups * 4 + 1 && elect_one()) {
-        prefetch_descriptor(lhs_map);
-        prefetch_descriptor(last_lhs_map);
-        prefetch_descriptor(out_map);
+        prefetch_descriptor(maps.lhs);
+        prefetch_descriptor(maps.last_lhs);
+        prefetch_descriptor(maps.out);
         shared.init_other_barriers(rank);
     }
     if constexpr (Record<Config>::kExponents) {
@@ -121,6 +122,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     }
     __syncwarp();
     if constexpr (!kPrefetches) {
+        // Sizes and row_index may be of a grid before the last, routing's ahead of a quantiser. Every thread of that
+        // one waited for routing: its end is routing's, and what routing wrote is seen behind this wait.
         wait_for_previous_grid();
         Scheduler<Config>::prepare(args, shared);
     }
@@ -131,7 +134,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         __syncthreads();
     }
     if (kPrefetches && Config::kMulticastRhs > 1 && producer_warp)
-        prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+        prefetched = prefetch_weights(source);
 
     // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
     // grid implies the end of its predecessor.
@@ -139,7 +142,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         // Before the wait: the consumers need them for what they do before it.
         if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
         if (producer_warp) {
-            produce<Config>(args, lhs_map, last_lhs_map, shared, rank, prefetched, policy);
+            produce(source, prefetched);
         } else if (Config::kLhsGroup > 0 && warp == Shared<Config>::kWarpgroups * 4 + 1) {
             produce_block_scales(args, shared, rank);
         } else {
@@ -151,7 +154,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         // The reduction is for ptxas, which cannot compute it again: else main loops ask for the CTA's rank in each
         // iteration, of which addresses consist, and derive from it what they need (docs/notes/main-loop.md).
         const u32 base = Config::kPinSharedBase ? __reduce_or_sync(0xFFFFFFFFu, shared.base) : shared.base;
-        consume<Config>(args, out_map, out_part_map, out_row_map, Shared<Config>{base}, rank);
+        consume<Config>(args, maps, Shared<Config>{base}, rank);
     }
 }
 

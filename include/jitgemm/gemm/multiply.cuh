@@ -1,281 +1,83 @@
 // A warpgroup's part of a tile: decode weights into A fragments, multiply, promote the partial sums by their scales.
+//
+// A record is multiplied in units: one for each half of the tokens, chunk and factor, each with sums of its own. Two
+// policies say what differs between kernels, and one loop does the rest:
+//
+//     Operand   what wgmma reads as A: decoded weights in registers, weights in shared memory, or tokens
+//     Scaling   what a unit's sums are multiplied by: nothing, a scale per row, row x token, strip x token; in f16
+//
+//     record i        wait for stage   decode    | multiply, all units in flight
+//     record i + 1                               | wait for its stage    decode       | multiply ...
+//     record i                                   | factors   wait   promote   stage   | wait for ...
+//                                                            \__ unit by unit _/ handed back
+//
+// A run is the records whose sums stay in the tensor cores: kPromoteRecords of them, or with 0 the whole tile, which
+// nothing scales. The loop takes a run at a time, or two records where two sets of fragments alternate. With kF16Sums
+// every record is promoted, and a run is the records whose scaled sums stay in f16, kF16Run of them.
+//
+// Sum i of a thread, of 64 rows x N columns of a unit; w = thread / 32, l = thread % 32:
+//
+//     row     16 w + l / 4       i = 0, 1     4, 5     8, 9   ...
+//     row     16 w + l / 4 + 8   i = 2, 3     6, 7    10, 11  ...
+//     column  2 (l % 4) + 0, 1          + 0      + 8     + 16 ...
+//
+// Rows are rows of n and columns tokens; where tokens are wgmma's rows (kTokenRows), the other way round. Halves follow
+// one another: a thread's sums of the tile are [half][i]. Sums in f16 are pairs, 2 i and 2 i + 1 in register i.
 #pragma once
-#include <jitgemm/gemm/scheduler.cuh>
-#include <jitgemm/gemm/shared.cuh>
-#include <jitgemm/ptx/wgmma.cuh>
+#include <jitgemm/gemm/scaling.cuh>
 
 namespace jitgemm {
 
-// acc += scale of the row * partial sum, for accumulators [first, first + kCount).
-template <int kCount, int kTotal, int kPartials, typename Partial>
-__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kPartials],
-                                        float low_row, float high_row) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
-}
-
-// The tokens' scales of a record, two for every eight tokens: the first few are loaded before the sums are waited for,
-// the rest as they are needed, since registers are short.
-template <u32 kTokens, bool kUsed, bool kE8m0>
-struct TokenScales {
-    static constexpr u32 kAhead = smaller(kTokens / 8, 2);
-    u32 address;
-    float2 ahead[kAhead];
-
-    __device__ __forceinline__ explicit TokenScales(u32 address) : address(address) {
-#pragma unroll
-        for (u32 i = 0; kUsed && i < kAhead; ++i) ahead[i] = load_shared_float2(address + i * 32);
-    }
-    __device__ __forceinline__ float2 pair(u32 i) const {
-        return i < kAhead ? ahead[i] : load_shared_float2(address + i * 32);
-    }
+template <bool kCondition, typename A, typename B>
+struct Choose {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Choose<false, A, B> {
+    using Type = B;
 };
 
-// A power of two by its exponent as bfloat16's bits: 0 stands for 2^-127, which is subnormal, and 255 for NaN.
-__device__ __forceinline__ u32 bf16_of_e8m0(u32 exponent) {
-    return exponent << 7 | (exponent - 1 >= 254 ? 0x40 : 0);
-}
-
-// Packed exponents: a token's word has those of four k-blocks. Each lane converts two tokens' of every 64, and gets
-// the others from the lanes that have them: converted where they are needed, each would be by 32 threads.
-template <u32 kTokens>
-struct TokenScales<kTokens, true, true> {
-    u32 pairs[ceil_div(kTokens, 64)];
-
-    // `first` is the address of the first token's exponent.
-    __device__ __forceinline__ explicit TokenScales(u32 first) {
-#pragma unroll
-        for (u32 i = 0; i < ceil_div(kTokens, 64); ++i) {
-            const u32 address = first + min(i * 32 + threadIdx.x % 32, kTokens / 2 - 1) * 8;
-            pairs[i] = bf16_of_e8m0(load_shared_u8(address)) | bf16_of_e8m0(load_shared_u8(address + 4)) << 16;
-        }
-    }
-    __device__ __forceinline__ float2 pair(u32 i) const {
-        const u32 both = shuffle_fours(pairs[i / 8], i % 8 * 4);
-        return {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000)};
-    }
+// The policies of a kernel whose wgmma has N = kTokens.
+template <typename Config, u32 kTokens>
+struct Policies {
+    static constexpr bool kShared = Config::Codec::kSharedWeights;
+    using Weights = typename Choose<kShared, SharedWeights<Config>, RegisterWeights<Config>>::Type;
+    using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
+    using OfRow32 = typename Choose<Config::kByParts, PartsScaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
+    using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, OfRow32>::Type;
+    using OfRows = typename Choose<(Config::kLhsGroup > 0), RowTokenScaling<Config, kTokens>, OfRow>::Type;
+    using Scaled = typename Choose<Config::kTokenRows, StripTokenScaling<Config, kTokens>, OfRows>::Type;
+    using Scaling = typename Choose<Config::kPromoteRecords == 0, NoScaling<Config, kTokens>, Scaled>::Type;
 };
 
-// The same with a scale for each token as well, which multiplies the row's first.
-template <int kCount, int kTotal, int kPartials, typename Partial, typename Scales>
-__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kPartials],
-                                        float low_row, float high_row, const Scales& tokens) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-        const float2 token = tokens.pair(i / 4);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float scale = (j / 2 ? high_row : low_row) * (j % 2 ? token.y : token.x);
-            acc[first + i + j] = fmaf(float(partial[i + j]), scale, acc[first + i + j]);
-        }
-    }
-}
+// Where a record stands in its run.
+enum class Place { kOnly, kFirst, kLast, kInTile, kOpens };  // kOpens: the first of a run in f16, or of a pair by parts
 
-// One record on its way through a warpgroup: A fragments of its four k-steps, the scales and offsets of its chunks.
-template <typename Config>
-struct Fragments {
-    using Layout = Record<Config>;
-    static constexpr u32 kChunks = Layout::kChunks;
-    static constexpr u32 kSteps = 4 / kChunks;
+constexpr u32 kF16Run = 8, kPartsRun = 16;  // records
 
-    u32 step[4][4];
-    u64 weights;  // descriptor of the record, where wgmma reads it from shared memory
-    // Factors of the thread's two rows: for sums of codes times activations, for sums of activations. Where rows are
-    // tokens, one for each strip of the weights.
-    static constexpr u32 kScales = Config::kTokenRows ? Shared<Config>::kStripsOfWarpgroup : kChunks;
-    float low_scale[kScales], high_scale[kScales];
-    float low_offset[kChunks], high_offset[kChunks];
-
-    // Loads and decodes the codes.
-    __device__ __forceinline__ void load(u32 record, const Position& position) {
-        if constexpr (Config::Codec::kSharedWeights) {
-            weights = k_major_descriptor(record);
-        } else {
-            Config::Codec::template load<kChunks>(step, record, record + Layout::kZeros, position);
-            // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where groups
-            // are promoted, that is no slower: the promotion comes there too.
-            if constexpr (Config::kPromoteRecords == 0) fence();
-        }
-    }
-
-    __device__ __forceinline__ void fence() {
-        if constexpr (!Config::Codec::kSharedWeights) {
-#pragma unroll
-            for (u32 s = 0; s < 4; ++s) register_fence(step[s]);
-        }
-    }
-
-    // Loads what promotion needs; later than the codes, since registers are short until then.
-    __device__ __forceinline__ void load_factors(u32 record, const Position& position) {
-        const u32 row = position.warp * 16 + position.lane / 4;
-#pragma unroll
-        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-            low_scale[chunk] = high_scale[chunk] = 1.0f;
-            if constexpr (Config::kGroupSize != 0) {
-                u32 scales = record + Layout::kScales + chunk * Layout::kRowOfScales;
-                low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
-                high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
-            }
-            if constexpr (Config::kOffset) {
-                u32 offsets = record + Layout::kOffsets + chunk * Layout::kRowOfScales;
-                low_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row);
-                high_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row + 8);
-            }
-        }
-    }
-
-    // The same where rows are tokens, for a half of them: products of their scales and the strips'.
-    __device__ __forceinline__ void load_factors(const Shared<Config>& shared, u32 stage, u32 block,
-                                                 const Position& position, u32 half) {
-        const u32 row = first_token_row<Config>(position, half) + position.warp * 16 + position.lane / 4;
-        const u32 tokens = shared.block_scales(stage, 0) + row * 4;
-        float low, high;
-        if constexpr (Config::kLhsE8m0) {
-            low = __uint_as_float(bf16_of_e8m0(load_shared_u8(tokens + block % 4)) << 16);
-            high = __uint_as_float(bf16_of_e8m0(load_shared_u8(tokens + 32 + block % 4)) << 16);
-        } else {
-            low = load_shared_float(tokens);
-            high = load_shared_float(tokens + 32);
-        }
-#pragma unroll
-        for (u32 strip = 0; strip < kScales; ++strip) {
-            const float scale = load_shared_real<Config::kScaleType>(shared.strip_scale(stage, position.along_n * kScales + strip), 0);
-            low_scale[strip] = scale * low;
-            high_scale[strip] = scale * high;
-        }
-    }
-};
-
-// A warpgroup's sums of a tile, promoted and in the tensor cores.
+// A warpgroup's sums of a tile that are in the tensor cores.
 template <typename Config>
 struct TileSums {
-    static constexpr u32 kPartials = Config::kSums / Config::kHalves;
-    using Partial = typename Config::template Wgmma<kPartials * 2>::Accumulator;
+    static constexpr u32 kTokens = Config::kSums * 2 / Config::kHalves;
+    using Wgmma = typename Config::template Wgmma<kTokens>;
+    using Partial = typename Wgmma::Accumulator;
+    static constexpr u32 kPartials = Wgmma::kRegisters;
     Partial partial[Config::kInFlight][kPartials];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (u32 unit = 0; unit < Config::kInFlight; ++unit)
 #pragma unroll
-            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = 0;
+            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = Config::kByParts ? kFloatOfSums : 0;
     }
 
-    // Those of the tile, where no group promoted them.
+    // Those of the tile, where nothing promoted them.
     __device__ __forceinline__ void take(float (&acc)[Config::kSums]) const {
         if constexpr (Config::kPromoteRecords == 0) {
 #pragma unroll
             for (u32 h = 0; h < Config::kHalves; ++h)
 #pragma unroll
                 for (u32 i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
-        }
-    }
-};
-
-// Multiplies the first kWidth tokens of a tile, or where rows are tokens, kWidth rows of n.
-template <typename Config, u32 kWidth>
-struct Multiplier {
-    static constexpr u32 kHalves = Config::kHalves;
-    static constexpr u32 kTokens = kWidth / kHalves;  // wgmma's N
-    using Wgmma = typename Config::template Wgmma<kTokens>;
-    static constexpr u32 kPartials = kTokens / 2;
-    using Sums = TileSums<Config>;
-    static constexpr u32 kChunks = Fragments<Config>::kChunks;
-    static constexpr u32 kSteps = Fragments<Config>::kSteps;
-    // A chunk's scale, and its offset, which multiplies the sum of activations: the tensor cores add that up as
-    // products with ones.
-    static constexpr u32 kFactors = Config::kOffset ? 2 : 1;
-    // A unit is the sum for one half of the tokens and one factor of a chunk; kInFlight of them have registers.
-    static constexpr u32 kUnits = kChunks * kFactors * kHalves;
-    static constexpr u32 kInFlight = Config::kInFlight;
-    static_assert(kInFlight % kHalves == 0 || (Config::kTokenRows && kInFlight == 1), "every half in flight, or one");
-    static_assert(kInFlight <= kUnits, "no more in flight than there are");
-    static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units share registers one after another");
-
-    typename Sums::Partial (&partial)[kInFlight][Sums::kPartials];
-    u32 pending = 0;  // records summed in `partial` since the last promotion
-
-    __device__ __forceinline__ explicit Multiplier(Sums& sums) : partial(sums.partial) { sums.clear(); }
-
-    __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
-        const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
-        wgmma_fence();
-#pragma unroll
-        for (u32 s = 0; s < kSteps; ++s) {
-            const u32 step = chunk * kSteps + s;
-            const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
-            constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
-            const u64 tokens = descriptor + half * (kRows * kSwizzledRow >> 4) + step * 2;
-            if constexpr (Config::kTokenRows) {
-                Wgmma::issue(partial[unit % kInFlight], tokens, fragments.weights + step * 2, accumulate);
-            } else if constexpr (Config::Codec::kSharedWeights) {
-                Wgmma::issue(partial[unit % kInFlight], fragments.weights + step * 2, tokens, accumulate);
-            } else if (factor == 0) {
-                Wgmma::issue(partial[unit % kInFlight], fragments.step[step], tokens, accumulate);
-            } else {
-                constexpr u32 kOne = Config::Codec::kOne;
-                const u32 ones[4] = {kOne, kOne, kOne, kOne};
-                Wgmma::issue(partial[unit % kInFlight], ones, tokens, accumulate);
-            }
-        }
-        wgmma_commit();
-    }
-
-    // Starts one record's multiplies, as far as the registers for partial sums go.
-    __device__ __forceinline__ void start(const Fragments<Config>& fragments, u64 descriptor) {
-#pragma unroll
-        for (u32 unit = 0; unit < kInFlight; ++unit) issue(unit, fragments, descriptor);
-    }
-
-    // Waits for them, promoting each unit's sums by its factor while the next one multiplies. Sums of several records
-    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never. `tokens` is where the first of
-    // the tokens' scales that the lane reads is, if they have any for the record.
-    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], Fragments<Config>& fragments,
-                                           u64 descriptor, bool last, u32 tokens) {
-        constexpr bool kNever = Config::kPromoteRecords == 0;
-        const bool promote_now =
-            !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
-#pragma unroll
-        for (u32 unit = 0; unit < kUnits; ++unit) {
-            const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
-            const TokenScales<kTokens, (Config::kLhsGroup > 0), Config::kLhsE8m0> scales(tokens + half * kTokens * 4);
-            wgmma_wait(min(kInFlight, kUnits - unit) - 1);
-            register_fence(partial[unit % kInFlight]);
-            if (promote_now) {
-                const float low = factor == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk];
-                const float high = factor == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk];
-                if constexpr (Config::kLhsGroup > 0)
-                    promote<kPartials>(acc, half * kPartials, partial[unit % kInFlight], low, high, scales);
-                else
-                    promote<kPartials>(acc, half * kPartials, partial[unit % kInFlight], low, high);
-                // Asked for here; ptxas may still sink it below the next wait (docs/notes/main-loop.md).
-                register_fence(acc, half * kPartials, kPartials);
-            }
-            if (unit + kInFlight < kUnits) issue(unit + kInFlight, fragments, descriptor);
-        }
-        fragments.fence();
-        pending = promote_now ? 0 : pending + 1;
-    }
-
-    // The same where rows are tokens. `load_factors` loads those of a half; `release` is called once the tensor cores
-    // have read all of the record.
-    template <typename LoadFactors, typename Release>
-    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], const Fragments<Config>& fragments,
-                                           u64 descriptor, LoadFactors load_factors, Release release) {
-#pragma unroll
-        for (u32 half = 0; half < kHalves; ++half) {
-            load_factors(half);
-            wgmma_wait<0>();
-            register_fence(partial[0]);
-            if (half + 1 == kHalves) release();
-#pragma unroll
-            for (u32 i = 0; i < kPartials; ++i) {
-                const u32 strip = i / (kStripRows / 2);
-                const float scale = i / 2 % 2 ? fragments.high_scale[strip] : fragments.low_scale[strip];
-                acc[half * kPartials + i] = fmaf(float(partial[0][i]), scale, acc[half * kPartials + i]);
-            }
-            register_fence(acc, half * kPartials, kPartials);
-            if (half + 1 < kHalves) issue(half + 1, fragments, descriptor);
         }
     }
 };
@@ -294,16 +96,209 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
+// Multiplies records by the first kWidth tokens of a tile, or where rows are tokens, by kWidth rows of n.
+template <typename Config, u32 kWidth>
+struct Multiplier {
+    static constexpr u32 kHalves = Config::kHalves;
+    static constexpr u32 kTokens = kWidth / kHalves;  // wgmma's N
+    static constexpr u32 kInFlight = Config::kInFlight;  // units that have registers
+    using Wgmma = typename Config::template Wgmma<kTokens>;
+    using Operand = typename Policies<Config, kTokens>::Operand;
+    using Scaling = typename Policies<Config, kTokens>::Scaling;
+    using Sums = TileSums<Config>;
+    static constexpr u32 kUnits = Unit<Config>::kCount;
+    static_assert(kInFlight % kHalves == 0 || (Config::kTokenRows && kInFlight == 1), "every half in flight, or one");
+    // Whether multiplies start so many units ahead over the ends of records, see multiply_ahead().
+    static constexpr bool kAhead = Config::kF16Sums && kInFlight == 2;
+    static_assert(kAhead || kInFlight <= kUnits, "no more in flight than there are");
+    static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units share registers one after another");
+
+    typename Sums::Partial (&partial)[kInFlight][Sums::kPartials];
+    typename Scaling::Kept kept;
+    u32 summed = 0;  // records, where the whole tile is a run
+
+    __device__ __forceinline__ Multiplier(Sums& sums, const Multiplicands<Config>& of)
+        : partial(sums.partial), kept(of) {
+        sums.clear();
+    }
+
+    template <Place kPlace>
+    __device__ __forceinline__ void issue(u32 index, const Operand& operand, u64 descriptor) {
+        issue<kPlace>(index, partial[index % kInFlight], operand, descriptor);
+    }
+    template <Place kPlace>
+    __device__ __forceinline__ void issue(u32 index, typename Sums::Partial (&sums)[Sums::kPartials],
+                                          const Operand& operand, u64 descriptor) {
+        const Unit<Config> unit(index);
+        wgmma_fence();
+#pragma unroll
+        for (u32 s = 0; s < Unit<Config>::kSteps; ++s) {
+            const u32 step = unit.chunk * Unit<Config>::kSteps + s;
+            const bool accumulate = Config::kByParts || s > 0 || kPlace == Place::kLast || (kPlace == Place::kInTile && summed > 0);
+            constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
+            const u64 tokens = descriptor + unit.half * (kRows * kSwizzledRow >> 4) + step * 2;
+            operand.template issue<Wgmma>(sums, unit, step, tokens, accumulate);
+        }
+        wgmma_commit();
+    }
+
+    // Starts one record's multiplies, as far as the registers for partial sums go.
+    template <Place kPlace>
+    __device__ __forceinline__ void start(const Operand& operand, u64 descriptor) {
+#pragma unroll
+        for (u32 index = 0; index < kInFlight; ++index) issue<kPlace>(index, operand, descriptor);
+    }
+
+    // Waits for them and starts the others. At the end of a run each unit's sums are promoted while the next one
+    // multiplies. `release` hands the record's stage back.
+    template <Place kPlace, typename Release>
+    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], Operand& operand, Scaling& scaling,
+                                           u64 descriptor, Release release) {
+        constexpr bool kOpens = kPlace == Place::kOpens;
+        constexpr bool kPromotes = kPlace == Place::kOnly || kPlace == Place::kLast || kOpens;
+#pragma unroll
+        for (u32 index = 0; index < kUnits; ++index) {
+            const Unit<Config> unit(index);
+            if constexpr (kPromotes) scaling.unit(unit, kept);
+            wgmma_wait(min(kInFlight, kUnits - index) - 1);
+            register_fence(partial[index % kInFlight]);
+            // What the last unit's promotion needs is in registers.
+            if (Operand::kReleasesEarly && index + 1 == kUnits) release();
+            if constexpr (kPromotes) {
+                scaling.template promote<kOpens>(acc, kept, partial[index % kInFlight], unit);
+                kept.fence(acc, unit.half * (kTokens / 2), kTokens / 2);
+            }
+            if (index + kInFlight < kUnits) issue<kPlace>(index + kInFlight, operand, descriptor);
+        }
+        operand.fence();
+        if constexpr (!Operand::kReleasesEarly) release();
+        ++summed;
+    }
+};
+
+// Constants as arguments' types.
+template <Place kValue>
+struct At {
+    static constexpr Place value = kValue;
+};
+
+template <u32 kValue>
+struct Constant {
+    static constexpr u32 value = kValue;
+};
+
+// Multiplies a tile's records two units ahead: while a unit is promoted, and a record decoded, the tensor cores have
+// another of this warpgroup. That takes registers for two units' sums, which those in f16 leave.
+//
+//     one unit a record       | promote i   decode i + 2   start i + 2 | promote i + 1   decode i + 3   start i + 3 | ...
+//     tensor cores            | i + 1                                  | i + 2
+//
+//     more                    | decode i + 1 | promote unit 0   start unit 2 | promote unit 1   start unit 3 | ...
+//     tensor cores            | units 0, 1   | unit 1                        | unit 2
+//
+// `load(operand, ring)` waits for a stage and decodes it, `descriptor(stage)` is where its activations are.
+template <typename Config, typename Multiplier, typename Operand, typename Load, typename Descriptor>
+__device__ __forceinline__ void multiply_ahead(float (&acc)[Config::kSums], Multiplier& multiplier,
+                                               Multiplicands<Config>& of, Operand& even, Operand& odd, u32 records,
+                                               Load load, Descriptor descriptor) {
+    using Scaling = typename Multiplier::Scaling;
+    using Ring = jitgemm::Ring<Config::kStages>;
+    constexpr u32 kUnits = Multiplier::kUnits, kInFlight = Config::kInFlight;
+    constexpr Place kOnly = Place::kOnly;
+    Ring& ring = of.ring;
+    u32 block = of.range.begin;  // k is not split among warpgroups
+
+    // Promotes the ring's record; where it is not among the last, starts what comes two units later.
+    auto multiply = [&](auto place, auto behind, Operand& current, Operand& next, auto slot) {
+        constexpr bool kOpens = decltype(place)::value == Place::kOpens, kMore = decltype(behind)::value > 0;
+        constexpr u32 kSlot = decltype(slot)::value;
+        const u32 stage = ring.stage;
+        Ring ahead = ring;
+        ahead.advance();
+        if constexpr (kUnits > 1 && kMore) load(next, ahead);
+        Scaling scaling(of.shared, of.position, stage, block, kNoStage);
+#pragma unroll
+        for (u32 index = 0; index < kUnits; ++index) {
+            const Unit<Config> unit(index);
+            auto& partial = multiplier.partial[(kSlot + index) % kInFlight];
+            scaling.unit(unit, multiplier.kept);
+            // Units started behind this one: of this record, and of the next where there is one.
+            wgmma_wait(kMore ? kInFlight - 1 : min(kInFlight, kUnits - index) - 1);
+            register_fence(partial);
+            scaling.template promote<kOpens>(acc, multiplier.kept, partial, unit);
+            multiplier.kept.fence(acc, 0, Config::kSums);
+            const u32 later = index + kInFlight;
+            if (kUnits > 1 && later < kUnits) {
+                multiplier.template issue<kOnly>(later, partial, current, descriptor(stage));
+            } else if (kUnits > 1 && kMore) {
+                multiplier.template issue<kOnly>(later - kUnits, partial, next, descriptor(ahead.stage));
+            }
+        }
+        current.fence();
+        release_stage(of.shared, stage, of.position);
+        ring.advance();
+        ++block;
+        if constexpr (kUnits == 1 && kMore) {
+            ahead.advance();
+            load(current, ahead);
+            multiplier.template issue<kOnly>(0, multiplier.partial[kSlot], current, descriptor(ahead.stage));
+        }
+    };
+    constexpr At<Place::kOpens> opens;
+    constexpr At<kOnly> adds;
+    constexpr Constant<1> more;
+    constexpr Constant<0> none, first;
+    constexpr Constant<kUnits == 1 ? 1 : 0> second;  // slot of odd records' first unit
+
+    register_fence(multiplier.partial[1]);  // cleared by now, or ptxas would wait for the first multiply (C7517)
+    multiplier.template issue<kOnly>(0, multiplier.partial[0], even, descriptor(ring.stage));
+    if constexpr (kUnits > 1) multiplier.template issue<kOnly>(1, multiplier.partial[1], even, descriptor(ring.stage));
+    if constexpr (kUnits == 1) {
+        if (records == 1) {  // apart, or ptxas would wait where the paths meet (C7517)
+            multiply(opens, none, even, odd, first);
+            multiplier.kept.flush(acc);
+            return;
+        }
+        Ring ahead = ring;
+        ahead.advance();
+        load(odd, ahead);
+        multiplier.template issue<kOnly>(0, multiplier.partial[1], odd, descriptor(ahead.stage));
+    }
+    u32 left = records - (kUnits == 1 ? 2 : 1);  // records with something behind them to start
+    // Runs end where a multiple of kF16Run of them is left, or one more: no counter of its own. A run's first two records
+    // stand apart: clearing the sums instead, ptxas moves them about in each iteration.
+    while (left >= 2) {
+        multiply(opens, more, even, odd, first);
+        multiply(adds, more, odd, even, second);
+#pragma unroll 1
+        for (left -= 2; left % kF16Run >= 2; left -= 2) {
+            multiply(adds, more, even, odd, first);
+            multiply(adds, more, odd, even, second);
+        }
+        multiplier.kept.flush(acc);
+    }
+    if (left > 0) {
+        multiply(opens, more, even, odd, first);
+        multiply(adds, none, odd, even, second);
+        if constexpr (kUnits == 1) multiply(adds, none, even, odd, first);
+    } else {
+        multiply(opens, none, even, odd, first);
+        if constexpr (kUnits == 1) multiply(adds, none, odd, even, second);
+    }
+    multiplier.kept.flush(acc);
+}
+
 // Multiplies the warpgroup's records of a tile's first kWidth tokens into `acc`. While one record multiplies, the next
 // is loaded and decoded. `begin` is called once the tile's first record is decoded and before activations are needed.
 template <typename Config, u32 kWidth, typename Begin>
 __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileSums<Config>& sums,
-                                              const Shared<Config>& shared, const Position& position,
-                                              BlockRange range, Ring<Config::kStages>& ring, Begin begin) {
-    const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
+                                              Multiplicands<Config>& of, Begin begin) {
+    const Shared<Config>& shared = of.shared;
+    const Position& position = of.position;
+    Ring<Config::kStages>& ring = of.ring;
+    const u32 blocks = of.range.end - of.range.begin, stages = ceil_div(blocks, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
-    const u32 records =
-        ceil_div(max(range.end - range.begin, position.along_k) - position.along_k, Config::kWarpgroupsK);
+    const u32 records = ceil_div(max(blocks, position.along_k) - position.along_k, Config::kWarpgroupsK);
     const u64 first_descriptor =
         k_major_descriptor(shared.lhs(0, position.along_k) + first_token_row<Config>(position, 0) * kSwizzledRow);
 
@@ -312,69 +307,110 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     const bool any =
         (Config::kFragmentSets == 2 && Config::kSplitK == 1 && Config::kWarpgroupsK == 1) || records > 0;
 
-    Multiplier<Config, kWidth> multiplier(sums);
-    [[maybe_unused]] u32 block = range.begin + position.along_k;  // of the ring's stage
-    auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& from) {
+    Multiplier<Config, kWidth> multiplier(sums, of);
+    using Operand = typename Multiplier<Config, kWidth>::Operand;
+    using Scaling = typename Multiplier<Config, kWidth>::Scaling;
+    [[maybe_unused]] u32 block = of.range.begin + position.along_k;  // of the ring's stage
+    auto load = [&](Operand& operand, const Ring<Config::kStages>& from) {
         barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
         const u32 strip = position.along_n * Shared<Config>::kStripsOfWarpgroup;
-        fragments.load(shared.record(from.stage, strip, position.along_k), position);
+        operand.load(shared.record(from.stage, strip, position.along_k), position);
     };
     // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
     // which would keep ptxas from scheduling across it.
-    auto next_stage = [&](bool last) {
+    auto stage_behind = [&](bool last) {
         Ring<Config::kStages> next = ring;
         next.advance();
         return last ? ring : next;
     };
+    auto advance = [&](Operand& next, bool last, bool load_next) {
+        if (load_next) load(next, stage_behind(last));
+        ring.advance();
+    };
     // Multiplies `current`, the record of the ring's stage, and loads the one after it.
-    auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
+    auto multiply = [&](auto place, Operand& current, Operand& next, bool last, bool load_next) {
+        constexpr Place kPlace = decltype(place)::value;
         const u32 stage = ring.stage;
         const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
         // Halves of token rows have few stages: the next is waited for when this one's is on its way again.
         constexpr bool kAdvancesLast = Config::kTokenRows && Config::kHalves == 2;
-        multiplier.start(current, descriptor);
-        if constexpr (!kAdvancesLast) {
-            if (load_next) load(next, next_stage(last));
-            ring.advance();
-        }
-        if constexpr (Config::kTokenRows) {
-            auto load_factors = [&](u32 half) { current.load_factors(shared, stage, block, position, half); };
-            multiplier.finish(acc, current, descriptor, load_factors, [&] { release_stage(shared, stage, position); });
-            ++block;
-            if constexpr (kAdvancesLast) {
-                if (load_next) load(next, next_stage(last));
-                ring.advance();
-            }
-        } else {
-            current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
-            const u32 tokens = shared.block_scales(stage, position.along_k);
-            if constexpr (Config::kLhsE8m0) {
-                multiplier.finish(acc, current, descriptor, last, tokens + block % 4);
-                block += Config::kWarpgroupsK;
-            } else {
-                multiplier.finish(acc, current, descriptor, last, tokens + position.lane % 4 * 8);
-            }
-            release_stage(shared, stage, position);
-        }
+        multiplier.template start<kPlace>(current, descriptor);
+        if constexpr (!kAdvancesLast) advance(next, last, load_next);
+        Scaling scaling(shared, position, stage, block, last ? kNoStage : ring.stage);
+        multiplier.template finish<kPlace>(acc, current, scaling, descriptor,
+                                           [&] { release_stage(shared, stage, position); });
+        block += Config::kWarpgroupsK;
+        if constexpr (kAdvancesLast) advance(next, last, load_next);
     };
     if (!any) begin();
     if (any) {
-        Fragments<Config> even, odd;
+        constexpr bool kPairs = Config::kPromoteRecords == 2;  // records of a run; else one or all
+        constexpr Place kWhole = Config::kPromoteRecords == 0 ? Place::kInTile : Place::kOnly;
+        constexpr At<kWhole> whole;
+        constexpr At<kPairs ? Place::kFirst : kWhole> first;
+        constexpr At<kPairs ? Place::kLast : kWhole> second;
+        Operand even, odd;
         // Where threads copy the activations, weights come on their own and can be decoded before.
         if constexpr (Config::kDirectLhs) load(even, ring);
         begin();
         if constexpr (!Config::kDirectLhs) load(even, ring);
         u32 left = records;
-        if constexpr (Config::kFragmentSets == 2) {
+        [[maybe_unused]] constexpr At<Place::kOpens> opens;
+        if constexpr (Multiplier<Config, kWidth>::kAhead) {
+            multiply_ahead<Config>(acc, multiplier, of, even, odd, records, load, [&](u32 stage) {
+                return advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+            });
+        } else if constexpr (Config::kByParts) {
+            static_assert(Config::kFragmentSets == 2 && !kPairs && kPartsRun % 2 == 0, "records go by twos");
+            while (left >= 2) {
+#pragma unroll 1
+                do {
+                    multiply(opens, even, odd, false, true);
+                    multiply(whole, odd, even, left == 2, true);
+                    left -= 2;
+                } while (left % kPartsRun >= 2);
+                multiplier.kept.flush(acc);
+            }
+            if (left > 0) {
+                multiply(opens, even, odd, true, false);
+                multiplier.kept.flush(acc);
+            }
+        } else if constexpr (Config::kF16Sums) {
+            static_assert(Config::kFragmentSets == 2 && !kPairs && kF16Run % 2 == 0, "records go by twos");
+            // Runs end where a multiple of kF16Run records is left, or one more: no counter of its own. The first two
+            // records stand apart: clearing the sums instead, ptxas moves them about in each iteration.
+            while (left >= 2) {
+                multiply(opens, even, odd, false, true);
+                multiply(whole, odd, even, left == 2, true);
+#pragma unroll 1
+                for (left -= 2; left % kF16Run >= 2; left -= 2) {
+                    multiply(whole, even, odd, false, true);
+                    multiply(whole, odd, even, left == 2, true);
+                }
+                multiplier.kept.flush(acc);
+            }
+            if (left > 0) {
+                multiply(opens, even, odd, true, false);
+                multiplier.kept.flush(acc);
+            }
+        } else if constexpr (Config::kFragmentSets == 2) {
             // Two sets of registers alternate, so that nothing is copied.
             for (; left >= 2; left -= 2) {
-                multiply(even, odd, false, true);
-                multiply(odd, even, left == 2, true);
+                multiply(first, even, odd, false, true);
+                multiply(second, odd, even, left == 2, true);
             }
-            if (left > 0) multiply(even, odd, true, false);
+            if (left > 0) multiply(whole, even, odd, true, false);
+        } else if constexpr (kPairs) {
+            for (; left >= 2; left -= 2) {
+                multiply(first, even, odd, false, true);
+                even = odd;
+                multiply(second, even, odd, left == 2, true);
+                even = odd;
+            }
+            if (left > 0) multiply(whole, even, odd, true, false);
         } else {
             for (; left > 0; --left) {
-                multiply(even, odd, left == 1, true);
+                multiply(whole, even, odd, left == 1, true);
                 even = odd;
             }
         }
@@ -394,35 +430,33 @@ __device__ __forceinline__ bool has_tokens(const Position& position, u32 tokens)
 
 // Hands all stages of a tile back, of which the warpgroup has no tokens.
 template <typename Config, typename Begin>
-__device__ __forceinline__ void skip_tile(const Shared<Config>& shared, const Position& position, BlockRange range,
-                                          Ring<Config::kStages>& ring, Begin begin) {
+__device__ __forceinline__ void skip_tile(Multiplicands<Config>& of, Begin begin) {
     begin();
-    for (u32 block = range.begin; block < range.end; ++block) {
-        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
-        release_stage(shared, ring.stage, position);
-        ring.advance();
+    for (u32 block = of.range.begin; block < of.range.end; ++block) {
+        barrier_wait<Config::kDebug>(of.shared.full(of.ring.stage), of.ring.parity);
+        release_stage(of.shared, of.ring.stage, of.position);
+        of.ring.advance();
     }
 }
 
 // The same with the narrowest multiply that takes `tokens`.
 template <typename Config, u32 kIndex = 0, typename Begin>
 __device__ __forceinline__ void multiply_tokens(u32 tokens, float (&acc)[Config::kSums], TileSums<Config>& sums,
-                                                const Shared<Config>& shared, const Position& position,
-                                                BlockRange range, Ring<Config::kStages>& ring, Begin begin) {
+                                                Multiplicands<Config>& of, Begin begin) {
     constexpr u32 kWidth = Config::width(kIndex);
     if constexpr (Config::kWarpgroupsM > 1) {
-        if (!has_tokens<Config>(position, tokens)) {
-            skip_tile(shared, position, range, ring, begin);
+        if (!has_tokens<Config>(of.position, tokens)) {
+            skip_tile(of, begin);
             return;
         }
     }
     if constexpr (kIndex + 1 < Config::kWidths) {
         if (tokens > kWidth) {
-            multiply_tokens<Config, kIndex + 1>(tokens, acc, sums, shared, position, range, ring, begin);
+            multiply_tokens<Config, kIndex + 1>(tokens, acc, sums, of, begin);
             return;
         }
     }
-    multiply_tile<Config, kWidth>(acc, sums, shared, position, range, ring, begin);
+    multiply_tile<Config, kWidth>(acc, sums, of, begin);
 }
 
 }  // namespace jitgemm

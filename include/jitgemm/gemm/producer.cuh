@@ -14,11 +14,30 @@ __device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
     return Config::kWarpgroupsK == 1 ? 1 : min(u32(Config::kWarpgroupsK), range.end - block);
 }
 
-// Announces a stage's bytes and copies its weight records: for each strip `blocks` contiguous ones. The bytes of
-// activations count where copies bring them too: `rows` is Tile::lhs_rows().
+// What a producer fills stages from.
 template <typename Config>
-__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile<Config>& tile,
-                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
+struct Source {
+    const Args& args;
+    const Maps& maps;
+    const Shared<Config>& shared;
+    u32 rank;
+    u64 policy;  // of weights in the L2
+};
+
+// A stage to fill: from `block` on, with `blocks` of them.
+struct Filling {
+    u32 stage, block, blocks;
+};
+
+// Announces a stage's bytes and copies its weight records: for each strip contiguous ones. The bytes of activations
+// count where copies bring them too: `rows` is Tile::lhs_rows().
+template <typename Config>
+__device__ __forceinline__ void load_weights(const Source<Config>& source, const Tile<Config>& tile,
+                                             const Filling& filling, u32 rows) {
+    const Args& args = source.args;
+    const Shared<Config>& shared = source.shared;
+    const u32 rank = source.rank, stage = filling.stage, blocks = filling.blocks;
+    const u64 policy = source.policy;
     u32 bytes = blocks * Shared<Config>::kRecordBytes;
     const u32 copies = Tile<Config>::kGrouped ? 1 : Config::kMulticastLhs;
     const u32 lhs_bytes = blocks * copies * rows * kSwizzledRow;
@@ -29,7 +48,7 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
     for (u32 i = 0; i < Config::kStrips; ++i) {
         // A strip past the end is computed from the last one and clipped by the store.
         u32 strip = min(tile.first_row / kStripRows + i, last_strip);
-        const u8* source = tile.records() + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
+        const u8* records = tile.records() + (u64(strip) * k_blocks + filling.block) * Record<Config>::kBytes;
         auto copy = [&](u32 destination, const u8* source, u32 bytes) {
             if constexpr (Config::kMulticastRhs > 1) {
                 u32 own = bytes / Config::kMulticastRhs;
@@ -40,26 +59,27 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
             }
         };
         if constexpr (Shared<Config>::kRecord == Record<Config>::kBytes || Config::kWarpgroupsK == 1) {
-            copy(shared.record(stage, i, 0), source, bytes);
+            copy(shared.record(stage, i, 0), records, bytes);
         } else {
             for (u32 j = 0; j < blocks; ++j)
-                copy(shared.record(stage, i, j), source + j * Record<Config>::kBytes, Record<Config>::kBytes);
+                copy(shared.record(stage, i, j), records + j * Record<Config>::kBytes, Record<Config>::kBytes);
         }
         if constexpr (Config::kTokenRows)
-            copy(shared.strip_scale(stage, i), source + Record<Config>::kScales, Shared<Config>::kStripScale);
+            copy(shared.strip_scale(stage, i), records + Record<Config>::kScales, Shared<Config>::kStripScale);
     }
 }
 
 template <typename Config>
-__device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
-                                                 const Shared<Config>& shared, const Tile<Config>& tile, u32 stage,
-                                                 u32 block, u32 blocks, u32 rank, u32 rows) {
+__device__ __forceinline__ void load_activations(const Source<Config>& source, const Tile<Config>& tile,
+                                                 const Filling& filling, u32 rows) {
+    const Shared<Config>& shared = source.shared;
+    const u32 rank = source.rank, stage = filling.stage;
     constexpr bool kGrouped = Tile<Config>::kGrouped;
     const u32 whole = kGrouped ? u32(Config::kBlockM) : u32(Tile<Config>::kLhsRows);
-    const TensorMap* map = rows == whole ? lhs_map : last_lhs_map;
-    for (u32 i = 0; i < blocks; ++i) {
+    const TensorMap* map = rows == whole ? source.maps.lhs : source.maps.last_lhs;
+    for (u32 i = 0; i < filling.blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
-        i32 k = (block + i) * kBlockK;
+        i32 k = (filling.block + i) * kBlockK;
         if (kGrouped && tile.gathers()) return;
         if constexpr (kGrouped && Config::kMulticastLhs == 1) {
             // A tile of few rows comes in copies of as many as the swizzle's period.
@@ -78,17 +98,19 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
 
 // The same row by row, from where row_index says, if it does. The whole warp calls this.
 template <typename Config>
-__device__ __forceinline__ void gather_activations(const TensorMap* row_map, const Shared<Config>& shared,
-                                                   const Tile<Config>& tile, u32 stage, u32 block, u32 blocks, u32 rank,
-                                                   u32 rows) {
+__device__ __forceinline__ void gather_activations(const Source<Config>& source, const Tile<Config>& tile,
+                                                   const Filling& filling, u32 rows) {
     if (!tile.gathers()) return;
+    const Shared<Config>& shared = source.shared;
+    const TensorMap* row_map = source.maps.last_lhs;
+    const u32 rank = source.rank, stage = filling.stage;
     const u32 share = Config::kMulticastLhs > 1 ? rank * Tile<Config>::kLhsRows : 0;
     const u32 end = min(rows, share + Tile<Config>::kLhsRows);
     for (u32 row = share + threadIdx.x % 32; row < end; row += 32) {
         const i32 token = tile.token_of(tile.first_token + row);
-        for (u32 i = 0; i < blocks; ++i) {
+        for (u32 i = 0; i < filling.blocks; ++i) {
             const u32 destination = shared.lhs(stage, i) + row * kSwizzledRow;
-            const i32 k = (block + i) * kBlockK;
+            const i32 k = (filling.block + i) * kBlockK;
             if constexpr (Config::kMulticastLhs > 1) {
                 tile_load_multicast(destination, row_map, k, token, shared.full(stage),
                                     (1 << Config::kMulticastLhs) - 1);
@@ -157,17 +179,18 @@ struct BlockScales {
 // Asks for the first tile's weights before this grid waits for the one before it, on which they do not depend. Returns
 // the stages filled. The whole warp calls this and produce(); one elected lane issues the copies.
 template <typename Config>
-__device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
-    Scheduler<Config> scheduler(args, shared);
-    Tile<Config> tile(args);
+__device__ __forceinline__ u32 prefetch_weights(const Source<Config>& source) {
+    const Shared<Config>& shared = source.shared;
+    Scheduler<Config> scheduler(source.args, shared);
+    Tile<Config> tile(source.args);
     u32 filled = 0;
-    if (scheduler.template next<true>(tile, rank)) {
+    if (scheduler.template next<true>(tile, source.rank)) {
         const BlockRange range = tile.range;
         const u32 rows = Config::kDirectLhs ? 0 : tile.lhs_rows();
         u32 block = range.begin;
         for (; block < range.end && filled != Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
-            if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
+            if (elect_one()) load_weights(source, tile, {filled, block, blocks}, rows);
             // Consumers that copy activations copy their scales, too.
             if (Config::kLhsGroup > 0 && Config::kDirectLhs) barrier_arrive(shared.full(filled));
         }
@@ -178,39 +201,35 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
 // Brings what the stages lack: first activations to those that hold weights, then both to all that follow. Finds its
 // first tile, which takes divisions, before it waits for the previous grid, if it can.
 template <typename Config>
-__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const TensorMap* last_lhs_map,
-                                        const Shared<Config>& shared, u32 rank, u32 prefetched, u64 policy) {
+__device__ __forceinline__ void produce(const Source<Config>& source, u32 prefetched) {
     constexpr bool kKnown = Scheduler<Config>::kKnownBeforeWait;
     if constexpr (!kKnown) wait_for_previous_grid();
-    Scheduler<Config> scheduler(args, shared);
+    const Shared<Config>& shared = source.shared;
+    Scheduler<Config> scheduler(source.args, shared);
     Ring<Config::kStages> ring;
-    Tile<Config> tile(args);
-    bool more = scheduler.next(tile, rank);
+    Tile<Config> tile(source.args);
+    bool more = scheduler.next(tile, source.rank);
     u32 block = more ? tile.range.begin : 0;
     u32 rows = more ? tile.lhs_rows() : 0;
     if constexpr (kKnown) wait_for_previous_grid();
-    auto load_lhs = [&](u32 blocks) {
-        load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
-    };
 #pragma unroll 1
     for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
         const u32 blocks = blocks_of_stage<Config>(tile.range, block);
-        if (!Config::kDirectLhs && elect_one()) load_lhs(blocks);
+        if (!Config::kDirectLhs && elect_one()) load_activations(source, tile, {ring.stage, block, blocks}, rows);
     }
     while (more) {
         // Several at a time take more registers than a producer has.
 #pragma unroll 1
         for (; block < tile.range.end; block += Config::kWarpgroupsK, ring.advance()) {
-            const u32 blocks = blocks_of_stage<Config>(tile.range, block);
+            const Filling filling{ring.stage, block, blocks_of_stage<Config>(tile.range, block)};
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
             if (elect_one()) {
-                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);
-                load_lhs(blocks);
+                load_weights(source, tile, filling, rows);
+                load_activations(source, tile, filling, rows);
             }
-            if constexpr (Tile<Config>::kGrouped)
-                gather_activations<Config>(last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
+            if constexpr (Tile<Config>::kGrouped) gather_activations(source, tile, filling, rows);
         }
-        more = scheduler.next(tile, rank);
+        more = scheduler.next(tile, source.rank);
         block = tile.range.begin;
         rows = tile.lhs_rows();
     }

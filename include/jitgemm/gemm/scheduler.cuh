@@ -61,7 +61,7 @@ struct Tile {
         if constexpr (!kGrouped) {
             return args.records;
         } else {
-            return args.records + u64(expert * strips()) * ceil_div(args.k, kBlockK) * Record<Config>::kBytes;
+            return args.records + u64(expert) * strips() * ceil_div(args.k, kBlockK) * Record<Config>::kBytes;
         }
     }
     __device__ __forceinline__ const u8* channel_scale() const {
@@ -69,14 +69,14 @@ struct Tile {
         if constexpr (!kGrouped) {
             return first;
         } else {
-            return first + u64(expert * strips()) * kStripRows * (args.channel_scale_type == kFp32 ? 4 : 2);
+            return first + u64(expert) * strips() * kStripRows * (args.channel_scale_type == kFp32 ? 4 : 2);
         }
     }
     __device__ __forceinline__ const float* row_sum() const {
         if constexpr (!kGrouped) {
             return args.row_sum;
         } else {
-            return args.row_sum + u64(expert * strips()) * kStripRows;
+            return args.row_sum + u64(expert) * strips() * kStripRows;
         }
     }
     __device__ __forceinline__ const void* bias() const {

@@ -27,6 +27,7 @@
 // as long as there are slices. `reducers` are the warpgroups of a CTA that have a span.
 #pragma once
 #include <jitgemm/gemm/codec.cuh>
+#include <jitgemm/gemm/config.cuh>
 #include <jitgemm/ptx/barrier.cuh>
 
 namespace jitgemm {

@@ -18,9 +18,7 @@ namespace jitgemm {
 template <typename Config>
 struct Consumer {
     const Args& args;
-    const TensorMap* out_map;
-    const TensorMap* out_part_map;  // of kSwizzleRows rows, and
-    const TensorMap* out_row_map;   // of a single row; of grouped kernels
+    const Maps& maps;
     const Shared<Config>& shared;
     u32 rank;
     const Position& position;
@@ -148,7 +146,7 @@ __device__ __forceinline__ void reduce_slice(float (&acc)[Config::kSums], const 
     const Shared<Config>& shared = consumer.shared;
     const Position& position = consumer.position;
     constexpr u32 kTokens = Config::kSliceTokens, kRank = kSlice % Config::kSplitK;
-    barrier_wait<Config::kDebug>(shared.slice_full(position.warpgroup), parity);
+    barrier_wait_for_cluster<Config::kDebug>(shared.slice_full(position.warpgroup), parity);
     const u32 slots = shared.slice_slot(position.warpgroup, 0);
     add_in_order<kTokens, Config::kSplitK, kRank, Shared<Config>::kSlot>(acc + kSlice * kTokens / 2, slots, position);
     // After the last tile nobody writes the slots again; and the other CTAs may have ended.

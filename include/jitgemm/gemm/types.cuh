@@ -17,7 +17,7 @@ constexpr u32 kWarpgroupVector = kWarpgroup * 16;  // bytes that a warpgroup loa
 struct Args {
     const u8* lhs;              // activations, as lhs_map has them
     const u8* records;          // packed weight, [strips][k_blocks][record_bytes]
-    const void* channel_scale;  // [strips * 64] of channel_scale_type; read by per-channel kernels only
+    const void* channel_scale;  // [strips * 64] of channel_scale_type; read by kernels with kRowScales only
     const float* lhs_scale;     // one value every lhs_scale_stride elements; stride 0 is one scale for all tokens;
                                 // kLhsE8m0: words of the exponents of four k-blocks, the first in the lowest byte
     const void* bias;           // [n] of bias_type, or null
@@ -49,6 +49,12 @@ struct GroupedArgs : GroupPointers, Args {
     u64 scale_expert_step;  // kLhsGroup: what an expert adds to a scale's index beside its rows' strides, modulo 2^64
 };
 static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/grouped_plan.py packs this struct");
+
+// The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
+// in grouped kernels of kSwizzleRows rows and of one.
+struct Maps {
+    const TensorMap *lhs, *last_lhs, *out, *out_part, *out_row;
+};
 
 // A consumer thread's position in its CTA, and the tokens that its warpgroup stores.
 struct Position {

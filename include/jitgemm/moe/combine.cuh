@@ -40,6 +40,8 @@ __device__ __forceinline__ void combine(const CombineArgs& args) {
     constexpr u32 kRowVectorBytes = Vector<Config::kRow>::kBytes, kOutVectorBytes = Vector<Config::kOut>::kBytes;
     const u32 lane = threadIdx.x % 32, vectors = args.n / kVector, parts = ceil_div(vectors, kCombineThreads);
 
+    // The rows are the grid's before; inverse and weights may be of grids before that one, whose every thread waited for
+    // them: its end is theirs, and what they wrote is seen behind this wait.
     launch_next_grid();
     wait_for_previous_grid();
 

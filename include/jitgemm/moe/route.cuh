@@ -93,6 +93,7 @@ __device__ __forceinline__ void route(const RouteArgs& args) {
     u32* const counts = shared.counts + warp * args.experts;
     const u32 begin = min((rank * warps + warp) * args.run, args.choices), end = min(begin + args.run, args.choices);
 
+    // Every thread waits below, as in quantize_rows: who waits for the end of this grid waits for those before it.
     launch_next_grid();
     for (u32 i = threadIdx.x; i < busy * args.experts; i += blockDim.x) shared.counts[i] = 0;
     wait_for_previous_grid();

@@ -46,32 +46,48 @@ __device__ __forceinline__ void loads_done() {
 // Arrives at the barrier of any CTA of the cluster, to hand back a buffer that the CTA fills.
 //
 // loads_done() and this arrival are less than PTX asks for: between CTAs its memory model orders loads before the other
-// CTA's next writes by a release at cluster scope. That would flush to the GPU's memory each time, and kernels with
-// multicast would run at half speed. Hopper is observed to finish the loads before the arrival is seen; it is not
-// guaranteed. test_splits_over_warpgroups_and_ctas_sum_alike and test_multicast_hands_its_stages_back stress it in
-// every GPU run.
+// CTA's next writes by a release at cluster scope. That adds MEMBAR.ALL.GPU, which waits until all that the thread wrote
+// is in the GPU's memory, and kernels with multicast would run at half speed. There is nothing to wait for: the loads are
+// of this CTA's shared memory, which exists once, in this SM. A load that loads_done() saw done at CTA scope has its
+// value, and no write of another CTA can still reach it; the arrival leaves the SM behind it. That the fence waits for
+// the values is observed (docs/notes/sums.md), not promised: test_splits_over_warpgroups_and_ctas_sum_alike and
+// test_multicast_hands_its_stages_back stress it in every GPU run.
 __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
 
+// Blocks of assembly: the same loops in C++ cost the consumers registers, the one with the trap hundreds of bytes of
+// spills.
+#define JITGEMM_WAIT(scope, barrier, parity)                                                                   \
+    asm volatile("{\n.reg .pred p;\n"                                                                          \
+                 "wait:\nmbarrier.try_wait.parity" scope ".shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"     \
+                 ::"r"(barrier), "r"(parity) : "memory")
+#define JITGEMM_WAIT_OR_TRAP(scope, barrier, parity)                                                           \
+    asm volatile("{\n.reg .pred p;\n.reg .u32 spins;\nmov.u32 spins, 0;\n"                                     \
+                 "wait:\nmbarrier.try_wait.parity" scope ".shared::cta.b64 p, [%0], %1;\n@p bra done;\n"       \
+                 "add.u32 spins, spins, 1;\nsetp.lt.u32 p, spins, 4194304;\n@p bra wait;\ntrap;\ndone:\n}"    \
+                 ::"r"(barrier), "r"(parity) : "memory")
+
 // Waits until the phase of the given parity is over. kDebug traps where a release build would hang.
+//
+// The wait acquires at CTA scope. What CTAs multicast to one another, and the buffers that they hand back, PTX would have
+// acquired at cluster scope. On sm_90 the two differ by one instruction, CCTL.IVALL: it drops the L1's lines of global
+// memory. Such a wait is for shared memory alone, which has no copy that could be stale; so these waits, one a record,
+// do without.
 template <bool kDebug>
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    // Blocks of assembly: the same loops in C++ cost the consumers registers, the one with the trap hundreds of bytes
-    // of spills.
-    if constexpr (kDebug) {
-        asm volatile(
-            "{\n.reg .pred p;\n.reg .u32 spins;\nmov.u32 spins, 0;\n"
-            "wait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
-            "add.u32 spins, spins, 1;\nsetp.lt.u32 p, spins, 4194304;\n@p bra wait;\ntrap;\ndone:\n}"
-            ::"r"(barrier), "r"(parity) : "memory");
-    } else {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "wait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
-            ::"r"(barrier), "r"(parity) : "memory");
-    }
+    if constexpr (kDebug) JITGEMM_WAIT_OR_TRAP("", barrier, parity);
+    else JITGEMM_WAIT("", barrier, parity);
 }
+
+// The same for what other CTAs of the cluster store: acquires at cluster scope.
+template <bool kDebug>
+__device__ __forceinline__ void barrier_wait_for_cluster(u32 barrier, u32 parity) {
+    if constexpr (kDebug) JITGEMM_WAIT_OR_TRAP(".acquire.cluster", barrier, parity);
+    else JITGEMM_WAIT(".acquire.cluster", barrier, parity);
+}
+#undef JITGEMM_WAIT
+#undef JITGEMM_WAIT_OR_TRAP
 
 // Barrier of the 128 threads of one warpgroup; hardware barrier 0 is __syncthreads'.
 __device__ __forceinline__ void warpgroup_sync(u32 warpgroup) {

@@ -11,11 +11,13 @@ from itertools import product
 
 import torch
 
-from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Gate
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Gate
 from jitgemm.activations.reference import gated
 
 _LIMITS = ("limit", "swiglu_limit")  # what experts call the attributes
 _ALPHAS = ("alpha", "swiglu_alpha")
+_SITU_LIMITS = ("activation_situ_linear_beta", "situ_linear_beta", "linear_beta")
+_SITU_ALPHAS = ("activation_situ_beta", "situ_beta", "beta")
 
 
 def encoded(gate: Gate) -> torch.Tensor:
@@ -40,18 +42,23 @@ def interleaved(rows: torch.Tensor) -> torch.Tensor:
 def gate_of(experts: torch.nn.Module) -> Gate | None:
     """The gate that computes what `experts._apply_gate` computes, as transformers' experts have it, or None.
 
-    Found by trying: nothing else says for sure what a model's code does between the GEMMs.
+    Of experts without gates what `act_fn` computes. Found by trying: nothing else says for sure what a model's code does
+    between the GEMMs.
     """
     limit, alpha = (_number(experts, names) for names in (_LIMITS, _ALPHAS))
-    reach = 3 * max(4.0, limit or 0.0)
+    linear, beta = (_number(experts, names) for names in (_SITU_LIMITS, _SITU_ALPHAS))
+    reach = 3 * max(4.0, limit or 0.0, linear or 0.0)
     generator = torch.Generator("cpu").manual_seed(1)
     probe = (2 * torch.rand((64, 16), generator=generator, dtype=torch.float32, device="cpu") - 1) * reach
-    bounds = dict.fromkeys((math.inf, limit or math.inf))
-    alphas = {"swiglu_oai": alpha or 1.0}
-    gates = [Gate(kind, *more, alphas.get(kind, 1.0)) for kind, *more in product(GATE_KINDS, GATE_ORDERS, bounds)]
+    numbers = {kind: dict.fromkeys(((math.inf, 1.0), (limit or math.inf, 1.0))) for kind in GATE_KINDS}
+    numbers["swiglu_oai"] = {(bound, alpha or 1.0): None for bound, _ in numbers["swiglu_oai"]}
+    numbers["situ"] = {} if beta is None else {(linear or math.inf, beta): None}
+    gated = getattr(experts, "has_gate", True)
+    gates = [Gate(kind, order, *of) for kind in GATE_KINDS if kind not in UNGATED
+             for order, of in product(GATE_ORDERS, numbers[kind])] if gated else [*map(Gate, UNGATED)]  # fmt: skip
     with torch.no_grad():
         try:
-            found = experts._apply_gate(probe)  # type: ignore[operator]
+            found = experts._apply_gate(probe) if gated else experts.act_fn(probe)  # type: ignore[operator]
         except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
             return None
         return matching_gate(probe, found, gates)
@@ -67,5 +74,7 @@ def matching_gate(x: torch.Tensor, y: torch.Tensor, gates: Iterable[Gate]) -> Ga
 
 
 def _number(module: torch.nn.Module, names: tuple[str, ...]) -> float | None:
-    found = (getattr(module, name, None) for name in names)
-    return next((float(value) for value in found if isinstance(value, (int, float))), None)
+    owners = module, getattr(module, "config", None)
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    numbers = (float(value) for value in found if isinstance(value, (int, float)))
+    return next(filter(math.isfinite, numbers), None)

@@ -29,6 +29,7 @@ from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
 from jitgemm.weight.parts import check_packed, format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
+from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
@@ -65,6 +66,7 @@ class PackedLinear(Packed):
         in_features, out_features: k and n, those of this rank's part where the layer is divided among ranks.
         activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `gemm_w4a8_nt`.
         split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
 
@@ -219,9 +221,10 @@ class PackedLinear(Packed):
 
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
-        weight = self.weight
+        sums = self._sums
+        weight = self.weight if sums == "f32" else self.operand
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(ANY, lhs, weight, out, bias, self.batch_invariant)
+        gemm(ANY, lhs, weight, out, bias, self.batch_invariant, sums="exact" if sums == "exact" else "f32")
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 
@@ -233,6 +236,7 @@ class PackedLinear(Packed):
         parts += [] if fmt.powers else [group]
         parts += ["zero points"] if fmt.zero_point else []
         parts += ["permutation"] if self.permutation is not None else []
+        parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
         parts += [f"mxfp4 with {fmt.tier}"] if fmt.powers else [f"scale_dtype={fmt.scale_type}", f"codes={fmt.order}"]
@@ -268,6 +272,16 @@ class W4A8Linear(PackedLinear):
             positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
             moments=None if moments is None else moments.to(linear.weight.device if device is None else device),
         )  # fmt: skip
+        return cls._from_linear(linear, activation, device, quantise)
+
+    @classmethod
+    def from_linear_mxfp4(
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", moments: torch.Tensor | None = None,
+        act_order: bool = True, device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
+        """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
+        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
+        quantise = partial(quantize_mxfp4, moments=moments, act_order=act_order)
         return cls._from_linear(linear, activation, device, quantise)
 
     @classmethod

@@ -2,8 +2,10 @@
 
 ::
 
-    experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format
-    experts.gate_up_proj, experts.down_proj     tensors with the experts in front; also w13_weight and w2_weight, and
+    experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format;
+                                                up_proj and down_proj, or w1 and w2, of experts without gates
+    experts.gate_up_proj, experts.down_proj     tensors with the experts in front (up_proj without gates); also
+                                                w13_weight and w2_weight, and
                                                 names with _ instead of . behind the projection's, and those of
                                                 transformers' FP8Experts: gate_up_proj with gate_up_proj_scale_inv
                                                 [E, 1, 1], [E, 2, 1] or in blocks, gate_up_proj_activation_scale [E];
@@ -30,12 +32,16 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
 from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data
-from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
+from jitgemm.nn.quantize.stacked import Form
 from jitgemm.weight.packed import Weight
 
-_EACH = ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",)))
-"""What an expert's layers are called, those of w13 and that of w2."""
-_STACKED = (PARAMETERS, ("gate_up_proj_", "down_proj_"), ("w13_weight", "w2_weight"), ("w13_", "w2_"), ("w13", "w2"))
+_EACH = {
+    2: ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",))),
+    1: ((("up_proj",), ("down_proj",)), (("w1",), ("w2",))),
+}
+"""What an expert's layers are called, those of w13 and that of w2; by `Gate.inputs`."""
+_STACKED = (("w13_weight", "w2_weight"), ("w13_", "w2_"), ("w13", "w2"))
+"""What tensors of all experts are called that do not bear the names of the module's parameters."""
 _SAVED = ("gate", *(f"{part}.{name}" for part in ("w13", "w2") for name in ("blocks", "meta")))
 _STATIC = "static input scale: experts quantise every token with a scale of its own"
 _CPU = torch.device("cpu")
@@ -77,11 +83,12 @@ class ExpertsSource:
         if all(f"{prefix}.{name}" in checkpoint for name in _SAVED):
             return _saved(checkpoint, prefix, form, activation)
         find, order = partial(_layer, checkpoint, form, activation, format), form.gate.order
-        for each in _EACH:
+        for each in _EACH[form.gate.inputs]:
             if any(checkpoint.layer(f"{prefix}.0.{name}") for part in each for name in part):
                 own = replace(form, gate=form.gate._replace(order="gate_up"))
                 return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, form, each, find))
-        for names in _STACKED:
+        own_names = form.parameters
+        for names in (own_names, tuple(f"{name}_" for name in own_names), *_STACKED):
             if all(is_quantised(checkpoint, f"{prefix}.{name}") for name in names):
                 parts = [_all_in_one(checkpoint, prefix, form, part, names[part], find) for part in (0, 1)]
                 return _checked(checkpoint, prefix, form, order, parts)
@@ -159,7 +166,8 @@ class ExpertsSource:
     def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
         """{the module's parameter: its values in floats}."""
         parts = [(part, bias) for part in range(len(self.projections)) for bias in range(1 + self.form.bias)]
-        return {(PARAMETERS, BIASES)[bias][part]: partial(self._dense, part, bool(bias)) for part, bias in parts}
+        names = self.form.parameters, self.form.biases
+        return {names[bias][part]: partial(self._dense, part, bool(bias)) for part, bias in parts}
 
     def _dense(self, part: int, bias: bool, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[E, n, k] as the module has it, or [E, n]; rows of w13 in the module's order."""
@@ -232,7 +240,7 @@ def _all_in_one(
     count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
     if count != form.experts:
         raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
-    bias = f"{prefix}.{BIASES[part]}"
+    bias = f"{prefix}.{form.biases[part]}"
     if bias in checkpoint and "bias" not in layer.names:  # under the module's name, whatever the weight is called
         layer = replace(layer, names={**layer.names, "bias": bias})
         layer = layer if form.bias else layer.without_bias()

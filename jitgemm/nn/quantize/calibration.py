@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.quantize.stacked import PARAMETERS, Form, intermediate
+from jitgemm.nn.quantize.stacked import Form, intermediate
 
 MEMORY = 16 << 30
 """Bytes of moments at a time, by default. A Llama-3-8B's are 33 GB."""
@@ -146,7 +146,7 @@ class Calibration:
             device = module.weight.device
             sums = [torch.zeros((module.in_features,) * 2, device=device)]
             return Moments(sums, torch.zeros((), dtype=torch.int64, device=device))
-        device = getattr(module, PARAMETERS[0]).device
+        device = getattr(module, form.parameters[0]).device
         sums = [torch.zeros((form.experts, k, k), device=device) for k in (form.hidden, form.inter)]
         return Moments(sums, torch.zeros(form.experts, dtype=torch.int64, device=device))
 

@@ -8,7 +8,7 @@ import torch
 
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import PARAMETERS, Form
+from jitgemm.nn.quantize.stacked import Form
 
 _VALUES = 1 << 26
 """Of a weight at a time."""
@@ -30,7 +30,7 @@ def relative_error(
     else:
         found = [
             _squares(packed.weight[e], form.rows(getattr(module, name))[e], None if moments is None else moments[i][e])
-            for i, (name, packed) in enumerate(zip(PARAMETERS, (layer.w13, layer.w2), strict=True))
+            for i, (name, packed) in enumerate(zip(form.parameters, (layer.w13, layer.w2), strict=True))
             for e in range(form.experts)
         ]
         # Of each projection and expert the same share: inputs of different layers have no common unit.

@@ -12,21 +12,23 @@ import torch
 from jitgemm.activations.scheme import ACTIVATIONS, activation_named
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, W4A8Linear
+from jitgemm.nn.layers.sums import check_layers, put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.quantize.stacked import PARAMETERS, quantised_experts
+from jitgemm.nn.quantize.stacked import quantised_experts
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
+from jitgemm.weight.quantize_mxfp4 import check_lhs
 from jitgemm.nn.report import QuantisationReport, Report, by_reason, warn_if_nothing
 
 
 def quantize_(
-    model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, lm_head: str | None = None,
-    activation: str = "e4m3", group_size: int | str | None = None, symmetric: bool | None = None,
+    model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, scheme: str | None = None,
+    lm_head: str | None = None, activation: str = "e4m3", group_size: int | str | None = None, symmetric: bool | None = None,
     scale_dtype: torch.dtype | None = None, full_range: bool | None = None, clip_steps: int | None = None,
     block: int | None = None, calibration: Iterable[Batch] | None = None, act_order: bool | None = None,
-    keep_8bit: float | None = None, device: torch.device | str | int | None = None,
+    keep_8bit: float | None = None, device: torch.device | str | int | None = None, sums: str = "f32",
 ) -> QuantisationReport:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes. With `calibration` it is a decoder block at a time.
@@ -50,6 +52,8 @@ def quantize_(
             mixtures of experts (`gate`, `router`, ...), and those without a packed form: out_features no multiple of 8,
             in_features none of 16, or a weight that is not bf16, fp16 or fp32.
         bits: of the weights, 4 or 8.
+        scheme: None for integers of 4 bits, or e4m3 or integers of 8; "mxfp4" for MXFP4 (`quantize_mxfp4`), with 4 bits
+            and e4m3 activations, which has groups of 32 and none of the options of integers.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
         activation: one of ACTIVATIONS.
@@ -67,6 +71,8 @@ def quantize_(
             those with the same input, such as q, k and v, get 8 bits with a scale per row.
         device: where to quantise and keep the weights; None for where each is. With calibration, which runs the model,
             it is where the model is.
+        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
+            with those of int8. Weights whose scales f16 does not hold are added up in fp32, with a warning.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and
@@ -82,12 +88,15 @@ def quantize_(
         "group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype, "full_range": full_range,
         "clip_steps": clip_steps, "act_order": act_order, "block": block,
     }  # fmt: skip
+    check_layers(sums, [("of the model", activation)] if bits == 4 and sums != "f32" else [])
     job = Quantising(
-        model, filter, bits=bits, lm_head=lm_head, activation=activation, calibration=calibration, keep_8bit=keep_8bit,
-        device=device, **{name: value for name, value in options.items() if value is not None},
+        model, filter, bits=bits, scheme=scheme, lm_head=lm_head, activation=activation, calibration=calibration,
+        keep_8bit=keep_8bit, device=device, **{name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
     for _ in job.stages():
         pass
+    if sums != "f32":
+        put_sums({name: model.get_submodule(name) for name in job.report}, sums, "quantize_")
     warn_of_experts(model, job.report, "quantize_")
     warn_if_nothing(
         job.report, "quantize_", "none was chosen" if job.found.places else "the model holds no torch.nn.Linear"
@@ -104,13 +113,18 @@ class Quantising:
     """
 
     def __init__(
-        self, model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, lm_head: str | None = None,
-        activation: str = "e4m3", calibration: Iterable[Batch] | None = None, keep_8bit: float | None = None,
+        self, model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, scheme: str | None = None,
+        lm_head: str | None = None, activation: str = "e4m3", calibration: Iterable[Batch] | None = None, keep_8bit: float | None = None,
         device: torch.device | str | int | None = None, **options: Any,
     ):  # fmt: skip
         check_model(model, filter)
-        check_options(bits, lm_head)
+        check_options(bits, lm_head, scheme, activation)
         given = {"keep_8bit": keep_8bit, **options}
+        of_integers = [name for name in options if scheme is not None and name != "act_order"]
+        if of_integers:
+            raise TypeError(
+                f"{of_integers[0]}: expected none with scheme={scheme!r}, got one, which goes with integers"
+            )
         wrong = next(
             (name for name, value in given.items() if value is not None and (name == "block") != (bits == 8)), None
         )
@@ -134,10 +148,12 @@ class Quantising:
         self.model, self.found, self.lm_head, self.keep_8bit = model, Replaceable(model), lm_head, keep_8bit
         said = options.pop("group_size", None), options.pop("symmetric", None)
         form = form_of_4_bits(activation, *said, calibration is not None) if bits == 4 else {}
+        form = form if scheme is None else {"scheme": scheme}
         self.options = {"bits": bits, "activation": activation, "device": device, **form, **options}
         self.chosen, skipped = choose(model, self.found, filter, lm_head)
         for name in self.chosen:
-            if getattr(model.get_submodule(name), PARAMETERS[0] if name in self.found.forms else "weight").is_meta:
+            weight = self.found.forms[name].parameters[0] if name in self.found.forms else "weight"
+            if getattr(model.get_submodule(name), weight).is_meta:
                 raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
         self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
 
@@ -268,21 +284,30 @@ def form_of_4_bits(
     }
 
 
-def check_options(bits: int, lm_head: str | None) -> None:
+def check_options(bits: int, lm_head: str | None, scheme: str | None = None, activation: str | None = None) -> None:
     if bits not in LINEARS:
         raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+    if scheme not in (None, "mxfp4"):
+        raise ValueError(f"scheme: expected None or 'mxfp4', got {scheme!r}")
+    if scheme is not None and bits != 4:
+        raise ValueError(f"bits: expected 4 with scheme={scheme!r}, got {bits}")
+    if scheme is not None and activation is not None:
+        check_lhs(activation_named(activation).dtype, "activation")
     if lm_head is not None and lm_head not in ACTIVATIONS:
         raise ValueError(f"lm_head: expected None or one of {', '.join(ACTIVATIONS)}, got {lm_head!r}")
 
 
 def quantised(
-    found: Replaceable, name: str, module: torch.nn.Module, *, lm_head: str | None, bits: int, **options: Any
-) -> PackedLinear | PackedExperts:
+    found: Replaceable, name: str, module: torch.nn.Module, *, lm_head: str | None, bits: int,
+    scheme: str | None = None, **options: Any,
+) -> PackedLinear | PackedExperts:  # fmt: skip
     """The layer for a module of that name, which `choose` chose."""
     if lm_head is not None and name == found.head:
         return LINEARS[8].from_linear(module, activation=lm_head, device=options.get("device"))
     if name in found.forms:
-        return quantised_experts(module, found.forms[name], bits=bits, **options)
+        return quantised_experts(module, found.forms[name], bits=bits, scheme=scheme, **options)
+    if scheme is not None:
+        return W4A8Linear.from_linear_mxfp4(module, **options)
     return LINEARS[bits].from_linear(module, **options)
 
 

@@ -11,7 +11,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import PARAMETERS, Form, form_of
+from jitgemm.nn.quantize.stacked import Form, form_of
 from jitgemm.tensors import PLAIN, TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]
@@ -120,7 +120,7 @@ class Replaceable:
             if form.hidden % K_ALIGNMENT or form.inter % K_ALIGNMENT:
                 wanted = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
                 return f"{wanted}, got {form.hidden} and {form.inter}"
-            problems = (_why_unfit_type(each, getattr(linear, each)) for each in PARAMETERS)
+            problems = (_why_unfit_type(each, getattr(linear, each)) for each in form.parameters)
             return next(filter(None, problems), None)
         n, k = linear.out_features, linear.in_features
         if not n or not k or n % 8 or k % K_ALIGNMENT:

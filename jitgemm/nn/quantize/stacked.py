@@ -5,6 +5,7 @@ Knows no checkpoints.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
+from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
 
-PARAMETERS = ("gate_up_proj", "down_proj")
-"""What transformers calls w13 and w2; their biases have _bias behind."""
+PARAMETERS = {2: ("gate_up_proj", "down_proj"), 1: ("up_proj", "down_proj")}
+"""What transformers calls w13 and w2, by `Gate.inputs`; their biases have _bias behind."""
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")  # what configs call it
-BIASES = tuple(name + "_bias" for name in PARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Form:
     """How a module holds its experts.
 
     Attributes:
-        experts, hidden, inter: E and the sizes: w13 is [2 * inter, hidden], w2 [hidden, inter].
+        experts, hidden, inter: E and the sizes: w13 is [2 * inter, hidden], or [inter, hidden] without gates, w2
+            [hidden, inter].
         transposed: the parameters are [E, k, n] rather than [E, n, k].
         bias: both projections have one, [E, n].
         gate: what stands between them.
@@ -54,7 +56,17 @@ class Form:
     @property
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(n, k) of w13 and of w2."""
-        return (2 * self.inter, self.hidden), (self.hidden, self.inter)
+        return (self.gate.inputs * self.inter, self.hidden), (self.hidden, self.inter)
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """What transformers calls w13 and w2."""
+        return PARAMETERS[self.gate.inputs]
+
+    @property
+    def biases(self) -> tuple[str, str]:
+        w13, w2 = self.parameters
+        return w13 + "_bias", w2 + "_bias"
 
 
 def form_of(module: torch.nn.Module) -> Form | str | None:
@@ -63,51 +75,88 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
         sizes = (module.num_experts, module.hidden_dim, module.intermediate_dim)
         return Form(*sizes, False, module.w13.bias is not None, module.gate, module.top_k)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    if not all(name in parameters and parameters[name].dim() == 3 for name in PARAMETERS):
+    stacked = {name for name, p in parameters.items() if p.dim() == 3}
+    inputs = next((inputs for inputs, names in PARAMETERS.items() if stacked.issuperset(names)), None)
+    if inputs is None:
         return None
-    if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
+    names = PARAMETERS[inputs]
+    if not hasattr(module, "_apply_gate"):
         return "stacked experts of another kind than transformers' (use_experts_implementation)"
+    transposed, bias = (bool(getattr(module, name, False)) for name in ("is_transposed", "has_bias"))
     if getattr(module, "has_post_expert_norm", False):
         return "stacked experts with a norm behind each"
-    known = (*PARAMETERS, *(BIASES if module.has_bias else ()))
-    more = [name for name in (*parameters, *module._buffers) if name not in known]
+    if getattr(module, "has_gate", True) != (inputs == 2):
+        return f"stacked experts: {', '.join(names)} of {type(module).__name__}, whose has_gate says otherwise"
+    expected = (*names, *(f"{name}_bias" for name in names if bias))
+    more = [name for name in (*parameters, *module._buffers) if name not in expected]
     more += [name for name, p in module.named_parameters() if "." in name]
-    if more or set(known) - set(parameters):
-        return f"stacked experts whose tensors are other than {', '.join(known)}"
+    if more or set(expected) - set(parameters):
+        return f"stacked experts whose tensors are other than {', '.join(expected)}"
     if "forward" in vars(module):
         return "stacked experts whose forward was replaced, as accelerate's hooks do"
-    forward = inspect.signature(type(module).forward)
-    if not hasattr(type(module).forward, "__wrapped__") or len(forward.parameters) != 4:
-        return f"stacked experts: {type(module).__name__} has a forward of its own"
-    w13, w2 = (parameters[name].shape for name in PARAMETERS)
-    if module.is_transposed:
+    w13, w2 = (parameters[name].shape for name in names)
+    if transposed:
         w13, w2 = ((experts, n, k) for experts, k, n in (w13, w2))
     experts, hidden, inter = w2
-    if tuple(w13) != (experts, 2 * inter, hidden):
-        return f"stacked experts of shapes {list(w13)} and {list(w2)}, which are no gated MLP's"
+    if tuple(w13) != (experts, inputs * inter, hidden):
+        return f"stacked experts of shapes {list(w13)} and {list(w2)}, which are no{' gated' * (inputs == 2)} MLP's"
     gate = gate_of(module)
+    kind = type(module)
+    decorated = hasattr(kind.forward, "__wrapped__") and hasattr(module, "is_transposed")
+    known = decorated or (gate is not None and not bias and _computes_the_layer(module, gate, transposed))
+    if not known or len(inspect.signature(kind.forward).parameters) != 4:
+        return f"stacked experts: {kind.__name__} has a forward of its own"
     if gate is None:
-        return f"stacked experts with a gate that is not one of jitgemm.nn's ({type(module).__name__})"
+        return f"stacked experts with a gate that is not one of jitgemm.nn's ({kind.__name__})"
     config = getattr(module, "config", None)
     top_k = next((count for name in _TOP_K if isinstance(count := getattr(config, name, None), int)), None)
-    return Form(experts, hidden, inter, module.is_transposed, module.has_bias, gate, top_k)
+    return Form(experts, hidden, inter, transposed, bias, gate, top_k)
+
+
+def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -> bool:
+    """Whether a forward of the module's own computes what transformers' does: found by trying, with few small experts."""
+    experts, hidden, inter = 3, 8, 16
+    draw = torch.Generator("cpu").manual_seed(1)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
+
+    w13, w2 = values(experts, gate.inputs * inter, hidden), values(experts, hidden, inter)
+    x, weights = values(10, hidden), values(10, 2)
+    ids = torch.arange(20, device="cpu").view(10, 2) % experts
+    trial = copy.copy(module)
+    given = [w.transpose(1, 2).contiguous() if transposed else w for w in (w13, w2)]
+    trial._parameters = dict(zip(PARAMETERS[gate.inputs], given))  # type: ignore[assignment]
+    trial.num_experts, trial.hidden_dim, trial.intermediate_dim = experts, hidden, inter  # type: ignore[assignment]
+    expected = torch.zeros_like(x)
+    for choice, weight in zip(ids.T, weights.T):
+        between = gated((w13[choice] @ x[:, :, None])[..., 0], gate)
+        expected += weight[:, None] * (w2[choice] @ between[:, :, None])[..., 0]
+    try:
+        with torch.no_grad():
+            found = type(module).forward(trial, x, ids, weights)
+    except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
+        return False
+    return isinstance(found, torch.Tensor) and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def intermediate(module: torch.nn.Module, form: Form, x: torch.Tensor, e: int) -> torch.Tensor:
     """What reaches expert e's second projection, [tokens, inter], of inputs x [tokens, hidden]."""
-    w = form.rows(getattr(module, PARAMETERS[0]))[e]
-    bias = getattr(module, BIASES[0])[e] if form.bias else None
+    w = form.rows(getattr(module, form.parameters[0]))[e]
+    bias = getattr(module, form.biases[0])[e] if form.bias else None
     return gated(torch.nn.functional.linear(x, w, bias).float(), form.gate).to(x.dtype)
 
 
 def quantised_experts(
-    module: torch.nn.Module, form: Form, *, bits: int = 4, activation: str = "e4m3",
+    module: torch.nn.Module, form: Form, *, bits: int = 4, scheme: str | None = None, activation: str = "e4m3",
     device: torch.device | str | int | None = None,
     moments: Sequence[Sequence[torch.Tensor | None]] | None = None, **options: Any,
 ) -> PackedExperts:  # fmt: skip
-    """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
+    """A layer whose weights are the module's, quantised by `quantize_w4`, `quantize_mxfp4` or `quantize_w8`, which see
+    for the options.
 
     Args:
+        scheme: None, or "mxfp4".
         moments: those of each expert's inputs, first of w13, then of w2.
 
     Raises:
@@ -116,13 +165,13 @@ def quantised_experts(
     lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
     makers: dict[int, Any] = {4: (W4Weight, quantize_w4, {"group_size": 128}), 8: (W8Weight, quantize_w8, {})}
-    kind, quantise, defaults = makers[bits]
+    kind, quantise, defaults = makers[bits] if scheme is None else (W4Weight, quantize_mxfp4, {})
     options = defaults | options
 
     def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""
         w = form.rows(getattr(module, name).detach())
-        of_name = None if moments is None else moments[PARAMETERS.index(name)]
+        of_name = None if moments is None else moments[form.parameters.index(name)]
 
         def make(e: int) -> Weight:
             try:
@@ -135,6 +184,7 @@ def quantised_experts(
         return kind.stacked(form.experts, make)
 
     with torch.no_grad():
-        weights = [quantised(name) for name in PARAMETERS]
-        biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in BIASES[: 2 * form.bias]]
+        weights = [quantised(name) for name in form.parameters]
+        names = form.biases if form.bias else ()
+        biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in names]
     return packed_experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)

@@ -26,13 +26,15 @@ _FOLDERS = ("additional_chat_templates",)
 
 
 def quantization_config(
-    model: torch.nn.Module, places: Places, inputs: str, group_size: int, symmetric: bool = True
-) -> dict[str, Any]:
+    model: torch.nn.Module, places: Places, inputs: str, group_size: int | None = None, symmetric: bool = True,
+    scheme: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What config.json says of the layers that stand in the model.
 
     Args:
         inputs: "float" (e4m3) or "int", the type that they are quantised to.
         group_size, symmetric: of the layers of 4 bits.
+        scheme: "mxfp4" where these are MXFP4's.
     """
     layers: dict[int, list[str]] = {4: [], 8: []}
     for layer in places.layers:
@@ -42,7 +44,7 @@ def quantization_config(
     four = [rf"re:(.*\.)?({'|'.join(last)})$"] if layers[8] else ["Linear"]
     eight = layers[8] if layers[4] else ["Linear"]
     groups = [written_group(eight, 8, inputs)] if layers[8] else []
-    groups += [written_group(four, 4, inputs, group_size, symmetric)] if layers[4] else []
+    groups += [written_group(four, 4, inputs, group_size, symmetric, scheme)] if layers[4] else []
     return written_config(groups, places.ignore)
 
 

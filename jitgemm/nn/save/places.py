@@ -14,11 +14,11 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.load.experts_source import ExpertsSource
 from jitgemm.nn.load.transformers_names import renamed_for
-from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
+from jitgemm.nn.quantize.stacked import Form
 from jitgemm.nn.save.source import Source
 
-_PROJECTIONS = (("gate_proj", "up_proj"), ("down_proj",))
-"""What the layers of an expert are called whose files stack the experts."""
+_PROJECTIONS = {2: (("gate_proj", "up_proj"), ("down_proj",)), 1: (("up_proj",), ("down_proj",))}
+"""What the layers of an expert are called whose files stack the experts; by `Gate.inputs`."""
 _WEIGHT = ".weight"
 
 
@@ -139,7 +139,7 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, form: Form)
                     places.layers[own] = [Piece(name, rows, part, e)]
                     places.instead[tensor] = [own]
         return
-    for part, parameter in enumerate(PARAMETERS):
+    for part, parameter in enumerate(form.parameters):
         if f"{name}.{parameter}" not in checkpoint:
             raise ValueError(f"{name}: expected its experts in {checkpoint.where}, found none under a known name")
         (tensor,) = checkpoint.rows(f"{name}.{parameter}").sources
@@ -148,12 +148,13 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, form: Form)
             raise ValueError(f"{tensor}: expected a name that ends in {parameter}")
         written = []
         for e in range(form.experts):
-            for child, rows in zip(_PROJECTIONS[part], _rows_of(form, part, len(_PROJECTIONS[part])), strict=True):
+            children = _PROJECTIONS[form.gate.inputs][part]
+            for child, rows in zip(children, _rows_of(form, part, len(children)), strict=True):
                 written.append(f"{above}{e}.{child}")
                 places.layers[written[-1]] = [Piece(name, rows, part, e)]
         places.instead[tensor] = written
         if form.bias:
-            (bias,) = checkpoint.rows(f"{name}.{BIASES[part]}").sources
+            (bias,) = checkpoint.rows(f"{name}.{form.biases[part]}").sources
             places.instead[bias] = []
             places.with_bias.update(written)
 

@@ -114,31 +114,33 @@ class LayersOfPlan:
                 weight = parts_without_data(self.checkpoint, names).weight
                 format = weight.format
             else:
-                format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut)
+                halves = experts.form.gate.inputs
+                format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut, halves)
         n, k = (n, k // world) if part else (n // world, k)
         return Look(n, k, _group_size(format, min(weight.group_size, k), k), format, experts.activation)
 
     def _packed(
-        self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None
+        self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1
     ) -> tuple[WeightFormat, Any, CanonicalWeight]:
         """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
         for whole in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
-                joined = concat([self._rows(layer, cut, whole) for layer in parts])
+                joined = concat([self._rows(layer, cut, whole, halves) for layer in parts])
                 weight = joined.pack(parts[0].lhs_dtype)
                 if not whole and all(_tells(layer, weight.format) for layer in parts):
                     return weight.format, weight, joined
                 formats.append(weight.format)
         return in_common(formats), weight, joined
 
-    def _rows(self, layer: LayerSource, cut: Cut | None, whole: bool) -> CanonicalWeight:
-        """A layer, or its first rows, as a rank has them. Experts that stand in one tensor have gate above up there."""
+    def _rows(self, layer: LayerSource, cut: Cut | None, whole: bool, halves: int) -> CanonicalWeight:
+        """A layer, or its first rows, as a rank has them. Experts that stand in one tensor have gate above up there: in
+        so many halves each rank has its part."""
         expert, by_rows = layer.expert, cut is not None and cut.dim == "n"
         if whole and by_rows and expert is not None:
             weight = layer.canonical(_CPU)
-            return concat([weight.shard("n", half, 2).shard(*cut) for half in (0, 1)])
-        size = layer.n // (cut.world * (1 if expert is None else 2)) if by_rows else layer.n
+            return concat([weight.shard("n", half, halves).shard(*cut) for half in range(halves)])
+        size = layer.n // (cut.world * (1 if expert is None else halves)) if by_rows else layer.n
         rows = ROWS if size % ROWS == 0 else size
         if whole or not size or layer.n % rows or (by_rows and layer.n % cut.world):
             return layer.canonical(_CPU, cut)

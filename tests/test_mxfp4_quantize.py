@@ -1,0 +1,244 @@
+"""Floats quantised to MXFP4: with calibration, in models, as checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import mxfp4
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+from small_models import same_state
+from test_gptq_solver import inputs, lost, weights
+
+import jitgemm
+import jitgemm.nn
+from jitgemm.nn import PackedExperts, W4A8Experts, W4A8Linear
+from jitgemm.weight.gptq import DAMPING, gptq
+from jitgemm.weight.quantize_mxfp4 import Powers
+
+VALUES = torch.tensor([sign * each for each in mxfp4.MAGNITUDES for sign in (1, -1)], dtype=torch.float64)
+POWERS = (0, 1, -1)
+E4M3 = torch.float8_e4m3fn
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def best_of_three(w: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    """The power of two of each row of fp64 [n, 32], by trying all values of e2m1."""
+    usual = w.abs().amax(-1).log2().floor() - 2
+    tried = torch.stack([(usual + change).exp2() for change in POWERS])
+    nearest = (w[None, :, :, None] / tried[:, :, None, None] - VALUES).square().amin(-1) * tried[:, :, None].square()
+    return tried.gather(0, (nearest * importance).sum(-1).argmin(0, keepdim=True))[0]
+
+
+def plain(w: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+    """Column after column in fp64, with an inverse that loses a row and a column each time; the values themselves."""
+    w, h = w.double().clone(), moments.double()
+    inverse = torch.linalg.inv(h + torch.eye(len(h)).double() * DAMPING * h.diagonal().mean())
+    found = torch.empty_like(w)
+    for column in range(w.shape[1]):
+        if column % 32 == 0:
+            group = slice(column, column + 32)
+            scale = best_of_three(w[:, group], h.diagonal()[group])
+        steps = w[:, column] / scale
+        found[:, column] = VALUES[(steps[:, None] - VALUES).abs().argmin(1)] * scale
+        error = (w[:, column] - found[:, column]) / inverse[0, 0]
+        w[:, column:] -= error[:, None] * inverse[0]
+        inverse = (inverse - inverse[:, :1] @ inverse[:1] / inverse[0, 0])[1:, 1:]
+    return found
+
+
+def test_calibrated_values_are_a_plain_solvers():
+    x, w = inputs(600, 256), weights(32, 256)
+    values, scale, _ = gptq(w, x.T @ x, 32, Powers(), act_order=False)
+    found = values * scale.repeat_interleave(32, 1)
+    # fp32's rounding may turn a tie, after which what follows in the row may differ as well.
+    assert float((found == plain(w, x.T @ x)).double().mean()) > 0.98
+    packed = jitgemm.quantize_mxfp4(w, moments=x.T @ x, act_order=False)
+    assert torch.equal(packed.dequantize(), found)
+
+
+@pytest.mark.parametrize("k", [256, 240])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_moments_make_the_results_error_small(act_order, k):
+    x, w = inputs(600, k), weights(64, k)
+    moments = x.T @ x
+    weight = jitgemm.quantize_mxfp4(w, moments=moments, act_order=act_order)
+    assert lost(w, weight, moments) < 0.6 * lost(w, jitgemm.quantize_mxfp4(w), moments)
+
+
+def test_each_expert_is_fitted_to_its_own_inputs():
+    w = torch.stack([weights(16, 64, seed) for seed in (1, 2)])
+    moments = torch.stack([x.T @ x for x in (inputs(200, 64, seed) for seed in (3, 4))])
+    weight = jitgemm.quantize_mxfp4(w, moments=moments)
+    for e in range(2):
+        assert torch.equal(weight[e].dequantize(), jitgemm.quantize_mxfp4(w[e], moments=moments[e]).dequantize())
+
+
+def test_wrong_arguments_are_named():
+    w = weights(16, 64)
+    with pytest.raises(ValueError, match=r"moments: expected fp32 \[64, 64\]"):
+        jitgemm.quantize_mxfp4(w, moments=torch.eye(32))
+    with pytest.raises(TypeError, match="lhs_dtype: expected float8_e4m3fn, as no integers of 8 bits hold .* got int8"):
+        jitgemm.quantize_mxfp4(w, lhs_dtype=torch.int8)
+    with pytest.raises(TypeError, match="act_order: expected a bool"):
+        jitgemm.quantize_mxfp4(w, act_order=1)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def linears(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.SiLU(), torch.nn.Linear(96, 64, bias=False))
+
+
+@pytest.mark.parametrize("activation", ["e4m3", "e4m3_block"])
+def test_linears_of_a_model(tmp_path, activation):
+    model = linears()
+    report = jitgemm.nn.quantize_(model, scheme="mxfp4", activation=activation)
+    assert report == ["0", "2"] and all(0 < error < 0.02 for error in report.errors.values())
+    for name in report:
+        layer, linear = model.get_submodule(name), linears().get_submodule(name)
+        assert isinstance(layer, W4A8Linear) and layer.activation == activation
+        assert torch.equal(layer.weight.dequantize(), jitgemm.quantize_mxfp4(linear.weight.detach()).dequantize())
+    save_model(model, str(tmp_path / "model.safetensors"))
+    again = linears(seed=1)
+    jitgemm.nn.load_(again, tmp_path)
+    x = torch.randn(5, 64)
+    assert same_state(again, model) and torch.equal(again(x), model(x))
+
+
+def test_calibration_makes_the_models_error_small():
+    x = inputs(600, 64)
+    errors = []
+    for options in ({}, {"calibration": [x]}):
+        model, expected = linears(), linears()(x).detach()
+        report = jitgemm.nn.quantize_(model, scheme="mxfp4", **options)
+        first = report.errors["0"]
+        errors.append((first, float((model(x) - expected).norm() / expected.norm())))
+        assert report.calibrated == bool(options)
+    moments = x.T @ x
+    plain = jitgemm.quantize_mxfp4(linears()[0].weight.detach())
+    assert errors[1][0] < 0.7 * lost(linears()[0].weight.detach(), plain, moments) and errors[1][1] < errors[0][1]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])
+def test_stacked_experts_of_a_model(tmp_path, kind, calibrated):
+    pytest.importorskip("transformers", minversion="5")
+    from test_nn_expert_models import build, experts_of, logits
+
+    model, dense = build(kind), build(kind)
+    ids = torch.arange(64)[None] % 96
+    report = jitgemm.nn.quantize_(model, scheme="mxfp4", calibration=[ids] if calibrated else None)
+    assert set(experts_of(dense)) < set(report) and all(0 < error < 0.02 for error in report.errors.values())
+    for name, module in experts_of(dense).items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, W4A8Experts) and layer.w13.weight.format.powers and layer.w2.weight.format.powers
+        if not calibrated and kind == "qwen3":
+            assert torch.equal(
+                layer.w2.weight.dequantize(), jitgemm.quantize_mxfp4(module.down_proj.detach()).dequantize()
+            )
+    save_model(model, str(tmp_path / "model.safetensors"))
+    again = build(kind, seed=1)
+    jitgemm.nn.load_(again, tmp_path)
+    assert same_state(again, model) and torch.equal(logits(again).nan_to_num(), logits(model).nan_to_num())
+    assert any(isinstance(each, PackedExperts) for each in again.modules())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (
+            TypeError,
+            "activation: expected float8_e4m3fn, as no integers of 8 bits hold .*, got int8",
+            {"activation": "int8"},
+        ),
+        (TypeError, "group_size: expected none with scheme='mxfp4'", {"group_size": 32}),
+        (TypeError, "symmetric: expected none with scheme='mxfp4'", {"symmetric": True}),
+        (TypeError, "clip_steps: expected none with scheme='mxfp4'", {"clip_steps": 3}),
+        (ValueError, "bits: expected 4 with scheme='mxfp4', got 8", {"bits": 8}),
+        (ValueError, "scheme: expected None or 'mxfp4', got 'nvfp4'", {"scheme": "nvfp4"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_do_not_go_with_mxfp4_are_named_before_anything_is_replaced(error, message, options):
+    model = linears()
+    with pytest.raises(error, match=message):
+        jitgemm.nn.quantize_(model, **{"scheme": "mxfp4", **options})
+    assert isinstance(model[0], torch.nn.Linear)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    pytest.importorskip("transformers")
+    from test_cli_quantize import SIZES, folder_of, model_of
+
+    return folder_of(tmp_path / "model", model_of("Llama", **SIZES))
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    from jitgemm.cli import main
+
+    with pytest.raises(SystemExit) as exit:
+        main(["quantize", "--device", "cpu", *map(str, argv)])
+    return int(exit.value.code or 0), *capsys.readouterr()
+
+
+@pytest.mark.parametrize("more", [[], ["--keep-8bit", "0.003"]], ids=["4 bits", "some of 8"])
+def test_the_command_writes_compressed_tensors_mxfp4(capsys, folder, tmp_path, more):
+    from test_cli_quantize import LAYERS, emptied, logits, quantised
+
+    out = tmp_path / "out"
+    code, text, problem = run(capsys, folder, out, "--tokens", 512, "--scheme", "mxfp4", "--json", *more)
+    assert code == 0, problem
+    facts = json.loads(text)
+    assert (facts["scheme"], facts["group_size"]) == ("mxfp4", 32)
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    group = list(said["config_groups"].values())[-1]
+    assert group["format"] == "mxfp4-pack-quantized" and group["weights"]["group_size"] == 32
+    eight = {each["name"] for each in facts["layers"] if each["bits"] == 8}
+    assert bool(eight) == bool(more) and len(eight) < len(LAYERS)
+    stored = {name: each for file in out.glob("*.safetensors") for name, each in load_file(file).items()}
+    for layer in set(LAYERS) - eight:
+        codes, scale = stored[f"{layer}.weight_packed"], stored[f"{layer}.weight_scale"]
+        assert codes.dtype == scale.dtype == torch.uint8 and f"{layer}.weight_shape" not in stored
+    none = {"group_size": None, "positive_scales": None}  # which are integers'
+    expected = quantised(folder, scheme="mxfp4", keep_8bit=0.003 if more else None, **none)
+    loaded = emptied(out)
+    assert list(jitgemm.nn.load_(loaded, out)) == LAYERS
+    assert same_state(loaded, expected) and torch.equal(logits(loaded), logits(expected))
+
+
+def test_transformers_own_reader_of_compressed_tensors_reads_the_commands_mxfp4(capsys, folder, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    import transformers
+    from test_cli_quantize import LAYERS, emptied, logits
+
+    out = tmp_path / "out"
+    assert run(capsys, folder, out, "--data", "none", "--scheme", "mxfp4")[0] == 0
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+        logits(theirs)  # which decompresses
+    except (ImportError, NotImplementedError) as error:
+        pytest.skip(f"compressed-tensors reads no MXFP4: {error}")
+    ours = emptied(out)
+    jitgemm.nn.load_(ours, out)
+    for name in LAYERS:
+        expected = ours.get_submodule(name).weight.dequantize()
+        assert torch.equal(theirs.get_submodule(name).weight.float(), expected.to(torch.bfloat16).float()), name
+
+
+def test_the_commands_options_that_do_not_go_with_mxfp4_are_named(capsys, folder, tmp_path):
+    for options, message in (
+        (["--group-size", "32"], "--group-size: expected none with --scheme mxfp4"),
+        (["--activation", "int8"], "--activation: expected e4m3 with --scheme mxfp4"),
+    ):
+        code, _, problem = run(capsys, folder, tmp_path / "out", "--scheme", "mxfp4", *options)
+        assert code == 2 and message in " ".join(problem.split()) and not (tmp_path / "out").exists()
