@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -24,15 +25,20 @@ from jitgemm.gemm.launch import GemmLaunch  # noqa: E402
 from jitgemm.gemm.problem import Groups  # noqa: E402
 from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
-from jitgemm.runtime.device import device_of  # noqa: E402
+from jitgemm.runtime import device as devices  # noqa: E402
+from jitgemm.select.devices import DeviceSpec  # noqa: E402
 from jitgemm.select.legal import legal_kernels  # noqa: E402
+from jitgemm.weight.f16_sums import with_powers  # noqa: E402
+from jitgemm.weight.packed import AnyWeight  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
-E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, 8), (128, False, "fp32", "s8", False, 8)
+E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, "e4m3"), (128, False, "fp32", "s8", False, "int8")
+E4M3_4, S8_4 = (128, False, "bf16", "e4m3"), (128, False, "bf16", "s8")
 LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
 E8M0 = BLOCKS | {"lhs_e8m0": True}
-STRIPS, ROWS = (128, False, "fp32", "e4m3", False, 8, True), {"token_rows": True, **BLOCKS}
+STRIPS, ROWS = (128, False, "fp32", "e4m3", False, "e4m3", True), {"token_rows": True, **BLOCKS}
+F16, PARTS = {"sums": "f16"}, {"sums": "parts"}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
@@ -71,6 +77,12 @@ CASES = [
     ("tokens as rows, halves", {"block_m": 256, "halves": 2, **ROWS}, STRIPS, "e4m3", (300, 392, 544)),
     ("tokens as rows, 64 of them", {"block_m": 64, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
     ("tokens as rows, packed block scales", {"block_m": 192, **ROWS, **E8M0}, STRIPS, "e4m3", (200, 392, 544)),
+    ("sums in f16", {"block_m": 112, "split_k": 1, **F16}, E4M3_4, "e4m3", (100, 136, 2336)),
+    ("sums in f16, split k, groups of 32", {"split_k": 2, **F16}, (32, False, "fp16", "e4m3"), "e4m3", (90, 136, 1312)),
+    ("sums in f16, any order, one run", {"block_n": 128, **F16}, (256, False, "bf16"), "e4m3", (190, 200, 544)),
+    ("sums by parts", {"block_m": 80, "split_k": 1, **PARTS}, S8_4, "s8", (100, 136, 1056)),
+    ("sums by parts, split k", {"split_k": 2, **PARTS}, (256, False, "fp32", "s8"), "s8", (40, 136, 1056)),
+    ("sums by parts, three warpgroups", {"block_n": 192, **PARTS}, S8_4, "s8", (150, 200, 544)),
 ]  # fmt: skip
 
 
@@ -88,6 +100,8 @@ GROUPED = [
     ("grouped, gathered and shared", {"block_m": 80, **LHS}, CHANNEL, "s8", (90, 0, 33, 71), (328, 544), True),
     ("grouped, tokens as rows", {"block_m": 128, **ROWS}, STRIPS, "e4m3", (130, 0, 33, 71), (328, 544), False),
     ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
+    ("grouped, sums in f16", {"block_m": 112, **F16}, E4M3_4, "e4m3", (130, 0, 33, 71), (200, 1312), False),
+    ("grouped, gathered, sums by parts", {"block_m": 80, **PARTS}, S8_4, "s8", (90, 0, 33, 71), (200, 544), True),
 ]  # fmt: skip
 
 MAPPED = torch.tensor([-1, 2, 0, -1, 1, 7], dtype=torch.int32)
@@ -100,33 +114,48 @@ LAYERS = {
 """One CTA routes while others quantise; a map, and skipped choices; a cluster routes."""
 
 
-def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: int = 0) -> KernelSpec:
-    """The first legal kernel with these properties; StopIteration when there is none any more."""
-    kernels = legal_kernels(lhs, format, device_of(0), experts=experts, lhs_group=wanted.get("lhs_group", 0))
+def first(wanted: dict[str, Any], lhs: str, format: WeightFormat, device: DeviceSpec, experts: int = 0) -> KernelSpec:
+    """The device's first legal kernel with these properties; StopIteration when there is none any more."""
+    sums = "f16" if wanted.get("sums") == "f16" else "f32"
+    kernels = legal_kernels(lhs, format, device, experts=experts, lhs_group=wanted.get("lhs_group", 0), sums=sums)
     kernels = tuple(replace(spec, lhs_e8m0=bool(wanted.get("lhs_e8m0"))) for spec in kernels)
     return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
 
 
-def activations(wanted: dict[str, object], m: int, k: int, lhs_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_of(format: tuple[Any, ...], seed: int, n: int, k: int) -> AnyWeight:
+    """A random weight of a format of `CASES` or `GROUPED`."""
+    fields = WeightFormat(*format).to_dict()
+    return builders.weight_parts(seed, n, k, fields.pop("group_size"), **fields).packed
+
+
+def activations(wanted: dict[str, Any], m: int, k: int, lhs_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     make = builders.block_lhs if "lhs_group" in wanted else builders.lhs
     return (builders.e8m0_lhs if "lhs_e8m0" in wanted else make)(2, m, k, lhs_type)
 
 
+def sums_of_call(spec: KernelSpec) -> str:
+    """The call's `sums` that this kernel serves."""
+    return "f16" if spec.sums == "f16" else "f32"
+
+
+def for_sums(spec: KernelSpec, weight: AnyWeight) -> AnyWeight:
+    """The weight as this kernel takes it: one that adds up in f16 reads a power of two for each row."""
+    return with_powers(weight) if spec.sums == "f16" else weight
+
+
 def grouped(  # type: ignore[no-untyped-def]
-    wanted: dict[str, object], format: WeightFormat, lhs_type: str, counts, sizes, gathers: bool
+    wanted: dict[str, Any], format: tuple[Any, ...], lhs_type: str, counts, sizes, gathers: bool
 ) -> bool:
     """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
     (n, k), rows = sizes, sum(counts) + 4
-    fields = format.to_dict()
-    group = fields.pop("group_size")
-    weights = [builders.weight_parts(e, n, k, group, **fields).packed for e in range(len(counts))]
+    weights = [weight_of(format, e, n, k) for e in range(len(counts))]
     weight = type(weights[0]).stacked(len(weights), weights.__getitem__)
     lhs, bias = activations(wanted, rows, k, lhs_type), torch.stack([builders.bias(e, n) for e in range(len(counts))])
     index = torch.randint(rows, (rows,), dtype=torch.int32) if gathers else None
     offsets = torch.tensor([2, *counts]).cumsum(0).int()
     whole = torch.full((rows, n + 8), 3.0, dtype=torch.bfloat16, device="cuda")
-    out, rhs = whole[:, 8:], weight.to("cuda")
-    spec = first(wanted, lhs_type, weight.format, experts=64)
+    spec = first(wanted, lhs_type, weight.format, devices.device_of(0), experts=64)
+    out, rhs = whole[:, 8:], for_sums(spec, weight.to("cuda"))
     operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
     groups = Groups(offsets.cuda(), None if index is None else index.cuda(), 0, rows)
     operands = operands._replace(groups=groups)
@@ -136,33 +165,39 @@ def grouped(  # type: ignore[no-untyped-def]
     good = bool((whole[:, :8] == 3).all() and (out[:2] == 3).all() and (out[-2:] == 3).all())
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         part = range(begin, end) if index is None else index[begin:end].tolist()
-        ref, bound = gemm_w4a8_bound((lhs[0][part], lhs[1][part]), weight[e], bias=bias[e])
+        lhs_part = lhs[0][part], lhs[1][part]
+        ref, bound = gemm_w4a8_bound(lhs_part, weight[e], bias=bias[e], sums=sums_of_call(spec))
         good &= bool(((out[begin:end].cpu().double() - ref).abs() <= bound).all())
     return good
+
+
+def dense(wanted: dict[str, Any], format: tuple[Any, ...], lhs_type: str, sizes: tuple[int, int, int]) -> bool:
+    """Whether a GEMM of this (m, n, k) is right."""
+    m, n, k = sizes
+    weight = weight_of(format, 1, n, k)
+    lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
+    spec = first(wanted, lhs_type, weight.format, devices.device_of(0))
+    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, sums=sums_of_call(spec))
+    rhs = for_sums(spec, weight.to("cuda"))
+    out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
+    operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
+    plan = GemmLaunch(operands, spec)
+    for _ in range(3):
+        unsettled = rhs.packed._replace(blocks=rhs.blocks.clone())  # no tensor that a weight settled
+        plan.launch(operands._replace(weight=unsettled))
+        plan.launch(operands)
+    torch.cuda.synchronize()
+    return bool(((out.cpu().double() - ref).abs() <= bound).all())
 
 
 def main() -> int:
     wrong = 0
     for name, wanted, format, lhs_type, (m, n, k) in CASES:
-        spec = first(wanted, lhs_type, WeightFormat(*format))
-        fields = WeightFormat(*format).to_dict()
-        weight = builders.weight_parts(1, n, k, fields.pop("group_size"), **fields).packed
-        lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
-        ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
-        x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()
-        out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
-        operands = Gemm(x, x_scale, None, rhs, out, bias)
-        plan = GemmLaunch(operands, spec)
-        for _ in range(3):
-            unsettled = rhs.packed._replace(blocks=rhs.blocks.clone())  # no tensor that a weight settled
-            plan.launch(operands._replace(weight=unsettled))
-            plan.launch(operands)
-        torch.cuda.synchronize()
-        good = bool(((out.cpu().double() - ref).abs() <= bound).all())
+        good = dense(wanted, format, lhs_type, (m, n, k))
         wrong += not good
-        print(f"{'ok   ' if good else 'WRONG'} {name}: {spec.label} {m} x {n} x {k}", flush=True)
+        print(f"{'ok   ' if good else 'WRONG'} {name}: {m} x {n} x {k}", flush=True)
     for name, wanted, format, lhs_type, counts, sizes, gathers in GROUPED:
-        good = grouped(wanted, WeightFormat(*format), lhs_type, counts, sizes, gathers)
+        good = grouped(wanted, format, lhs_type, counts, sizes, gathers)
         wrong += not good
         print(f"{'ok   ' if good else 'WRONG'} {name}: {counts} rows", flush=True)
     for name, case in LAYERS.items():

@@ -16,6 +16,7 @@ import quantize_cases
 import torch
 from emulator import launch
 from emulator.launch import COMPILER, Emulator, emulate
+from emulator.problems import assert_within_the_bound, problem
 from test_grouped import weight_of_experts
 
 import jitgemm
@@ -32,7 +33,6 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
-from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -63,40 +63,6 @@ DENSE = {
     "s8fast-g256-bf16-m64n256-s4": 70,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
-
-
-def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
-    """Operands of a kernel, out between rows and columns of other tensors."""
-    f = spec.format
-    weight = builders.weight_parts(
-        seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
-        codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
-    ).packed  # fmt: skip
-    zero = None
-    if spec.lhs_group:
-        x, scale = builders.block_lhs(seed, m, k, spec.lhs)
-    elif spec.lhs == "s8":
-        x, scale, zero = builders.affine_lhs(seed, m, k)
-    else:
-        x, scale = builders.lhs(seed, m, k, spec.lhs)
-    out_type = {name: dtype for dtype, name in TYPE_NAMES.items()}[spec.out]
-    out = torch.full((m + 2, n + 32), 3.0, dtype=out_type)[1 : m + 1, 16 : n + 16]
-    return Gemm(x, scale, zero, weight, out, builders.bias(seed, n))
-
-
-def assert_within_the_bound(operands: Gemm) -> None:
-    x, scale, zero, weight, out, bias = operands[:6]
-    lhs = (x, scale) if zero is None else (x, scale, zero)
-    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype)
-    assert bool(((out.double() - ref).abs() <= bound).all()), "outside of the bound"
-    assert_outside_untouched(out)
-
-
-def assert_outside_untouched(out: torch.Tensor) -> None:
-    """Of the tensors that out, made by `problem`, lies in."""
-    whole = out.as_strided((out.shape[0] + 2, out.stride(0)), out.stride(), out.storage_offset() - out.stride(0) - 16)
-    assert bool((whole[[0, -1]] == 3).all()) and bool((whole[:, :16] == 3).all())
-    assert bool((whole[:, -16:] == 3).all())
 
 
 @pytest.mark.parametrize("label", DENSE)

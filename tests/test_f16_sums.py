@@ -8,9 +8,10 @@ import builders
 import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
+from emulator.problems import assert_outside_untouched, problem
 from tensor_core import TensorCore
+from test_emulator import grouped_problem
 from test_grouped import weight_of_experts
-from test_emulator import assert_outside_untouched, grouped_problem, problem
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -234,13 +235,20 @@ def test_a_kernel_is_within_the_bound(monkeypatch, label):
 
 
 @emulated
-def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch):
+@pytest.mark.parametrize(
+    "label, k, first",
+    [
+        ("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 1184, 8),  # ten records: eight of the nine with one behind, the rest
+        ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),  # 13: two, then eight, of the eleven with two behind
+        ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),  # ten, not ahead: two, eight
+    ],
+)
+def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch, label, k, first):
     emulate(monkeypatch)
-    spec, operands, parts = summed("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 20, 128, 1184)
+    spec, operands, parts = summed(label, 20, 128, k)
     operands = operands._replace(bias=None)
     GemmLaunch(operands, spec).launch(operands)
-    # 1184 k are ten records: a run ends where eight are left.
-    assert torch.equal(operands.out, TensorCore().gemm_in_f16((operands.x, operands.x_scale), parts, first=2))
+    assert torch.equal(operands.out, TensorCore().gemm_in_f16((operands.x, operands.x_scale), parts, first=first))
 
 
 FAULTS = {

@@ -8,7 +8,7 @@ import builders
 import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
-from test_emulator import assert_outside_untouched, problem
+from emulator.problems import assert_outside_untouched, problem
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

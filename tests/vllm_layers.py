@@ -7,6 +7,7 @@ import inspect
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,11 @@ if not REAL:
     import vllm_standin
 
     STANDIN = vllm_standin.install()
+elif not any(Path(importlib.util.find_spec("vllm").origin).parent.glob("*.so")):
+    # Without its libraries, as scripts/vllm_contract.sh has it: 0.26's layers look this up where they are made, and
+    # compute in PyTorch on a CPU.
+    LIBRARY = torch.library.Library("_C", "FRAGMENT")
+    LIBRARY.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
 
 
 def show() -> None:

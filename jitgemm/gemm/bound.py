@@ -97,11 +97,11 @@ def gemm_w4a8_bound(
             operands.
     """
     powers = _powers(lhs, rhs, sums)
-    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(split_lhs(lhs)[1])
     check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(lhs)
+    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
     x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
     m, k = x.shape

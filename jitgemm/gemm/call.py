@@ -287,9 +287,9 @@ def gemm(
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
-    exact = sums == "exact"
-    if sums != "f32":
-        rhs = for_sums(rhs, bits, sums)
+    exact = False
+    if type(sums) is not str or sums != "f32":
+        rhs, exact = for_sums(rhs, bits, sums), sums == "exact"
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
@@ -342,7 +342,7 @@ def contiguous(
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    rhs = rhs if sums == "f32" else for_sums(rhs, bits, sums)
+    rhs = for_sums(rhs, bits, sums)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
@@ -358,7 +358,7 @@ def masked(
     """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    rhs = rhs if sums == "f32" else for_sums(rhs, bits, sums)
+    rhs = for_sums(rhs, bits, sums)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")

@@ -20,6 +20,9 @@ SM (docs/notes/decode.md)."""
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
+F16_AHEAD = 128
+"""Tokens of a tile of one or two warpgroups up to which there are registers for two units' sums in f16."""
+
 
 def promote_records(spec: KernelSpec) -> int:
     """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
@@ -50,6 +53,8 @@ def units_in_flight(spec: KernelSpec) -> int:
     factors = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
     if spec.token_rows:
         return 1
+    if spec.sums == "f16":  # over the ends of records, where registers are left
+        return 2 if spec.wgmma_n <= F16_AHEAD and spec.warpgroups <= 2 else 1
     if factors == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // sum_registers(spec) // spec.halves

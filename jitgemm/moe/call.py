@@ -17,7 +17,7 @@ from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import ANY, Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, check_sums, split_lhs
 from jitgemm.gemm.call import contiguous, for_sums
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_out, check_weights
@@ -107,7 +107,7 @@ def fused_experts(
     check_flag("batch_invariant", batch_invariant)
     gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
     rest = expert_map, bias13, bias2, addend, batch_invariant
-    if sums != "f32":
+    if check_sums(sums) != "f32":
         w13, w2 = (for_sums(weight, ANY, sums) for weight in (w13, w2))  # type: ignore[assignment]
     exact = sums == "exact"
     if not needs_dispatcher(x, x if out is None else out):

@@ -23,8 +23,9 @@ MIN_STAGES = 3
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory that the system takes from an SM for each resident CTA."""
-F16_TOKENS = 80
-"""Least tokens of a tile that adds up in f16: memory bounds narrow ones, and not promotion."""
+F16_TOKENS, F16_GROUPED_TOKENS = 112, 80
+"""Least tokens of a tile that adds up in f16: memory bounds narrow ones, and not promotion. The latter with experts, whose
+tiles are not full, and several groups a record."""
 NARROW_TOKENS = 64
 """Most tokens of a narrow tile. Narrow tiles fill the GPU by splitting k, wide ones share operands."""
 
@@ -147,7 +148,8 @@ def _enumerate(
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         spec = replace(spec, stages=_stages(spec, device))
         yield spec
-        if sums == "f16" and block_m >= F16_TOKENS and spec.warpgroups_k == spec.halves == 1:
+        least = F16_GROUPED_TOKENS if experts and fmt.scale_rows > 1 else F16_TOKENS
+        if sums == "f16" and block_m >= least and spec.warpgroups_k == spec.halves == 1:
             yield replace(spec, sums=sums)
         if lhs == "s8" and sums == "f32" and not narrow and fmt.sums_by_parts and not lhs_group and spec.halves == 1:
             yield replace(spec, sums="parts")

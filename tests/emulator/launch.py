@@ -21,6 +21,7 @@ import torch
 from emulator import ptx
 from jitgemm.activations import plan as quantizers
 from jitgemm.gemm import launch as gemms
+from jitgemm.errors import CompileError
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
@@ -35,9 +36,10 @@ _MAGIC = 0x70616D656C6974
 
 @functools.lru_cache(maxsize=None)
 def machine() -> ctypes.CDLL:
-    """machine.cpp, compiled once a machine."""
+    """machine.cpp and its headers, compiled once a machine."""
     source = Path(__file__).with_name("machine.cpp")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"jitgemm-emulator-{os.getuid()}-{digest}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +61,7 @@ def machine() -> ctypes.CDLL:
 
 
 def to_ptx(kernel: KernelSource) -> str:
-    """The kernel's PTX, of the same NVRTC that makes its cubin."""
+    """The kernel's PTX, of the same NVRTC that makes its cubin; raises CompileError."""
     from cuda.bindings import nvrtc
 
     names, texts = [name.encode() for name in kernel.headers], [text.encode() for text in kernel.headers.values()]
@@ -69,41 +71,70 @@ def to_ptx(kernel: KernelSource) -> str:
     size = nvrtc.nvrtcGetProgramLogSize(program)[1]
     log = bytes(size)  # filled in place; an empty log's one byte is Python's only b"\0", and stays that
     nvrtc.nvrtcGetProgramLog(program, log)
-    assert int(code) == 0, log.decode()
+    if int(code) != 0:
+        text = log.decode().rstrip("\0")
+        raise CompileError(f"{kernel.label}: NVRTC does not compile it:\n{text}", log=text)
     text = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
     return text.decode()
 
 
+class Fault(AssertionError):
+    """What the emulator has against a kernel, or does not know of its PTX."""
+
+
 class Kernel:
-    """A kernel that machine.cpp has loaded."""
+    """A kernel that machine.cpp has loaded.
+
+    Raises:
+        Fault: its PTX has what the emulator does not know.
+    """
 
     def __init__(self, source: KernelSource):
         self.label = source.label
-        self.assembled = ptx.assemble(to_ptx(source))
+        text = to_ptx(source)
+        try:
+            self.assembled = ptx.assemble(text)
+        except ValueError as unknown:
+            raise Fault(f"{self.label}: {unknown}") from unknown
         self.handle = machine().emulator_load(self.assembled.text.encode())
-        assert self.handle, f"{self.label}: {machine().emulator_error().decode()}"
+        if not self.handle:
+            raise Fault(f"{self.label}: {machine().emulator_error().decode()}")
 
     def run(
         self, parameters: int, grid: int, block: tuple[int, int], smem: int, memory: list[tuple[int, int]], seed: int
     ) -> None:
-        """parameters: address of the pointers to them; memory: (begin, end) of what may be read or written."""
+        """parameters: address of the pointers to them; memory: (begin, end) of what may be read or written.
+
+        Raises:
+            Fault: with the instruction, its CTA, warp and lanes, or where every warp of a hanging kernel stands.
+        """
         variables = [(ctypes.addressof(each), ctypes.addressof(each) + len(each)) for each in self.assembled.variables]
         flat = [address for each in (*memory, *variables) for address in each]
         ranges = (ctypes.c_uint64 * len(flat))(*flat)
         done = machine().emulator_run(
             self.handle, grid, *block, smem, parameters, self.assembled.parameters, ranges, len(flat) // 2, seed
         )
-        assert done, f"{self.label}: {machine().emulator_error().decode()}"
+        if not done:
+            raise Fault(f"{self.label}: {machine().emulator_error().decode()}")
 
 
 def plant(monkeypatch: Any, header: str, old: str, new: str) -> None:
-    """Kernels have this fault from here on."""
+    """Kernels have this fault from here on: the header, such as "gemm/multiply", has new where old stands.
+
+    Raises:
+        ValueError: at the next launch, where the kernel does not include it or old does not stand in it once.
+    """
     name, real = f"jitgemm/{header}.cuh", to_ptx
 
     def faulty(source: KernelSource) -> str:
-        assert source.headers[name].count(old) == 1
+        if name not in source.headers:
+            raise ValueError(f"header: expected one of {', '.join(source.headers)}, got {name}")
+        if source.headers[name].count(old) != 1:
+            raise ValueError(
+                f"old: expected what stands once in {name}, got {source.headers[name].count(old)} of {old!r}"
+            )
         return real(replace(source, headers={**source.headers, name: source.headers[name].replace(old, new)}))
 
     monkeypatch.setattr("emulator.launch.to_ptx", faulty)
@@ -144,7 +175,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _encode(tile_map: driver.TileMap, address: int) -> bytes:
-    """In place of cuTensorMapEncodeTiled: the struct TileMap of machine.cpp."""
+    """In place of cuTensorMapEncodeTiled: the struct TileMap of memory.h."""
     columns, rows = map(int, tile_map._extent)
     element = next(_ELEMENT_BYTES[name] for name, kind in driver._ELEMENTS.items() if kind == tile_map._type)
     values = _MAGIC, address, columns, rows, int(tile_map._strides[0]), element, *map(int, tile_map._box)

@@ -64,7 +64,7 @@ def assemble(ptx: str) -> Assembled:
         buffer = ctypes.create_string_buffer(max(8, int(size) // 8 * int(count or 1)))
         if value:
             if count:
-                raise ValueError(f"an array with values: {name}")
+                raise ValueError(f"no such variable: {name}, an array with values")
             buffer[: int(size) // 8] = _value(value.strip()).to_bytes(8, "little")[: int(size) // 8]
         variables.append(buffer)
         names.values[name] = ctypes.addressof(buffer)
