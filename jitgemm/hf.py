@@ -29,7 +29,8 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.load import fill_tensors, make_layer, read_tensor, warn_of
+from jitgemm.nn.layers.sums import check_layers, put_sums
+from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
 from jitgemm.nn.quantize.quantize import check_options, choose, form_of_4_bits, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
@@ -56,13 +57,13 @@ NAME = "jitgemm"
 
 def config(
     folder: str | PathLike[str], *, activation: str | None = None, modules_to_not_convert: Iterable[str] = (),
-    strict: bool = True, allow_missing: Iterable[str] = (), format: str | None = None, **options: Any,
+    strict: bool = True, allow_missing: Iterable[str] = (), format: str | None = None, sums: str = "f32", **options: Any,
 ) -> Any:  # fmt: skip
     """A quantised checkpoint's config, with which from_pretrained loads it into layers of jitgemm.nn.
 
     Args:
         folder: what from_pretrained is given: a folder, or a name on the hub.
-        activation, strict, allow_missing, format: as in `jitgemm.nn.load_`.
+        activation, strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay what they are, with dequantised weights.
         options: for AutoConfig.from_pretrained, such as revision.
 
@@ -74,7 +75,7 @@ def config(
         raise TypeError(f"folder: expected a path, or a name on the hub, got {type(folder).__name__}")
     said = JitGemmConfig(
         activation=activation, modules_to_not_convert=modules_to_not_convert, strict=strict,
-        allow_missing=allow_missing, format=format,
+        allow_missing=allow_missing, format=format, sums=sums,
     )  # fmt: skip
     try:
         found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
@@ -101,7 +102,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, or for what a quantised checkpoint says.
         lm_head: as in `quantize_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay, beside those that `quantize_` leaves alone.
-        strict, allow_missing, format: as in `jitgemm.nn.load_`.
+        strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -114,7 +115,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         symmetric: bool | None = None, scale_dtype: str = "bfloat16",
         modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
-        quant_method: str = NAME,
+        quant_method: str = NAME, sums: str = "f32",
     ):  # fmt: skip
         check_options(bits, lm_head)
         given = group_size, symmetric, scale_dtype
@@ -131,6 +132,7 @@ class JitGemmConfig(QuantizationConfigMixin):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:
             activation_named(activation)
+        check_layers(sums, [("of the model", activation)] if activation is not None and bits == 4 else [])
         lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
         for name, patterns in lists.items():
             if isinstance(patterns, str):
@@ -140,6 +142,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.symmetric, self.scale_dtype, self.lm_head = symmetric, scale_dtype, lm_head
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
+        self.sums = sums
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into a config.json: of a loaded model, that jitgemm reads its files, whose tensors say the rest."""
@@ -208,6 +211,7 @@ class JitGemmQuantizer(HfQuantizer):
             plan = plan_for(model, checkpoint, filter, activation, said.format, may_miss, said.strict)
             kept = {name: why for name, why in plan.kept.items() if name not in computed}
             self.report = Report((), plan.skipped, plan.ignored, kept)  # names are not known yet
+            check_sums(plan, said.sums)
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
@@ -262,7 +266,7 @@ class JitGemmQuantizer(HfQuantizer):
     # ---- after -------------------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        plan, replaceable = self._plan, self._plan.replaceable
+        plan, replaceable, said_sums = self._plan, self._plan.replaceable, self.quantization_config.sums
         division = _division(model, plan)
         self._divided = division is not None
         layers = {name: replaceable.places[name] for name in (*plan.layers, *self._chosen)}
@@ -310,6 +314,8 @@ class JitGemmQuantizer(HfQuantizer):
             said._loaded = True
             model.config.quantization_config = said
         self.report += [name for name in replaceable.places if name in layers]
+        if said_sums != "f32":
+            put_sums({name: model.get_submodule(name) for name in self.report}, said_sums, "from_pretrained")
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
         del self._plan, self._held, self._chosen

@@ -58,6 +58,26 @@ def parts(
     return Parts(codes.to(device), (scales + shift).to(torch.uint8).to(device))
 
 
+def narrow(seed: int, n: int, k: int, tier: str = "row", *, device: str = "cpu", experts: int | None = None) -> Parts:
+    """The same with scales that sums in f16 hold: groups that share a base within 2^6, bases within 2^20, groups of zeros
+    with any scale among them."""
+    made, g = parts(seed, n, k, tier, experts=experts), torch.Generator().manual_seed(seed + 1)
+    lead, groups = made.scales.shape[:-1], made.scales.shape[-1]
+
+    def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, (*lead, *shape), generator=g)
+
+    scales = drawn(0, 6, groups) + drawn(100, 120, 1)
+    if tier == "block":
+        scales = scales + drawn(0, 14, ceil_div(k, 128)).repeat_interleave(4, -1)[..., :groups]
+    if tier == "group":
+        scales = drawn(105, 124, groups)
+    codes = made.codes.clone()
+    zeros = (drawn(0, 9, groups) == 0) & (torch.arange(groups) % 4 > 0)  # some of a base's groups have others
+    codes[zeros.repeat_interleave(32, -1)[..., :k]] &= 8
+    return Parts(codes.to(device), torch.where(zeros, drawn(60, 124, groups), scales).to(torch.uint8).to(device))
+
+
 def all_pairs(device: str = "cpu") -> Parts:
     """Every code with every exponent that a row's base allows: row r < 15 has group g at exponent (g + r) % 15, whose
     first 16 columns are all codes; [16, 480]."""

@@ -39,12 +39,12 @@ class TensorCore:
     normal: bool = False
 
     def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor, unit: int = 1) -> torch.Tensor:
-        """acc [m, n] + x [m, 32] · d [n, 32]ᵀ, all fp64; codes d, unit * d of -16..16."""
+        """acc [m, n] + x [m, 32] · d [n, 32]ᵀ, all fp64; unit * d are e4m3's bytes times 2^9."""
         terms = x[:, None, :] * d
         if self.normal:
             exponents = exponent(terms)
         else:
-            exponents = exponent(x).clamp(min=-6)[:, None, :] + torch.where(unit * d.abs() < 16, 3.0, 4.0)
+            exponents = exponent(x).clamp(min=-6)[:, None, :] + exponent(unit * d).clamp(min=3)
             exponents = exponents - (unit - 1)  # log2 of a unit of 1 or 2
             exponents = exponents.where(terms != 0, -torch.inf)
         last = self.last_bit(torch.maximum(exponents.amax(-1), exponent(acc)))
@@ -63,23 +63,46 @@ class TensorCore:
 
         A step's sum, cut off as in fp32, is rounded to f16; so is each sum of scaled ones. Kernels' units are 2^-9 / unit.
         """
-        x, x_scale = lhs
-        size, unit = min(parts.group_size, RUN), 2 if parts.lhs_dtype is None else 1
+        unit, codes = 2 if parts.lhs_dtype is None and parts.zero is None else 1, parts.q.double()
+        if parts.zero is not None:
+            codes = codes - parts.zero.double().repeat_interleave(parts.group_size, 1)[:, : codes.shape[1]]
         scale = parts.scale.double()
         power = torch.exp2(torch.frexp(scale.abs().amax(1)).exponent.double())
-        acc = torch.zeros(x.shape[0], parts.q.shape[0])
+        return self._in_f16(lhs, codes, unit, parts.group_size, scale, power, 1.0, out_dtype, first)
+
+    def mxfp4_gemm_in_f16(
+        self, lhs: tuple, weight, out_dtype: torch.dtype = torch.float32, first: int = 8
+    ) -> torch.Tensor:
+        """The same of an MXFP4 weight: e4m3s that are 2^-8 of codes times exponents, an eighth of whose sums goes to a run."""
+        values, scale, _, _ = weight.rows(0, weight.blocks.shape[0])
+        scale = scale.double()
+        row = weight.format.group_size == 0
+        power = scale[:, 0] if row else torch.exp2(torch.frexp(scale.abs().amax(1)).exponent.double())
+        size = weight.k if row else weight.group_size
+        return self._in_f16(lhs, 2 * values.double(), 1, size, scale, power, 0.125, out_dtype, first)
+
+    def _in_f16(
+        self, lhs: tuple, codes: torch.Tensor, unit: int, group_size: int, scale: torch.Tensor, power: torch.Tensor,
+        run_scale: float, out_dtype: torch.dtype, first: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """codes: in units of 2^-9 / unit of what wgmma reads."""
+        x, x_scale = lhs
+        size = min(group_size, RUN)
+        acc = torch.zeros(x.shape[0], codes.shape[0])
         run, end = torch.zeros_like(acc, dtype=torch.float64), first * RUN
         for start in range(0, x.shape[1], size):
             if start == end:
                 acc, run, end = (acc + run).float(), torch.zeros_like(run), end + 8 * RUN
-            part, codes = x[:, start : start + size].double(), parts.q[:, start : start + size].double()
+            part, of_group = x[:, start : start + size].double(), codes[:, start : start + size]
             partial = torch.zeros_like(run)
-            for step, d in zip(part.split(STEP, 1), codes.split(STEP, 1), strict=True):
+            for step, d in zip(part.split(STEP, 1), of_group.split(STEP, 1), strict=True):
                 partial = _half(self.step(partial * (512 / unit), step, d, unit) * (unit / 512))
-            run = _half(partial * (scale[:, start // parts.group_size] / power) + run)
+            run = _half(partial * (scale[:, start // group_size] / power * run_scale) + run)
             assert bool(run.isfinite().all()), "an f16 sum overflowed"
         acc = (acc + run).float() * power.float()
-        return (acc * (x_scale.reshape(-1, 1) * (512 / unit))).to(out_dtype)
+        # MXFP4's codes are doubled.
+        output = 512 / unit if run_scale == 1 else 256 / run_scale
+        return (acc * (x_scale.reshape(-1, 1) * output)).to(out_dtype)
 
     def gemm(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The kernel's arithmetic for e4m3 without splits of k: runs promoted in order, then x_scale and rounding."""

@@ -8,9 +8,10 @@ import builders
 import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
-from tensor_core import TensorCore
 from emulator.problems import assert_outside_untouched, problem
+from tensor_core import TensorCore
 from test_emulator import grouped_problem
+from test_grouped import weight_of_experts
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -24,6 +25,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, legal_kernels
+from jitgemm.weight import f16_sums
 from jitgemm.weight.f16_sums import row_powers, with_powers
 
 H200 = DEVICES["h200"]
@@ -38,9 +40,9 @@ def used(out: torch.Tensor, lhs: tuple, parts: builders.WeightParts) -> float:
     return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max())
 
 
-def extreme(seed: int, n: int, k: int, group_size: int, codes: str) -> builders.WeightParts:
+def extreme(seed: int, n: int, k: int, group_size: int, codes: str = "any", **form: bool) -> builders.WeightParts:
     """Rows whose scales go down to 2^-17 of their largest, rows of zeros, and rows whose codes are all the largest."""
-    parts = builders.weight_parts(seed, n, k, group_size, codes=codes, scales="negative")
+    parts = builders.weight_parts(seed, n, k, group_size, codes=codes, scales="negative", **form)
     g = builders.generator(seed)
     size = torch.exp2(-torch.randint(0, 17, parts.scale.shape, generator=g).float())
     size[:, 0] = 1.0
@@ -56,14 +58,17 @@ def extreme(seed: int, n: int, k: int, group_size: int, codes: str) -> builders.
 
 
 @pytest.mark.parametrize("first", [1, 5, 8])
-@pytest.mark.parametrize("codes", ["any", "e4m3"])
+@pytest.mark.parametrize("codes", ["any", "e4m3", "zero points"])
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("kind", ["plain", "outliers", "positive", "last step", "extreme", "largest"])
 def test_the_arithmetic_is_within_the_bound(kind, group_size, codes, first):
-    k = 1696
-    parts = builders.weight_parts(2, 32, k, group_size, codes=codes, scales="negative")
+    k, zero_point = 1696, codes == "zero points"
+    form = dict(zero_point=True) if zero_point else dict(codes=codes)
+    parts = builders.weight_parts(2, 32, k, group_size, scales="negative", **form)
     if kind in ("extreme", "largest"):
-        parts = extreme(2, 32, k, group_size, codes)
+        parts = extreme(2, 32, k, group_size, **form)
+    if zero_point and kind == "largest":
+        parts = replace(parts, q=torch.full_like(parts.q, 15), zero=torch.zeros_like(parts.zero))
     mean, factor = "positive" if kind == "positive" else "zero", 500 if kind == "last step" else 1
     lhs = builders.lhs(3, 8, k, mean=mean, outliers=kind == "outliers", last_step=factor)
     if kind == "largest":
@@ -119,12 +124,25 @@ def test_scales_that_f16_holds(scale_type, least):
     scale[7] = 0
     parts = replace(parts, scale=scale.to(dtype))
     powers, lost = row_powers(parts.packed.packed)
-    assert lost == 0 and powers.tolist() == [1.0 if row == 7 or row >= 72 else 2.0 for row in range(128)]
+    assert lost == [0] and powers.tolist() == [1.0 if row == 7 or row >= 72 else 2.0 for row in range(128)]
     scale[5, 2] = odd * 2.0**-least
     with pytest.raises(ValueError, match="sums: expected 'f32' for a weight whose scales .* 1 of its rows"):
         with_powers(replace(parts, scale=scale.to(dtype)).packed)
     scale[5, 2] = 2.0 ** -(least + bits - 1)  # fewer bits reach further
-    assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == 0
+    assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == [0]
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("value, held", [(1e-39, True), (1e-8, True), (1.0, True), (1e6, False), (torch.nan, False)])
+def test_scales_of_groups_of_zeros_may_be_rounded_but_not_be_infinite(value, held, zero_point):
+    parts = builders.weight_parts(1, 64, 512, 128, zero_point=zero_point)
+    parts.q[9, 128:256] = 5 if zero_point else 0
+    if zero_point:
+        parts.zero[9, 1] = 5
+    expected = row_powers(parts.packed.packed)[0]
+    parts.scale[9, 1] = value
+    powers, lost = row_powers(parts.packed.packed)
+    assert lost == [0 if held else 1] and (not value < 1 or torch.equal(powers, expected))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e-39, 3e38])
@@ -145,6 +163,36 @@ def test_powers_are_made_once_and_again_after_the_records_were_written():
     assert torch.equal(with_powers(weight).channel_scale[:64], form.channel_scale[:64] * 4)
 
 
+def test_powers_of_experts_are_made_once_for_all_their_views(monkeypatch):
+    weight = weight_of_experts(3, 64, 512, 128, codes="e4m3")
+    made = []
+    monkeypatch.setattr(f16_sums, "row_powers", lambda packed: made.append(packed.experts) or row_powers(packed))
+    powers = [with_powers(weight[e]).channel_scale for e in (0, 2, -1)]
+    assert made == [3] and torch.equal(torch.stack(powers), with_powers(weight).channel_scale[[0, 2, 2]])
+    assert weight[-1].whole == (weight, 2)
+    weight[1].blocks.zero_()
+    assert torch.equal(with_powers(weight[1]).channel_scale, torch.ones(64)) and made == [3, 3]
+
+
+def test_a_view_of_experts_is_held_where_others_are_not():
+    parts = [builders.weight_parts(e, 64, 512, 128, codes="e4m3") for e in range(2)]
+    parts[1].scale[9, 1] = torch.nan
+    weight = jitgemm.W4Weight.stacked(2, lambda e: parts[e].packed)
+    assert torch.equal(with_powers(weight[0]).channel_scale, with_powers(parts[0].packed).channel_scale)
+    for given in (weight, weight[1]):
+        with pytest.raises(ValueError, match="1 of its rows"):
+            jitgemm.prepare_f16_sums(given)
+
+
+def test_a_prepared_weight_asks_for_nothing_more(monkeypatch):
+    weight = builders.weight_parts(1, 64, 512, 128, codes="e4m3").packed
+    assert jitgemm.prepare_f16_sums(weight) is None
+    monkeypatch.setattr(f16_sums, "row_powers", None)
+    assert with_powers(weight).channel_scale is not None
+    with pytest.raises(TypeError, match="weight: expected a W4Weight, got Tensor"):
+        jitgemm.prepare_f16_sums(weight.blocks)
+
+
 # ---- kernels in the emulator -----------------------------------------------------------------------------------------
 
 KERNELS = {
@@ -156,6 +204,8 @@ KERNELS = {
     "e4m3-g32-fp32-m8n128-s4-f16": (11, 136, 288),
     "e4m3fast-g128-bf16-m176n128-s5-f16": (190, 136, 1184),
     "e4m3fast-g64-bf16-m192n128-s5-f16": (70, 72, 544),
+    "e4m3-g128z-bf16-m32n64-s6-f16": (20, 200, 2336),
+    "e4m3-g32z-bf16-m16n64-s4-f16": (20, 136, 1312),
 }
 """Kernels, and m, n and k for them: no multiple of the tile, runs of eight records and fewer, an odd record last."""
 
@@ -163,7 +213,7 @@ KERNELS = {
 def summed(label: str, m: int, n: int, k: int, **other) -> tuple[KernelSpec, Gemm, builders.WeightParts]:  # type: ignore[no-untyped-def]
     spec = KernelSpec.from_label(label)
     operands = problem(spec, m, n, k)
-    parts = extreme(4, n, k, spec.format.group_size, spec.format.order)
+    parts = extreme(4, n, k, spec.format.group_size, spec.format.order, zero_point=spec.format.zero_point)
     if spec.format.scale_type != "bf16":
         parts = builders.weight_parts(4, n, k, spec.format.group_size, codes=spec.format.order, scales="negative")
         dtype = {"fp16": torch.float16, "fp32": torch.float32}[spec.format.scale_type]
@@ -288,7 +338,6 @@ def test_calls_on_the_cpu_are_exact():
 @pytest.mark.parametrize("lhs, group_size, options, message", [
     ("s8", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token, .* got 'f16' with int8"),
     ("block", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token"),
-    ("e4m3", 128, {"zero_point": True}, "sums: expected 'f32' except for .* got 'f16' for g128-bf16-z"),
     ("e4m3", 128, {"offset": True}, "sums: expected 'f32' except for .* got 'f16' for g128-bf16-o-any"),
     ("e4m3", 0, {}, "sums: expected 'f32' except for .* got 'f16' for channel-bf16-any"),
 ])  # fmt: skip
@@ -333,7 +382,7 @@ def test_batch_invariant_calls_add_up_alike_for_all_m(m):
 
 
 @pytest.mark.parametrize("change", [
-    dict(warpgroups_k=2), dict(halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, True, "bf16")),
+    dict(warpgroups_k=2), dict(halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, False, "bf16", offset=True)),
     dict(format=WeightFormat(0, False, "fp32", "e4m3")),
 ])  # fmt: skip
 def test_kernels_that_there_are_not(change):
@@ -345,6 +394,7 @@ def test_kernels_that_there_are_not(change):
 @pytest.mark.parametrize("label", [
     "e4m3fast-g128-bf16-m128n128-s7-f16", "e4m3fast-g128-bf16-m176n128-s5-f16", "e4m3fast-g128-bf16-m192n128-s5-f16",
     "e4m3fast-g64-bf16-m192n128-s4-f16", "e4m3fast-g32-bf16-m176n128-s4-f16", "e4m3-g128-fp32-tofp32-m176n128-s4-f16",
+    "e4m3-g128z-bf16-m128n128-s7-f16", "e4m3-g128z-bf16-m176n128-s5-f16", "e4m3-g32z-bf16-m160n128-s4-f16",
     "e4m3fast-g128-bf16-m192n128-s5-f16-e64", "e4m3fast-g32-bf16-m176n128-mc2lhs-s4-f16-e64",
 ])  # fmt: skip
 def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):

@@ -126,17 +126,20 @@ def test_grouped_kernels_are_within_the_bound(group_size, gathered):
 
 def test_a_graph_holds_calls_whose_powers_are_known_and_others_say_so():
     parts = builders.weight_parts(1, 512, 1024, 128, codes="e4m3")
-    known, new = on_gpu(parts), on_gpu(parts)
+    known, new, prepared = on_gpu(parts), on_gpu(parts), on_gpu(parts)
+    jitgemm.prepare_f16_sums(prepared)
     lhs = builders.lhs(2, 256, 1024, device="cuda")
-    expected, out = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    expected, out, other = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     jitgemm.gemm_w4a8_bf16_nt(lhs, known, expected, sums="f16")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         jitgemm.gemm_w4a8_bf16_nt(lhs, known, out, sums="f16")
         with pytest.raises(
-            ValueError, match="sums: expected 'f32', or a call with 'f16' before a CUDA graph is captured"
+            ValueError,
+            match=r"sums: expected 'f32', or jitgemm.prepare_f16_sums\(weight\) before a CUDA graph is captured",
         ):
             jitgemm.gemm_w4a8_bf16_nt(lhs, new, out, sums="f16")
+        jitgemm.gemm_w4a8_bf16_nt(lhs, prepared, other, sums="f16")
     out.zero_()
     graph.replay()
-    assert builders.same_bits(out, expected)
+    assert builders.same_bits(out, expected) and builders.same_bits(other, expected)

@@ -296,7 +296,10 @@ def test_a_config_travels_to_vllms_workers():
      *(({"group_size": size}, f"group_size: expected a positive integer, or -1 .* got {size!r}")
        for size in ("128", 0, -5, True)), ("int8", "by name, got 'int8'"),
      ({"ignore": ["re:["]}, "ignore: expected a regular expression, got '.': unterminated character set"),
-     ({"symmetric": "no"}, "symmetric: expected true or false, got 'no'")],
+     ({"symmetric": "no"}, "symmetric: expected true or false, got 'no'"),
+     ({"sums": "f64"}, "sums: expected f32, f16, exact, got 'f64'"),
+     ({"sums": "f16", "activation": "int8"}, "sums: expected 'f32' .* got 'f16' with int8"),
+     ({"sums": "exact", "activation": "e4m3"}, "sums: expected 'f32' .* got 'exact' with e4m3")],
 )  # fmt: skip
 def test_an_option_that_is_wrong_is_named(options, message):
     with pytest.raises(ValueError, match=message):
@@ -918,6 +921,59 @@ def test_weights_that_are_loaded_again_go_to_the_same_memory(monkeypatch, name):
     load(layer, {suffix: each for suffix, each in tensors.items() if suffix not in absent})
     assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
     assert (layer.jitgemm.input_scale is None) == (name != "fp8")
+
+
+@pytest.mark.parametrize("name, sums", [("packed", "f16"), ("packed-int8", "exact")])
+def test_what_kernels_may_add_up_in_is_an_option_that_a_layer_keeps(name, sums):
+    config = made(CONFIGS[name], {"sums": sums})
+    with rank():
+        layer = row(config, 64, 64)
+        params = dict(layer.named_parameters())
+        load(layer, stored(CONFIGS[name], 64, 64, 1)[0])
+        first = process(layer)
+        assert first.sums == first.call_sums == sums
+        before = None if first.powers is None else (first.powers.data_ptr(), first.powers.clone())
+        for each in (*layer._parameters, *layer._buffers):  # vLLM loads again
+            delattr(layer, each)
+        for each, param in params.items():
+            layer.register_parameter(each, param)
+        tensors, _ = stored(CONFIGS[name], 64, 64, 2)
+        load(layer, tensors | {"weight_scale": tensors["weight_scale"] * 4})
+        assert process(layer) is first and first.sums == first.call_sums == sums
+    if before is not None:
+        assert first.powers.data_ptr() == before[0] and not torch.equal(first.powers, before[1])
+
+
+def test_a_layer_whose_scales_f16_does_not_hold_is_named_and_served(monkeypatch):
+    said = []
+    monkeypatch.setattr(configs.logger, "warning", lambda text, *given: said.append(text % given))
+    with rank():
+        layer = row(made(CONFIGS["packed"], {"sums": "f16"}), 64, 64)
+        tensors, dense = stored(CONFIGS["packed"], 64, 64)
+        tensors["weight_scale"][3, 1] *= 2.0**-20
+        load(layer, tensors)
+        module = process(layer)
+    assert (module.sums, module.call_sums) == ("f16", "f32")
+    expected = "jitgemm: m.o_proj is added up in fp32, as sums in f16 cannot be had: scales that f16 does not hold"
+    assert said == [expected]
+
+
+def test_sums_that_a_files_activations_do_not_have_are_an_error_with_the_layers_name():
+    with rank():
+        layer = row(made(CONFIGS["packed-int8"], {"sums": "f16"}), 64, 64)
+        load(layer, stored(CONFIGS["packed-int8"], 64, 64)[0])
+        with pytest.raises(ValueError, match=r"sums: .* got 'f16' with int8 \(layer m.o_proj\)"):
+            process(layer)
+
+
+@pytest.mark.parametrize("kind, sums", [("4 bits", ("f16", "f16")), ("per channel", ("f32", "f32"))])
+def test_experts_are_added_up_as_the_option_says(tmp_path, kind, sums):
+    config = saved_experts(tmp_path, packed_module(kind))
+    config._set({"sums": "f16"})
+    with rank():
+        layer = experts(config, "m.experts", (4, 128, 384), 1)
+        module = process(layer)
+    assert (module.w13.call_sums, module.w2.call_sums) == sums
 
 
 # ---- files that lack a tensor ----------------------------------------------------------------------------------------

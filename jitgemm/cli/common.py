@@ -21,7 +21,7 @@ from rich.text import Text
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import CODES, typed_code
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightFormat, tuned_order
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, SUMS, WeightFormat, tuned_order
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
@@ -32,6 +32,7 @@ LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 Lhs = Enum("Lhs", {name: name for name in LHS_TYPES}, type=str)
 RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
 """Types of scales, results and unquantised activations. Each is part of a kernel."""
+Sums = Enum("Sums", {name: name for name in SUMS}, type=str)
 Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
 """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
 
@@ -49,6 +50,7 @@ HELP = {
     "--mxfp4": "MXFP4 weights: of --group-size channel, 128 and 32 is a base for a row, for a row and 128 k, and a scale "
     "for 32 k, as their scales need.",
     "--out": "Type of the result.",
+    "--sums": "What kernels may add up in, as sums of the calls: f16, e4m3's groups; exact, int8's, without sums by parts.",
     "--block-scales": "Activations with a scale per token and 128 k, not one per token.",
     "--e8m0": "GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's.",
 }

@@ -36,6 +36,7 @@ def explain(
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales")] = False,
     e8m0: Annotated[bool, layer_option("--e8m0")] = False,
+    sums: Annotated[common.Sums, layer_option("--sums")] = common.Sums.f32,
     experts: Annotated[Optional[int], typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
     device: common.Device = None,
@@ -57,6 +58,7 @@ def explain(
       jitgemm explain 1 4096 14336 --json --top 1
       jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
       jitgemm explain 512 7168 2048 --mxfp4 --group-size channel
+      jitgemm explain 4096 4096 4096 --codes tuned --sums f16
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
     \b
@@ -71,7 +73,7 @@ def explain(
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
         m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0,
-        LHS_GROUP if block_scales or e8m0 else 0, e8m0,
+        LHS_GROUP if block_scales or e8m0 else 0, e8m0, sums.value,
     )  # fmt: skip
     ranked = candidates(problem, target)
     if not ranked:

@@ -109,6 +109,9 @@ def warmup(
     ] = None,
     codes: Annotated[Optional[CodesSet], _floats("--codes", _BOTH, metavar="ORDER", show_default="both")] = None,
     out: Annotated[Optional[list[common.RealType]], layer_option("--out", metavar="TYPE", show_default=_OUT)] = None,
+    sums: Annotated[
+        common.Sums, layer_option("--sums", " Of a --model's layers in 4 bits, as load_ takes it.")
+    ] = common.Sums.f32,
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
@@ -169,6 +172,7 @@ def warmup(
         for order, size, result, lhs_group in product(orders, sizes, outs or ["bf16"], sorted(groups)):
             format = common.weight_format(order, kind, size, zero_point, scale_type, offset, k, width, mxfp4)
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
+            more["sums"] = "f32" if len(sizes) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)
             specs += [replace(spec, debug=settings.debug()) for spec in gemms]
         found += [(spec, f"shape {n}x{k}") for spec in specs]
@@ -180,12 +184,13 @@ def warmup(
         options |= {"group_size": group or 1 << 30} if group_size else {}
         options |= {"symmetric": False} if zero_point else {}
         options |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
+        of_layers = None if sums.value == "f32" else sums.value
         of_model = [{"any": "any", "tuned": "e4m3"}[order.value] for order in orders]
         for folder in model:
             folder = folder.parent if folder.name == "config.json" else folder
             for each in models_ahead(folder, use.value, tp, ep, activation, options, of_model, batch_invariant):
                 types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
-                needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
+                needed = kernels(each, max_m, types, device or target.name, use is Use.compiled, of_layers)
                 found += [(spec, layer) for spec, _, layer in needed]
 
     layers: dict[Any, dict[str, None]] = {}

@@ -18,7 +18,8 @@ f16, from any record on. Each such step is rounded once:
     loss of a step <= 2^-11 * |f16 sum after| + 2^-16 * 2^E
 
 The second term is for sums below 2^-14, f16's least normal number: half of 2^-24, in units that are 512 codes times
-activations at most. The f16 sum is at most the largest over the starts of what the exact one is, and what was lost since.
+activations at most; of MXFP4, whose codes are 2^-8 of their values and in sums an eighth of that, four times as much.
+The f16 sum is at most the largest over the starts of what the exact one is, and what was lost since.
 
 int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, so 1.5 * 2^19 here. For two records that follow one
 another, of scales s0 and s1, fp32 gets (s0 - s1) * (1.5 * 2^19 + p0) + s1 * (1.5 * 2^19 + p0 + p1), and up to eight pairs'
@@ -46,6 +47,8 @@ CUT = 2.0**-13
 """What a step cuts off a term at most, as a part of its largest term."""
 LEAST_NORMAL = 2.0**-6
 
+LOW = 256
+"""By how much less than their values kernels with sums in f16 multiply MXFP4's codes (E2m1LowCodec)."""
 F16 = 2.0**-11
 """What rounding to f16 loses of a number at most."""
 PARTS = 1.5 * 2.0**19
@@ -94,11 +97,11 @@ def gemm_w4a8_bound(
             operands.
     """
     powers = _powers(lhs, rhs, sums)
-    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(split_lhs(lhs)[1])
     check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(lhs)
+    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
     x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
     m, k = x.shape
@@ -163,7 +166,8 @@ def _scaled(
         largest = part.abs().amax(-1, keepdim=True)
         if code is None or code.largest is None:
             some = largest > 0
-            largest = largest.clamp(min=LEAST_NORMAL) * codes.abs().amax(-1)[:, None].clamp(min=LEAST_NORMAL) * some
+            least = LEAST_NORMAL * (1 if f16 is None else LOW)
+            largest = largest.clamp(min=LEAST_NORMAL) * codes.abs().amax(-1)[:, None].clamp(min=least) * some
         else:
             largest = largest * code.largest
         before = torch.maximum(sums.abs() + loss, largest)
@@ -185,7 +189,7 @@ def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:
     if x.dtype != torch.float8_e4m3fn or lhs_group_of(x_scale):
         raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
     powers: torch.Tensor = with_powers(rhs).channel_scale  # type: ignore[assignment]
-    return powers[: rhs.n].double()
+    return powers[: rhs.n].double() * (4 if rhs.format.powers else 1)
 
 
 def _lost_by_parts(scale: torch.Tensor) -> torch.Tensor:

@@ -273,12 +273,13 @@ class _Call(Gemm):
         return GemmLaunch(self)
 
 
-def _with_powers(rhs: AnyWeight, bits: int, sums: str) -> AnyWeight:
+def for_sums(rhs: AnyWeight, bits: int, sums: str) -> AnyWeight:
     """The weight as a call with other sums than the usual ones takes it."""
+    if check_sums(sums) != "f16":
+        return rhs
     from jitgemm.weight.f16_sums import with_powers
 
-    weight = check_weight(rhs, bits)
-    return with_powers(weight) if check_sums(sums) == "f16" else weight
+    return with_powers(check_weight(rhs, bits))
 
 
 def gemm(
@@ -286,9 +287,9 @@ def gemm(
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
-    exact = sums == "exact"
-    if sums != "f32":
-        rhs = _with_powers(rhs, bits, sums)
+    exact = False
+    if type(sums) is not str or sums != "f32":
+        rhs, exact = for_sums(rhs, bits, sums), sums == "exact"
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
@@ -341,7 +342,7 @@ def contiguous(
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    rhs = rhs if sums == "f32" else _with_powers(rhs, bits, sums)
+    rhs = for_sums(rhs, bits, sums)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
@@ -357,7 +358,7 @@ def masked(
     """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    rhs = rhs if sums == "f32" else _with_powers(rhs, bits, sums)
+    rhs = for_sums(rhs, bits, sums)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")

@@ -19,7 +19,7 @@ from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, SUMS, ceil
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name, shapes_differ
 from jitgemm.tensors import statically_true
-from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts, in_f16
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight, Weight
@@ -101,8 +101,7 @@ class Gemm(NamedTuple):
     @property
     def sums(self) -> str:
         """What kernels may add up in, as `Problem.sums`: the weight's rows have powers of two for "f16"."""
-        f16 = self.weight.format.group_size and self.weight.channel_scale is not None
-        return "f16" if f16 else "exact" if self.exact else "f32"
+        return "f16" if in_f16(self.weight) else "exact" if self.exact else "f32"
 
     @property
     def row_sum(self) -> torch.Tensor | None:
@@ -186,8 +185,7 @@ def check_types(gemm: Gemm) -> None:
     for name, given in ((X_ZERO, x_zero), ("bias", bias)):
         if given is not None:
             check_tensor(name, given)
-    if not isinstance(weight, PackedWeight):
-        check_weight(weight)
+    check_weight(weight)
     check_flag("batch_invariant", batch_invariant)
     if kernel is not None and not isinstance(kernel, str):
         got = type(kernel).__name__
@@ -218,7 +216,9 @@ W4, W8, ANY = 4, 8, 0
 
 
 def check_weight(rhs: object, bits: int = ANY) -> Weight:
-    """The call's second argument, if it is a packed weight of such codes."""
+    """The call's second argument, if it is a packed weight of such codes; of any also one as an op has it."""
+    if not bits and isinstance(rhs, PackedWeight):
+        return rhs  # type: ignore[return-value]
     if not isinstance(rhs, WeightBase) or (bits and rhs.bits != bits):
         names = [f"a W{each}Weight from pack_w{each}" for each in ((bits,) if bits else (W4, W8))]
         raise TypeError(f"rhs: expected {' or '.join(names)}, got {type(rhs).__name__}")

@@ -25,11 +25,13 @@ class Decoder:
         codec: C++ type, of include/jitgemm/gemm/codec.cuh or of `source`.
         cost: which of `jitgemm.select.cost.DECODE_CYCLES` it takes.
         source: C++ that defines the codec, where codec.cuh does not.
+        f16_codec: the C++ type for sums in f16, where it is another.
     """
 
     codec: str
     cost: str
     source: str = ""
+    f16_codec: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +158,7 @@ _E4M3 = Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w
 _INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16)
 
 # 1 is the ninth of fifteen powers of two for which all of a code's values are e4m3's.
-_E2M1 = Order("e2m1", 4, {"e4m3": Decoder("E2m1Codec", "table")}, mark="mx", slow=True)
+_E2M1 = Order("e2m1", 4, {"e4m3": Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec")}, mark="mx", slow=True)
 
 register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
 register(Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, strip_scales=True))

@@ -23,7 +23,7 @@ LHS_GROUP = BLOCK_K
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 SUMS = ("f32", "f16", "exact")
-F16_OPERANDS = "e4m3 with a scale per token, and 4-bit weights in groups without zero points or offsets"
+F16_OPERANDS = "e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets"
 """What may be added up in f16, for messages."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
@@ -120,10 +120,10 @@ class WeightFormat:
 
     @property
     def f16_sums(self) -> bool:
-        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without zero
-        points or offsets."""
-        plain = not (self.typed or self.powers or self.zero_point or self.offset)
-        return plain and self.group_size > 0 and "e4m3" in self.lhs_types
+        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without offsets,
+        in groups or with exponents."""
+        small = self.powers or (CODES[self.code].largest is not None and self.group_size > 0)
+        return small and not self.offset and "e4m3" in self.lhs_types
 
     @property
     def sums_by_parts(self) -> bool:
@@ -289,6 +289,8 @@ class Problem:
             raise ValueError(f"sums: expected one of {SUMS}, got {self.sums!r}")
         if self.sums == "f16" and not (self.format.f16_sums and self.lhs == "e4m3" and not self.lhs_group):
             raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16'")
+        if self.sums == "exact" and self.lhs != "s8":
+            raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {self.lhs}")
         if self.lhs_group not in (0, LHS_GROUP):
             raise ValueError(f"lhs_group: expected {LHS_GROUP}, or 0 for a scale per token, got {self.lhs_group}")
         if self.lhs_e8m0 and not self.lhs_group:

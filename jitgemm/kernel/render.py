@@ -108,12 +108,14 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         f"    static constexpr {name} = {str(value).lower() if isinstance(value, bool) else value};"
         for name, value in chosen.items()
     )
+    decoder = fmt.decoder(spec.lhs)
+    codec = decoder.f16_codec if spec.sums == "f16" and decoder.f16_codec else decoder.codec
     registers = spec.consumer_registers if spec.warpgroups > 1 else 0
     return f"""\
 struct Chosen : Defaults {{
     template <u32 kTokens>
     using Wgmma = jitgemm::Wgmma<kTokens>;
-    using Codec = {fmt.decoder(spec.lhs).codec};
+    using Codec = {codec};
 {lines}
     __device__ static constexpr u32 width(u32 index) {{
         constexpr u32 widths[] = {{{", ".join(map(str, multiply_widths(spec)))}}};
@@ -180,6 +182,8 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--bits", str(fmt.bits)]
     elif not fmt.zero_point and not fmt.powers:
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
+    if spec.sums == "f16":
+        flags += ["--sums", "f16"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]
     if spec.lhs_e8m0:

@@ -17,8 +17,8 @@ from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import ANY, Lhs, split_lhs
-from jitgemm.gemm.call import contiguous
+from jitgemm.gemm.problem import ANY, Lhs, check_sums, split_lhs
+from jitgemm.gemm.call import contiguous, for_sums
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation
@@ -41,6 +41,7 @@ def fused_experts(
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None, batch_invariant: bool = False, out: torch.Tensor | None = None,
+    sums: str = "f32",
 ) -> torch.Tensor:  # fmt: skip
     """The routed experts of a mixture, from tokens and their choices to results, on the current stream.
 
@@ -88,6 +89,7 @@ def fused_experts(
         batch_invariant: a token's result has the same bits whatever the other tokens are. Costs time, as for GEMMs.
         out: where to write: of x's type, [tokens, n], rows a multiple of 16 bytes apart; addend or x itself for in
             place, else memory of its own; None for a new tensor.
+        sums: of both GEMMs, as for `gemm_w4a8_nt`: "f32", "f16" or "exact".
 
     All on one device. On CUDA: compute capability 9.0; memory for what is in between comes from PyTorch's allocator
     (`fused_experts_workspace_bytes`) and goes back to it, so that calls on other streams and in CUDA graphs never share
@@ -105,9 +107,12 @@ def fused_experts(
     check_flag("batch_invariant", batch_invariant)
     gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
     rest = expert_map, bias13, bias2, addend, batch_invariant
+    if check_sums(sums) != "f32":
+        w13, w2 = (for_sums(weight, ANY, sums) for weight in (w13, w2))  # type: ignore[assignment]
+    exact = sums == "exact"
     if not needs_dispatcher(x, x if out is None else out):
-        return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out))
-    result = _call_op(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest)
+        return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out, exact))
+    result = _call_op(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, exact=exact)
     if out is None:
         return result
     check_out(check_tensor("out", out), x, w2)
@@ -198,9 +203,10 @@ def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expect
         expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
     (offsets, gather, inverse), lhs = _sorted(call, sent, expected_m)
     hidden, rows = _workspace(call)
-    contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, expected_m, call.batch_invariant)
+    rest = expected_m, call.batch_invariant, None, "exact" if call.exact else "f32"
+    contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, *rest)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
-    contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, expected_m, call.batch_invariant)
+    contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, *rest)
     combine(rows, inverse, call.topk_weights, out, addend=call.addend)
 
 
@@ -243,15 +249,16 @@ def lhs_of(outputs: Outputs) -> Lhs:
 
 def _call_op(
     x: torch.Tensor, w13: AnyWeight, w2: AnyWeight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate: Gate,
-    activation: Activation, *rest: Any,
+    activation: Activation, *rest: Any, exact: bool,
 ) -> torch.Tensor:  # fmt: skip
     check_weights(w13, w2)
     for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         check_tensor(name, tensor)
     dtype, scheme, affine = activation
     return torch.ops.jitgemm.fused_experts(
-        x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), CODES[dtype], affine, *rest, scheme == "block"
-    )
+        x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), CODES[dtype], affine, *rest, scheme == "block",
+        exact,
+    )  # fmt: skip
 
 
 WEIGHTS_SCHEMA = ", ".join(
@@ -282,8 +289,11 @@ def _of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
     w13, w2 = weights_of_op(arguments[:12])
     topk_ids, topk_weights, *gate = arguments[12:18]
     lhs_dtype, affine, *rest = arguments[18:25]
-    activation = tokens_activation(w13, lhs_dtype, "block" if arguments[25:] == (True,) else "token", affine)
-    return ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
+    block, exact = (*arguments[25:], False, False)[:2]  # which may be left out, from the end
+    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine)
+    call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
+    call.exact = exact
+    return call
 
 
 def _fake_op(*arguments: Any) -> torch.Tensor:
@@ -295,7 +305,7 @@ def _fake_op(*arguments: Any) -> torch.Tensor:
 define_op(
     f"fused_experts(Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, "
     "ScalarType lhs_dtype, bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
-    "bool block=False) -> Tensor",
+    "bool block=False, bool exact=False) -> Tensor",
     lambda *arguments: _run(_of_op(*arguments)),
     _fake_op,
 )

@@ -9,8 +9,8 @@ import torch
 from jitgemm.activations.arguments import CODES
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
-from jitgemm.gemm.problem import ANY, Lhs, split_lhs
-from jitgemm.gemm.call import masked
+from jitgemm.gemm.problem import ANY, Lhs, check_sums, split_lhs
+from jitgemm.gemm.call import for_sums, masked
 from jitgemm.gemm.problem import expected_rows_of
 from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation
@@ -27,6 +27,7 @@ def fused_experts_masked(
     activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
     bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
+    sums: str = "f32",
 ) -> None:  # fmt: skip
     """out[e, i] = w2[e] · Q(act(g, u)) + bias2[e] for i < masked_m[e], where (g, u) = w13[e] · Q(x[e, i]) + bias13[e].
 
@@ -44,7 +45,7 @@ def fused_experts_masked(
             itself for in place, else memory of its own.
         masked_m: int32 [E], contiguous: live rows of each expert, clamped to 0..max_m on the device.
         expected_m: live rows of an expert, as expected, by which kernels are chosen. Any value gives right results.
-        activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant: as `fused_experts`.
+        activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant, sums: as `fused_experts`.
 
     Raises: as `fused_experts`.
     """
@@ -52,16 +53,20 @@ def fused_experts_masked(
     gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
+    if check_sums(sums) != "f32":
+        w13, w2 = (for_sums(weight, ANY, sums) for weight in (w13, w2))  # type: ignore[assignment]
+    exact = sums == "exact"
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
     if not needs_dispatcher(lhs[0], out):
-        _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
+        rest = gate, tokens, bias13, bias2, batch_invariant, exact
+        _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, *rest))
         return
-    check_experts(w13, w2, tokens, gate)
+    check_experts(w13, w2, tokens, gate, exact)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(
         *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), CODES[tokens[0]], affine, bias13,
-        bias2, batch_invariant, scheme == "block",
+        bias2, batch_invariant, scheme == "block", exact,
     )  # fmt: skip
 
 
@@ -72,9 +77,10 @@ def _run(call: MaskedCall) -> None:
     expected_m = call.expected_rows / out.shape[0]
     hidden = torch.empty((*out.shape[:2], w13.n), dtype=out.dtype, device=out.device)
     lhs = _quantise(call, call.x, NO_PROLOGUE) if call.x_scale is None else lhs_of((call.x, call.x_scale, call.x_zero))
-    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, invariant)
+    rest = invariant, None, "exact" if call.exact else "f32"
+    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, *rest)
     lhs = _quantise(call, hidden, Prologue(gate=call.gate))
-    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, invariant)
+    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, *rest)
 
 
 def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
@@ -87,16 +93,16 @@ def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
 
 def _of_op(*arguments: Any) -> MaskedCall:
     (w13, w2), (out, masked_m, expected_rows, *gate) = weights_of_op(arguments[3:15]), arguments[15:22]
-    lhs_dtype, affine, bias13, bias2, batch_invariant, block = arguments[22:]
+    lhs_dtype, affine, bias13, bias2, batch_invariant, block, exact = (*arguments[22:], False)[:7]
     activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine)
-    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant
+    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant, exact
     return MaskedCall(*arguments[:3], w13, w2, out, masked_m, expected_rows, *rest)
 
 
 define_op(
     f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, "
     f"Tensor masked_m, SymInt expected_rows, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, Tensor? bias13, "
-    "Tensor? bias2, bool batch_invariant, bool block) -> ()",
+    "Tensor? bias2, bool batch_invariant, bool block, bool exact=False) -> ()",
     lambda *arguments: _run(_of_op(*arguments)),
     lambda *arguments: _of_op(*arguments).check(),
 )

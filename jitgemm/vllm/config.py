@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
@@ -23,6 +24,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
+from jitgemm.kernel.formats import SUMS
+from jitgemm.nn.layers.packed import check_sums_of
+from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
 from jitgemm.vllm.warm import Layers, Warmer
@@ -37,6 +41,7 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "group_size": (None, lambda size: size is None or type(size) is int and (size > 0 or size == -1),
                    "a positive integer, or -1 for one group a row"),
     "symmetric": (None, lambda value: value is None or isinstance(value, bool), "true or false"),
+    "sums": ("f32", lambda value: value in SUMS, ", ".join(SUMS)),
     "ignore": ((), lambda value: _patterns("ignore", value) is not None, ""),
 }  # fmt: skip
 """What a user may say: what it is otherwise, a check, and what that expects."""
@@ -54,6 +59,7 @@ class JitGemmConfig(QuantizationConfig):
         options: a mapping with any of
 
             - activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, or e4m3;
+            - sums: "f16" or "exact", what kernels of 4-bit weights may add up in, as for `gemm_w4a8_nt`; "f32" otherwise;
             - lm_head: "e4m3" or "int8": the output layer in 8 bits, a scale per row; None leaves it in its type;
             - of a model in floats: bits (4, or 8 with a scale per row), group_size (-1 or k and more: per channel) and
               symmetric, as `quantize_w4` takes them, None as in `quantize_` without calibration; ignore, names, parts of names or "re:" and an expression of layers
@@ -93,6 +99,8 @@ class JitGemmConfig(QuantizationConfig):
             if not fits(value):
                 raise ValueError(f"{name}: expected {expected}, got {value!r}")
         self.options |= options
+        if (activation := self.options["activation"]) is not None and self.options["bits"] == 4:
+            check_sums_of(self.options["sums"], activation)
 
     # ---- what vLLM asks of a config ----------------------------------------------------------------------------------
 
@@ -272,6 +280,15 @@ class JitGemmConfig(QuantizationConfig):
         if any(each != first for each in others):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return first
+
+    def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
+        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose
+        sums stay as they are."""
+        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)  # type: ignore[assignment]
+        if not new:
+            return
+        for part, why in set_sums({name: module}, self.options["sums"]).items():
+            logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
 
     def files(self) -> Checkpoint:
         """The checkpoint's files, once vLLM has them on this machine."""

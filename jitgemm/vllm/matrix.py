@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import parameter as parameters
@@ -423,7 +422,7 @@ class Packing:
         if self.layout.tensors:
             self.check(layer)
         module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))
-        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.config.configure(self.names[0], module, CHILD not in layer._modules)
         self.install(layer, module)
 
     def check(self, layer: torch.nn.Module) -> None:

@@ -46,6 +46,7 @@ class Weight(WeightBase):
         settled_at: address and version of `blocks` when the weight was last settled, or None.
         plan_key: number of what decides which calls are legal and which kernel runs, see `PackedWeight`.
         layer: name of the layer that holds the weight, for messages; "" where `named` was not called.
+        whole: of a view `weight[e]`, the weight of experts and e; else None.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
     it has ended. Making a weight settles it. A write that moves the version counter of `blocks` unsettles it, and calls
@@ -68,6 +69,7 @@ class Weight(WeightBase):
     permutation: torch.Tensor | None = None
     plan_key: int = field(init=False)
     layer: ClassVar[str] = ""
+    whole: ClassVar[tuple[Weight, int] | None] = None
     settled_at: ready.ReadyAt | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -287,9 +289,10 @@ class Weight(WeightBase):
         part = self.packed.expert(e)
         settled_at = ready.note(part.blocks, self.settled)
         views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
+        whole = self, e % experts
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
-        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at)
+        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at, whole=whole)
         return expert
 
     def __len__(self) -> int:

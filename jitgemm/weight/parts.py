@@ -66,7 +66,8 @@ class WeightBase:
 class PackedWeight(NamedTuple):
     """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s.
 
-    With groups `channel_scale` is None, or fp32 powers of two, where sums may be in f16 (`f16_sums.py`).
+    With groups `channel_scale` is None, or fp32 powers of two, where sums may be in f16 (`f16_sums.py`). MXFP4's with a
+    base for a row are bf16, or fp32 there.
     """
 
     blocks: torch.Tensor
@@ -100,7 +101,8 @@ class PackedWeight(NamedTuple):
         # Plain values: hashing a dataclass takes longer.
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.order, fmt.offset, fmt.code,
-            fmt.strip_scales, self.blocks.device, self.row_sum is None, self.channel_scale is None, self.experts,
+            fmt.strip_scales, self.blocks.device, self.row_sum is None,
+            None if self.channel_scale is None else self.channel_scale.dtype, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
@@ -119,6 +121,10 @@ class PackedWeight(NamedTuple):
             size = self.format.group_size
             scale = e2m1.scale_bytes(scale, self._exponents(first_strip, end_strip), size)
         return q, scale, zero, offset
+
+    def exponents_of_codes(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some strips' e2m1 codes uint8 [rows, k] and their groups' exponents uint8 [rows, ceil(k / 32)]."""
+        return self._stored(first_strip, end_strip)[0], self._exponents(first_strip, end_strip)
 
     def _exponents(self, first_strip: int, end_strip: int) -> torch.Tensor:
         n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
@@ -198,6 +204,14 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
     return indices.to(torch.int32).contiguous()
 
 
+def in_f16(weight: Any) -> bool:
+    """Whether a weight's `channel_scale` says that sums may be in f16; of a `PackedWeight`, or what has its attributes."""
+    fmt, scale = weight.format, weight.channel_scale
+    if scale is None:
+        return False
+    return fmt.group_size > 0 or (fmt.powers and scale.dtype == torch.float32 != torch_dtype(fmt.scale_type))
+
+
 def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, powers: bool = False) -> int | None:
     """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
 
@@ -228,11 +242,11 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, po
     rows = (*lead, layout.strips_of(n) * STRIP_ROWS)
     shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), fmt.record_bytes)
     check_part(weight, name, "blocks", shape, torch.uint8)
-    if fmt.group_size and powers and fmt.f16_sums and weight.channel_scale is not None:
+    if powers and fmt.f16_sums and in_f16(weight):
         check_part(weight, name, "channel_scale", rows, torch.float32)
     elif fmt.group_size and weight.channel_scale is not None:
         raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
-    if not fmt.group_size:
+    elif not fmt.group_size:
         if weight.channel_scale is None:
             raise ValueError(f"{name}channel_scale: expected a tensor for a per-channel weight, got None")
         check_part(weight, name, "channel_scale", rows, torch_dtype(fmt.scale_type))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import jitgemm
-from jitgemm.weight.f16_sums import with_powers
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
@@ -79,7 +78,7 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
     if fmt.f16_sums:  # which cannot begin in a CUDA graph
         for weight in weights:
-            with_powers(weight)
+            jitgemm.prepare_f16_sums(weight)
     experts = source.experts
 
     def start(tokens: int, buffers: int) -> Run:

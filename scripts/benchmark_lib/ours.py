@@ -12,7 +12,6 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem
 from jitgemm.select.choose import choose
-from jitgemm.weight.f16_sums import with_powers
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
@@ -73,7 +72,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
     if fmt.f16_sums:  # which cannot begin in a CUDA graph
         for weight in weights:
-            with_powers(weight)
+            jitgemm.prepare_f16_sums(weight)
     switches = ({"batch_invariant": True} if fmt.batch_invariant else {}) | ({"sums": "f16"} if fmt.f16_sums else {})
 
     def start(m: int, buffers: int) -> Run:

@@ -115,6 +115,7 @@ struct Int4Codec : Codes {
     static constexpr bool kZeroPoint = kHasZeros;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
     static constexpr u32 kExponentBytes = 0, kTableBytes = 0;
+    static constexpr float kRunScale = 1.0f;  // by which a record's sums in f16 go to a run
 
     // Loads a record's codes and decodes them to the fragments of its four k-steps: registers 0 and 2 are row lane/4 at
     // k and k + 16, registers 1 and 3 row lane/4 + 8. `zeros` is the record's [kChunks][64] zero points.
@@ -163,9 +164,14 @@ struct Int4Codec : Codes {
 //
 //     byte b, bit   7 and, of byte b + 1, 2 1 0     6 5 4 3
 //                   t of row i + 8, step b          t of row i, step b
-struct E2m1Codec {
+//
+// With kLow = 8 codes become 2^-8 of that, for sums in f16, which hold them where no t is below 8; and those of a record
+// may be as large as f16's largest number, so that a run has an eighth of them (jitgemm/weight/f16_sums.py).
+template <u32 kLow>
+struct E2m1CodecOf {
     static constexpr bool kIntegerSums = false;
-    static constexpr float kOutputScale = 1.0f;
+    static constexpr float kRunScale = kLow > 0 ? 0.125f : 1.0f;
+    static constexpr float kOutputScale = (1 << kLow) / kRunScale;
     static constexpr bool kSharedWeights = false;
     static constexpr bool kZeroPoint = false;
     static constexpr u32 kOne = 0x38383838u;
@@ -173,8 +179,10 @@ struct E2m1Codec {
     static constexpr u32 kExponentBytes = kStripRows * 2;
     static constexpr u32 kTables = 15, kTableBytes = 128;
 
-    // Bytes of the magnitudes of codes 0 to 3 and 4 to 7, times 2^(t - 8).
+    // Bytes of the magnitudes of codes 0 to 3 and 4 to 7, times 2^(t - 8 - kLow); zeros for t below kLow.
     __device__ __forceinline__ static constexpr uint2 table(u32 t) {
+        if (t < kLow) return {0, 0};
+        t -= kLow;
         // Normal numbers count exponents from bit 3 on; 0 does not, and below 2^-6 bytes are multiples of 2^-9.
         const u32 low = t < 3 ? 0x03020100u << t : 0x14100800u + (t - 3) * 0x08080800u;
         const u32 high = t == 0 ? 0x0C080604u : 0x14100C08u + (t - 1) * 0x08080808u;
@@ -225,6 +233,9 @@ struct E2m1Codec {
         set_b = permuted(table.x, table.y, magnitudes >> 16) | (word << 4 & 0x80808080u);
     }
 };
+
+using E2m1Codec = E2m1CodecOf<0>;
+using E2m1LowCodec = E2m1CodecOf<8>;
 
 // 8-bit codes of the activations' type.
 template <bool kIntegers>

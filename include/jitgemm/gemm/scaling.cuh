@@ -111,12 +111,14 @@ struct F16Scaling : RowScaling<Config, kTokens> {
 
     struct Kept {
         u32 run[kPairs];
-        float low, high;  // 2^-E of the thread's rows
+        float low, high;  // 2^-E of the thread's rows, times kRunScale
 
         __device__ __forceinline__ explicit Kept(const Multiplicands<Config>& of) {
+            low = high = Config::Codec::kRunScale;
+            if constexpr (Config::kGroupSize == 0) return;  // the epilogue has the rows' scales
             // Of a power of two whose exponent is at most 126.
-            low = __uint_as_float(0x7F000000 - __float_as_uint(of.low_power));
-            high = __uint_as_float(0x7F000000 - __float_as_uint(of.high_power));
+            low *= __uint_as_float(0x7F000000 - __float_as_uint(of.low_power));
+            high *= __uint_as_float(0x7F000000 - __float_as_uint(of.high_power));
         }
         __device__ __forceinline__ void fence(float (&)[Config::kSums], u32, u32) { register_fence(run); }
 

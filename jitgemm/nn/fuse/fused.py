@@ -59,6 +59,10 @@ class ProjectionView(Fused, PackedLinear):
 
     # ---- buffers: the `MergedLinear` moves and copies them -----------------------------------------------------------
 
+    def _make_powers(self) -> None:
+        """None: the `MergedLinear` has them."""
+        self._buffers["powers"] = None
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ProjectionView:
         return self
 
@@ -108,6 +112,7 @@ class MergedLinear(Fused, PackedLinear):
         weight = replace(slices[0].weight, n=n, format=merged, **tensors)
         super().__init__(**first._replace(weight=weight, bias=bias)._asdict())
         self.batch_invariant, self.slices = linears[0].batch_invariant, slices  # a tuple: they are modules elsewhere
+        self.prefer_sums(linears[0].call_sums)
         self._show()
 
     def _show(self) -> None:
@@ -115,6 +120,8 @@ class MergedLinear(Fused, PackedLinear):
         sizes = _sizes(self.slices)
         for i, part in enumerate(self.slices):
             for name, tensor in self._buffers.items():
+                if name == "powers":
+                    continue
                 divided = name in sizes and tensor is not None
                 part._buffers[name] = tensor.split(sizes[name])[i] if divided else tensor
             part._bind(part._weight if isinstance(part._weight, torch.Tensor) else None)  # its `meta`, in a copy
@@ -281,7 +288,8 @@ def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     """What must agree for one GEMM; not what depends on values, as weights have a format in common."""
     weight, bias = linear.weight, linear.bias
     bias_dtype = None if bias is None else bias.dtype
-    return weight.format.for_any_values, weight.row_sum is None, bias_dtype, linear.batch_invariant
+    same = weight.format.for_any_values, weight.row_sum is None, bias_dtype
+    return *same, linear.batch_invariant, linear.call_sums
 
 
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
@@ -324,6 +332,7 @@ def _set_like(linear: PackedLinear, other: PackedLinear) -> PackedLinear:
     """The Linear, set as the other is."""
     linear.batch_invariant, linear.split = other.batch_invariant, other.split
     linear.named(other.weight.layer)
+    linear.prefer_sums(other.sums)
     return linear.train(other.training)
 
 

@@ -43,6 +43,7 @@ class PackedExperts(Described):
         top_k: experts of a token, or None; `warmup` asks, the call takes any number.
         activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `fused_experts`.
         batched: False; set it to True where `run_batched` is called, whose kernels `warmup` then compiles, too.
         split: which experts this rank has; None for all. See `jitgemm.nn.parallel.ExpertParallel`.
     """
@@ -136,13 +137,13 @@ class PackedExperts(Described):
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
         split, w13, w2 = self.split, self.w13, self.w2
-        given = rows.contiguous(), w13.weight, w2.weight
+        given = rows.contiguous(), w13.operand, w2.operand
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
             call = ExpertsCall(
                 *given, ids, weights, self.gate, w13.scheme, bias13=w13.bias, bias2=w2.bias,
-                batch_invariant=self.batch_invariant,
+                batch_invariant=self.batch_invariant, exact=self.sums == "exact",
             )  # fmt: skip
             return exchange(call, split)
         if split is not None:
@@ -155,11 +156,31 @@ class PackedExperts(Described):
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
         """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
         w13, w2 = self.w13, self.w2
-        fused_experts_masked(x, w13.weight, w2.weight, out, masked_m, expected_m, **self._options(w13, w2))
+        fused_experts_masked(x, w13.operand, w2.operand, out, masked_m, expected_m, **self._options(w13, w2))
 
     def _options(self, w13: Packed, w2: Packed) -> dict[str, Any]:
-        biases = {"bias13": w13._buffers["bias"], "bias2": w2._buffers["bias"]}
-        return {**self._keywords, **biases, "batch_invariant": self.batch_invariant}
+        options = {
+            "bias13": w13._buffers["bias"],
+            "bias2": w2._buffers["bias"],
+            "batch_invariant": self.batch_invariant,
+        }
+        if self.sums == "exact":  # f16 is said by the operands
+            options["sums"] = "exact"
+        return {**self._keywords, **options}
+
+    @property
+    def sums(self) -> str:
+        return self.w13.sums if self.w13.sums != "f32" else self.w2.sums
+
+    @sums.setter
+    def sums(self, sums: str) -> None:
+        before = self.sums
+        try:
+            self.w13.sums = self.w2.sums = sums
+        except ValueError:
+            for part in (self.w13, self.w2):
+                part.prefer_sums(before)
+            raise
 
     def extra_repr(self) -> str:
         gate = self.gate
@@ -167,6 +188,8 @@ class PackedExperts(Described):
         parts += [f"intermediate_dim={self.intermediate_dim}", f"gate={gate.kind!r}, {gate.order}"]
         parts += [f"limit={gate.limit:g}"] if gate.limit != math.inf else []
         parts += [f"alpha={gate.alpha:g}"] if gate.kind == "situ" else []
+        sums = [part.call_sums for part in (self.w13, self.w2)]
+        parts += [f"sums={'/'.join(dict.fromkeys(sums))!r}"] if sums != ["f32", "f32"] else []
         return ", ".join([*parts, f"activation={self.activation!r}"])
 
     def named(self, layer: str) -> None:

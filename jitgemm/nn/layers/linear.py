@@ -66,6 +66,7 @@ class PackedLinear(Packed):
         in_features, out_features: k and n, those of this rank's part where the layer is divided among ranks.
         activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `gemm_w4a8_nt`.
         split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
 
@@ -220,9 +221,10 @@ class PackedLinear(Packed):
 
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
-        weight = self.weight
+        sums = self._sums
+        weight = self.weight if sums == "f32" else self.operand
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(ANY, lhs, weight, out, bias, self.batch_invariant)
+        gemm(ANY, lhs, weight, out, bias, self.batch_invariant, sums="exact" if sums == "exact" else "f32")
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 
@@ -234,6 +236,7 @@ class PackedLinear(Packed):
         parts += [] if fmt.powers else [group]
         parts += ["zero points"] if fmt.zero_point else []
         parts += ["permutation"] if self.permutation is not None else []
+        parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
         parts += [f"mxfp4 with {fmt.tier}"] if fmt.powers else [f"scale_dtype={fmt.scale_type}", f"codes={fmt.order}"]

@@ -5,6 +5,7 @@ PyTorch replaces, moves, loads and copies buffers; the `Weight` is made again ov
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,9 +13,11 @@ import torch
 
 from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_name, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
+from jitgemm.gemm.problem import check_sums
 from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import check_dtype, describe, dtype_name
-from jitgemm.weight.packed import Weight
+from jitgemm.weight.f16_sums import powers_of, with_powers
+from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.state import TENSORS
 
 LHS_DTYPES = {name: torch_dtype(activation.dtype) for name, activation in NAMED.items()}
@@ -95,6 +98,7 @@ class Packed(Described):
 
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weight."""
+    _sums = "f32"
 
     def __init__(
         self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
@@ -112,6 +116,7 @@ class Packed(Described):
         # Absent ones last: torch.export (2.13, not strict) counts on it.
         for name, tensor in sorted(buffers.items(), key=lambda item: item[1] is None):
             self.register_buffer(name, tensor)
+        self.register_buffer("powers", None, persistent=False)
 
     @property
     def weight(self) -> Weight:
@@ -130,6 +135,53 @@ class Packed(Described):
             return weight.with_tensors(*(buffers[name] for name in TENSORS))
         return self._bind()
 
+    # ---- what kernels may add up in ----------------------------------------------------------------------------------
+
+    @property
+    def sums(self) -> str:
+        """What kernels may add up in, see `gemm_w4a8_nt`: "f32"; "f16" with the activation "e4m3", ValueError for weights
+        whose scales f16 does not hold; "exact" with those of int8. Never in a state dict."""
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: str) -> None:
+        before = self._sums
+        if (problem := self.prefer_sums(sums)) is not None:
+            self.prefer_sums(before)
+            raise ValueError(problem)
+
+    def prefer_sums(self, sums: str) -> str | None:
+        """Sets `sums`, also where f16 cannot be had for the weight: it is added up in fp32 then, and this says why."""
+        self._sums = check_sums_of(sums, self.activation)
+        return self._make_powers()
+
+    @property
+    def call_sums(self) -> str:
+        """What calls are given: "f32" where f16 cannot be had."""
+        return self._sums if self._sums != "f16" or self._buffers["powers"] is not None else "f32"
+
+    @property
+    def operand(self) -> AnyWeight:
+        """The weight as its GEMM takes it: in f16 with its rows' powers, which say so."""
+        if (powers := self._buffers["powers"]) is None:
+            return self.weight
+        if needs_dispatcher(self._buffers["blocks"], powers):
+            return self.weight.packed._replace(channel_scale=powers)
+        return with_powers(self.weight)
+
+    def _make_powers(self) -> str | None:
+        """The buffer of powers for sums in f16, made again in the same memory; why there can be none."""
+        problem, powers, buffers = None, None, self._buffers
+        if self._sums == "f16":
+            try:
+                powers = powers_of(self.weight, buffers.get("powers"))
+            except ValueError as error:
+                problem = str(error)
+        found = {**buffers, "powers": powers}
+        buffers.clear()
+        buffers.update(sorted(found.items(), key=lambda item: item[1] is None))
+        return problem
+
     @property
     def parts(self) -> Parts:
         return Parts(self.weight, self.bias, self.activation, self.input_scale)
@@ -142,23 +194,41 @@ class Packed(Described):
         """Puts these in the place of its own; the activation is the same."""
         other = type(self)(**parts._asdict())
         self._buffers, self._weight = other._buffers, other._weight
+        self._fill_powers(False)
 
     # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
-    def _bind(self, meta: torch.Tensor | None = None) -> Weight:
-        """Makes the weight again over the buffers as they are now, which checks and settles it; by `meta`, if given."""
+    def _bind(self, meta: torch.Tensor | None = None, filled: bool = True) -> Weight:
+        """Makes the weight again over the buffers as they are now, which checks and settles it; by `meta`, if given.
+
+        filled: False where they came from the meta device and hold nothing yet.
+        """
         buffers = self._buffers
+        given = buffers.get("powers")
         if meta is None:
             weight = self._weight.with_tensors(*(buffers[name] for name in TENSORS))
         else:
             weight = self.kind.from_state_dict(buffers | {"meta": meta})
         self._weight = weight = _lasting(weight)
         buffers.update({name: getattr(weight, name) for name in TENSORS})  # some may have been copied
+        if filled or weight.blocks.is_meta:
+            self._fill_powers(given is not None and not given.is_meta)
+        else:
+            buffers["powers"] = None
         return weight
 
+    def _fill_powers(self, held: bool) -> None:
+        """Makes the powers of other values; held: whether those before had some, as CUDA graphs do then."""
+        if self._sums != "f16" or (problem := self._make_powers()) is None:
+            return
+        if held:
+            raise ValueError(f"{problem}; sums='f16' was set for values that it holds")
+        warnings.warn(f"{problem}; kernels add up in fp32", stacklevel=2)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Packed:
+        filled = not self._buffers["blocks"].is_meta
         self._buffers.update({name: _moved(tensor, fn) for name, tensor in self._buffers.items() if tensor is not None})
-        self._bind()
+        self._bind(filled=filled)
         return self
 
     def _description(self) -> dict[str, torch.Tensor]:
@@ -206,6 +276,16 @@ class Packed(Described):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind(state["_weight"])
+
+
+def check_sums_of(sums: str, activation: str) -> str:
+    """`sums` of layers with this activation; TypeError or ValueError for what they cannot be added up in."""
+    scheme = activation_named(activation)
+    wrong = {"f16": scheme.dtype != "e4m3" or scheme.block, "exact": scheme.dtype != "s8"}
+    if wrong.get(check_sums(sums)):
+        expected, other = ("e4m3", "f32") if sums == "f16" else ("int8 of any kind", "f32")
+        raise ValueError(f"sums: expected {other!r} but with activation {expected}, got {sums!r} with {activation}")
+    return sums
 
 
 def _lasting(weight: Weight) -> Weight:

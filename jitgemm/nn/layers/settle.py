@@ -46,6 +46,7 @@ def settle(model: torch.nn.Module) -> list[str]:
     for _, module, tensor in found:
         if isinstance(module, Packed):
             module.weight.settle()
+            module._fill_powers(module.powers is not None)
         else:
             ready.wait(tensor)
     return [name for name, _, _ in found]

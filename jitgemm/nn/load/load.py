@@ -14,6 +14,7 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.sums import check_layers, put_sums
 from jitgemm.nn.load.plan import Plan, plan_for
 from jitgemm.nn.load.plan_layers import LEFT_OUT
 from jitgemm.nn.quantize.replaceable import Filter, check_model
@@ -31,7 +32,7 @@ def load_(
     model: torch.nn.Module, source: Source, *, filter: Filter | None = None, activation: str | None = None,
     device: torch.device | str | int | None = None, strict: bool = True, allow_missing: Collection[str] = (),
     config: Mapping[str, Any] | None = None, format: str | None = None, tp: DeviceMesh | None = None,
-    tp_plan: Mapping[str, str | Style] | None = None,
+    tp_plan: Mapping[str, str | Style] | None = None, sums: str | None = None,
 ) -> Report:  # fmt: skip
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
     is copied.
@@ -71,6 +72,9 @@ def load_(
             names, see docs/parallel.md. Embeddings are whole on every rank, and experts but for `ExpertParallel`.
         tp_plan: {pattern (`fnmatch`) of modules: a style of `jitgemm.nn.parallel`, or its name: "colwise", "rowwise",
             "colwise_gather_output", "rowwise_split_input"}; None: the model's own, which models of transformers have.
+        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
+            with those of int8. None for what the layer in its place has, or "f32". Weights whose scales f16 does not
+            hold are added up in fp32, with a warning.
 
     Returns:
         The names of the layers loaded, in the model's order, as a list that also says what was skipped, dequantised and
@@ -93,11 +97,21 @@ def load_(
     plan = plan_for(model, opened(source, config), filter, activation, format, allow_missing, strict)
     if division is not None:
         division.check(model, plan.layers)
+    check_sums(plan, sums)
     _carry_out(plan, target, division)
+    if sums is not None:
+        put_sums({name: model.get_submodule(name) for name in plan.layers}, sums, "load_")
     report = Report(plan.layers, plan.skipped, plan.ignored, plan.kept)
     report.mxfp4 = _tiers(model, plan.layers)
     warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
     return report
+
+
+def check_sums(plan: Plan, sums: str | None) -> None:
+    """Raises TypeError or ValueError where layers that the plan packs in 4 bits cannot be added up so."""
+    layers: dict[str, Any] = {} if sums is None else dict(plan.layers)
+    found = ((name, each.activation) for name, each in layers.items() if getattr(each, "bits", 4) == 4)
+    check_layers(sums or "f32", ((name, activation) for name, activation in found if activation))
 
 
 def _tiers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from jitgemm.activations.scheme import ACTIVATIONS, activation_named
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, W4A8Linear
+from jitgemm.nn.layers.sums import check_layers, put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
@@ -27,7 +28,7 @@ def quantize_(
     lm_head: str | None = None, activation: str = "e4m3", group_size: int | str | None = None, symmetric: bool | None = None,
     scale_dtype: torch.dtype | None = None, full_range: bool | None = None, clip_steps: int | None = None,
     block: int | None = None, calibration: Iterable[Batch] | None = None, act_order: bool | None = None,
-    keep_8bit: float | None = None, device: torch.device | str | int | None = None,
+    keep_8bit: float | None = None, device: torch.device | str | int | None = None, sums: str = "f32",
 ) -> QuantisationReport:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes. With `calibration` it is a decoder block at a time.
@@ -70,6 +71,8 @@ def quantize_(
             those with the same input, such as q, k and v, get 8 bits with a scale per row.
         device: where to quantise and keep the weights; None for where each is. With calibration, which runs the model,
             it is where the model is.
+        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
+            with those of int8. Weights whose scales f16 does not hold are added up in fp32, with a warning.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and
@@ -85,12 +88,15 @@ def quantize_(
         "group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype, "full_range": full_range,
         "clip_steps": clip_steps, "act_order": act_order, "block": block,
     }  # fmt: skip
+    check_layers(sums, [("of the model", activation)] if bits == 4 and sums != "f32" else [])
     job = Quantising(
         model, filter, bits=bits, scheme=scheme, lm_head=lm_head, activation=activation, calibration=calibration,
         keep_8bit=keep_8bit, device=device, **{name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
     for _ in job.stages():
         pass
+    if sums != "f32":
+        put_sums({name: model.get_submodule(name) for name in job.report}, sums, "quantize_")
     warn_of_experts(model, job.report, "quantize_")
     warn_if_nothing(
         job.report, "quantize_", "none was chosen" if job.found.places else "the model holds no torch.nn.Linear"

@@ -24,6 +24,7 @@ from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
@@ -119,14 +120,21 @@ def _command(model: torch.nn.Module, max_m: int, device: str | None, compiled: b
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or "FOLDER"
     fused = any(isinstance(layer, FUSED) for layer in model.modules())
     use = "compiled" if compiled else "fused" if fused else "linear"
+    sums = next((layer.sums for layer in model.modules() if isinstance(layer, Packed) and layer.sums != "f32"), None)
     use = "vllm" if isinstance(model, torch.nn.ModuleList) else use  # layers by themselves, as its plug-in warms up
-    return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}" + (f" --device {device}" if device else "")
+    return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}{f' --sums {sums}' if sums else ''}" + (
+        f" --device {device}" if device else ""
+    )
 
 
 def kernels(
-    model: torch.nn.Module, max_m: int, dtypes: Sequence[torch.dtype], device: str | None, compiled: bool = False
-) -> Iterator[tuple[Spec, int | None, str]]:
-    """(spec, index of the GPU or None, a layer that needs it) of every kernel, layers of one kind once."""
+    model: torch.nn.Module, max_m: int, dtypes: Sequence[torch.dtype], device: str | None, compiled: bool = False,
+    sums: str | None = None,
+) -> Iterator[tuple[Spec, int | None, str]]:  # fmt: skip
+    """(spec, index of the GPU or None, a layer that needs it) of every kernel, layers of one kind once.
+
+    sums: of layers without values, that they will have; None: their own.
+    """
     seen = set()
     more = _fronts_in_graphs(model) if compiled else {}
     for name, layer in model.named_modules():
@@ -139,7 +147,9 @@ def kernels(
         if not parts:
             continue
         where, weights = parts[0].weight.device, [part.weight for part in parts]
-        kind = [(x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme) for x in parts]
+        kind = [
+            (x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme, x.call_sums) for x in parts
+        ]
         own = fronts or (layer.gate, layer.top_k, layer.batched)
         if (key := (*kind, own, layer.batch_invariant, where)) in seen:
             continue
@@ -149,13 +159,19 @@ def kernels(
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
-            for spec in _specs(layer, parts, fronts, TYPE_NAMES[dtype], figures, max_m):
+            for spec in _specs(layer, parts, fronts, TYPE_NAMES[dtype], figures, max_m, sums):
                 debug = settings.debug() and spec.kind == "gemm"
                 yield replace(spec, debug=True) if debug else spec, index, label
 
 
 def _specs(
-    layer: Any, parts: Sequence[Any], fronts: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int
+    layer: Any,
+    parts: Sequence[Any],
+    fronts: Sequence[Prologue],
+    x: str,
+    figures: DeviceSpec,
+    max_m: int,
+    sums: str | None,
 ) -> Iterator[Spec]:
     """The kernels of a Linear, or of experts, which have no fronts."""
     scheme, rows, experts = parts[0].scheme, max_m, {}
@@ -167,10 +183,22 @@ def _specs(
         yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
         rows, experts = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K)), {"experts": layer.num_experts}
     group = LHS_GROUP if scheme.block else 0
-    for weight in (part.weight for part in parts):
+    for part, weight in ((part, part.weight) for part in parts):
         sizes = weight.n, weight.k, scheme.dtype, weight.format, figures, rows
         options = {"batch_invariant": layer.batch_invariant, "lhs_group": group} | experts
-        yield from kernels_for(*sizes, out=x, **options)
+        for each in _sums_of(part, sums):
+            yield from kernels_for(*sizes, out=x, sums=each, **options)
+
+
+def _sums_of(part: Packed, sums: str | None) -> tuple[str, ...]:
+    """What a weight's kernels may add up in. Without values it may turn out that f16 does not hold its scales."""
+    fmt, scheme = part.weight.format, part.scheme
+    if sums is None:
+        return ("f16", "f32") if part.call_sums == "f16" and part.blocks.is_meta else (part.call_sums,)
+    possible = {"f16": fmt.f16_sums and scheme.dtype == "e4m3" and not scheme.block, "exact": scheme.dtype == "s8"}
+    if not possible.get(sums):
+        return ("f32",)
+    return (sums, "f32") if sums == "f16" else (sums,)
 
 
 NORMS = (NORM, ADDED_NORM)
