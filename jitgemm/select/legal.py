@@ -241,8 +241,7 @@ and where splits of k meet experts' tables."""
 CROWDED_REGISTERS = 8
 """More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k; and
 where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
-`TALL_TOKENS` or more. Of 706 kernels near the limit 127 spilled, up to 568 bytes; of the 522 that pass with these 48 do,
-up to 140. The selector loses no more in any sweep, and less with experts."""
+`TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
@@ -275,7 +274,8 @@ def registers_needed(spec: KernelSpec) -> int:
         halves = spec.halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
         exchanged = spec.experts > 0 and spec.scatter and spec.block_m >= EXCHANGED_TOKENS
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
-        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * tall
+        shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
+        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
     rest += OFFSET_REGISTERS if fmt.offset else 0
     rest += TABLE_REGISTERS if fmt.powers else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
