@@ -514,7 +514,7 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         ),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --mxfp4, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --offset, --mxfp4, --nvfp4, --block-scales, --e8m0 and --quantizer are for a",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
@@ -1017,3 +1017,19 @@ def test_mxfp4_layers_are_warmed_in_every_tier_unless_one_is_named(run):
 def test_what_mxfp4_has_not_is_an_error(run, flags):
     found = run("explain", "16", "4096", "4096", "--mxfp4", *flags.split())
     assert found.code == 2 and "--mxfp4: expected --group-size channel, 128 or 32 and e4m3 activations" in found.stderr
+
+
+def test_nvfp4_layers_are_explained_and_warmed(run):
+    assert "NVFP4 with 2 terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4").stderr
+    report = run("explain", "16", "4096", "4096", "--nvfp4", "--json").json
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", "--nvfp4", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs int8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
+def test_what_nvfp4_has_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--nvfp4", *flags.split())
+    assert found.code == 2 and "--nvfp4: expected e4m3 activations, without --group-size" in found.stderr
