@@ -184,11 +184,13 @@ def test_different_formats_have_different_names():
         for invariant in (False, True)
     ]
     formats += [
-        Format("e4m3", group, False, invariant, any_codes, f16_sums=True)
+        Format("e4m3", group, zeros, invariant, any_codes, f16_sums=True)
         for group in (32, 64, 128)
+        for zeros in (False, True)
         for invariant in (False, True)
         for any_codes in (False, True)
     ]
+    formats += [Format("e4m3", group, mxfp4=True, f16_sums=f16) for group in (0, 32, 128) for f16 in (False, True)]
     assert len({fmt.name for fmt in formats}) == len(formats)
     assert all(parse_format(fmt.name) == fmt for fmt in formats)
 
@@ -214,10 +216,10 @@ def test_different_formats_have_different_names():
         "e4m3_g128_e",
         "int8_g128_f16",
         "e4m3_ch_f16",
-        "e4m3_g128z_f16",
         "e4m3_g128_f16_b128",
         "w8_e4m3_block_f16",
-        "mxfp4_g32_f16",
+        "mxfp4_g32_f16_b128",
+        "nvfp4_g16_f16",
         "nvfp4_g128",
         "nvfp4_g16z",
     ],

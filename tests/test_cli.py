@@ -329,6 +329,31 @@ def test_weights_of_8_bits_are_those_of_pack_w8(run):
         assert done.code == 2 and "--bits: expected 4, or 8 without --zero-point and --offset, got" in done.stderr
 
 
+@pytest.mark.parametrize("form", [["--codes", "tuned"], ["--zero-point"], ["--mxfp4"]], ids=" ".join)
+def test_kernels_that_add_up_in_f16_are_explained_and_warmed_up(run, form):
+    chosen = run("explain", "4096", "4096", "4096", *form, "--sums", "f16", "--device", "h200", "--json").json["chosen"]
+    assert "-f16" in chosen
+    options = ["--shape", "4096,4096", *form, "--max-m", "4096", "--device", "h200", "--dry-run", "--json"]
+    found = {sums: {each["label"] for each in run("warmup", *options, "--sums", sums).json["kernels"]} for sums in SUMS}
+    assert chosen in found["f16"] and not any("-f16" in label for label in found["f32"])
+    assert (
+        KernelSpec.from_label(chosen).sums == "f16"
+        and "--sums f16" in kernel_source(KernelSpec.from_label(chosen)).warmup
+    )
+
+
+SUMS = ("f32", "f16")
+
+
+def test_sums_that_a_kernel_cannot_have_are_named(run):
+    for wrong in (["--lhs", "int8", "--sums", "f16"], ["--group-size", "channel", "--sums", "f16"]):
+        assert "sums: expected 'f32' except for e4m3" in run("explain", "16", "4096", "4096", *wrong).stderr
+    done = run("explain", "16", "4096", "4096", "--sums", "exact")
+    assert done.code == 2 and "sums: expected 'exact' for int8 activations alone, got it with e4m3" in done.stderr
+    exact = run("explain", "4096", "4096", "4096", "--lhs", "int8", "--codes", "tuned", "--sums", "exact", "--json")
+    assert "parts" not in exact.json["chosen"] and exact.json["problem"]["sums"] == "exact"
+
+
 def test_weights_with_zero_points_have_one_order_of_codes(run):
     def keys(codes: str) -> set[str]:
         done = run("warmup", *LAYER, "--zero-point", "--codes", codes, "--dry-run", "--json")

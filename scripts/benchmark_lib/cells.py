@@ -269,7 +269,7 @@ class Format:
     @property
     def name(self) -> str:
         """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, e4m3_g128_f16,
-        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32, nvfp4_g16."""
+        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
         lhs, group = ("nvfp4", "g16") if self.nvfp4 else ("mxfp4" if self.mxfp4 else lhs, group)
@@ -335,6 +335,8 @@ MORE_FORMATS = (
     Format("e4m3", 128, bits=8, lhs_blocks=True),
     Format("e4m3", 128, lhs_blocks=True),
     *(Format("e4m3", size, f16_sums=True) for size in (128, 64, 32)),
+    Format("e4m3", 128, True, f16_sums=True),
+    *(Format("e4m3", size, mxfp4=True, f16_sums=True) for size in (0, 128, 32)),
     Format("e4m3", 0, mxfp4=True),
     Format("e4m3", 128, mxfp4=True),
     Format("e4m3", 32, mxfp4=True),
@@ -366,9 +368,8 @@ def parse_format(text: str) -> Format:
     e8m0 = "b128e" in switches
     wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and zero_point)
     f16 = "f16" in switches
-    wrong = wrong or (
-        f16 and (lhs not in ("e4m3", "fp8") or no_any or group == "ch" or zero_point or e8m0 or "b128" in switches)
-    )
+    no_f16 = types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or (group == "ch" and not mxfp4) or e8m0 or "b128" in switches
+    wrong = wrong or (f16 and no_f16)
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
