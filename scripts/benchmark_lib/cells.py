@@ -368,7 +368,9 @@ def parse_format(text: str) -> Format:
     e8m0 = "b128e" in switches
     wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and zero_point)
     f16 = "f16" in switches
-    no_f16 = types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or (group == "ch" and not mxfp4) or e8m0 or "b128" in switches
+    no_f16 = (
+        types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or (group == "ch" and not mxfp4) or e8m0 or "b128" in switches
+    )
     wrong = wrong or (f16 and no_f16)
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(
