@@ -56,9 +56,9 @@ F16 = 2.0**-11
 PARTS = 1.5 * 2.0**19
 """What int8's sums by parts stand on, in units of codes times activations."""
 PARTS_RECORDS = 16
-"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/multiply.cuh)."""
+"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/ahead.cuh)."""
 F16_RECORDS = 8
-"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/multiply.cuh)."""
+"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/ahead.cuh)."""
 
 _BUDGET = 1 << 24
 """Float64 values that one temporary may hold (128 MiB)."""
