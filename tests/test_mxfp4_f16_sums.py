@@ -222,8 +222,8 @@ def test_wide_tiles_add_up_in_f16(tier):
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("label", [
     "e4m3mx-g128-bf16-m128n128-s7-f16", "e4m3mx-g128-bf16-m176n128-s5-f16",
-    "e4m3mx-g32-bf16-m176n128-s4-f16", "e4m3mx-channel-m176n128-s5-f16", "e4m3mx-channel-m128n192-s6-f16",
-    "e4m3mx-g128-bf16-m176n128-s5-f16-e64", "e4m3mx-g32-bf16-m160n128-mc2lhs-s4-f16-e64",
+    "e4m3mx-g32-bf16-m176n128-s4-f16", "e4m3mx-channel-m176n128-s5-f16", "e4m3mx-channel-m128n128-s7-f16",
+    "e4m3mx-g32-bf16-m128n128-k1x2-s5-f16-e64", "e4m3mx-g128-bf16-m176n128-s5-f16-e64", "e4m3mx-g32-bf16-m160n128-mc2lhs-s4-f16-e64",
 ])  # fmt: skip
 def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):
     spec = KernelSpec.from_label(label)
