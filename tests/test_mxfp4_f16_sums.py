@@ -19,7 +19,7 @@ from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.nn import W4A8Linear
+from jitgemm.nn import W4A8Experts, W4A8Linear
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal
@@ -129,6 +129,25 @@ def test_records_whose_sums_may_be_too_large_are_not_held(tier):
     assert row_powers(parts.packed.packed)[1] == [0]
     parts.codes[3, 128:256] = 6 + (torch.arange(128) % 2).to(torch.uint8)
     assert 128 * 384 > MOST_IN_RECORD and row_powers(parts.packed.packed)[1] == [1]
+
+
+@tiers
+def test_layers_and_experts_compute_the_same(tier):
+    weight = mxfp4.narrow(1, 72, 512, tier).packed
+    linear, x = W4A8Linear(weight), torch.randn(5, 512, generator=builders.generator(1)).bfloat16()
+    w13, w2 = (mxfp4.narrow(3, n, 256, tier, experts=3).packed for n in (512, 256))
+    experts = W4A8Experts(w13, w2, top_k=2)
+    ids = torch.randint(0, 3, (5, 2), generator=builders.generator(2), dtype=torch.int32)
+    given = {linear: (x,), experts: (x[:, :256].contiguous() / 64, ids, torch.rand(5, 2))}
+    for layer, arguments in given.items():
+        with torch.no_grad():
+            usual = layer(*arguments)
+            layer.sums = "f16"
+            compiled = torch.compile(layer, fullgraph=True, backend="eager")
+            assert torch.equal(layer(*arguments), usual) and torch.equal(compiled(*arguments), usual)
+    assert linear.call_sums == experts.w13.call_sums == experts.w2.call_sums == "f16"
+    loaded = W4A8Linear.from_state_dict(linear.state_dict())
+    assert loaded.sums == "f32" and torch.equal(loaded(x), linear(x))
 
 
 # ---- kernels in the emulator -----------------------------------------------------------------------------------------
