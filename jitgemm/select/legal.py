@@ -234,7 +234,8 @@ SCALE_REGISTERS = 12
 
 F16_FACTOR_REGISTERS = 8
 """More of them for f16 sums with four groups a record, for three warpgroups, and for grouped kernels that split k, or
-have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
+have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill. Three times as many where k is split
+for four groups a record with zero points, or for tables of exponents and of experts: else tiles of 160 x 128 spill."""
 PARTS_REGISTERS = 8
 """More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
 and where splits of k meet experts' tables."""
@@ -258,7 +259,10 @@ def registers_needed(spec: KernelSpec) -> int:
         if spec.sums == "f16":
             sums += sum_registers(spec)  # of the run
             grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
-            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
+            zeros = fmt.zero_point and fmt.scale_rows == 4
+            tables = fmt.exponents and fmt.group_size and spec.experts and units_in_flight(spec) == 1
+            crowded = 3 * (spec.split_k > 1 and (zeros or tables))
+            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped + crowded)
         if spec.sums == "parts":
             crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
             rest += PARTS_REGISTERS * crowded
