@@ -238,7 +238,11 @@ def test_a_kernel_is_within_the_bound(monkeypatch, label):
 @pytest.mark.parametrize(
     "label, k, first",
     [
-        ("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 1184, 8),  # ten records: eight of the nine with one behind, the rest
+        (
+            "e4m3fast-g64-fp16-tofp32-m24n128-s4-f16",
+            1184,
+            8,
+        ),  # ten records: eight of the nine with one behind, the rest
         ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),  # 13: two, then eight, of the eleven with two behind
         ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),  # ten, not ahead: two, eight
     ],

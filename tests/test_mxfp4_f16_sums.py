@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
 from tensor_core import TensorCore
-from test_emulator import assert_outside_untouched, problem
+from emulator.problems import assert_outside_untouched, problem
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

@@ -91,8 +91,8 @@ def gemm_w4a8_nt(
             would be summed in another order for other m (docs/performance.md).
         kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
             CPU the reference runs whichever it is.
-        sums: "f32", or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time, which is faster
-            from about 64 rows on and loses more (docs/notes/f16-sums.md). For 4-bit weights in groups, without zero
+        sums: "f32", or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time, which is
+            faster from about 64 rows on and loses more (docs/notes/f16-sums.md). For 4-bit weights in groups, without zero
             points and offsets, whose scales f16 holds exactly as parts of their row's largest: with 8 bits as bf16
             has, down to 2^-17 of it; and for a scale per token. No input can overflow.
 
