@@ -245,6 +245,8 @@ where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
+TERM_REGISTERS = 16
+"""The same for two terms a code: without them, tiles of 64 x 256, 112 x 192 and 192 x 128 spill 160 to 344 bytes."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -277,7 +279,7 @@ def registers_needed(spec: KernelSpec) -> int:
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
         rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
     rest += OFFSET_REGISTERS if fmt.offset else 0
-    rest += TABLE_REGISTERS if fmt.powers else 0
+    rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0

@@ -13,7 +13,8 @@
 //
 // A run is the records whose sums stay in the tensor cores: kPromoteRecords of them, or with 0 the whole tile, which
 // nothing scales. The loop takes a run at a time, or two records where two sets of fragments alternate. With kF16Sums
-// every record is promoted, and a run is the records whose scaled sums stay in f16, kF16Run of them.
+// every record is promoted, and a run is the records whose scaled sums stay in f16, kF16Run of them. Of an operand in two
+// parts, a record's parts go where else two records of a run go.
 //
 // Sum i of a thread, of 64 rows x N columns of a unit; w = thread / 32, l = thread % 32:
 //
@@ -41,7 +42,9 @@ struct Choose<false, A, B> {
 template <typename Config, u32 kTokens>
 struct Policies {
     static constexpr bool kShared = Config::Codec::kSharedWeights;
-    using Weights = typename Choose<kShared, SharedWeights<Config>, RegisterWeights<Config>>::Type;
+    static constexpr bool kTwo = Config::Codec::kTerms == 2;
+    using Decoded = typename Choose<kTwo, TwoTermWeights<Config>, RegisterWeights<Config>>::Type;
+    using Weights = typename Choose<kShared, SharedWeights<Config>, Decoded>::Type;
     using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
     using OfRow32 = typename Choose<Config::kByParts, PartsScaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
     using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, OfRow32>::Type;
@@ -132,7 +135,7 @@ struct Multiplier {
         const Unit<Config> unit(index);
         wgmma_fence();
 #pragma unroll
-        for (u32 s = 0; s < Unit<Config>::kSteps; ++s) {
+        for (u32 s = 0; s < Unit<Config>::kSteps / Operand::kParts; ++s) {
             const u32 step = unit.chunk * Unit<Config>::kSteps + s;
             const bool accumulate = Config::kByParts || s > 0 || kPlace == Place::kLast || (kPlace == Place::kInTile && summed > 0);
             constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
@@ -311,10 +314,12 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     using Operand = typename Multiplier<Config, kWidth>::Operand;
     using Scaling = typename Multiplier<Config, kWidth>::Scaling;
     [[maybe_unused]] u32 block = of.range.begin + position.along_k;  // of the ring's stage
-    auto load = [&](Operand& operand, const Ring<Config::kStages>& from) {
-        barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
+    auto load = [&](Operand& operand, const Ring<Config::kStages>& from, u32 part = 0) {
         const u32 strip = position.along_n * Shared<Config>::kStripsOfWarpgroup;
-        operand.load(shared.record(from.stage, strip, position.along_k), position);
+        if (part == 0) {
+            barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
+        }
+        operand.load(shared.record(from.stage, strip, position.along_k), position, part);
     };
     // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
     // which would keep ptxas from scheduling across it.
@@ -341,6 +346,21 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
                                            [&] { release_stage(shared, stage, position); });
         block += Config::kWarpgroupsK;
         if constexpr (kAdvancesLast) advance(next, last, load_next);
+    };
+    // The same of a record in two parts, the first of which is in `even`.
+    auto multiply_parts = [&](Operand& even, Operand& odd, bool last, bool load_next) {
+        const u32 stage = ring.stage;
+        const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+        Scaling scaling(shared, position, stage, block, kNoStage);
+        multiplier.template start<Place::kFirst>(even, descriptor);
+        load(odd, ring, 1);
+        multiplier.template finish<Place::kFirst>(acc, even, scaling, descriptor, [] {});
+        const u64 second = descriptor + Unit<Config>::kSteps / 2 * 2;
+        multiplier.template start<Place::kLast>(odd, second);
+        advance(even, last, load_next);
+        multiplier.template finish<Place::kLast>(acc, odd, scaling, second,
+                                                 [&] { release_stage(shared, stage, position); });
+        block += Config::kWarpgroupsK;
     };
     if (!any) begin();
     if (any) {
@@ -393,6 +413,10 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
                 multiply(opens, even, odd, true, false);
                 multiplier.kept.flush(acc);
             }
+        } else if constexpr (Operand::kParts == 2) {
+            static_assert(Config::kPromoteRecords == 1 && Multiplier<Config, kWidth>::kUnits == Config::kHalves,
+                          "parts are of one unit, and promoted together");
+            for (; left > 0; --left) multiply_parts(even, odd, left == 1, true);
         } else if constexpr (Config::kFragmentSets == 2) {
             // Two sets of registers alternate, so that nothing is copied.
             for (; left >= 2; left -= 2) {
