@@ -287,12 +287,11 @@ class Weight(WeightBase):
         if not -experts <= (e := check_int("expert", index)) < experts:
             raise IndexError(f"expert: expected -{experts}..{experts - 1}, got {e}")
         part = self.packed.expert(e)
-        settled_at = ready.note(part.blocks, self.settled)
-        views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
-        whole = self, e % experts
+        views: dict[str, Any] = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
-        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at, whole=whole)
+        views |= {"whole": (self, e % experts), "settled_at": ready.note(part.blocks, self.settled)}
+        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key)
         return expert
 
     def __len__(self) -> int:
