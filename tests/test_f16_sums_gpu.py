@@ -78,7 +78,8 @@ WEIGHTS = {
 def test_some_of_all_kernels_are_within_the_bound(kind, dtype):
     """Scales down to 2^-17 of their row's largest, rows of zeros, runs that end within a tile and a record over."""
     weight = WEIGHTS[kind]().to("cuda")
-    lhs = builders.lhs(3, 210, 2208, device="cuda")
+    x, scale = builders.lhs(3, 210, 2208, device="cuda")
+    lhs = x, scale / (256 if dtype == torch.float16 else 1)  # MXFP4's results would be beyond its largest
     for spec in kernels_of(weight)[int(dtype == torch.float16) :: 9]:
         out = torch.full((210, 392), torch.nan, device="cuda", dtype=dtype)
         label = spec.label if dtype == torch.bfloat16 else _into(spec, dtype)
@@ -162,7 +163,7 @@ def test_layers_add_up_in_f16(kind, mode):
         else:
             out = run(*given)
     assert builders.same_bits(out, expected)
-    assert not torch.equal(out, usual) and (out - usual).float().norm() < 0.01 * usual.float().norm()
+    assert not torch.equal(out, usual) and (out - usual).float().norm() < 0.02 * usual.float().norm()
 
 
 @pytest.mark.parametrize("gathered", [False, True])
