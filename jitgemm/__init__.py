@@ -24,8 +24,8 @@ __all__ = [
     "gemm_w8a8_nt", "load", "m_grouped_gemm_w4a8_bf16_nt_contiguous", "m_grouped_gemm_w4a8_bf16_nt_masked",
     "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",
     "m_grouped_gemm_w8a8_bf16_nt_contiguous", "m_grouped_gemm_w8a8_bf16_nt_masked",
-    "m_grouped_gemm_w8a8_nt_contiguous", "m_grouped_gemm_w8a8_nt_masked", "pack_mxfp4", "pack_w4", "pack_w8",
-    "prepare_f16_sums", "quantize_activations", "quantize_mxfp4", "quantize_w4", "quantize_w8",
+    "m_grouped_gemm_w8a8_nt_contiguous", "m_grouped_gemm_w8a8_nt_masked", "pack_mxfp4", "pack_nvfp4", "pack_w4",
+    "pack_w8", "prepare_f16_sums", "quantize_activations", "quantize_mxfp4", "quantize_w4", "quantize_w8",
 ]  # fmt: skip
 
 _PACKAGES = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
@@ -55,6 +55,7 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.moe.masked import fused_experts_masked
     from jitgemm.weight.f16_sums import prepare_f16_sums
     from jitgemm.weight.mxfp4 import pack_mxfp4
+    from jitgemm.weight.nvfp4 import pack_nvfp4
     from jitgemm.weight.pack import pack_w4, pack_w8
     from jitgemm.weight.packed import W4Weight, W8Weight
     from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4

@@ -8,6 +8,7 @@ from typing import Any
 
 import builders
 import mxfp4
+import nvfp4
 import torch
 
 from jitgemm.activations.call import quantize_activations
@@ -35,7 +36,7 @@ class Case:
     group_size: int = 32
     zero_point: bool = False
     bits: int = 4
-    tier: str = ""  # of MXFP4 weights, by which they are these
+    tier: str = ""  # of MXFP4 weights, by which they are these; or "nvfp4"
     device: str = "cpu"
     scale: float = 4.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +52,9 @@ class Case:
         return self.inter * (1 if self.options.get("activation") == "relu2" else 2)
 
     def _parts(self, seed: int, n: int, k: int) -> list[Any]:
+        if self.tier == "nvfp4":
+            seeds = range(100 * self.seed + seed, 100 * self.seed + seed + self.experts)
+            return [nvfp4.parts(each, n, k, low=16, high=48) for each in seeds]
         if self.tier:
             return [mxfp4.parts(100 * self.seed + seed + e, n, k, self.tier, shift=-16) for e in range(self.experts)]
         form: dict[str, Any] = {"zero_point": self.zero_point}

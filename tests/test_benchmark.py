@@ -184,11 +184,13 @@ def test_different_formats_have_different_names():
         for invariant in (False, True)
     ]
     formats += [
-        Format("e4m3", group, False, invariant, any_codes, f16_sums=True)
+        Format("e4m3", group, zeros, invariant, any_codes, f16_sums=True)
         for group in (32, 64, 128)
+        for zeros in (False, True)
         for invariant in (False, True)
         for any_codes in (False, True)
     ]
+    formats += [Format("e4m3", group, mxfp4=True, f16_sums=f16) for group in (0, 32, 128) for f16 in (False, True)]
     assert len({fmt.name for fmt in formats}) == len(formats)
     assert all(parse_format(fmt.name) == fmt for fmt in formats)
 
@@ -214,10 +216,12 @@ def test_different_formats_have_different_names():
         "e4m3_g128_e",
         "int8_g128_f16",
         "e4m3_ch_f16",
-        "e4m3_g128z_f16",
         "e4m3_g128_f16_b128",
         "w8_e4m3_block_f16",
-        "mxfp4_g32_f16",
+        "mxfp4_g32_f16_b128",
+        "nvfp4_g16_f16",
+        "nvfp4_g128",
+        "nvfp4_g16z",
     ],
 )
 def test_an_unknown_format_is_refused_with_what_is_known(text):
@@ -230,6 +234,18 @@ def test_a_formats_bytes_count_scales_and_zero_points():
     assert Format("e4m3", 128).weight_bytes(4096, 4096) == codes + 4096 * 32 * 2
     assert Format("e4m3", 128, True).weight_bytes(4096, 4096) == codes + 4096 * 32 * 3
     assert Format("s8", 0).weight_bytes(4096, 4096) == codes + 4096 * 2
+    assert parse_format("nvfp4_g16").weight_bytes(4096, 4096) == codes + 4096 * 256
+
+
+def test_nvfp4_data_is_near_the_weight():
+    import torch
+    from benchmark_lib.data import quantise_nvfp4
+
+    import jitgemm
+
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    found = jitgemm.pack_nvfp4(*quantise_nvfp4(w)).dequantize()
+    assert float((found - w).norm() / w.norm()) < 0.12
 
 
 def test_peers_are_picked_by_name_and_by_library():

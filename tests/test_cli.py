@@ -329,6 +329,31 @@ def test_weights_of_8_bits_are_those_of_pack_w8(run):
         assert done.code == 2 and "--bits: expected 4, or 8 without --zero-point and --offset, got" in done.stderr
 
 
+@pytest.mark.parametrize("form", [["--codes", "tuned"], ["--zero-point"], ["--mxfp4"]], ids=" ".join)
+def test_kernels_that_add_up_in_f16_are_explained_and_warmed_up(run, form):
+    chosen = run("explain", "4096", "4096", "4096", *form, "--sums", "f16", "--device", "h200", "--json").json["chosen"]
+    assert "-f16" in chosen
+    options = ["--shape", "4096,4096", *form, "--max-m", "4096", "--device", "h200", "--dry-run", "--json"]
+    found = {sums: {each["label"] for each in run("warmup", *options, "--sums", sums).json["kernels"]} for sums in SUMS}
+    assert chosen in found["f16"] and not any("-f16" in label for label in found["f32"])
+    assert (
+        KernelSpec.from_label(chosen).sums == "f16"
+        and "--sums f16" in kernel_source(KernelSpec.from_label(chosen)).warmup
+    )
+
+
+SUMS = ("f32", "f16")
+
+
+def test_sums_that_a_kernel_cannot_have_are_named(run):
+    for wrong in (["--lhs", "int8", "--sums", "f16"], ["--group-size", "channel", "--sums", "f16"]):
+        assert "sums: expected 'f32' except for e4m3" in run("explain", "16", "4096", "4096", *wrong).stderr
+    done = run("explain", "16", "4096", "4096", "--sums", "exact")
+    assert done.code == 2 and "sums: expected 'exact' for int8 activations alone, got it with e4m3" in done.stderr
+    exact = run("explain", "4096", "4096", "4096", "--lhs", "int8", "--codes", "tuned", "--sums", "exact", "--json")
+    assert "parts" not in exact.json["chosen"] and exact.json["problem"]["sums"] == "exact"
+
+
 def test_weights_with_zero_points_have_one_order_of_codes(run):
     def keys(codes: str) -> set[str]:
         done = run("warmup", *LAYER, "--zero-point", "--codes", codes, "--dry-run", "--json")
@@ -489,7 +514,7 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         ),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --mxfp4, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --offset, --mxfp4, --nvfp4, --block-scales, --e8m0 and --quantizer are for a",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
@@ -992,3 +1017,19 @@ def test_mxfp4_layers_are_warmed_in_every_tier_unless_one_is_named(run):
 def test_what_mxfp4_has_not_is_an_error(run, flags):
     found = run("explain", "16", "4096", "4096", "--mxfp4", *flags.split())
     assert found.code == 2 and "--mxfp4: expected --group-size channel, 128 or 32 and e4m3 activations" in found.stderr
+
+
+def test_nvfp4_layers_are_explained_and_warmed(run):
+    assert "NVFP4 with 2 terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4").stderr
+    report = run("explain", "16", "4096", "4096", "--nvfp4", "--json").json
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", "--nvfp4", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs int8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
+def test_what_nvfp4_has_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--nvfp4", *flags.split())
+    assert found.code == 2 and "--nvfp4: expected e4m3 activations, without --group-size" in found.stderr

@@ -224,7 +224,7 @@ def refused(tensors, settings=None):
     [
         (config(scheme(num_bits=2)), "weights: expected num_bits 4 or 8 and type 'int' or 'float', got 2 and 'int'"),
         (config(scheme(type="float")), "weights: expected strategy group and group_size 32, as MXFP4 has, .*got 'group' and 128"),
-        (config(scheme("tensor_group", type="float")), "as MXFP4 has, .*got 'tensor_group' and None \\(NVFP4 is not"),
+        (config(scheme("tensor_group", type="float")), "as MXFP4 has, .*got 'tensor_group' and None \\(NVFP4's tensors are"),
         (config(scheme(type="float", group_size=32, symmetric=False)), "weights: expected symmetric: true with type 'float'"),
         (config(scheme(type="float", group_size=32)), "weight_packed: expected uint8 \\[n, k / 2\\], got int32"),
         (config(scheme("block")), "weights: expected strategy group, channel, tensor, got 'block'"),
@@ -247,7 +247,7 @@ def refused(tensors, settings=None):
         (config(scheme(type=["int"])), r"weights: type: expected a name, got \['int'\]"),
         (config(scheme(symmetric="token")), "weights: symmetric: expected true or false, got 'token'"),
         (config(transform_config="R"), "transform_config: expected a mapping, got 'R'"),
-        (config(config_groups={"NVFP4": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'NVFP4'"),
+        (config(config_groups={"MXFP6A8": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'MXFP6A8'"),
         (config(config_groups={"W8A4": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'W8A4'"),
         (config(config_groups={"W4A16": "Linear"}), "targets: expected a list of names, got 'Linear'"),
         (config(scheme(zip=4)), "weights: expected only num_bits, .*, got also zip"),
@@ -477,7 +477,7 @@ def test_presets_are_the_librarys(library):
 
     for name in quant_scheme.PRESET_SCHEMES:
         told = layers_scheme(config(config_groups={name: ["Linear"]}), LAYER)
-        if name.startswith(("NVFP4", "MXFP6")):
+        if name.startswith("MXFP6"):
             assert f"got {name!r}" in told["refusal"]
             continue
         theirs = quant_scheme.preset_name_to_scheme(name, ["Linear"]).model_dump()

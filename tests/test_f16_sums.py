@@ -238,7 +238,11 @@ def test_a_kernel_is_within_the_bound(monkeypatch, label):
 @pytest.mark.parametrize(
     "label, k, first",
     [
-        ("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 1184, 8),  # ten records: eight of the nine with one behind, the rest
+        (
+            "e4m3fast-g64-fp16-tofp32-m24n128-s4-f16",
+            1184,
+            8,
+        ),  # ten records: eight of the nine with one behind, the rest
         ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),  # 13: two, then eight, of the eleven with two behind
         ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),  # ten, not ahead: two, eight
     ],
@@ -395,6 +399,7 @@ def test_kernels_that_there_are_not(change):
     "e4m3fast-g128-bf16-m128n128-s7-f16", "e4m3fast-g128-bf16-m176n128-s5-f16", "e4m3fast-g128-bf16-m192n128-s5-f16",
     "e4m3fast-g64-bf16-m192n128-s4-f16", "e4m3fast-g32-bf16-m176n128-s4-f16", "e4m3-g128-fp32-tofp32-m176n128-s4-f16",
     "e4m3-g128z-bf16-m128n128-s7-f16", "e4m3-g128z-bf16-m176n128-s5-f16", "e4m3-g32z-bf16-m160n128-s4-f16",
+    "e4m3-g32z-bf16-m128n128-s7-f16-e64", "e4m3-g32z-bf16-m128n128-k1x2-s5-f16",
     "e4m3fast-g128-bf16-m192n128-s5-f16-e64", "e4m3fast-g32-bf16-m176n128-mc2lhs-s4-f16-e64",
 ])  # fmt: skip
 def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import builders
+import mxfp4
 import pytest
 import torch
 from test_f16_sums import extreme
 from test_grouped import weight_of_experts
+from test_mxfp4_f16_sums import largest
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn import W4A8Experts, W4A8Linear, warmup
 from jitgemm.runtime import device as devices
 from jitgemm.select.choose import choose
 from jitgemm.select.legal import legal_kernels
@@ -48,11 +51,12 @@ def on_gpu(parts: builders.WeightParts) -> jitgemm.W4Weight:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("codes", ["e4m3", "any"])
+@pytest.mark.parametrize("codes", ["e4m3", "any", "zero points"])
 @pytest.mark.parametrize("group_size", GROUPS)
 def test_a_chosen_kernel_is_within_the_bound(group_size, codes, shape):
     m, n, k = shape
-    weight = builders.weight_parts(1, n, k, group_size, codes=codes, scales="negative", device="cuda").packed
+    form = dict(zero_point=True) if codes == "zero points" else dict(codes=codes)
+    weight = builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form).packed
     bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
     lhs = builders.lhs(2, m, k, outliers=group_size < 128, device="cuda")
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
@@ -62,12 +66,20 @@ def test_a_chosen_kernel_is_within_the_bound(group_size, codes, shape):
     assert builders.same_bits(out, again)
 
 
+WEIGHTS = {
+    **{f"g{size}": lambda size=size: extreme(3, 392, 2208, size, "e4m3").packed for size in GROUPS},
+    **{f"g{size}z": lambda size=size: extreme(3, 392, 2208, size, zero_point=True).packed for size in GROUPS},
+    **{f"mxfp4 {tier}": lambda tier=tier: mxfp4.narrow(3, 392, 2208, tier).packed for tier in mxfp4.TIERS},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("group_size", GROUPS)
-def test_some_of_all_kernels_are_within_the_bound(group_size, dtype):
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_some_of_all_kernels_are_within_the_bound(kind, dtype):
     """Scales down to 2^-17 of their row's largest, rows of zeros, runs that end within a tile and a record over."""
-    weight = on_gpu(extreme(3, 392, 2208, group_size, "e4m3"))
-    lhs = builders.lhs(3, 210, 2208, device="cuda")
+    weight = WEIGHTS[kind]().to("cuda")
+    x, scale = builders.lhs(3, 210, 2208, device="cuda")
+    lhs = x, scale / (256 if dtype == torch.float16 else 1)  # MXFP4's results would be beyond its largest
     for spec in kernels_of(weight)[int(dtype == torch.float16) :: 9]:
         out = torch.full((210, 392), torch.nan, device="cuda", dtype=dtype)
         label = spec.label if dtype == torch.bfloat16 else _into(spec, dtype)
@@ -98,6 +110,60 @@ def test_the_largest_sums_do_not_overflow(group_size):
         out = torch.empty(128, 256, device="cuda", dtype=torch.bfloat16)
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, sums="f16", kernel=spec.label)
         assert_within(out, lhs, weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("tier", mxfp4.TIERS)
+def test_a_chosen_kernel_of_mxfp4_is_within_the_bound(tier, shape):
+    m, n, k = shape
+    weight = mxfp4.narrow(1, n, k, tier, device="cuda").packed
+    assert weight.format.group_size == mxfp4.TIERS[tier]
+    bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
+    lhs = builders.lhs(2, m, k, outliers=tier == "row", device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
+    assert_within(out, lhs, weight, bias)
+
+
+@pytest.mark.parametrize("tier", mxfp4.TIERS)
+def test_the_largest_sums_of_mxfp4_do_not_overflow(tier):
+    weight = largest(tier, 4096).packed.to("cuda")
+    lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
+    for spec in kernels_of(weight)[::12]:
+        out = torch.empty(128, 16, device="cuda", dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, sums="f16", kernel=spec.label)
+        assert_within(out, lhs, weight)
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+def test_layers_add_up_in_f16(kind, mode):
+    """Within the bound of the call by hand: in a CUDA graph without a call before, and compiled."""
+    if kind == "linear":
+        made = W4A8Linear(builders.weight_parts(1, 2048, 2048, 32, codes="e4m3").packed)
+        given = (torch.randn(1024, 2048, generator=builders.generator(1)).bfloat16().cuda(),)
+    else:
+        weights = [weight_of_experts(4, *size, 32, codes="e4m3") for size in ((512, 256), (256, 256))]
+        made = W4A8Experts(*weights, top_k=2)
+        ids = torch.randint(0, 4, (2048, 2), generator=builders.generator(1), dtype=torch.int32)
+        x = torch.randn(2048, 256, generator=builders.generator(1)).bfloat16()
+        given = (x.cuda(), ids.cuda(), torch.rand(2048, 2, generator=builders.generator(2)).cuda())
+    made = made.cuda()
+    usual = made(*given)
+    made.sums = "f16"
+    warmup(made if kind == "experts" else torch.nn.Sequential(made), 4096)
+    expected = made(*given).clone()
+    run = torch.compile(made, fullgraph=True) if mode == "compiled" else made
+    with torch.no_grad():
+        if mode == "graph":
+            made.load_state_dict(made.state_dict())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = made(*given)
+            graph.replay()
+        else:
+            out = run(*given)
+    assert builders.same_bits(out, expected)
+    assert not torch.equal(out, usual) and (out - usual).float().norm() < 0.02 * usual.float().norm()
 
 
 @pytest.mark.parametrize("gathered", [False, True])

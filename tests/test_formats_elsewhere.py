@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries read: NVFP4, bitsandbytes, HQQ, GGUF. Each raises by its name, before data is read."""
+"""Checkpoints that other libraries read: bitsandbytes, HQQ, GGUF. Each raises by its name, before data is read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import load_
-
-E4M3 = torch.float8_e4m3fn
-
-
-def nvfp4(n: int, k: int) -> dict[str, torch.Tensor]:
-    """ModelOpt's."""
-    codes, scale = torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 16).to(E4M3)
-    return {"weight": codes, "weight_scale": scale, "weight_scale_2": torch.ones(()), "input_scale": torch.ones(())}
-
-
-def nvfp4_compressed(n: int, k: int) -> dict[str, torch.Tensor]:
-    codes, scale = nvfp4(n, k)["weight"], nvfp4(n, k)["weight_scale"]
-    return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": torch.ones(1)}
 
 
 def four_bits(n: int, k: int) -> dict[str, torch.Tensor]:
@@ -39,20 +26,7 @@ def hqq(n: int, k: int) -> dict[str, torch.Tensor]:
     return {"W_q": torch.zeros(n, k // 2, dtype=torch.uint8), "scale": torch.rand(n, 1), "zero": torch.rand(n, 1)}
 
 
-FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-COMPRESSED = {
-    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4, "input_activations": None}},
-}  # fmt: skip
 FILES = {
-    **{
-        f"ModelOpt's {algorithm}": (nvfp4, {"quant_method": "modelopt", "quant_algo": algorithm}, "is NVFP4")
-        for algorithm in ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
-    },
-    "without a config": (nvfp4, None, "is NVFP4"),
-    "compressed-tensors": (nvfp4_compressed, COMPRESSED, "got 'nvfp4-pack-quantized'"),
-    "its preset": (nvfp4_compressed, COMPRESSED | {"config_groups": {"NVFP4A16": ["Linear"]}}, "got 'NVFP4A16'"),
-    "its tensors alone": (nvfp4_compressed, None, "got also weight_global_scale"),
     "bitsandbytes, 4 bits": (four_bits, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "is bitsandbytes'"),
     "bitsandbytes, 8 bits": (eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "is bitsandbytes'"),
     "bitsandbytes without a config": (eight_bits, None, "is bitsandbytes'"),

@@ -568,6 +568,8 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
         ({"group_size": "128"}, "group_size: expected an int, got str"),
         ({"symmetric": "no"}, "symmetric: expected a bool, got str"),
         ({"strict": 1}, "strict: expected a bool, got int"),
+        ({"sums": "f64"}, "sums: expected one of"),
+        ({"sums": "f16", "activation": "int8"}, "sums: expected 'f32' .* got 'f16' with int8"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list"),
     ],
 )
@@ -594,6 +596,31 @@ def test_a_folder_that_is_not_here_is_named(name):
 def test_what_is_no_name_of_a_folder_is_refused():
     with pytest.raises(TypeError, match="^folder: expected a path, or a name on the hub, got NoneType$"):
         hf.config(None)
+
+
+def sums_of(model: torch.nn.Module) -> set[str]:
+    parts = [part for m in model.modules() for part in ([m.w13, m.w2] if isinstance(m, PackedExperts) else [m])]
+    return {part.call_sums for part in parts if hasattr(part, "call_sums") and part.weight.bits == 4}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_what_kernels_may_add_up_in_is_an_option(tmp_path, name):
+    file(tmp_path, name, "compressed-tensors")
+    model = loaded(tmp_path, options={"sums": "f16"})
+    assert sums_of(model) == {"f16"}
+    assert_same(model, by_load_(tmp_path))
+    assert sums_of(loaded(tmp_path)) == {"f32"}
+    with pytest.raises(ValueError, match=r"sums: .* got 'exact' with e4m3 \(layer model\."):
+        loaded(tmp_path, options={"sums": "exact"})
+
+
+def test_floats_are_quantised_with_exact_sums(tmp_path):
+    floats(tmp_path, "llama")
+    how = hf.JitGemmConfig(activation="int8", sums="exact")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+    assert sums_of(model) == {"exact"}
+    model.save_pretrained(tmp_path / "saved")
+    assert "sums" not in (tmp_path / "saved" / "config.json").read_text()
 
 
 # ---- quantising on the way -------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_what_a_config_says_of_inputs_is_kept_or_raises(tmp_path):
     for inputs, expected in (
         (WEIGHTS | {"dynamic": True}, "expected num_bits 8, got 4; activation='e4m3' quantises per token instead"),
         (BLOCKS | {"type": "int", "strategy": "token", "group_size": None},
-         "expected e4m3 activations, as MXFP4's codes are multiplied as e4m3s, got int8"),
+         "expected e4m3 activations, as codes of e2m1 are multiplied as floats of 8 bits, got int8"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=expected):
             load_(llama(2), tensors, config=config(inputs))

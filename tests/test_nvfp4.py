@@ -1,12 +1,33 @@
-"""NVFP4: every code times every scale is the sum of two FP8 numbers; packing, and the product by two terms."""
+"""NVFP4 weights: every code times every scale as the sum of two FP8 numbers, their bytes, and kernels on the emulator."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import builders
+import moe_cases
+import nvfp4
 import pytest
 import torch
+from emulator.launch import COMPILER, emulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jitgemm.weight.nvfp4 import GROUP, RECORD_BYTES, Nvfp4Weight, pack_nvfp4, terms
+import jitgemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.jit.cache import KernelCache
+from jitgemm.kernel.formats import Problem, format_named
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn.layers.linear import W4A8Linear
+from jitgemm.nn.layers.shard_weight import part_of_weight
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
+from jitgemm.weight.nvfp4 import FORMAT
+from jitgemm.weight.terms import terms, upper
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -38,73 +59,282 @@ def test_two_e4m3_terms_hold_scales_within_a_window_of_a_base(base):
     assert not bool(exact.all())
 
 
-def parts(seed: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """codes [n, k / 2], scales and the tensor's scale."""
-    g = builders.generator(seed)
-    codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
-    scales = torch.randint(0, 127, (n, k // GROUP), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return codes, scales, torch.tensor([0.0123])
+# ---- packing ---------------------------------------------------------------------------------------------------------
 
 
-def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """code * scale by definition, fp64 [n, k]."""
-    each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
-    signed = torch.cat((MAGNITUDES, -MAGNITUDES))[each]
-    return signed * scales.double().repeat_interleave(GROUP, 1)
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 24).map(lambda x: 8 * x),
+    k=st.integers(1, 40).map(lambda x: 16 * x),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
+    parts = nvfp4.parts(seed, n, k, low=0, high=127)
+    weight = parts.packed
+    codes, scales, whole = weight.unpack()
+    assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales.view(torch.uint8))
+    assert scales.dtype == torch.float8_e4m3fn and torch.equal(whole, parts.whole.expand(n, 1))
+    assert torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
 
 
-@pytest.mark.parametrize("n, k", [(8, 16), (64, 128), (72, 400), (200, 1024)])
-def test_what_was_packed_comes_back_bit_for_bit(n, k):
-    codes, scales, whole = parts(n, n, k)
-    weight = pack_nvfp4(codes, scales, whole)
-    assert weight.blocks.shape == (-(-n // 64), -(-k // 128), RECORD_BYTES) and RECORD_BYTES == 64 * 128 * 4.5 / 8
-    found = weight.unpack()
-    assert torch.equal(found[0][:, 0::2] | found[0][:, 1::2] << 4, codes)
-    assert torch.equal(found[1].view(torch.uint8), scales.view(torch.uint8))
-    assert torch.equal(found[2], whole.expand(n))
-    assert torch.equal(weight.dequantize(), (values(codes, scales).float() * whole))
+def test_it_takes_four_and_a_half_bits():
+    assert FORMAT.record_bytes * 8 == 64 * 128 * 4.5
 
 
 def test_a_thread_finds_its_two_rows_scales_in_one_vector():
-    codes, scales, whole = parts(1, 64, 128)
-    vectors = pack_nvfp4(codes, scales, whole).blocks[0, 0, 4096:].view(4, 8, 16)
+    parts = nvfp4.parts(1, 64, 128)
+    vectors, scales = parts.packed.blocks[0, 0, 4096:].view(4, 8, 16), parts.scales.view(torch.uint8)
     for warp, row in ((0, 0), (2, 5), (3, 7)):
         first = 16 * warp + row
-        expected = torch.cat((scales.view(torch.uint8)[first], scales.view(torch.uint8)[first + 8]))
-        assert torch.equal(vectors[warp, row], expected)
+        assert torch.equal(vectors[warp, row], torch.cat((scales[first], scales[first + 8])))
 
 
-def test_two_products_with_the_same_activations_are_the_product():
-    codes, scales, whole = parts(3, 72, 416)
-    high, low = pack_nvfp4(codes, scales, whole).split()
-    assert high.dtype == torch.float8_e5m2
-    x = torch.randn(5, 416, generator=builders.generator(4)).to(torch.float8_e4m3fn).double()
-    by_terms = x @ high.double().T + x @ low.double().T
-    assert torch.equal(by_terms, x @ values(codes, scales).T)  # fp64 is exact here
+@pytest.mark.parametrize("form", ["int8", "fp4", "strided"])
+def test_every_form_packs_to_the_same_bytes(form):
+    parts = nvfp4.parts(1, 72, 416)
+    codes = parts.canonical
+    codes = {"int8": codes.view(torch.int8), "fp4": codes.view(torch.float4_e2m1fn_x2),
+             "strided": codes.repeat_interleave(2, 0)[::2]}[form]  # fmt: skip
+    assert torch.equal(jitgemm.pack_nvfp4(codes, parts.scales, parts.whole).blocks, parts.packed.blocks)
 
 
 def test_joined_layers_keep_their_tensors_scales():
-    codes, scales, _ = parts(5, 16, 64)
+    parts = nvfp4.parts(5, 16, 64)
     rows = torch.cat((torch.full((8,), 0.5), torch.full((8,), 3.0)))
-    weight = pack_nvfp4(codes, scales, rows)
-    assert isinstance(weight, Nvfp4Weight)
-    assert torch.equal(weight.dequantize(), values(codes, scales).float() * rows[:, None])
+    weight = jitgemm.pack_nvfp4(parts.canonical, parts.scales, rows)
+    assert torch.equal(weight.dequantize(), parts.products().float() * rows[:, None])
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (3, 1), (3, 72), (3, 72, 1)], ids=str)
+def test_experts_pack_as_each_does(shape):
+    parts = nvfp4.parts(2, 72, 416, experts=3)
+    whole = torch.rand(shape, generator=builders.generator(1))
+    weight = jitgemm.pack_nvfp4(parts.canonical, parts.scales, whole)
+    assert weight.experts == 3
+    for e in range(3):
+        own = whole if whole.numel() == 1 else whole[e].flatten()
+        alone = jitgemm.pack_nvfp4(parts.canonical[e], parts.scales[e], own)
+        assert torch.equal(weight[e].blocks, alone.blocks)
+        assert torch.equal(weight[e].channel_scale, alone.channel_scale)
+    stacked = jitgemm.W4Weight.stacked(3, lambda e: weight[e])
+    assert torch.equal(stacked.dequantize(), weight.dequantize())
+
+
+def test_names_and_files_hold_it():
+    weight = nvfp4.parts(1, 72, 416).packed
+    fmt = weight.format
+    assert format_named(fmt.name) == fmt == FORMAT and fmt.name == "nv-channel-fp32-nvfp4"
+    spec = KernelSpec("e4m3", fmt.kernel_format, block_m=16, block_n=64, stages=4)
+    assert KernelSpec.from_label(spec.label) == spec and KernelSpec.from_dict(spec.to_dict()) == spec
+    again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
+    assert again.format == fmt and torch.equal(again.blocks, weight.blocks)
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert other.format == fmt and torch.equal(other.blocks, weight.blocks)
+    assert "nvfp4, e2m1, 2 terms a code" in repr(weight)
+
+
+@pytest.mark.parametrize(
+    ("dim", "n", "k", "world"), [("n", 128, 416, 2), ("n", 72, 416, 3), ("k", 72, 512, 2), ("k", 72, 320, 2)]
+)
+def test_ranks_have_their_parts(dim, n, k, world):
+    weight = nvfp4.parts(3, n, k).packed
+    cut = [part_of_weight(weight, dim, rank, world, torch.float8_e4m3fn) for rank in range(world)]
+    assert torch.equal(torch.cat([part.dequantize() for part in cut], "nk".index(dim)), weight.dequantize())
+
+
+# ---- what raises -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"scales": torch.full((8, 4), -1.0).to(torch.float8_e4m3fn)}, ValueError, "scales: .* at least 0, got -1.0 at .0, 0."),
-        ({"scales": torch.full((8, 4), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)}, ValueError, "got nan at"),
+        ({"scales": nvfp4.scales_of(torch.full((8, 4), 0x7F))}, ValueError, "scales: .* got nan at"),
         ({"scales": torch.ones(8, 2).to(torch.float8_e4m3fn)}, ValueError, r"scales: expected shape \[8, 4\], got \[8, 2\]"),
         ({"scales": torch.ones(8, 4)}, TypeError, "scales: expected float8_e4m3fn, got float32"),
-        ({"codes": torch.zeros(8, 32)}, TypeError, "codes: expected uint8 or float4_e2m1fn_x2, got torch.float32"),
-        ({"codes": torch.zeros(32, dtype=torch.uint8)}, ValueError, r"codes: expected shape \[n, k / 2\], got \[32\]"),
-        ({"global_scale": torch.ones(3)}, ValueError, "global_scale: expected 1 or 8 elements, got 3"),
+        ({"codes": torch.zeros(8, 32)}, TypeError, "codes: expected uint8 or int8 or float4_e2m1fn_x2, got float32"),
+        ({"codes": torch.zeros(32, dtype=torch.uint8)}, ValueError, r"codes: expected shape \[n, k / 2\] or .* got \[32\]"),
+        ({"global_scale": torch.ones(3)}, ValueError, r"global_scale: expected one element or \[8\], got float32 \[3\]"),
         ({"global_scale": torch.ones(1).double()}, TypeError, "global_scale: expected float32, got float64"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(change, error, message):
-    codes, scales, whole = parts(1, 8, 64)
+    parts = nvfp4.parts(1, 8, 64)
+    given = {"codes": parts.canonical, "scales": parts.scales, "global_scale": parts.whole}
     with pytest.raises(error, match=message):
-        pack_nvfp4(**{"codes": codes, "scales": scales, "global_scale": whole, **change})
+        jitgemm.pack_nvfp4(**{**given, **change})
+
+
+def test_a_nan_is_named_with_its_expert():
+    parts = nvfp4.parts(2, 72, 416, experts=3)
+    parts.scales.view(torch.uint8)[2, 5, 7] = 127
+    with pytest.raises(ValueError, match=r"scales\[2\]: expected numbers of at least 0, got nan at \[5, 7\]"):
+        _ = parts.packed
+
+
+def test_int8_activations_raise_with_the_reason():
+    weight, out = nvfp4.parts(1, 72, 416).packed, torch.empty(9, 72, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"\(x\): expected float8_e4m3fn, as no integers of 8 bits hold NVFP4"):
+        jitgemm.gemm_w4a8_nt(builders.lhs(1, 9, 416, "s8"), weight, out)
+    with pytest.raises(ValueError, match="weight: expected activation e4m3.*, as no integers of 8 bits hold NVFP4"):
+        W4A8Linear(weight, activation="int8")
+    with pytest.raises(ValueError, match="code: expected one of int4, got 'nvfp4'"):
+        jitgemm.pack_w4(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), group_size=32, code="nvfp4")
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["per token", "per token and 128 k"])
+def test_the_reference_is_the_specification(block):
+    parts = nvfp4.parts(5, 72, 416)
+    x, scale = lhs = (builders.block_lhs if block else builders.lhs)(1, 9, 416, "e4m3")
+    found = jitgemm.gemm_w4a8_reference(lhs, parts.packed, out_dtype=torch.float64)
+    token = scale.double().repeat_interleave(128, 1)[:, :416] if block else scale.double().view(-1, 1)
+    assert torch.allclose(found, (x.double() * token) @ parts.dequantize_fp64().T, rtol=1e-12, atol=1e-12)
+
+
+def test_the_bound_counts_both_terms():
+    """Scales whose products have one term each lose half as many steps."""
+    one, two = (nvfp4.parts(5, 72, 416, low=byte, high=byte + 1) for byte in (64, 71))
+    lhs = builders.lhs(1, 9, 416, "e4m3")
+    assert not (two.products() - upper(two.products())).eq(0).all()
+    assert torch.equal(upper(one.products()), one.products())
+    bounds = [gemm_w4a8_bound(lhs, parts.packed, out_dtype=torch.float32) for parts in (one, two)]
+    assert all(bool((bound > 0).all()) for _, bound in bounds)
+
+
+def one_hot(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.eye(2032)[first:end].to(torch.float8_e4m3fn)
+    return x, torch.ones(end - first)
+
+
+@emulated
+def test_every_code_with_every_scale(monkeypatch):
+    """Each product alone: row 0 has them all."""
+    parts = nvfp4.all_pairs()
+    emulate(monkeypatch)
+    for first in range(0, 2032, 256):
+        x, scale = one_hot(first, min(first + 256, 2032))
+        out = torch.empty(len(x), 16)
+        jitgemm.gemm_w4a8_nt((x, scale), parts.packed, out)
+        assert torch.equal(out.T.double(), parts.products()[:, first : first + 256])
+
+
+@emulated
+def test_scales_of_zero_and_the_largest(monkeypatch):
+    parts = nvfp4.parts(1, 72, 416)
+    scales = parts.scales.view(torch.uint8)
+    scales[0], scales[1], scales[2, ::2] = 0, 126, 0
+    parts.codes[1] = 7
+    x = torch.full((3, 416), 448.0).to(torch.float8_e4m3fn), torch.ones(3)
+    emulate(monkeypatch)
+    out = torch.empty(3, 72)
+    jitgemm.gemm_w4a8_nt(x, parts.packed, out)
+    ref, bound = gemm_w4a8_bound(x, parts.packed, out_dtype=torch.float32)
+    assert not out[:, 0].any() and bool(((out.double() - ref).abs() <= bound).all())
+    assert torch.allclose(out[:, 1].double(), 448.0 * 416 * 6 * 448 * parts.whole.double(), rtol=1e-6)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"),
+    [
+        (9, 72, 416, {}),
+        (33, 136, 1040, dict(bias=True)),
+        (70, 136, 640, dict(block=True)),
+        (130, 264, 288, dict(block=True, bias=True)),
+        (5, 72, 416, dict(batch_invariant=True)),
+    ],
+    ids=str,
+)
+def test_a_kernel_computes_what_the_reference_does(monkeypatch, m, n, k, options):
+    weight, block = nvfp4.parts(m, n, k, low=0, high=127).packed, options.get("block")
+    lhs = (builders.block_lhs if block else builders.lhs)(1, m, k, "e4m3")
+    bias = builders.bias(2, n) if options.get("bias") else None
+    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
+    emulator, out = emulate(monkeypatch), torch.empty(m, n, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=options.get("batch_invariant", False))
+    assert emulator.launched[0].startswith("e4m3nv-channel-")
+    assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+SHAPES = {
+    "split k": dict(block_m=16, block_n=64, stages=4, split_k=2, warpgroups_k=2, scatter=True),
+    "shared weights": dict(block_m=112, block_n=128, stages=3, halves=2, multicast_rhs=2),
+    "shared activations": dict(block_m=112, block_n=128, stages=3, halves=2, multicast_lhs=2),
+    "two CTAs": dict(block_m=32, block_n=64, stages=4, split_k=2, ctas_per_sm=2),
+}
+
+
+@emulated
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_of_every_shape(monkeypatch, shape):
+    weight, lhs = nvfp4.parts(4, 264, 640).packed, builders.lhs(1, 120, 640, "e4m3")
+    spec = KernelSpec("e4m3", weight.format.kernel_format, **SHAPES[shape])
+    emulate(monkeypatch)
+    out = torch.empty(120, 264, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
+    ref, bound = gemm_w4a8_bound(lhs, weight)
+    assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+@emulated
+@pytest.mark.parametrize("gathered", [False, True])
+def test_contiguous_rows_of_experts(monkeypatch, gathered):
+    counts = [0, 3, 40, 0, 17]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    weight = nvfp4.parts(6, 136, 416, experts=5).packed
+    x, scale = lhs = builders.lhs(3, 23 if gathered else 60, 416, "e4m3")
+    index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
+    out, offsets = torch.empty(60, 136, dtype=torch.bfloat16), torch.tensor([0, *ends], dtype=torch.int32)
+    emulate(monkeypatch)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=index)
+    for e, (count, end) in enumerate(zip(counts, ends)):
+        rows = torch.arange(end - count, end)
+        taken = rows if index is None else index[rows].long()
+        part = x.view(torch.uint8)[taken].view(x.dtype), scale[taken]
+        ref, bound = gemm_w4a8_bound(part, weight[e])
+        assert bool(((out[rows].double() - ref).abs() <= bound).all()), e
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("experts", [0, 64])
+def test_chosen_kernels_do_not_spill(tmp_path, experts):
+    cache = KernelCache([tmp_path])
+    rows = (16, 16384) if experts else (1, 32, 64, 128, 4096)
+    problems = [Problem(m, 4096, 4096, "e4m3", FORMAT, experts=experts, lhs_group=g) for m in rows for g in (0, 128)]
+    for spec in dict.fromkeys(choose(problem, DEVICES["h200"]) for problem in problems):
+        entry, _ = cache.get_or_compile(kernel_source(spec))
+        assert entry.metadata["spill_bytes"] == 0, spec.label
+        assert "serialised" not in str(entry.slow_because), spec.label
+
+
+@pytest.mark.parametrize("activation", ["e4m3", "e4m3_block"])
+def test_a_layer_computes_what_its_call_does(activation):
+    weight, x = nvfp4.parts(1, 72, 416).packed, torch.randn(5, 416).bfloat16()
+    bias = builders.bias(2, 72)
+    layer = W4A8Linear(weight, bias, activation=activation)
+    lhs = jitgemm.quantize_activations(
+        x, torch.float8_e4m3fn, scheme="block" if activation.endswith("block") else "token"
+    )
+    assert torch.equal(layer(x), jitgemm.gemm_w4a8_reference(lhs, weight, bias=bias))
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("emulator", marks=emulated)])
+@pytest.mark.parametrize("options", [{}, dict(scheme="block")], ids=str)
+def test_a_layer_of_experts(monkeypatch, options, device):
+    sizes = dict(k=192, inter=160, scale=1.0, dtype=torch.bfloat16, mode="e4m3")
+    case = moe_cases.Case(tier="nvfp4", options=dict(options), **sizes)
+    expected = moe_cases.by_definition(case)
+    if device == "emulator":
+        emulate(monkeypatch)
+    out = jitgemm.fused_experts(*case.arguments, **case.options)
+    size = expected.abs().amax(1, keepdim=True)
+    assert bool(((out.double() - expected).abs() <= 0.06 * size).all())
+
+
+def test_experts_raise_for_int8_with_the_reason():
+    case = moe_cases.Case(tier="nvfp4", mode="s8")
+    with pytest.raises(TypeError, match="w13: expected lhs_dtype float8_e4m3fn, as no integers of 8 bits hold NVFP4"):
+        jitgemm.fused_experts(*case.arguments, **case.options)

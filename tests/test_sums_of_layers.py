@@ -16,10 +16,16 @@ from test_nn import inputs
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.gemm import reference
+from emulator.launch import COMPILER, emulate
+from jitgemm.gemm import launch, reference
 from jitgemm.moe import reference as moe_reference
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from jitgemm.nn.fuse.fused import FusedProjections
+from jitgemm.nn.layers.linear import empty_weight
+from jitgemm.nn.warm.warm import _command, kernels
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.select.choose import choose, kernel_named, kernels_for
+from jitgemm.select.devices import DEVICES
 from jitgemm.weight.f16_sums import row_powers
 
 N, K = 72, 256
@@ -136,6 +142,29 @@ def test_a_layer_without_values_gets_its_powers_with_them():
     assert torch.equal(filled[0](inputs(1, 3, K)), source(inputs(1, 3, K)))
 
 
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_launches_kernels_that_add_up_in_f16(monkeypatch, compiled):
+    emulator = emulate(monkeypatch)
+    label = "e4m3fast-g32-bf16-m80n64-s6-f16"  # a problem whose best kernel is such would take minutes here
+    monkeypatch.setattr(
+        launch,
+        "choose",
+        lambda problem, device: (
+            kernel_named(label, problem, device) if problem.sums == "f16" else choose(problem, device)
+        ),
+    )
+    made = W4A8Linear(builders.weight_parts(1, 256, 512, 32, codes="e4m3").packed)
+    usual = made(inputs(1, 150, 512))
+    made.sums = "f16"
+    run = torch.compile(made, fullgraph=True, backend="eager") if compiled else made
+    with torch.no_grad():
+        out = run(inputs(1, 150, 512))
+    gemms = [label for label in emulator.launched if label.startswith("e4m3")]
+    assert [label.endswith("-f16") for label in gemms] == [False, True]
+    assert not torch.equal(out, usual) and torch.allclose(out, usual, rtol=0.02, atol=0.02)
+
+
 def test_settle_makes_powers_again():
     made = torch.nn.Sequential(layer())
     other = builders.weight_parts(1, N, K, 128)
@@ -194,6 +223,8 @@ def test_fused_projections_add_up_as_their_linears(given):
     assert_powers(fused.runs[0])
     fused(inputs(1, 5, K))
     assert given == ["f16", "f32"]
+    with pytest.raises(ValueError, match="sums: expected them to be set before fuse_, got 'f32' for a fused Linear"):
+        fused.slices[0].sums = "f32"
     back = fused.slices[0].original()
     assert back.sums == "f16"
     assert_powers(back)
@@ -264,6 +295,40 @@ def test_experts_raise_for_sums_that_cannot_be_had():
     for sums, lhs_dtype in (("f16", torch.int8), ("exact", torch.float8_e4m3fn)):
         with pytest.raises(ValueError, match="sums: expected"):
             jitgemm.fused_experts(x, made.w13.weight, made.w2.weight, ids, weights, lhs_dtype=lhs_dtype, sums=sums)
+
+
+# ---- warm-up ---------------------------------------------------------------------------------------------------------
+
+
+def specs(module: torch.nn.Module, **options) -> list:
+    return [spec for spec, _, _ in kernels(module, 4096, [torch.bfloat16], "h200", **options) if spec.kind == "gemm"]
+
+
+def test_warm_up_has_the_kernels_of_a_layer_s_sums():
+    def expected(*sums: str) -> set:
+        form = 4096, 4096, "e4m3", WeightFormat(128, False, "bf16"), DEVICES["h200"], 4096
+        return {spec for each in sums for spec in kernels_for(*form, sums=each)}
+
+    part = empty_weight(4096, 4096, 128, WeightFormat(128, False, "bf16"), device="meta")
+    made = torch.nn.Sequential(W4A8Linear(part), W4A8Linear(part))
+    assert set(specs(made)) == expected("f32") and set(specs(made, sums="f16")) == expected("f16", "f32")
+    assert set(specs(made, sums="exact")) == expected("f32")
+    made[0].sums = "f16"
+    assert set(specs(made)) == expected("f16", "f32"), "values may yet be such as f16 does not hold"
+    filled = layer()
+    assert {spec.sums for spec in specs(filled)} <= {"f16", "f32"}
+    assert set(specs(filled)) == set(kernels_for(N, K, "e4m3", filled.weight.format, DEVICES["h200"], 4096, sums="f16"))
+    assert "--sums f16" in _command(made, 4096, None, False)
+
+
+def test_warm_up_of_experts_has_the_kernels_of_their_sums():
+    made = experts()
+    made.sums = "f16"
+    found, form = set(specs(made)), made.w13.weight
+    options = dict(experts=4, sums="f16")
+    for part in (made.w13, made.w2):
+        form = part.weight
+        assert found >= set(kernels_for(form.n, form.k, "e4m3", form.format, DEVICES["h200"], 8192, **options))
 
 
 # ---- options of whole models -----------------------------------------------------------------------------------------

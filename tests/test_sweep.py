@@ -128,9 +128,11 @@ def test_timings_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path)
 def test_held_timings_take_the_place_of_brief_ones():
     swept = Sweep.read(H200)
     cell = next(iter(swept.held))
-    assert swept.timings()[cell] == swept.held[cell] != swept.brief[cell]
+    held, brief = ({kernel: us for kernel, us in table[cell].items() if illegal(kernel, swept.device) is None}
+                   for table in (swept.held, swept.brief))  # fmt: skip
+    assert swept.timings()[cell] == held != brief
     swept.held = {}
-    assert swept.timings()[cell] == swept.brief[cell]
+    assert swept.timings()[cell] == brief
 
 
 def test_merging_replaces_older_timings_and_adds_new_ones():

@@ -18,6 +18,7 @@
     w4afp8              SGLang's and TensorRT-LLM's int4 for e4m3 activations
     w8a8                FP8 and INT8, in blocks, per row or per tensor
     mxfp4               MXFP4 of gpt-oss, DeepSeek-V4, Quark and ModelOpt
+    nvfp4               NVFP4 of compressed-tensors and ModelOpt
     torchao             tinygemm and torchao's tensor subclasses
     qserve              QServe's two levels of scales
     executorch          ExecuTorch's operators

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
-from jitgemm.weight import e2m1
+from jitgemm.weight import e2m1, terms
 from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.mxfp4 import pack_mxfp4
+from jitgemm.weight.nvfp4 import pack_nvfp4
 from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, dequantize_groups
@@ -50,15 +51,17 @@ class CanonicalWeight:
         q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them; of 8 bits int8 or float8_e4m3fn,
             or uint8 with zero points, which can be dequantised and not packed.
         scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it. Of
-            "e2m1" the bytes of e8m0s, uint8.
+            "e2m1" the bytes of e8m0s, uint8, of "nvfp4" those of e4m3s.
         zero: integers 0..16 (of 8 bits 0..256) [n, G], or None.
         offset: [n, G] in scale's dtype, added after scaling (a float zero point), or None.
         group_size: consecutive columns of q that share a scale; k or more: per channel.
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
-        code: name of the `Code`: "int4", "int8", "e4m3", or "e2m1" for MXFP4, whose q is uint8 of 0..15.
+        code: name of the `Code`: "int4", "int8", "e4m3", or "e2m1" for MXFP4, "nvfp4" for NVFP4, whose q
+            are uint8 of 0..15.
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
+        row_scale: fp32 [n] of "nvfp4", by which code * scale is multiplied: the tensor's; else None.
     """
 
     q: torch.Tensor
@@ -71,6 +74,7 @@ class CanonicalWeight:
     bias: torch.Tensor | None = None
     code: str = "int4"
     note: str | None = None
+    row_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         expected = CODE_BYTES[self.code].given(self.zero is not None)
@@ -82,9 +86,12 @@ class CanonicalWeight:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))
         scale = self.scale.dtype
-        if self.powers and (self.group_size, scale, self.zero) != (EXPONENT_GROUP, torch.uint8, None):
-            expected = f"the bytes of e8m0s, uint8, for groups of {EXPONENT_GROUP} without zero points"
+        size, bytes = (EXPONENT_GROUP, "e8m0s") if self.powers else (SCALE_GROUP, "e4m3s")
+        if (self.powers or self.nvfp4) and (self.group_size, scale, self.zero) != (size, torch.uint8, None):
+            expected = f"the bytes of {bytes}, uint8, for groups of {size} without zero points"
             raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
+        if self.nvfp4 != (self.row_scale is not None):
+            raise ValueError(f"row_scale: expected one with nvfp4, and with nothing else, got code {self.code!r}")
         for name, shape, wanted, fits in (
             ("scale", by_group, one_of(REAL_TYPES), lambda dtype: TYPE_NAMES.get(dtype) in REAL_TYPES),
             ("zero", by_group, "integers", lambda dtype: dtype in INTEGERS),
@@ -92,11 +99,12 @@ class CanonicalWeight:
             ("permutation", (self.k,), "int32", lambda dtype: dtype == torch.int32),
             ("input_scale", (1,), "float32", lambda dtype: dtype == torch.float32),
             ("bias", (self.n,), "floats", lambda dtype: dtype.is_floating_point),
+            ("row_scale", (self.n,), "float32", lambda dtype: dtype == torch.float32),
         ):
             tensor = getattr(self, name)
             if tensor is None:
                 continue
-            fits = (lambda dtype: dtype == torch.uint8) if self.powers and name == "scale" else fits
+            fits = (lambda dtype: dtype == torch.uint8) if (self.powers or self.nvfp4) and name == "scale" else fits
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != self.q.device:
@@ -117,6 +125,11 @@ class CanonicalWeight:
         return CODES[self.code].exponents > 0
 
     @property
+    def nvfp4(self) -> bool:
+        """Whether scales are the bytes of e4m3s, under one for a row."""
+        return CODES[self.code].inner_scales > 0
+
+    @property
     def n(self) -> int:
         return self.q.shape[0]
 
@@ -131,9 +144,12 @@ class CanonicalWeight:
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
-        weight = e2m1.dequantized(self.q) if self.powers else self.q.float()
-        scale = self.scale.view(torch.float8_e8m0fnu) if self.powers else self.scale
+        weight = e2m1.dequantized(self.q) if (self.powers or self.nvfp4) else self.q.float()
+        of_e2m1 = torch.float8_e8m0fnu if self.powers else torch.float8_e4m3fn
+        scale = self.scale.view(of_e2m1) if (self.powers or self.nvfp4) else self.scale
         dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
+        if self.row_scale is not None:
+            weight *= self.row_scale[:, None]
         if self.permutation is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
@@ -178,8 +194,10 @@ class CanonicalWeight:
 
     def rows(self, rows: slice | torch.Tensor) -> CanonicalWeight:
         """The layer of some of its rows, with their bias; rows: a slice or indices."""
-        bias = None if self.bias is None else self.bias[rows]
-        return replace(self, q=self.q[rows], bias=bias, **self.parameters(lambda values: values[rows]))
+        bias, row_scale = (None if each is None else each[rows] for each in (self.bias, self.row_scale))
+        return replace(
+            self, q=self.q[rows], bias=bias, row_scale=row_scale, **self.parameters(lambda values: values[rows])
+        )
 
     def columns(self, start: int, stop: int) -> CanonicalWeight:
         """The layer for columns start..stop - 1 of its input, with its bias.
@@ -246,6 +264,9 @@ class CanonicalWeight:
         size = self.group_size
         if self.powers:
             return self._ordered(pack_mxfp4(self.q, self.scale, k=self.k))
+        if self.row_scale is not None:
+            codes, scale = self.q[:, 0::2] | self.q[:, 1::2] << 4, self.scale.view(torch.float8_e4m3fn)
+            return self._ordered(pack_nvfp4(codes, scale, self.row_scale))
         if size < self.k and size not in GROUP_SIZES:
             size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
             if not size:
@@ -300,6 +321,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
         return first
     only("type of codes", lambda w: dtype_name(w.q.dtype))
     only("k", lambda w: w.k)
+    only("code", lambda w: w.code)
     only("group size", lambda w: min(w.group_size, w.k))
     only("scale dtype", lambda w: dtype_name(w.scale.dtype))
     for name in ("offset", "permutation", "input_scale"):
@@ -314,7 +336,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     bias = [w.q.new_zeros(w.n, dtype=biases[0].dtype) if w.bias is None else w.bias for w in weights if biases]
     joined = {
         name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])
-        for name in ("scale", "zero", "offset")
+        for name in ("scale", "zero", "offset", "row_scale")
     }
     # As bytes: PyTorch does not join 8-bit floats everywhere.
     q = torch.cat([w.q.view(torch.uint8) for w in weights]).view(first.q.dtype)
@@ -378,18 +400,20 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
 def check_values(weight: CanonicalWeight) -> None:
     """Raises ValueError for scales, offsets and codes that are no finite numbers, and for an input scale that is not
     positive. Scales of 0 are legal: a group of zeros has one."""
-    for name in ("scale", "offset", "input_scale", *(("q",) if weight.q.is_floating_point() else ())):
+    for name in ("scale", "offset", "input_scale", "row_scale", *(("q",) if weight.q.is_floating_point() else ())):
         values = getattr(weight, name)
         if values is None:
             continue
         wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
-        if weight.powers and name == "scale":
-            wrong = values == e2m1.NAN
+        if (weight.powers or weight.nvfp4) and name == "scale":
+            wrong = values == e2m1.NAN if weight.powers else values >= terms.NAN
         if name == "input_scale":
             wrong |= values <= 0
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             wanted = "a positive, finite number" if name == "input_scale" else "finite numbers"
+            if weight.nvfp4 and name == "scale":
+                wanted, values = "numbers of at least 0", values.view(torch.float8_e4m3fn)
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
 
 

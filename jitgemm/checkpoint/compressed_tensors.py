@@ -76,8 +76,8 @@ class _CompressedTensors(Format):
         config = config or {}
         if config.get("quant_method") not in (None, METHOD):
             return False
-        if "weight_packed" in names:
-            return True
+        if "weight_packed" in names:  # of NVFP4: see nvfp4.py
+            return "weight_global_scale" not in names or _dtype(names, "weight_scale") != torch.float8_e4m3fn
         plain, said = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
         if plain is None or "weight_scale" not in names or {"weight_scale_2", "qweight"} & set(names):
             return False
@@ -220,6 +220,10 @@ class _CompressedTensors(Format):
         if (sizes.n, sizes.k, sizes.group_size) != (weight.n, weight.k, got[1]):
             raise ValueError(f"weight: expected tensors of {weight.n} x {weight.k} in groups of {got[1]}, got {sizes}")
         return tensors
+
+
+def _dtype(names: Mapping[str, TensorInfo], name: str) -> torch.dtype | None:
+    return names[name].dtype if name in names else None
 
 
 _MXFP4_FORMAT = "mxfp4-pack-quantized"
@@ -394,7 +398,7 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
     if code == "e2m1" and (strategy, weights.get("group_size")) != ("group", EXPONENT_GROUP):
         raise ValueError(
             f"weights: expected strategy group and group_size {EXPONENT_GROUP}, as MXFP4 has, of num_bits 4 and type "
-            f"'float', got {strategy!r} and {weights.get('group_size')} (NVFP4 is not supported)"
+            f"'float', got {strategy!r} and {weights.get('group_size')} (NVFP4's tensors are others)"
         )
     known = ("group", "channel", "tensor", *(("block",) if code not in ("int4", "e2m1") else ()))
     if strategy not in (None, *known):

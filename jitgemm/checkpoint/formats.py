@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, qserve, torchao, w4afp8, w8a8
+from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, nvfp4, qserve, torchao
+from jitgemm.checkpoint import w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.format import Format
@@ -15,7 +14,7 @@ from jitgemm.tensors import describe
 
 FORMATS: list[Format] = [
     module.FORMAT
-    for module in (compressed_tensors, w4afp8, w8a8, mxfp4, gptq, awq, torchao, qserve, executorch, bitblas)
+    for module in (compressed_tensors, w4afp8, w8a8, mxfp4, nvfp4, gptq, awq, torchao, qserve, executorch, bitblas)
 ]
 
 
@@ -61,10 +60,7 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
 
 def _served_elsewhere(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> str | None:
     """What a layer of another library is, by its tensors or the config's quant_method; None where neither tells."""
-    method, scale = str((config or {}).get("quant_method")).lower(), names.get("weight_scale")
-    if {"weight_scale_2", "weight_global_scale"} & set(names) and scale is not None:
-        if scale.dtype == torch.float8_e4m3fn:
-            return "NVFP4 (e2m1 codes, an e4m3 scale for 16 k, and an fp32 one)"
+    method = str((config or {}).get("quant_method")).lower()
     if "SCB" in names:
         return "bitsandbytes'"
     codes = any(not each.dtype.is_floating_point for each in names.values())

@@ -13,6 +13,7 @@ def args_of(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
 _INT8, _E4M3_TOKEN = (args_of(8, kind, "token", dynamic=True) for kind in ("int", "float"))
 MXFP4 = args_of(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
 _MXFP8 = args_of(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
+_NVFP4 = args_of(4, "float", "tensor_group", group_size=16)
 _BLOCKS = args_of(8, "float", "block", block_structure=[128, 128])
 PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     f"W{width}A{inputs}": (
@@ -30,6 +31,8 @@ PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "FP8": (args_of(8, "float", "tensor"), args_of(8, "float", "tensor")),
     "FP8_DYNAMIC": (args_of(8, "float", "channel"), _E4M3_TOKEN),
     "FP8_BLOCK": (_BLOCKS, args_of(8, "float", "group", group_size=128, dynamic=True)),
+    "NVFP4A16": (_NVFP4, None),
+    "NVFP4": (_NVFP4, _NVFP4 | {"dynamic": "local"}),
     "MXFP4A16": (MXFP4, None),
     "MXFP4": (MXFP4, MXFP4 | {"dynamic": True}),
     "MXFP4XFP8": (MXFP4, args_of(8, "float", "group", group_size=128, dynamic=True)),

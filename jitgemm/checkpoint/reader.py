@@ -220,6 +220,8 @@ def read_header(
         read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
     weight = header.format.read(_Found(header.format, read), header.scheme)
     static = next((read[name].reshape(1).float() for name in INPUT_SCALES if name in read), None)
+    inputs = header.scheme.inputs
+    static = None if inputs is not None and inputs.num_bits == 4 else static  # theirs, and not of 8 bits
     weight = replace(weight, bias=read.get("bias"), input_scale=static)
     check_values(weight)
     if weight.note:

@@ -25,11 +25,14 @@ def explain(
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
     lhs: Annotated[common.Lhs, layer_option("--lhs")] = common.Lhs.fp8,
-    group_size: Annotated[str, layer_option("--group-size", metavar="G")] = "128",
+    group_size: Annotated[
+        Optional[str], layer_option("--group-size", metavar="G", show_default="128, NVFP4: none")
+    ] = None,
     zero_point: Annotated[bool, layer_option("--zero-point")] = False,
     offset: Annotated[bool, layer_option("--offset")] = False,
     bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
     mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
+    nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
     scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
     codes: Annotated[common.Codes, layer_option("--codes")] = common.Codes.any,
     out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
@@ -58,6 +61,7 @@ def explain(
       jitgemm explain 1 4096 14336 --json --top 1
       jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
       jitgemm explain 512 7168 2048 --mxfp4 --group-size channel
+      jitgemm explain 16 4096 4096 --nvfp4
       jitgemm explain 4096 4096 4096 --codes tuned --sums f16
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
@@ -67,8 +71,8 @@ def explain(
       2  wrong arguments
     """
     target = pick_device(device)
-    kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size)
-    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4)
+    kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size or ("channel" if nvfp4 else "128"))
+    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4)
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
@@ -82,7 +86,7 @@ def explain(
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         facts = {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict()
-        facts |= {"tier": format.tier} if mxfp4 else {}
+        facts |= {"tier": format.tier} if format.of_e2m1 else {}
         report = {"problem": facts, "band": [first, last], "device": asdict(target), "chosen": ranked[0].kernel.label}
         common.print_json(report | {"candidates_in_all": len(ranked), "candidates": found})
         return
@@ -101,7 +105,7 @@ def explain(
         routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
-    shared = f"MXFP4 with {format.tier}; {shared}" if mxfp4 else shared
+    shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
     words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{_why(ranked)}")
 

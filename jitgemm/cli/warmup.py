@@ -104,6 +104,7 @@ def warmup(
     zero_point: Annotated[bool, _floats("--zero-point")] = False,
     bits: Annotated[Optional[int], _floats("--bits", metavar="4|8", show_default="4")] = None,
     mxfp4: Annotated[bool, _shape("--mxfp4", " Without --group-size: all three.")] = False,
+    nvfp4: Annotated[bool, _shape("--nvfp4")] = False,
     scale_dtype: Annotated[
         Optional[common.RealType], _floats("--scale-dtype", metavar="TYPE", show_default="bf16")
     ] = None,
@@ -151,16 +152,18 @@ def warmup(
         raise ValueError(
             "--for, --tp, --ep and --activation are for a --model; a --shape is taken as one rank's already"
         )
-    if not shape and (lhs or offset or block_scales or e8m0 or quantizer or mxfp4):
+    if not shape and (lhs or offset or block_scales or e8m0 or quantizer or mxfp4 or nvfp4):
         raise ValueError(
-            "--lhs, --offset, --mxfp4, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
+            "--lhs, --offset, --mxfp4, --nvfp4, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
             "off it, but for --activation"
         )
     target = pick_device(device)
     outs = [choice.value for choice in out or []]
     orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
     sizes = [group]
-    if mxfp4:
+    if nvfp4:
+        orders, sizes = orders[:1], [group] if group_size else [0]
+    elif mxfp4:
         orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]
     scale_type, width = scale_dtype.value if scale_dtype else "bf16", {None: 4}.get(bits, bits)
     lhs_types = [common.LHS_TYPES[choice.value] for choice in lhs or [common.Lhs.fp8]]
@@ -170,7 +173,7 @@ def warmup(
     for (n, k), kind in product(map(common.parse_shape, shape or ()), lhs_types):
         specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags)]
         for order, size, result, lhs_group in product(orders, sizes, outs or ["bf16"], sorted(groups)):
-            format = common.weight_format(order, kind, size, zero_point, scale_type, offset, k, width, mxfp4)
+            format = common.weight_format(order, kind, size, zero_point, scale_type, offset, k, width, mxfp4, nvfp4)
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
             more["sums"] = "f32" if len(sizes) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)

@@ -10,6 +10,7 @@ than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
 hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their exponents,
 max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
+NVFP4's codes times their scales are two terms (`jitgemm.weight.terms`), each of which takes a step: twice the steps.
 
 With sums in f16 a step's sum is rounded to 11 bits as well, which loses 2^-11 of |sum after| more. A kernel multiplies
 it by scale / 2^E, exact in f16 (`jitgemm.weight.f16_sums`), and adds up at most eight records that follow one another in
@@ -40,6 +41,7 @@ from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div
 from jitgemm.tensors import check_dtype, dtype_name
 from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import Weight
+from jitgemm.weight.terms import upper
 
 STEP_K = 32
 """k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
@@ -54,9 +56,9 @@ F16 = 2.0**-11
 PARTS = 1.5 * 2.0**19
 """What int8's sums by parts stand on, in units of codes times activations."""
 PARTS_RECORDS = 16
-"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/multiply.cuh)."""
+"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/ahead.cuh)."""
 F16_RECORDS = 8
-"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/multiply.cuh)."""
+"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/ahead.cuh)."""
 
 _BUDGET = 1 << 24
 """Float64 values that one temporary may hold (128 MiB)."""
@@ -162,7 +164,8 @@ def _scaled(
     cut = CUT if f16 is None else CUT + F16 * (1 + CUT)
     sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
-    for part, codes in zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True):
+    steps = zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True)
+    for part, codes in (each for part, product in steps for each in _terms(part, product, code)):
         largest = part.abs().amax(-1, keepdim=True)
         if code is None or code.largest is None:
             some = largest > 0
@@ -179,6 +182,14 @@ def _scaled(
     loss, sums = loss * scale.abs(), sums * scale  # of a sum of activations there is one for all rows
     added = loss.sum(0) if f16 is None else loss.sum(0) + _lost_in_f16(sums, loss, f16, BLOCK_K // x.shape[-1])
     return sums.abs().sum(0), added
+
+
+def _terms(x: torch.Tensor, d: torch.Tensor, code: Code | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the steps for 32 k multiply."""
+    if code is None or code.terms == 1:
+        return [(x, d)]
+    high = upper(d)
+    return [(x, high), (x, d - high)]
 
 
 def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:

@@ -91,10 +91,10 @@ def gemm_w4a8_nt(
             would be summed in another order for other m (docs/performance.md).
         kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
             CPU the reference runs whichever it is.
-        sums: "f32", or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time, which is faster
-            from about 64 rows on and loses more (docs/notes/f16-sums.md). For 4-bit weights in groups, without zero
-            points and offsets, whose scales f16 holds exactly as parts of their row's largest: with 8 bits as bf16
-            has, down to 2^-17 of it; and for a scale per token. No input can overflow.
+        sums: "f32"; or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time: faster in calls
+            of about 64 rows and more, less exact (docs/notes/f16-sums.md), never an overflow. For a scale per token,
+            and MXFP4 or int4 in groups without offsets, whose scales f16 holds as parts of their row's largest: bf16
+            ones down to 2^-17. Or "exact": int8's groups are never added up by parts (`jitgemm.gemm.bound`).
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.

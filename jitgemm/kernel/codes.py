@@ -15,6 +15,8 @@ GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 EXPONENT_GROUP = 32
 """k that share an exponent of `Code.exponents`: a step of wgmma's, and a block of the OCP MX formats."""
+SCALE_GROUP = 16
+"""k that share a scale of `Code.inner_scales`: a block of NVFP4."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,10 @@ class Code:
         group_sizes, scale_types: what formats may have; 0 is one scale per row.
         exponents: powers of two that decoding can multiply codes by, one for each row and `EXPONENT_GROUP` of k: records
             of longer groups hold which, and `pack_mxfp4` packs them. 0 for none.
+        inner_scales: e4m3s that decoding multiplies codes by, one for each row and `SCALE_GROUP` of k: records hold
+            their bytes. 0 for none.
+        terms: operands of wgmma that a code becomes. It is their sum, as the products with each are added up.
+        operand: their type, where it is not the activations'.
     """
 
     name: str
@@ -90,6 +96,9 @@ class Code:
     group_sizes: tuple[int, ...] = (0, *GROUP_SIZES)
     scale_types: tuple[str, ...] = REAL_TYPES
     exponents: int = 0
+    inner_scales: int = 0
+    terms: int = 1
+    operand: str = ""
 
     def order(self, name: str) -> Order:
         """The order of this name. ValueError for any other."""
@@ -159,6 +168,7 @@ _INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", m
 
 # 1 is the ninth of fifteen powers of two for which all of a code's values are e4m3's.
 _E2M1 = Order("e2m1", 4, {"e4m3": Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec")}, mark="mx", slow=True)
+_NVFP4 = Order("nvfp4", 5, {"e4m3": Decoder("Nvfp4Codec", "terms")}, mark="nv", slow=True)
 
 register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
 register(Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, strip_scales=True))
@@ -167,5 +177,12 @@ register(
     Code(
         "e2m1", 4, (_E2M1,), largest=None, prefix="mx", row_sums=False, group_sizes=(0, 32, 128),
         scale_types=("fp32", "bf16"), exponents=15,
+    )
+)  # fmt: skip
+# Its scale per channel is the tensor's.
+register(
+    Code(
+        "nvfp4", 4, (_NVFP4,), largest=None, prefix="nv", row_sums=False, group_sizes=(0,), scale_types=("fp32",),
+        inner_scales=127, terms=2, operand="e5m2",
     )
 )  # fmt: skip

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, GROUP_SIZES, Decoder, Order, every_order
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, GROUP_SIZES, SCALE_GROUP, Decoder, Order, every_order
 
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
@@ -161,6 +161,8 @@ class WeightFormat:
         """Why the codes meet no other activations than `lhs_types`, for messages."""
         if self.powers:
             return "as no integers of 8 bits hold MXFP4's codes times their groups' powers of two"
+        if self.inner_scales:
+            return "as no integers of 8 bits hold NVFP4's codes times their groups' scales"
         return "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
 
     @property
@@ -204,8 +206,30 @@ class WeightFormat:
         return self.powers and self.group_size != EXPONENT_GROUP
 
     @property
+    def of_e2m1(self) -> bool:
+        """Whether codes are e2m1's, MXFP4 or NVFP4: what they are says all of their scales."""
+        return self.powers or self.inner_scales
+
+    @property
+    def inner_scales(self) -> bool:
+        """Whether records hold an e4m3 for each row and `SCALE_GROUP` of k, by which decoding multiplies codes."""
+        return CODES[self.code].inner_scales > 0
+
+    @property
+    def terms(self) -> int:
+        """Operands of wgmma that a code becomes."""
+        return CODES[self.code].terms
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables in shared memory that kernels decode by."""
+        return 128 if self.exponents else 2048 if self.inner_scales else 0
+
+    @property
     def tier(self) -> str:
-        """Which powers of two a weight has for scales, in words."""
+        """Which powers of two a weight has for scales, or how else codes become operands, in words."""
+        if self.inner_scales:
+            return f"{self.terms} terms a code"
         per = f"a row and {self.group_size} k" if self.group_size else "a row"
         return f"a base for {per}" if self.exponents else f"a scale for {per}"
 
@@ -223,9 +247,11 @@ class WeightFormat:
             0        scales_at                 offsets_at                  zeros_at
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
                                                                            | or exponents uint4 [64][4]  |
+                                                                           | or inner scales e4m3 [64][8] |
         """
         exponents = STRIP_ROWS * BLOCK_K // EXPONENT_GROUP // 2 if self.exponents else 0
-        return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents
+        inner = STRIP_ROWS * BLOCK_K // SCALE_GROUP if self.inner_scales else 0
+        return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents + inner
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value; order and code as "codes" and "bits", which cache entries and commands have."""

@@ -13,6 +13,7 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
@@ -26,9 +27,11 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     f16 = spec.sums == "f16"
     count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
-    accumulator, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    weights = CODES[spec.format.code].operand or spec.lhs
+    accumulator, constraint, sums = ("i32", "+r", "s32") if integer else ("float", "+f", "f32")
     if f16:
-        accumulator, constraint, types = "u32", "+r", "f16.e4m3.e4m3"
+        accumulator, constraint, sums = "u32", "+r", "f16"
+    types = f"{sums}.{spec.lhs}.{weights}" if spec.token_rows else f"{sums}.{weights}.{spec.lhs}"
     # e4m3 takes the signs of both operands as immediates, s8 does not.
     signs = "" if integer else ", 1, 1"
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -171,16 +174,19 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
 def _warmup(spec: KernelSpec) -> str:
     """The command that compiles a kernel of this format ahead of time."""
     fmt = spec.format
-    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8", "--group-size", str(fmt.group_size or "channel")]
+    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8"]
+    flags += [] if fmt.inner_scales else ["--group-size", str(fmt.group_size or "channel")]
     flags += [flag for flag, given in (("--zero-point", fmt.zero_point), ("--offset", fmt.offset)) if given]
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
     if fmt.powers:
         flags += ["--mxfp4"]
+    elif fmt.inner_scales:
+        flags += ["--nvfp4"]
     elif fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not fmt.zero_point and not fmt.powers:
+    elif not (fmt.zero_point or fmt.powers or fmt.inner_scales):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]

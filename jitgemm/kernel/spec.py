@@ -316,6 +316,7 @@ def smem_bytes(spec: KernelSpec) -> int:
     if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
         reducers, columns = spec.warpgroups, spec.wgmma_n // spec.halves
         out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4
-    tables = 128 if spec.format.exponents else 0
     stages = spec.stages * stage_bytes(spec)
-    return stages + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts + tables
+    size = stages + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts
+    tables = spec.format.table_bytes
+    return 16 * ceil_div(size, 16) + tables if tables else size

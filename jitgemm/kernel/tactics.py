@@ -21,7 +21,9 @@ IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
 F16_AHEAD = 128
-"""Tokens of a tile of one or two warpgroups up to which there are registers for two units' sums in f16."""
+"""Tokens of a tile of one or two warpgroups up to which there are registers for two units' sums in f16. 16 fewer with zero
+points and several groups a record; and with these, or MXFP4's, where splits of k meet experts' tables: else 56 to 360 bytes
+spill."""
 
 
 def promote_records(spec: KernelSpec) -> int:
@@ -54,7 +56,10 @@ def units_in_flight(spec: KernelSpec) -> int:
     if spec.token_rows:
         return 1
     if spec.sums == "f16":  # over the ends of records, where registers are left
-        return 2 if spec.wgmma_n <= F16_AHEAD and spec.warpgroups <= 2 else 1
+        several, zeros = spec.format.scale_rows > 1, spec.format.zero_point
+        crowded = (zeros or spec.format.powers) and spec.experts > 0 and spec.split_k > 1
+        ahead = F16_AHEAD - 16 * several * (zeros + crowded)
+        return 2 if spec.wgmma_n <= ahead and spec.warpgroups <= 2 else 1
     if factors == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // sum_registers(spec) // spec.halves

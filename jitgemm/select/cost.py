@@ -38,10 +38,10 @@ group is promoted, twice, as nothing runs beside the second half's promotion; wh
 as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
-DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2}
+DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2, "terms": 1.5}
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
-codes for one type, beside what is the same for both, codes by tables some 20 more; e4m3's signed ones multiply, and leave the ALUs to the
-rest."""
+codes for one type, beside what is the same for both, codes by tables some 20 more, two terms by tables some 120; e4m3's
+signed ones multiply, and leave the ALUs to the rest."""
 PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
 int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
@@ -111,7 +111,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     multiplies = 2 if fmt.offset else 1  # offsets take a multiply by ones
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
-    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.wgmma_n / ops_per_cycle
+    multiply = multiplies * fmt.terms * 2 * STRIP_ROWS * BLOCK_K * spec.wgmma_n / ops_per_cycle
     decode = DECODE_CYCLES * DECODE_TIMES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows

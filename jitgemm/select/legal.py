@@ -234,12 +234,20 @@ SCALE_REGISTERS = 12
 
 F16_FACTOR_REGISTERS = 8
 """More of them for f16 sums with four groups a record, for three warpgroups, and for grouped kernels that split k, or
-have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill."""
+have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill. Three times as many where k is split
+for four groups a record with zero points, or for tables of exponents and of experts: else tiles of 160 x 128 spill."""
 PARTS_REGISTERS = 8
 """More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
 and where splits of k meet experts' tables."""
+CROWDED_REGISTERS = 8
+"""More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k; and
+where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
+`TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
+EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
+TERM_REGISTERS = 16
+"""The same for two terms a code: without them, tiles of 64 x 256, 112 x 192 and 192 x 128 spill 160 to 344 bytes."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -251,7 +259,10 @@ def registers_needed(spec: KernelSpec) -> int:
         if spec.sums == "f16":
             sums += sum_registers(spec)  # of the run
             grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
-            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped)
+            zeros = fmt.zero_point and fmt.scale_rows == 4
+            tables = fmt.exponents and fmt.group_size and spec.experts and units_in_flight(spec) == 1
+            crowded = 3 * (spec.split_k > 1 and (zeros or tables))
+            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped + crowded)
         if spec.sums == "parts":
             crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
             rest += PARTS_REGISTERS * crowded
@@ -265,8 +276,14 @@ def registers_needed(spec: KernelSpec) -> int:
         rest += 2 * ZERO_REGISTERS
     elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
         rest += ZERO_REGISTERS
+    if spec.sums == "f32" and not spec.shared_weights:
+        halves = spec.halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
+        exchanged = spec.experts > 0 and spec.scatter and spec.block_m >= EXCHANGED_TOKENS
+        tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
+        shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
+        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
     rest += OFFSET_REGISTERS if fmt.offset else 0
-    rest += TABLE_REGISTERS if fmt.powers else 0
+    rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0

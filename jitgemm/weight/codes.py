@@ -158,5 +158,6 @@ CODE_BYTES: dict[str, CodeBytes] = {
     "e4m3": CodeBytes(torch.float8_e4m3fn),
     "int8": CodeBytes(torch.int8),
     "e2m1": CodeBytes(orders={"e2m1": E2M1}),
+    "nvfp4": CodeBytes(orders={"nvfp4": E2M1}),
 }
 """By `Code.name`."""

@@ -21,10 +21,10 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
       s8                     A_b & 15         B_b & 15             two's complement
                        bit   7       6 5 4    3              2 1 0
       e4m3                   s(A_b)  v(B_b)   s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
-      e2m1 (b < 2)           s(A_b)  v(A_2b+1) s(B_b)        v(A_2b)      s, v: the code's
+      e2m1, nvfp4 (b < 2)    s(A_b)  v(A_2b+1) s(B_b)        v(A_2b)      s, v: the code's
            (b >= 2)          s(A_b)  v(B_2b-3) s(B_b)        v(B_2b-4)
 
-The words of e2m1's exponents are in `e2m1.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
+The words of e2m1's exponents are in `e2m1.py`, nvfp4's scales in `terms.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
 Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
 """
 
@@ -34,9 +34,9 @@ from collections.abc import Iterator
 
 import torch
 
-from jitgemm.kernel.codes import EXPONENT_GROUP
+from jitgemm.kernel.codes import EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.weight import e2m1
+from jitgemm.weight import e2m1, terms
 from jitgemm.weight.codes import CODE_BYTES, Nibbles
 
 LAYOUT_VERSION = 3
@@ -160,7 +160,7 @@ def unpack_field(field: torch.Tensor, n: int, k: int, group_size: int, dtype: to
 def pack_records(
     blocks: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None,
     zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat,
-    exponents: torch.Tensor | None = None,
+    exponents: torch.Tensor | None = None, inner_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Codes, scales, offsets, zero points -> blocks.
 
@@ -171,6 +171,7 @@ def pack_records(
         offset: [n, groups] in the format's scale type, or None.
         zero: uint8 [n, groups], or None.
         exponents: uint8 [n, ceil(k / 32)] of formats with exponents.
+        inner_scales: uint8 [n, k / 16] of formats with such.
 
     Padding: rows of n and values of k that the weight does not have hold code, scale, offset and zero point 0.
     """
@@ -203,6 +204,10 @@ def pack_records(
             padded = exponents.new_zeros(strips * STRIP_ROWS, kblocks * (BLOCK_K // EXPONENT_GROUP))
             padded[: part.shape[0], : exponents.shape[1]] = exponents[rows]
             _exponents_of(blocks[first:end], format).copy_(e2m1.to_words(padded))
+        if inner_scales is not None:
+            padded = inner_scales.new_zeros(strips * STRIP_ROWS, kblocks * (BLOCK_K // SCALE_GROUP))
+            padded[: part.shape[0], : inner_scales.shape[1]] = inner_scales[rows]
+            blocks[first:end, :, format.zeros_at :] = terms.to_bytes(padded)
 
 
 def _exponents_of(blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
@@ -217,6 +222,12 @@ def unpack_exponents(blocks: torch.Tensor, n: int, k: int, format: WeightFormat)
     if not format.exponents:
         return torch.full((n, groups), e2m1.ONE, dtype=torch.uint8, device=blocks.device)
     return e2m1.from_words(_exponents_of(blocks, format))[:n, :groups]
+
+
+def unpack_inner_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> inner scales float8_e4m3fn [n, k / 16]."""
+    scales = terms.from_bytes(blocks[..., format.zeros_at :])[:n, : ceil_div(k, SCALE_GROUP)]
+    return scales.contiguous().view(torch.float8_e4m3fn)
 
 
 def regrouped(

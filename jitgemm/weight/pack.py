@@ -83,7 +83,9 @@ def pack_w4(
     if offset is not None and offset.dtype != scale.dtype:
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
-    names = [name for name, each in CODES.items() if each.lhs_type is None and not each.exponents]
+    names = [
+        name for name, each in CODES.items() if each.lhs_type is None and not (each.exponents or each.inner_scales)
+    ]
     if not isinstance(code, str) or code not in names:
         raise ValueError(f"code: expected one of {', '.join(names)}, got {code!r}")
     group_size = check_group_size(group_size, _ALL)

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import EXPONENT_GROUP, typed_code
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
 from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.parts import PackedWeight, RowParts, WeightBase, check_packed, check_part, check_permutation
-from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
+from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, given_scales, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
 
 
@@ -122,8 +122,8 @@ class Weight(WeightBase):
             codes += f" for {typed_code(*self.format.lhs_types)}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
-        if self.format.powers:
-            group, codes, reals = "mxfp4", "e2m1", self.format.tier
+        if self.format.of_e2m1:
+            group, codes, reals = "mxfp4" if self.format.powers else "nvfp4", "e2m1", self.format.tier
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
@@ -287,12 +287,11 @@ class Weight(WeightBase):
         if not -experts <= (e := check_int("expert", index)) < experts:
             raise IndexError(f"expert: expected -{experts}..{experts - 1}, got {e}")
         part = self.packed.expert(e)
-        settled_at = ready.note(part.blocks, self.settled)
-        views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
-        whole = self, e % experts
+        views: dict[str, Any] = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
-        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at, whole=whole)
+        views |= {"whole": (self, e % experts), "settled_at": ready.note(part.blocks, self.settled)}
+        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key)
         return expert
 
     def __len__(self) -> int:
@@ -334,19 +333,20 @@ class Weight(WeightBase):
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
-        Of MXFP4 q is uint8, e2m1 codes, and scale float8_e8m0fnu [n, ceil(k / 32)]; that of a group of zeros may be another.
+        Of MXFP4 and NVFP4 q is uint8, e2m1 codes. MXFP4's scale is float8_e8m0fnu [n, ceil(k / 32)]; that of a group of
+        zeros may be another. NVFP4's is float8_e4m3fn [n, k / 16], and in the place of zero is the global scale, fp32 [n, 1].
 
         Returns:
             q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
             scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
             zero: uint8 [n, groups], or None.
         """
-        zero_point, device, powers = self.format.zero_point, self.device, self.format.powers
-        groups = group_count(self.k, EXPONENT_GROUP) if powers else self.groups
-        by_group, scale_dtype = (*self.shape[:-1], groups), torch.float8_e8m0fnu if powers else self.scale_dtype
-        q = torch.empty(self.shape, dtype=CODE_BYTES[self.format.code].given(zero_point), device=device)
-        scale = torch.empty(by_group, dtype=scale_dtype, device=device)
-        zero = torch.empty(by_group, dtype=torch.uint8, device=device) if zero_point else None
+        fmt, lead, device = self.format, self.shape[:-1], self.device
+        groups, scale_dtype = given_scales(fmt, self.k)
+        q = torch.empty(self.shape, dtype=CODE_BYTES[fmt.code].given(fmt.zero_point), device=device)
+        scale = torch.empty((*lead, groups), dtype=scale_dtype, device=device)
+        third = (1, torch.float32) if fmt.inner_scales else (groups, torch.uint8) if fmt.zero_point else None
+        zero = None if third is None else torch.empty((*lead, third[0]), dtype=third[1], device=device)
         for rows, parts in self.packed.chunks(given=True):
             for whole, part in zip((q, scale, zero), parts):
                 if whole is not None and part is not None:

@@ -251,6 +251,7 @@ class Format:
         lhs_e8m0: those scales are powers of two, four packed in an int32.
         f16_sums: kernels may add up in f16 (`sums` of the calls).
         mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
+        nvfp4: the weight is NVFP4.
     """
 
     lhs: str
@@ -263,14 +264,15 @@ class Format:
     lhs_e8m0: bool = False
     mxfp4: bool = False
     f16_sums: bool = False
+    nvfp4: bool = False
 
     @property
     def name(self) -> str:
         """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, e4m3_g128_f16,
-        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32."""
+        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
-        lhs = "mxfp4" if self.mxfp4 else lhs
+        lhs, group = ("nvfp4", "g16") if self.nvfp4 else ("mxfp4" if self.mxfp4 else lhs, group)
         blocks = self.lhs_blocks and not self.lhs_e8m0
         given = (self.any_codes, self.f16_sums, blocks, self.lhs_e8m0, self.batch_invariant)
         switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
@@ -287,6 +289,8 @@ class Format:
             weight = WeightFormat(group, False, "fp32", self.lhs, code=typed_code(self.lhs), strip_scales=group > 0)
         elif self.mxfp4:
             weight = WeightFormat(group, False, "bf16", "e2m1", code="e2m1")
+        elif self.nvfp4:
+            weight = WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
         else:
             codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
@@ -301,6 +305,8 @@ class Format:
             return n * k + 4 * (ceil_div(n, 128) * ceil_div(k, 128) if self.group_size else n)
         if self.mxfp4:
             return n * k / 2 + n * ceil_div(k, 32)
+        if self.nvfp4:
+            return n * k / 2 + n * k / 16
         groups = ceil_div(k, self.group_size) if self.group_size else 1
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
@@ -329,9 +335,12 @@ MORE_FORMATS = (
     Format("e4m3", 128, bits=8, lhs_blocks=True),
     Format("e4m3", 128, lhs_blocks=True),
     *(Format("e4m3", size, f16_sums=True) for size in (128, 64, 32)),
+    Format("e4m3", 128, True, f16_sums=True),
+    *(Format("e4m3", size, mxfp4=True, f16_sums=True) for size in (0, 128, 32)),
     Format("e4m3", 0, mxfp4=True),
     Format("e4m3", 128, mxfp4=True),
     Format("e4m3", 32, mxfp4=True),
+    Format("e4m3", 0, nvfp4=True),
 )
 
 
@@ -347,27 +356,31 @@ def parse_format(text: str) -> Format:
     group, *switches = rest.split("_")
     zero_point = group.endswith("z") and bits == 4
     group = group.removesuffix("z") if zero_point else group
-    types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"} | ({"mxfp4": "e4m3"} if bits == 4 else {})
-    mxfp4 = lhs == "mxfp4"
+    types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"} | (
+        {"mxfp4": "e4m3", "nvfp4": "e4m3"} if bits == 4 else {}
+    )
+    mxfp4, nvfp4 = lhs == "mxfp4", lhs == "nvfp4"
     sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0} if bits == 4 else {"ch": 0, "block": 128}
     sizes = {f"g{size}": size for size in (32, 128)} | {"ch": 0} if mxfp4 else sizes
-    no_any = bits == 8 or mxfp4
+    sizes = {"g16": 0} if nvfp4 else sizes
+    no_any = bits == 8 or mxfp4 or nvfp4
     known = [switch for switch in SWITCHES if switch in switches and not (no_any and switch == "any")]
     e8m0 = "b128e" in switches
-    wrong = switches != known or (e8m0 and "b128" in switches) or (mxfp4 and zero_point)
+    wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and zero_point)
     f16 = "f16" in switches
-    wrong = wrong or (
-        f16 and (lhs not in ("e4m3", "fp8") or no_any or group == "ch" or zero_point or e8m0 or "b128" in switches)
+    no_f16 = (
+        types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or (group == "ch" and not mxfp4) or e8m0 or "b128" in switches
     )
+    wrong = wrong or (f16 and no_f16)
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
             f"zero points, _any for codes of any activations, _f16 for e4m3's sums in f16, _b128 for activations' "
             f"scales per 128 k, or _b128e for packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
-            f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4; got {text!r}"
+            f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4; got {text!r}"
         )
     invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
-    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4, f16)
+    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4, f16, nvfp4)
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

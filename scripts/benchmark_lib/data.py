@@ -175,3 +175,15 @@ def quantise_groups(
     scale = (grouped.abs().amax(2) / 7).clamp_(min=1e-12).to(torch.bfloat16)
     q = (grouped / scale.float()[:, :, None]).round_().clamp_(-8, 7)
     return q.to(torch.int8).view(n, -1)[:, :k].contiguous(), scale, None
+
+
+def quantise_nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """NVFP4's codes, two a byte, scales and the tensor's scale: the nearest codes beside max |w| / 6 of each 16."""
+    grouped = weight.float().unflatten(1, (-1, 16))
+    largest = grouped.abs().amax(-1)
+    whole = (largest.max() / (6 * 448)).clamp(min=1e-12).view(1)
+    scales = (largest / (6 * whole)).clamp(max=448).to(torch.float8_e4m3fn)
+    steps = grouped / (scales.float() * whole).clamp(min=1e-30)[..., None]
+    halfway = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
+    codes = (torch.bucketize(steps.abs().contiguous(), halfway) + 8 * steps.signbit()).to(torch.uint8).flatten(1)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales, whole

@@ -62,6 +62,13 @@ double from_e4m3(u8 code) {
     return code & 0x80 ? -size : size;
 }
 
+double from_e5m2(u8 code) {
+    const int e = code >> 2 & 31, m = code & 3;
+    if (e == 31) return m ? std::nan("") : code & 0x80 ? -HUGE_VAL : HUGE_VAL;
+    const double size = e ? std::ldexp(4 + m, e - 17) : std::ldexp(m, -16);
+    return code & 0x80 ? -size : size;
+}
+
 i64 saturated(double x, double low, double high) {
     if (std::isnan(x)) return 0;
     return i64(x < low ? low : x > high ? high : x);

@@ -145,6 +145,7 @@ void find_handler(Instruction& in) {
     }
     if (name == "wgmma") {
         in.collective = true, in.handler = multiply, in.b = last != "e4m3" ? 0 : parts[parts.size() - 3] == "f16" ? 2 : 1;
+        if (parts[parts.size() - 2] == "e5m2") in.b = in.b == 1 && last == "e4m3" ? 3 : (fail("wgmma: " + in.opcode), 0);
         const std::string& shape = parts[4];
         in.a = std::stoul(shape.substr(shape.find('n') + 1));
         if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != "k32") fail("wgmma: " + shape);

@@ -125,7 +125,7 @@ u16 half_step(const u8 (&a)[32], const u8 (&b)[32], u16 before) {
     return to_half(float(sum));
 }
 
-// in.a: n; in.b: 1 for e4m3, 2 for e4m3 with sums in f16. {d}, {a} or descriptor, descriptor, whether d is added to
+// in.a: n; in.b: 1 for e4m3, 2 for e4m3 with sums in f16, 3 for e5m2 times e4m3. {d}, {a} or descriptor, descriptor, whether d is added to
 Next multiply(Warp& w, const Instruction& in, u32) {
     const u32 n = in.a, results = in.b == 2 ? n / 4 : n / 2;
     const bool floats = in.b != 0;
@@ -146,9 +146,10 @@ Next multiply(Warp& w, const Instruction& in, u32) {
             operand_row(*w.cta, get(w, o[results], 0), 16 * (w.number % 4) + r, a[r], reads.rows);
     }
     const bool adds = get(w, o[at + 1], 0) & 1;
-    static double table[256];
+    static double table[256], e5m2[256];
     if (table[1] == 0)
-        for (u32 i = 0; i < 256; ++i) table[i] = from_e4m3(u8(i));
+        for (u32 i = 0; i < 256; ++i) table[i] = from_e4m3(u8(i)), e5m2[i] = from_e5m2(u8(i));
+    const double* of_a = in.b == 3 ? e5m2 : table;
     for (u32 column = 0; column < n; ++column) {
         u8 b[32];
         operand_row(*w.cta, get(w, o[at], 0), column, b, reads.rows);
@@ -163,7 +164,7 @@ Next multiply(Warp& w, const Instruction& in, u32) {
             const u64 before = adds ? get(w, o[number], lane) : 0;
             if (floats) {
                 double sum = as<float>(before);
-                for (u32 i = 0; i < 32; ++i) sum += table[a[row][i]] * table[b[i]];
+                for (u32 i = 0; i < 32; ++i) sum += of_a[a[row][i]] * table[b[i]];
                 put(w, o[number], lane, bits_of(float(sum)));
             } else {
                 i32 sum = as<i32>(before);

@@ -34,6 +34,13 @@ __device__ __forceinline__ u32 byte_sign_mask(u32 word) {
     return mask;
 }
 
+// Bytes of two words by the nibbles of a selector.
+__device__ __forceinline__ u32 permuted(u32 low, u32 high, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
+}
+
 // |a - b| of every byte.
 __device__ __forceinline__ u32 byte_distance(u32 a, u32 b) {
     u32 distance;
@@ -114,7 +121,7 @@ struct Int4Codec : Codes {
     static constexpr bool kSharedWeights = false;  // whether wgmma reads them from shared memory, not from registers
     static constexpr bool kZeroPoint = kHasZeros;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
-    static constexpr u32 kExponentBytes = 0, kTableBytes = 0;
+    static constexpr u32 kMultiplierBytes = 0, kTableBytes = 0, kTerms = 1;
     static constexpr float kRunScale = 1.0f;  // by which a record's sums in f16 go to a run
 
     // Loads a record's codes and decodes them to the fragments of its four k-steps: registers 0 and 2 are row lane/4 at
@@ -176,8 +183,8 @@ struct E2m1CodecOf {
     static constexpr bool kZeroPoint = false;
     static constexpr u32 kOne = 0x38383838u;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
-    static constexpr u32 kExponentBytes = kStripRows * 2;
-    static constexpr u32 kTables = 15, kTableBytes = 128;
+    static constexpr u32 kMultiplierBytes = kStripRows * 2;
+    static constexpr u32 kTables = 15, kTableBytes = 128, kTerms = 1;
 
     // Bytes of the magnitudes of codes 0 to 3 and 4 to 7, times 2^(t - 8 - kLow); zeros for t below kLow.
     __device__ __forceinline__ static constexpr uint2 table(u32 t) {
@@ -189,9 +196,8 @@ struct E2m1CodecOf {
         return {low, high};
     }
 
-    // A warp writes the tables to shared memory.
-    __device__ __forceinline__ static void prepare(u32 tables) {
-        const u32 t = threadIdx.x % 32;
+    // 64 threads write the tables to shared memory.
+    __device__ __forceinline__ static void prepare(u32 tables, u32 t) {
         if (t < kTables) store_shared_v2(tables + t * 8, table(t));
     }
 
@@ -220,13 +226,6 @@ struct E2m1CodecOf {
         }
     }
 
-    // Bytes of two words by the nibbles of a selector.
-    __device__ __forceinline__ static u32 permuted(u32 low, u32 high, u32 selector) {
-        u32 bytes;
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-        return bytes;
-    }
-
     __device__ __forceinline__ static void decode(u32& set_a, u32& set_b, u32 word, uint2 table) {
         const u32 magnitudes = word & 0x77777777u;
         set_a = permuted(table.x, table.y, magnitudes) | (word & 0x80808080u);
@@ -237,6 +236,74 @@ struct E2m1CodecOf {
 using E2m1Codec = E2m1CodecOf<0>;
 using E2m1LowCodec = E2m1CodecOf<8>;
 
+// e2m1 codes times an e4m3 scale for each row and 16 k, NVFP4's. That has up to six significant bits, and is the sum of
+// two e5m2s: the upper three bits, and the rest. A table of sixteen bytes for each scale has the high terms of the
+// magnitudes, then the low ones. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
+// Shifts are multiplications, as the ALUs have the most to do (docs/notes/nvfp4.md).
+//
+// Scales, of which a thread takes those of its two rows and of half of the k:
+//
+//     [warp: 4][row: 8][row, row + 8: 2][group of 16 k: 8]
+struct Nvfp4Codec {
+    static constexpr bool kIntegerSums = false;
+    static constexpr float kOutputScale = 1.0f;
+    static constexpr bool kSharedWeights = false;
+    static constexpr bool kZeroPoint = false;
+    static constexpr u32 kOne = 0x3C3C3C3Cu;
+    static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
+    static constexpr u32 kMultiplierBytes = kStripRows * kBlockK / 16;
+    static constexpr u32 kTables = 128, kTableBytes = kTables * 16, kTerms = 2;
+
+    // 64 threads write the tables to shared memory. A product is taken times 2^-112, so that the upper bits of its fp32
+    // are e5m2's: a sign, five of exponent, and two of mantissa.
+    __device__ __forceinline__ static void prepare(u32 tables, u32 thread) {
+        constexpr float kUnit = 0x1p-104f;  // an e4m3's bits as f16 are 2^-8 of it
+        constexpr float kMagnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+#pragma unroll
+        for (u32 scale = thread; scale < kTables; scale += kTables / 2) {
+            const float value = f16x2_to_floats(scale << 7).x;
+            u32 words[4] = {};
+#pragma unroll
+            for (u32 i = 1; i < 8; ++i) {
+                const float product = value * (kMagnitudes[i] * kUnit);
+                const u32 high = __float_as_uint(product) & 0xFFE00000u;
+                const u32 low = __float_as_uint(product - __uint_as_float(high));
+                words[i / 4] |= high >> 21 << i % 4 * 8;
+                words[2 + i / 4] |= low >> 21 << i % 4 * 8;
+            }
+            store_shared_v2(tables + scale * 16, {words[0], words[1]});
+            store_shared_v2(tables + scale * 16 + 8, {words[2], words[3]});
+        }
+    }
+
+    // As Int4Codec's, of both terms of a half of the record's steps. `scales` is where the record's are.
+    __device__ __forceinline__ static void load(u32 (&high)[2][4], u32 (&low)[2][4], u32 record, u32 scales, u32 half,
+                                                const Position& position) {
+        const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
+        const u32 bytes[2] = {load_shared_u32(address), load_shared_u32(address + 8)};  // of the two rows
+        const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
+        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+        for (u32 s = 0; s < 2; ++s)
+#pragma unroll
+            for (u32 row = 0; row < 2; ++row) {
+                const u32 word = words[2 * s + row];
+                const u32 magnitudes = word & 0x77777777u;
+                const uint4 a = table(position, bytes[row], s * 2), b = table(position, bytes[row], s * 2 + 1);
+                const u32 sign_a = word & 0x80808080u, sign_b = word & 0x08080808u;
+                high[s][row] = permuted(a.x, a.y, magnitudes) | sign_a;
+                low[s][row] = permuted(a.z, a.w, magnitudes) | sign_a;
+                high[s][row + 2] = permuted(b.x, b.y, magnitudes >> 16) + sign_b * position.sixteen;
+                low[s][row + 2] = permuted(b.z, b.w, magnitudes >> 16) + sign_b * position.sixteen;
+            }
+    }
+
+    // That of a word's index-th scale.
+    __device__ __forceinline__ static uint4 table(const Position& position, u32 scales, u32 index) {
+        return load_shared_v4(position.tables + permuted(scales, 0, 0x4440 + index) * position.sixteen);
+    }
+};
+
 // 8-bit codes of the activations' type.
 template <bool kIntegers>
 struct ByteCodec {
@@ -245,7 +312,7 @@ struct ByteCodec {
     static constexpr bool kSharedWeights = true;
     static constexpr bool kZeroPoint = false;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK;
-    static constexpr u32 kExponentBytes = 0, kTableBytes = 0;
+    static constexpr u32 kMultiplierBytes = 0, kTableBytes = 0, kTerms = 1;
 };
 
 // A weight record: 64 rows x 128 k of codes, then what belongs to its groups. A chunk is the part of the record's k
@@ -253,7 +320,7 @@ struct ByteCodec {
 //
 //     0        kScales                   kOffsets                    kZeros
 //     | codes  | scales [scale_rows][64] | offsets [scale_rows][64]  | zero points uint8 [chunks][64] |
-//                                                                    | or exponents uint4 [64][4]     |
+//                                                                    | or what decoding multiplies by |
 template <typename Config>
 struct Record {
     static constexpr u32 kChunks =
@@ -263,9 +330,9 @@ struct Record {
     static constexpr u32 kScales = Config::Codec::kCodeBytes;
     static constexpr u32 kOffsets = kScales + kScaleRows * kRowOfScales;
     static constexpr u32 kZeros = kOffsets + (Config::kOffset ? kScaleRows * kRowOfScales : 0);
-    static constexpr bool kExponents = Config::Codec::kExponentBytes > 0 && kChunks < 4;
+    static constexpr bool kMultipliers = Config::Codec::kMultiplierBytes > 0 && kChunks < 4;
     static constexpr u32 kBytes = kZeros + (Config::Codec::kZeroPoint ? kChunks * kStripRows : 0) +
-                                  (kExponents ? Config::Codec::kExponentBytes : 0);
+                                  (kMultipliers ? Config::Codec::kMultiplierBytes : 0);
 };
 
 }  // namespace jitgemm

@@ -32,6 +32,9 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
     position.warp = position.thread / 32;
     position.lane = position.thread % 32;
     position.tables = shared.base + Shared<Config>::kDecode;
+    // Wide tiles have more of the tensor cores to wait for, and no register to spare.
+    constexpr bool kHides = Config::Codec::kTerms > 1 && Config::kBlockM <= 64;
+    position.sixteen = kHides ? __reduce_or_sync(0xFFFFFFFFu, 16) : 16;
 
     auto wait = [&] {
         wait_for_previous_grid();
@@ -117,8 +120,9 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
         prefetch_descriptor(maps.out);
         shared.init_other_barriers(rank);
     }
-    if constexpr (Record<Config>::kExponents) {
-        if (warp == Shared<Config>::kWarpgroups * 4 + 2) Config::Codec::prepare(shared.base + Shared<Config>::kDecode);
+    if constexpr (Shared<Config>::kTablesBytes > 0) {
+        if (warp >= Shared<Config>::kWarpgroups * 4 + 2)
+            Config::Codec::prepare(shared.base + Shared<Config>::kDecode, threadIdx.x % 64);
     }
     __syncwarp();
     if constexpr (!kPrefetches) {
@@ -128,7 +132,7 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
         Scheduler<Config>::prepare(args, shared);
     }
     if constexpr (Scheduler<Config>::kClusterSize > 1) {
-        if constexpr (Record<Config>::kExponents) __syncthreads();  // the cluster's barrier need not order the tables
+        if constexpr (Shared<Config>::kTablesBytes > 0) __syncthreads();  // the cluster's barrier need not order the tables
         cluster_started<kPrefetches>();
     } else {
         __syncthreads();

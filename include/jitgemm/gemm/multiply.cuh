@@ -13,7 +13,8 @@
 //
 // A run is the records whose sums stay in the tensor cores: kPromoteRecords of them, or with 0 the whole tile, which
 // nothing scales. The loop takes a run at a time, or two records where two sets of fragments alternate. With kF16Sums
-// every record is promoted, and a run is the records whose scaled sums stay in f16, kF16Run of them.
+// every record is promoted, and a run is the records whose scaled sums stay in f16, kF16Run of them. Of an operand in two
+// parts, a record's parts go where else two records of a run go.
 //
 // Sum i of a thread, of 64 rows x N columns of a unit; w = thread / 32, l = thread % 32:
 //
@@ -24,7 +25,7 @@
 // Rows are rows of n and columns tokens; where tokens are wgmma's rows (kTokenRows), the other way round. Halves follow
 // one another: a thread's sums of the tile are [half][i]. Sums in f16 are pairs, 2 i and 2 i + 1 in register i.
 #pragma once
-#include <jitgemm/gemm/scaling.cuh>
+#include <jitgemm/gemm/ahead.cuh>
 
 namespace jitgemm {
 
@@ -41,7 +42,9 @@ struct Choose<false, A, B> {
 template <typename Config, u32 kTokens>
 struct Policies {
     static constexpr bool kShared = Config::Codec::kSharedWeights;
-    using Weights = typename Choose<kShared, SharedWeights<Config>, RegisterWeights<Config>>::Type;
+    static constexpr bool kTwo = Config::Codec::kTerms == 2;
+    using Decoded = typename Choose<kTwo, TwoTermWeights<Config>, RegisterWeights<Config>>::Type;
+    using Weights = typename Choose<kShared, SharedWeights<Config>, Decoded>::Type;
     using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
     using OfRow32 = typename Choose<Config::kByParts, PartsScaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
     using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, OfRow32>::Type;
@@ -49,11 +52,6 @@ struct Policies {
     using Scaled = typename Choose<Config::kTokenRows, StripTokenScaling<Config, kTokens>, OfRows>::Type;
     using Scaling = typename Choose<Config::kPromoteRecords == 0, NoScaling<Config, kTokens>, Scaled>::Type;
 };
-
-// Where a record stands in its run.
-enum class Place { kOnly, kFirst, kLast, kInTile, kOpens };  // kOpens: the first of a run in f16, or of a pair by parts
-
-constexpr u32 kF16Run = 8, kPartsRun = 16;  // records
 
 // A warpgroup's sums of a tile that are in the tensor cores.
 template <typename Config>
@@ -132,7 +130,7 @@ struct Multiplier {
         const Unit<Config> unit(index);
         wgmma_fence();
 #pragma unroll
-        for (u32 s = 0; s < Unit<Config>::kSteps; ++s) {
+        for (u32 s = 0; s < Unit<Config>::kSteps / Operand::kParts; ++s) {
             const u32 step = unit.chunk * Unit<Config>::kSteps + s;
             const bool accumulate = Config::kByParts || s > 0 || kPlace == Place::kLast || (kPlace == Place::kInTile && summed > 0);
             constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
@@ -176,118 +174,6 @@ struct Multiplier {
     }
 };
 
-// Constants as arguments' types.
-template <Place kValue>
-struct At {
-    static constexpr Place value = kValue;
-};
-
-template <u32 kValue>
-struct Constant {
-    static constexpr u32 value = kValue;
-};
-
-// Multiplies a tile's records two units ahead: while a unit is promoted, and a record decoded, the tensor cores have
-// another of this warpgroup. That takes registers for two units' sums, which those in f16 leave.
-//
-//     one unit a record       | promote i   decode i + 2   start i + 2 | promote i + 1   decode i + 3   start i + 3 | ...
-//     tensor cores            | i + 1                                  | i + 2
-//
-//     more                    | decode i + 1 | promote unit 0   start unit 2 | promote unit 1   start unit 3 | ...
-//     tensor cores            | units 0, 1   | unit 1                        | unit 2
-//
-// `load(operand, ring)` waits for a stage and decodes it, `descriptor(stage)` is where its activations are.
-template <typename Config, typename Multiplier, typename Operand, typename Load, typename Descriptor>
-__device__ __forceinline__ void multiply_ahead(float (&acc)[Config::kSums], Multiplier& multiplier,
-                                               Multiplicands<Config>& of, Operand& even, Operand& odd, u32 records,
-                                               Load load, Descriptor descriptor) {
-    using Scaling = typename Multiplier::Scaling;
-    using Ring = jitgemm::Ring<Config::kStages>;
-    constexpr u32 kUnits = Multiplier::kUnits, kInFlight = Config::kInFlight;
-    constexpr Place kOnly = Place::kOnly;
-    Ring& ring = of.ring;
-    u32 block = of.range.begin;  // k is not split among warpgroups
-
-    // Promotes the ring's record; where it is not among the last, starts what comes two units later.
-    auto multiply = [&](auto place, auto behind, Operand& current, Operand& next, auto slot) {
-        constexpr bool kOpens = decltype(place)::value == Place::kOpens, kMore = decltype(behind)::value > 0;
-        constexpr u32 kSlot = decltype(slot)::value;
-        const u32 stage = ring.stage;
-        Ring ahead = ring;
-        ahead.advance();
-        if constexpr (kUnits > 1 && kMore) load(next, ahead);
-        Scaling scaling(of.shared, of.position, stage, block, kNoStage);
-#pragma unroll
-        for (u32 index = 0; index < kUnits; ++index) {
-            const Unit<Config> unit(index);
-            auto& partial = multiplier.partial[(kSlot + index) % kInFlight];
-            scaling.unit(unit, multiplier.kept);
-            // Units started behind this one: of this record, and of the next where there is one.
-            wgmma_wait(kMore ? kInFlight - 1 : min(kInFlight, kUnits - index) - 1);
-            register_fence(partial);
-            scaling.template promote<kOpens>(acc, multiplier.kept, partial, unit);
-            multiplier.kept.fence(acc, 0, Config::kSums);
-            const u32 later = index + kInFlight;
-            if (kUnits > 1 && later < kUnits) {
-                multiplier.template issue<kOnly>(later, partial, current, descriptor(stage));
-            } else if (kUnits > 1 && kMore) {
-                multiplier.template issue<kOnly>(later - kUnits, partial, next, descriptor(ahead.stage));
-            }
-        }
-        current.fence();
-        release_stage(of.shared, stage, of.position);
-        ring.advance();
-        ++block;
-        if constexpr (kUnits == 1 && kMore) {
-            ahead.advance();
-            load(current, ahead);
-            multiplier.template issue<kOnly>(0, multiplier.partial[kSlot], current, descriptor(ahead.stage));
-        }
-    };
-    constexpr At<Place::kOpens> opens;
-    constexpr At<kOnly> adds;
-    constexpr Constant<1> more;
-    constexpr Constant<0> none, first;
-    constexpr Constant<kUnits == 1 ? 1 : 0> second;  // slot of odd records' first unit
-
-    register_fence(multiplier.partial[1]);  // cleared by now, or ptxas would wait for the first multiply (C7517)
-    multiplier.template issue<kOnly>(0, multiplier.partial[0], even, descriptor(ring.stage));
-    if constexpr (kUnits > 1) multiplier.template issue<kOnly>(1, multiplier.partial[1], even, descriptor(ring.stage));
-    if constexpr (kUnits == 1) {
-        if (records == 1) {  // apart, or ptxas would wait where the paths meet (C7517)
-            multiply(opens, none, even, odd, first);
-            multiplier.kept.flush(acc);
-            return;
-        }
-        Ring ahead = ring;
-        ahead.advance();
-        load(odd, ahead);
-        multiplier.template issue<kOnly>(0, multiplier.partial[1], odd, descriptor(ahead.stage));
-    }
-    u32 left = records - (kUnits == 1 ? 2 : 1);  // records with something behind them to start
-    // Runs end where a multiple of kF16Run of them is left, or one more: no counter of its own. A run's first two records
-    // stand apart: clearing the sums instead, ptxas moves them about in each iteration.
-    while (left >= 2) {
-        multiply(opens, more, even, odd, first);
-        multiply(adds, more, odd, even, second);
-#pragma unroll 1
-        for (left -= 2; left % kF16Run >= 2; left -= 2) {
-            multiply(adds, more, even, odd, first);
-            multiply(adds, more, odd, even, second);
-        }
-        multiplier.kept.flush(acc);
-    }
-    if (left > 0) {
-        multiply(opens, more, even, odd, first);
-        multiply(adds, none, odd, even, second);
-        if constexpr (kUnits == 1) multiply(adds, none, even, odd, first);
-    } else {
-        multiply(opens, none, even, odd, first);
-        if constexpr (kUnits == 1) multiply(adds, none, odd, even, second);
-    }
-    multiplier.kept.flush(acc);
-}
-
 // Multiplies the warpgroup's records of a tile's first kWidth tokens into `acc`. While one record multiplies, the next
 // is loaded and decoded. `begin` is called once the tile's first record is decoded and before activations are needed.
 template <typename Config, u32 kWidth, typename Begin>
@@ -311,10 +197,12 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     using Operand = typename Multiplier<Config, kWidth>::Operand;
     using Scaling = typename Multiplier<Config, kWidth>::Scaling;
     [[maybe_unused]] u32 block = of.range.begin + position.along_k;  // of the ring's stage
-    auto load = [&](Operand& operand, const Ring<Config::kStages>& from) {
-        barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
+    auto load = [&](Operand& operand, const Ring<Config::kStages>& from, u32 part = 0) {
         const u32 strip = position.along_n * Shared<Config>::kStripsOfWarpgroup;
-        operand.load(shared.record(from.stage, strip, position.along_k), position);
+        if (part == 0) {
+            barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
+        }
+        operand.load(shared.record(from.stage, strip, position.along_k), position, part);
     };
     // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
     // which would keep ptxas from scheduling across it.
@@ -341,6 +229,21 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
                                            [&] { release_stage(shared, stage, position); });
         block += Config::kWarpgroupsK;
         if constexpr (kAdvancesLast) advance(next, last, load_next);
+    };
+    // The same of a record in two parts, the first of which is in `even`.
+    auto multiply_parts = [&](Operand& even, Operand& odd, bool last, bool load_next) {
+        const u32 stage = ring.stage;
+        const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+        Scaling scaling(shared, position, stage, block, kNoStage);
+        multiplier.template start<Place::kFirst>(even, descriptor);
+        load(odd, ring, 1);
+        multiplier.template finish<Place::kFirst>(acc, even, scaling, descriptor, [] {});
+        const u64 second = descriptor + Unit<Config>::kSteps / 2 * 2;
+        multiplier.template start<Place::kLast>(odd, second);
+        advance(even, last, load_next);
+        multiplier.template finish<Place::kLast>(acc, odd, scaling, second,
+                                                 [&] { release_stage(shared, stage, position); });
+        block += Config::kWarpgroupsK;
     };
     if (!any) begin();
     if (any) {
@@ -393,6 +296,10 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
                 multiply(opens, even, odd, true, false);
                 multiplier.kept.flush(acc);
             }
+        } else if constexpr (Operand::kParts == 2) {
+            static_assert(Config::kPromoteRecords == 1 && Multiplier<Config, kWidth>::kUnits == Config::kHalves,
+                          "parts are of one unit, and promoted together");
+            for (; left > 0; --left) multiply_parts(even, odd, left == 1, true);
         } else if constexpr (Config::kFragmentSets == 2) {
             // Two sets of registers alternate, so that nothing is copied.
             for (; left >= 2; left -= 2) {

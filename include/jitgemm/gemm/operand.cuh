@@ -1,5 +1,6 @@
 // What wgmma multiplies: the units of a record, and the operand policies. Each loads a record when its stage has come, and
-// issues one k-step of a unit: `tokens` is the descriptor of that step's activations.
+// issues one k-step of a unit: `tokens` is the descriptor of that step's activations. Of kParts parts a record is loaded
+// and multiplied one after the other.
 #pragma once
 #include <jitgemm/gemm/shared.cuh>
 #include <jitgemm/ptx/wgmma.cuh>
@@ -26,10 +27,11 @@ struct Unit {
 template <typename Config>
 struct RegisterWeights {
     static constexpr bool kReleasesEarly = false;
+    static constexpr u32 kParts = 1;
     u32 step[4][4];
 
     // Loads and decodes the codes.
-    __device__ __forceinline__ void load(u32 record, const Position& position) {
+    __device__ __forceinline__ void load(u32 record, const Position& position, u32) {
         Config::Codec::template load<Unit<Config>::kChunks>(step, record, record + Record<Config>::kZeros, position);
         // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where groups are
         // promoted, that is no slower: the promotion comes there too.
@@ -52,13 +54,40 @@ struct RegisterWeights {
     }
 };
 
+// The same, of codes that are the sum of two terms: both multiply the same activations into the same sums. As terms take
+// twice the registers, an operand is half of a record.
+template <typename Config>
+struct TwoTermWeights {
+    static constexpr bool kReleasesEarly = false;
+    static constexpr u32 kParts = 2;
+    u32 high[2][4], low[2][4];
+
+    __device__ __forceinline__ void load(u32 record, const Position& position, u32 part) {
+        Config::Codec::load(high, low, record, record + Record<Config>::kZeros, part, position);
+    }
+    __device__ __forceinline__ void fence() {
+#pragma unroll
+        for (u32 s = 0; s < 2; ++s) {
+            register_fence(high[s]);
+            register_fence(low[s]);
+        }
+    }
+    template <typename Wgmma, typename Partial>
+    __device__ __forceinline__ void issue(Partial& partial, const Unit<Config>&, u32 s, u64 tokens,
+                                          bool accumulate) const {
+        Wgmma::issue(partial, high[s], tokens, accumulate);
+        Wgmma::issue(partial, low[s], tokens, true);
+    }
+};
+
 // Weights of 8 bits, which wgmma reads from shared memory.
 template <typename Config>
 struct SharedWeights {
     static constexpr bool kReleasesEarly = false;
+    static constexpr u32 kParts = 1;
     u64 weights;  // descriptor of the record
 
-    __device__ __forceinline__ void load(u32 record, const Position&) { weights = k_major_descriptor(record); }
+    __device__ __forceinline__ void load(u32 record, const Position&, u32) { weights = k_major_descriptor(record); }
     __device__ __forceinline__ void fence() {}
     template <typename Wgmma, typename Partial>
     __device__ __forceinline__ void issue(Partial& partial, const Unit<Config>&, u32 s, u64 tokens,

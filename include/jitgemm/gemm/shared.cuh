@@ -20,7 +20,7 @@
 //                             span_full[reducers] span_empty[warpgroups]   where warpgroups split k
 //                             slice_full[reducers] slice_empty[reducers]   where CTAs do
 //                    table    [3][experts] u32                             of grouped kernels (scheduler.cuh)
-//                    decode   [128 B]                                      the codec's tables (codec.cuh)
+//                    decode   [the codec's kTableBytes]                    its tables (codec.cuh), 16-aligned
 //
 // The sums over the splits of k are a reduce-scatter in two steps (sums.cuh). A `slice` is the tokens that one
 // warpgroup stores; a `span` those that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster,
@@ -81,8 +81,10 @@ struct Shared {
     static constexpr u32 kBarrierCount = 2 * Config::kStages + kSpanBarriers + kSliceBarriers;
     static constexpr u32 kTable = kBarriers + kBarrierCount * 8;
     static constexpr u32 kTableRow = Config::kExperts * 4;
-    static constexpr u32 kDecode = kTable + 3 * kTableRow;
-    static constexpr u32 kBytes = kDecode + (Record<Config>::kExponents ? Config::Codec::kTableBytes : 0);
+    static constexpr u32 kTablesBytes = Record<Config>::kMultipliers ? Config::Codec::kTableBytes : 0;
+    static constexpr u32 kTableEnd = kTable + 3 * kTableRow;
+    static constexpr u32 kDecode = kTablesBytes ? ceil_div(kTableEnd, 16) * 16 : kTableEnd;
+    static constexpr u32 kBytes = kDecode + kTablesBytes;
     static_assert(kRecords % (Config::Codec::kSharedWeights ? 1024 : 64) == 0 && kSlots % 64 == 0 &&
                       kScales % 16 == 0 && kBarriers % 8 == 0 && kDecode % 8 == 0,
                   "misaligned shared memory");

@@ -62,6 +62,7 @@ struct Position {
     u32 thread, warp, lane;  // thread within the warpgroup
     u32 slice;               // of the tile's tokens; the warpgroup stores none where there are not so many
     u32 tables;              // where the codec's are in shared memory, if it has any
+    u32 sixteen;             // as ptxas cannot know: a multiplication by it, which it would turn into a shift
 };
 
 // The first of the tile's tokens that a half of the warpgroup has where they are wgmma's M.

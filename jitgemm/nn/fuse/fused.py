@@ -59,6 +59,9 @@ class ProjectionView(Fused, PackedLinear):
 
     # ---- buffers: the `MergedLinear` moves and copies them -----------------------------------------------------------
 
+    def prefer_sums(self, sums: str) -> str | None:
+        raise ValueError(f"sums: expected them to be set before fuse_, got {sums!r} for a fused Linear; {UNFUSE}")
+
     def _make_powers(self) -> None:
         """None: the `MergedLinear` has them."""
         self._buffers["powers"] = None
@@ -332,7 +335,10 @@ def _set_like(linear: PackedLinear, other: PackedLinear) -> PackedLinear:
     """The Linear, set as the other is."""
     linear.batch_invariant, linear.split = other.batch_invariant, other.split
     linear.named(other.weight.layer)
-    linear.prefer_sums(other.sums)
+    if isinstance(linear, ProjectionView):
+        linear._sums = other.sums
+    elif other.sums != "f32":
+        linear.prefer_sums(other.sums)
     return linear.train(other.training)
 
 

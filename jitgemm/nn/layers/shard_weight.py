@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.weight.pack import row_sums
@@ -71,6 +71,11 @@ def unpacked(weight: Weight) -> CanonicalWeight:
     if code.exponents:
         return CanonicalWeight(
             q, scale.view(torch.uint8), group_size=EXPONENT_GROUP, permutation=permutation, code=code.name
+        )
+    if code.inner_scales:
+        scales, row_scale = scale.view(torch.uint8), zero.flatten()  # type: ignore[union-attr]
+        return CanonicalWeight(
+            q, scales, group_size=SCALE_GROUP, permutation=permutation, code=code.name, row_scale=row_scale
         )
     return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=code.name)
 

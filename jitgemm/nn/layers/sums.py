@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from jitgemm.gemm.problem import check_sums
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Packed, check_sums_of
 from jitgemm.nn.report import by_reason
@@ -21,6 +22,7 @@ def packed_parts(name: str, layer: torch.nn.Module) -> dict[str, Packed]:
 
 def check_layers(sums: str, activations: Iterable[tuple[str, str]]) -> None:
     """Raises TypeError or ValueError unless layers of these names and activations can be added up so."""
+    check_sums(sums)
     for name, activation in activations:
         try:
             check_sums_of(sums, activation)

@@ -85,6 +85,7 @@ class LayerSource:
         bits, sizes = CODES[header.scheme.code].bits, astuple(header.sizes)
         layer = cls(checkpoint, prefix, header.names, *sizes, chosen, bits, header, expert)
         layer = layer.without(KV_CACHE_SCALES, OF_CACHE)
+        layer = layer.without(("input_global_scale",), "scale of input activations of 4 bits, which have 8 here")
         layer = layer.without(("output_scale",), "scale of output activations, which are not quantised")
         return layer.without(INPUT_TENSORS, f"static input scale, {why_not_static}") if why_not_static else layer
 
@@ -97,7 +98,8 @@ class LayerSource:
             return "8-bit codes with zero points"
         per_channel = self.group_size is None or (self.k is not None and self.group_size >= self.k)
         fits = self.n % 8 == 0 and (self.k or 0) % K_ALIGNMENT == 0
-        if fits and (per_channel or self.group_size % min(GROUP_SIZES) == 0):
+        of_16 = self.header is not None and CODES[self.header.scheme.code].inner_scales
+        if fits and (per_channel or of_16 or self.group_size % min(GROUP_SIZES) == 0):
             return None
         return "n is no multiple of 8, k none of 16 or the group size none of 32"
 
@@ -214,7 +216,9 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
     chosen = wanted or said or own or "e4m3"
     if NAMED[chosen].dtype not in types:
         instead = "" if wanted else f", as the config says; activation={own!r} replaces that"
-        why = f"as the 8-bit weight is {own}" if code.lhs_type else "as MXFP4's codes are multiplied as e4m3s"
+        why = (
+            f"as the 8-bit weight is {own}" if code.lhs_type else "as codes of e2m1 are multiplied as floats of 8 bits"
+        )
         raise ValueError(f"activation: expected {own} activations, {why}, got {chosen}{instead}")
     if static:
         return chosen, None if chosen == said else f"calibrated for {said}"

@@ -1,0 +1,123 @@
+"""NVFP4 of compressed-tensors and ModelOpt.
+
+::
+
+    weight_packed        uint8 [n, k / 2]             compressed-tensors' nvfp4-pack-quantized
+    weight_scale         float8_e4m3fn [n, k / 16]
+    weight_global_scale  fp32, one element
+    weight               uint8 [n, k / 2]             ModelOpt's NVFP4, W4A16_NVFP4 and W4A8_NVFP4_FP8
+    weight_scale         float8_e4m3fn [n, k / 16]
+    weight_scale_2       fp32, one element
+    input_scale          one element; with W4A8_NVFP4_FP8 static e4m3 activations
+
+    weight = e2m1(code) * weight_scale * weight_scale_2, or / weight_global_scale; the even k is in a byte's low nibble
+
+The tensors decide. weight_global_scale is the inverse: 1 / it is rounded to fp32, where its library divides weight_scale by
+it. Activations of 4 bits are not served: the config's say so, and `activation="e4m3"` replaces them. Read from
+compressed-tensors 0.20.0, which the tests hold this against, and vLLM's modelopt.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint import compressed_tensors
+from jitgemm.checkpoint.bits import unpack_nibbles
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, setting
+from jitgemm.checkpoint.layouts import PARTS, G, K, N, TensorLayout, fits, stored
+from jitgemm.kernel.codes import SCALE_GROUP
+
+_CODES, _SCALES = stored(torch.uint8, N, K / 2), stored(torch.float8_e4m3fn, N, G)
+_ONE = stored(torch.float32, PARTS)
+_FORMS: dict[str, dict[str, TensorLayout]] = {
+    "compressed-tensors": {"weight_packed": _CODES, "weight_scale": _SCALES, "weight_global_scale": _ONE},
+    "modelopt": {"weight": _CODES, "weight_scale": _SCALES, "weight_scale_2": _ONE},
+}
+"""The tensors, by whose they are."""
+_ALGORITHMS: dict[str, Inputs | None] = {
+    "NVFP4": Inputs("float", 4, "tensor_group", SCALE_GROUP),
+    "W4A16_NVFP4": Inputs(num_bits=16),
+    "W4A8_NVFP4_FP8": Inputs("float", strategy="tensor", dynamic=False),
+}
+"""Inputs by ModelOpt's quant_algo; MIXED_PRECISION's say no more than the tensors."""
+
+
+class _Nvfp4(Format):
+    name, cuts = "nvfp4", True
+    also = ("input_scale", "input_global_scale")
+
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        return _form(names) is not None
+
+    def left_out(self, config: Config, prefix: str) -> str | None:
+        return compressed_tensors.FORMAT.left_out(config, prefix) if "quant_algo" not in (config or {}) else None
+
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+        config = config or {}
+        form = "modelopt" if "quant_algo" in config else "compressed-tensors"
+        form = form if headers is None else _form(headers) or ""
+        if not form:
+            raise ValueError(
+                "weight: expected NVFP4's tensors, of bytes with e4m3 scales for 16 k and one more, got others"
+            )
+        named = "input_scale" in (headers or {})
+        inputs = _of_modelopt(config, named) if form == "modelopt" else _of_compressed_tensors(config, prefix)
+        return Scheme(self.name, "nvfp4", SCALE_GROUP, inputs=inputs, form=form, settings=config)
+
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        shape = {"weight_shape": stored((torch.int64, torch.int32), 2, optional=True)}
+        return _FORMS[scheme.form] | (shape if scheme.form == "compressed-tensors" else {}) | scheme.static
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        sizes = self.sizes(tensors, scheme)
+        codes, scales, name = (name for name in _FORMS[scheme.form])
+        whole = tensors[name].reshape(1).float()
+        if not bool((whole > 0) & whole.isfinite()):
+            raise ValueError(f"{name}: expected a positive, finite number, got {float(whole)}")
+        whole = whole.reciprocal() if scheme.form == "compressed-tensors" else whole
+        return CanonicalWeight(
+            unpack_nibbles(tensors[codes], 1), tensors[scales].view(torch.uint8), group_size=SCALE_GROUP, code="nvfp4",
+            row_scale=whole.expand(sizes.n),
+        )  # fmt: skip
+
+
+def _form(names: Mapping[str, Any]) -> str | None:
+    """Which of the forms the tensors, or their headers, have; None for none."""
+    return next((form for form, layout in _FORMS.items() if fits(names, layout)), None)
+
+
+def _of_modelopt(config: Mapping[str, Any], named: bool) -> Inputs | None:
+    """named: whether there is an input_scale, which without a config is taken for that of 4 bits."""
+    algorithm = str(setting(config, "quant_algo", default="MIXED_PRECISION")).upper()
+    if algorithm == "MIXED_PRECISION":
+        return _ALGORITHMS["NVFP4"] if named else None
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"quant_algo: expected {', '.join(_ALGORITHMS)}, as the tensors are, got {algorithm!r}")
+    return _ALGORITHMS[algorithm]
+
+
+def _of_compressed_tensors(config: Mapping[str, Any], prefix: str) -> Inputs | None:
+    scheme = compressed_tensors.for_layer(config, prefix)
+    weights = scheme.get("weights") or {}
+    for key, expected in (
+        ("num_bits", 4),
+        ("type", "float"),
+        ("strategy", "tensor_group"),
+        ("group_size", SCALE_GROUP),
+    ):
+        if weights and weights.get(key) != expected:
+            raise ValueError(f"weights: expected {key} {expected!r}, as NVFP4's tensors have, got {weights.get(key)!r}")
+    if weights.get("symmetric") is False or weights.get("dynamic"):
+        raise ValueError(f"weights: expected symmetric ones that are not dynamic, got {dict(weights)}")
+    if "input_activations" not in scheme:
+        return None
+    inputs = Inputs.of(scheme["input_activations"])
+    return replace(inputs, dynamic=True) if inputs.num_bits == 4 else inputs
+
+
+FORMAT = _Nvfp4()

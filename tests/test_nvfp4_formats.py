@@ -1,0 +1,190 @@
+"""NVFP4 checkpoints from disk: compressed-tensors' and ModelOpt's; bits against the library's."""
+
+from __future__ import annotations
+
+import checkpoints
+import nvfp4
+import pytest
+import torch
+
+from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.nn import W4A8Linear, load_
+
+LAYER = "model.layers.0.mlp.down_proj"
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+    "dynamic": False,
+}
+FOUR_BITS = WEIGHTS | {"dynamic": "local"}
+TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+def config(inputs: dict | None = None, **weights) -> dict:
+    group = {"targets": ["Linear"], "weights": WEIGHTS | weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def modelopt(algorithm: str = "W4A16_NVFP4") -> dict:
+    return {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def compressed(parts: nvfp4.Parts, layer: str = LAYER) -> dict[str, torch.Tensor]:
+    inverse = parts.whole.reciprocal()
+    return {
+        f"{layer}.weight_packed": parts.canonical,
+        f"{layer}.weight_scale": parts.scales,
+        f"{layer}.weight_global_scale": inverse,
+    }
+
+
+def of_modelopt(parts: nvfp4.Parts, layer: str = LAYER) -> dict[str, torch.Tensor]:
+    return {
+        f"{layer}.weight": parts.canonical,
+        f"{layer}.weight_scale": parts.scales,
+        f"{layer}.weight_scale_2": parts.whole.view(()),
+    }
+
+
+FILES = {
+    "compressed-tensors": (compressed, config()),
+    "compressed-tensors without a config": (compressed, None),
+    "preset": (compressed, config() | {"config_groups": {"NVFP4A16": ["Linear"]}}),
+    "modelopt": (of_modelopt, modelopt()),
+    "modelopt without a config": (of_modelopt, None),
+}
+
+
+def parts_of(seed: int, n: int, k: int) -> nvfp4.Parts:
+    """With a tensor's scale whose inverse's inverse it is."""
+    parts = nvfp4.parts(seed, n, k, low=0, high=127)
+    return nvfp4.Parts(parts.codes, parts.scales, torch.tensor([0.0078125 * 2**seed]))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_weight_is_the_specification_s(tmp_path, file):
+    tensors, settings = FILES[file]
+    parts = parts_of(1, 72, 416)
+    folder = checkpoints.save(tmp_path, tensors(parts), settings)
+    assert torch.equal(read_layer(folder, LAYER, device="cpu").dequantize().double(), parts.dequantize_fp64())
+    weight = load(folder, LAYER, device="cpu")
+    assert weight.format == parts.packed.format and torch.equal(weight.blocks, parts.packed.blocks)
+    assert torch.equal(weight.channel_scale, parts.packed.channel_scale)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("dim", ["n", "k"])
+def test_ranks_together_hold_the_layer(file, dim):
+    tensors, settings = FILES[file]
+    parts = parts_of(2, 64, 640)
+    read = [
+        read_layer(tensors(parts), LAYER, device="cpu", config=settings, tp_dim=dim, tp_rank=rank, tp_size=2)
+        for rank in range(2)
+    ]
+    whole = torch.cat([each.dequantize() for each in read], "nk".index(dim))
+    assert torch.equal(whole.double(), parts.dequantize_fp64())
+
+
+def test_joined_layers_keep_their_scales():
+    parts = [parts_of(seed, 64, 416) for seed in (1, 2)]
+    tensors = compressed(parts[0], "a.q_proj") | compressed(parts[1], "a.k_proj")
+    weight = load(tensors, ["a.q_proj", "a.k_proj"], device="cpu", config=config())
+    assert torch.equal(weight.dequantize().double(), torch.cat([each.dequantize_fp64() for each in parts]))
+
+
+def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(tmp_path):
+    library = pytest.importorskip("compressed_tensors", minversion="0.20")
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    assert library
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WEIGHTS))
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    whole = (448 * 6 / w.abs().max()).view(1)
+    scale = (whole * w.unflatten(1, (-1, 16)).abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
+    given = {"weight": w, "weight_scale": scale.float(), "weight_global_scale": whole}
+    tensors = NVFP4PackedCompressor.compress(given, scheme)
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}, config())
+    theirs = NVFP4PackedCompressor.decompress(tensors, scheme)["weight"]
+    ours = read_layer(folder, LAYER, device="cpu").dequantize()
+    # They divide the scale by the inverse, and round the product once more, in the type of their codes.
+    assert torch.allclose(ours, theirs.float(), rtol=2.0**-7 if theirs.dtype == torch.bfloat16 else 2.0**-22, atol=0)
+    assert float((ours - w).norm() / w.norm()) < 0.12
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def model_of(tmp_path, tensors: dict, settings: dict | None, **options) -> W4A8Linear:
+    model = torch.nn.Sequential(torch.nn.Linear(416, 72, bias=False))
+    folder = checkpoints.save(tmp_path, {f"0.{name.split('.')[-1]}": each for name, each in tensors.items()}, settings)
+    load_(model, folder, device="cpu", **options)
+    assert isinstance(model[0], W4A8Linear)
+    return model[0]
+
+
+@pytest.mark.parametrize("settings", [config(), config(TOKEN), None], ids=["A16", "A8", "none"])
+def test_a_model_s_linears_become_layers(tmp_path, settings):
+    parts = parts_of(1, 72, 416)
+    layer = model_of(tmp_path, compressed(parts), settings)
+    assert layer.activation == "e4m3" and torch.equal(layer.weight.blocks, parts.packed.blocks)
+
+
+def test_modelopt_s_fp8_activations_are_static(tmp_path):
+    tensors = of_modelopt(parts_of(1, 72, 416)) | {f"{LAYER}.input_scale": torch.tensor(0.25)}
+    layer = model_of(tmp_path, tensors, modelopt("W4A8_NVFP4_FP8"))
+    assert layer.activation == "e4m3" and float(layer.input_scale) == 0.25
+
+
+@pytest.mark.parametrize("file", ["compressed-tensors", "modelopt", "modelopt without a config"])
+def test_activations_of_4_bits_are_replaced_on_demand(tmp_path, file):
+    parts = parts_of(1, 72, 416)
+    name = "input_global_scale" if file == "compressed-tensors" else "input_scale"
+    tensors = (compressed if file == "compressed-tensors" else of_modelopt)(parts)
+    tensors |= {f"{LAYER}.{name}": torch.tensor([0.25])}
+    settings = {"compressed-tensors": config(FOUR_BITS), "modelopt": modelopt("NVFP4")}.get(file)
+    with pytest.raises(ValueError, match="expected num_bits 8, got 4; activation='e4m3' quantises per token instead"):
+        model_of(tmp_path, tensors, settings)
+    layer = model_of(tmp_path, tensors, settings, activation="e4m3")
+    assert layer.input_scale is None and torch.equal(layer.weight.blocks, parts.packed.blocks)
+
+
+# ---- what raises -----------------------------------------------------------------------------------------------------
+
+
+def error_of(tensors, settings=None) -> str:
+    with pytest.raises(ValueError) as error:
+        load(tensors, LAYER, device="cpu", config=settings)
+    return str(error.value)
+
+
+def test_what_is_not_nvfp4_is_named():
+    tensors, other = compressed(parts_of(1, 72, 416)), of_modelopt(parts_of(1, 72, 416))
+    assert "weights: expected group_size 16, as NVFP4's tensors have, got 32" in error_of(
+        tensors, config(group_size=32)
+    )
+    assert "weights: expected symmetric ones" in error_of(tensors, config(symmetric=False))
+    assert "quant_algo: expected NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8, as" in error_of(other, modelopt("FP8"))
+    assert "ignore: expected no target that matches" in error_of(tensors, config() | {"ignore": [LAYER]})
+    assert "zero_point" in error_of(tensors | {f"{LAYER}.weight_zero_point": torch.zeros(72, 26)}, config())
+    for value in (0.0, -1.0, torch.inf, torch.nan):
+        assert "weight_scale_2: expected a positive, finite number, got" in error_of(
+            other | {f"{LAYER}.weight_scale_2": torch.tensor(value)}, modelopt()
+        )
+        assert "weight_global_scale: expected a positive" in error_of(
+            tensors | {f"{LAYER}.weight_global_scale": torch.tensor([value])}
+        )
+
+
+@pytest.mark.parametrize(("byte", "value"), [(127, "nan"), (0xB8, "-1.0")])
+@pytest.mark.parametrize("file", FILES)
+def test_a_wrong_scale_is_named(file, byte, value):
+    tensors, settings = FILES[file]
+    parts = parts_of(1, 72, 416)
+    parts.scales.view(torch.uint8)[5, 3] = byte
+    assert f"scale: expected numbers of at least 0, got {value} at [5, 3]" in error_of(tensors(parts), settings)
