@@ -445,7 +445,7 @@ another shape breaks."""
 NEAR = 1.35
 """Kernels slower than the best by more than this factor do not count in the error of predictions."""
 LIMITS = {"PAIRED_STREAM": (1.0, 1.6)}
-COUNTED = ("DECODE_TIMES", "FLUSH_CYCLES", "f16", "parts")
+COUNTED = ("DECODE_TIMES", "FLUSH_CYCLES", "F16_WAITS", "f16", "parts")
 """Constants of the model, and keys, that no fit may change: for the latter nothing was swept."""
 
 

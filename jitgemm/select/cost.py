@@ -19,7 +19,7 @@ from typing import NamedTuple
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
-from jitgemm.kernel.tactics import token_widths, prefetch_stages, promote_records, split_blocks
+from jitgemm.kernel.tactics import prefetch_stages, promote_records, split_blocks, token_widths, units_in_flight
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.legal import launched_clusters, units_along_n
 
@@ -45,8 +45,10 @@ signed ones multiply, and leave the ALUs to the rest."""
 PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
 int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
-two read 228. Once more by e4m3's where the scale is a product, of a row's and a
-token's."""
+two read 228. Once more by e4m3's where the scale is a product, of a row's and a token's."""
+F16_WAITS = 1.22
+"""Times as many for f16 sums where no other unit multiplies meanwhile (include/jitgemm/gemm/ahead.cuh): 28672 x 4096,
+m = 512, of groups of 128, 64 and 32 took 1.21, 1.19 and 1.19 by tiles of 176 tokens, for those of 128. Not fitted."""
 FLUSH_CYCLES = 0.33
 """The same for f16 sums' way to fp32, of a record: four instructions for two sums, every eighth record. Not fitted."""
 FETCH_CYCLES = 2120.0
@@ -119,6 +121,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     cycles = PROMOTE_CYCLES[spec.lhs if spec.sums == "f32" else spec.sums] + (
         PROMOTE_CYCLES["e4m3"] if products else 0.0
     )
+    cycles *= F16_WAITS if f16 and units_in_flight(spec) == 1 else 1.0
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
