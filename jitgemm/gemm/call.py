@@ -92,7 +92,7 @@ def gemm_w4a8_nt(
         kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
             CPU the reference runs whichever it is.
         sums: "f32"; or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time: faster in calls
-            of about 64 rows and more, less exact (docs/notes/f16-sums.md), never an overflow. For a scale per token,
+            of about 128 rows and more, less exact (docs/notes/f16-sums.md), never an overflow. For a scale per token,
             and MXFP4 or int4 in groups without offsets, whose scales f16 holds as parts of their row's largest: bf16
             ones down to 2^-17. Or "exact": int8's groups are never added up by parts (`jitgemm.gemm.bound`).
 
