@@ -639,4 +639,4 @@ def test_an_8_bit_head_beside_tied_embeddings():
 
 def test_names_are_told_in_the_order_of_formats():
     message = refused({"weight": torch.zeros((8, 32), dtype=torch.int16)})
-    assert re.search(r"is of no format known here \(compressed-tensors, w4afp8, w8a8, mxfp4, gptq", message)
+    assert re.search(r"is of no format known here \(compressed-tensors, w4afp8, w8a8, mxfp4, nvfp4, gptq", message)

@@ -157,6 +157,16 @@ def mxfp4_packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight_packed": found["weight"], "weight_scale": found["weight_scale"]}
 
 
+def nvfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    groups = weight.float().unflatten(1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6).to(E4M3)
+    steps = groups / scale.float()[..., None].clamp(min=2.0**-9)
+    nearest = (steps.abs()[..., None] - torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])).abs().argmin(-1)
+    codes = (nearest | (steps < 0) << 3).flatten(1).to(torch.uint8)
+    whole = torch.ones(())
+    return {"weight": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": scale, "weight_scale_2": whole}
+
+
 def eight(codes: torch.dtype, strategy: str, scale_name: str = "weight_scale", input_scale: float | None = None):
     """A packer into 8 bits with a scale per row, tensor or block of 128 x 128."""
 
@@ -200,6 +210,7 @@ FORMATS = {
         mxfp4_packed,
         {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     ),
+    "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}),
     "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
     "gptq of 8 bits": (partial(gptq, bits=8), {"quant_method": "gptq"} | GPTQ | {"bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),

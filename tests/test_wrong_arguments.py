@@ -133,6 +133,10 @@ PUBLIC |= {
     },
     "quantize_mxfp4": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None},
     "pack_w4": four_bits,
+    "pack_nvfp4": lambda: {
+        "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.ones(N, K // 16).to(torch.float8_e4m3fn),
+        "global_scale": torch.ones(1),
+    },
     "prepare_f16_sums": lambda: {"weight": builders.weight_parts(2, N, K, 32, codes="e4m3").packed},
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {
@@ -197,6 +201,7 @@ LEGAL: dict[str, set[str]] = {
     "experts": {"1"},
     "full_range": {"True"},
     "gelu_mul": {"None"},
+    "global_scale": {"scalar", "more dimensions", "no dimensions"},
     "group_size": {"None", "10**400"},
     "k": {"None", "1", "10**400"},
     "kernel": {"None", "'x'"},
