@@ -80,8 +80,8 @@ def benchmark(
         bool,
         typer.Option(
             "--moe",
-            help="Grouped GEMMs: both of each expert layer of --preset (all unless given: "
-            f"{', '.join(cells_lib.MOE_PRESETS)}) or --model, --m counts tokens.",
+            help=f"Grouped GEMMs: both of each expert layer of --preset ({', '.join(cells_lib.MOE_PRESETS)}; the first "
+            f"{len(cells_lib.USUAL_MOE_PRESETS)} unless given) or --model, --m counts tokens.",
         ),
     ] = False,
     ep: Annotated[

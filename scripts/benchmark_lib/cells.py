@@ -453,8 +453,19 @@ MOE_PRESETS = {
     "dsv3-ep8": (Experts(32, 8, 256), 7168, 2048),
     "mixtral": (Experts(8, 2, 8), 4096, 14336),
     "gpt-oss-120b": (Experts(128, 4, 128), 2880, 2880),
+    "gemma-4-26b": (Experts(128, 8, 128), 2816, 704),
+    "kimi-k2-ep8": (Experts(48, 8, 384), 7168, 2048),
+    "kimi-k3-ep16": (Experts(56, 16, 896), 3584, 3072),
+    "dsv4-flash": (Experts(256, 6, 256), 4096, 2048),
+    "dsv4-pro-ep8": (Experts(48, 6, 384), 7168, 3072),
 }
-"""Experts, hidden size and width of an expert of Qwen3-30B-A3B, one of eight ranks of DeepSeek-V3, and others."""
+"""Experts, hidden size and width of an expert; ep8: of one of eight ranks.
+
+Kimi-K2's and Gemma 4's files of 4 bits are int4 in groups of 32, those of gpt-oss, Kimi-K3 and DeepSeek-V4 MXFP4.
+"""
+
+USUAL_MOE_PRESETS = ("qwen3-30b", "dsv3-ep8", "mixtral", "gpt-oss-120b")
+"""Measured where none is asked for."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "moe_topk")
@@ -472,7 +483,7 @@ def make_moe_cells(
     """Both grouped GEMMs of the presets' and the models' expert layers, times every number of tokens.
 
     Args:
-        presets: keys of MOE_PRESETS; all of them where neither presets nor models are given.
+        presets: keys of MOE_PRESETS; USUAL_MOE_PRESETS where neither presets nor models are given.
         models: config.json files or folders holding one.
         tp: ranks that each expert of the models is cut into.
         ep: ranks that the models' experts are spread over.
@@ -483,7 +494,7 @@ def make_moe_cells(
         ValueError: an argument cannot be read, or a model cannot be cut so.
     """
     layers: dict[str, tuple[Experts, int, int]] = {}
-    for name in presets or (() if models else MOE_PRESETS):
+    for name in presets or (() if models else USUAL_MOE_PRESETS):
         if name not in MOE_PRESETS:
             raise ValueError(f"--preset: expected one of {', '.join(MOE_PRESETS)} with --moe, got {name!r}")
         layers[name] = MOE_PRESETS[name]
