@@ -19,7 +19,7 @@ import jitgemm
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
 from .data import GroupedSource, quantise_rows
-from .other_peers import humming_bytes, humming_layer, import_deep_gemm, no_deep_gemm
+from .other_peers import HUMMING_MXFP4, humming_bytes, humming_layer, humming_lhs, import_deep_gemm, no_deep_gemm
 from .ours import error_over_bound, kernel_label, lhs_of, ours, weight_of
 
 Start = Callable[[int, int], Run]
@@ -29,11 +29,12 @@ def moe_contestants(formats: Sequence[Format]) -> list[Contestant]:
     """Our formats, then every peer there is."""
     mine = [replace(ours(fmt), load=partial(_load, fmt)) for fmt in formats]
     humming = (
-        ("hum_fp8_g128", "humming int4 x e4m3, g128, grouped", EXACT, "int4", "float8e4m3", 128),
-        ("hum_int8_ch", "humming int4 x int8, per channel, grouped", CHANNEL, "int4", "int8", 0),
-        ("hum_w8_e4m3_ch", "humming e4m3 x e4m3, per channel, grouped", WIDER, "float8e4m3", "float8e4m3", 0),
-        ("hum_w8_int8_ch", "humming int8 x int8, per channel, grouped", WIDER, "int8", "int8", 0),
+        ("hum_fp8_g128", "humming int4 x e4m3, g128, grouped", EXACT, "int4", "float8e4m3", 128, False),
+        ("hum_int8_ch", "humming int4 x int8, per channel, grouped", CHANNEL, "int4", "int8", 0, False),
+        ("hum_w8_e4m3_ch", "humming e4m3 x e4m3, per channel, grouped", WIDER, "float8e4m3", "float8e4m3", 0, False),
+        ("hum_w8_int8_ch", "humming int8 x int8, per channel, grouped", WIDER, "int8", "int8", 0, False),
     )
+    mxfp4 = [(name, f"{label}, grouped", *rest) for name, label, *rest in HUMMING_MXFP4]
     deep_gemm = (
         ("dg_fp8_block", "DeepGEMM e4m3, blocks of 128 x 128, experts' rows padded to 128", False),
         ("dg_fp8_block_masked", "DeepGEMM e4m3, blocks of 128 x 128, as many rows for each expert, masked", True),
@@ -44,7 +45,7 @@ def moe_contestants(formats: Sequence[Format]) -> list[Contestant]:
         Contestant("fp8row", "torch._scaled_grouped_mm e4m3, row-wise scales", WIDER, False, "torch", None, _fp8),
         *(
             Contestant(name, label, kind, False, "humming-kernels", "humming.layer", partial(_humming, *config))
-            for name, label, kind, *config in humming
+            for name, label, kind, *config in [*humming, *mxfp4]
         ),
         *(
             Contestant(name, label, WIDER, False, "deep-gemm", None, partial(_deep_gemm, masked), no_deep_gemm)
@@ -157,21 +158,19 @@ def _fp8(source: GroupedSource, copies: int | None) -> Start:
 # ---- humming ---------------------------------------------------------------------------------------------------------
 
 
-def _humming(codes: str, lhs: str, group: int, source: GroupedSource, copies: int | None) -> Start:
-    layer = humming_layer(
-        torch.stack([source.expert(i).weight for i in range(source.experts.count)]), codes, lhs, group
-    )
+def _humming(codes: str, lhs: str, group: int, block: bool, source: GroupedSource, copies: int | None) -> Start:
+    weight = torch.stack([source.expert(i).weight for i in range(source.experts.count)])
+    layer = humming_layer(weight, codes, lhs, group, block)
     weight_bytes = humming_bytes(source.n, source.k, codes, group)
 
     def start(tokens: int, buffers: int) -> Run:
-        dtype = torch.int8 if lhs == "int8" else torch.float8_e4m3fn
-        (x, x_scale), out = quantise_rows(source.activations(tokens), dtype), _out(source, tokens)
+        (x, scale), out = humming_lhs(source.activations(tokens), lhs, block), _out(source, tokens)
         calls = [
             partial(
                 layer,
                 x,
                 outputs=out,
-                input_scale=x_scale.view(-1, 1),
+                **scale,
                 expert_layout=offsets.long(),
                 valid_shape_m=len(out),
                 compute_config={"gemm_type": "grouped_contiguous"},

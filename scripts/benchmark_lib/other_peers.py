@@ -21,6 +21,15 @@ from .contestant import CHANNEL, EXACT, ROUNDED, WIDER, Contestant, Refused, Run
 from .data import Source, quantise_blocks, quantise_rows
 
 
+HUMMING_MXFP4 = (
+    ("hum_mxfp4", "humming MXFP4 x e4m3, per token", ROUNDED, "float4e2m1", "float8e4m3", 32, False),
+    ("hum_mxfp4_b128", "humming MXFP4 x e4m3, per token and 128 k", ROUNDED, "float4e2m1", "float8e4m3", 32, True),
+    ("hum_mxfp4_a16", "humming MXFP4 x bf16", EXACT, "float4e2m1", "bfloat16", 32, False),
+)
+"""Name, label, kind, and what `humming_layer` takes. With 8-bit activations scales are folded into the codes, next to a
+base: what does not fit is rounded."""
+
+
 def other_peers() -> list[Contestant]:
     humming = (
         ("hum_fp8_g128", "humming int4 x e4m3, g128", EXACT, "int4", "float8e4m3", 128, False),
@@ -33,6 +42,7 @@ def other_peers() -> list[Contestant]:
             "hum_w8_e4m3_block", "humming e4m3, weight blocks of 128 x 128, activations per token and 128 k", WIDER,
             "float8e4m3", "float8e4m3", 128, True,
         ),
+        *HUMMING_MXFP4,
     )  # fmt: skip
     quack = (
         ("quack_exact", "QuACK gemm_w4a8 int4sm, g128, codes -7..7", EXACT, "int4sm"),
@@ -72,20 +82,22 @@ def _run(source: Source, m: int, calls: list, outs: list, weight_bytes: float) -
 def humming_layer(weight: torch.Tensor, codes: str, lhs: str, group: int, block: bool = False) -> Any:
     """humming's layer with this weight, [n, k] or [experts, n, k], quantised by humming: `codes` and `lhs` are its
     names of dtypes, group 0 is one scale per row, `block` one per group x group, with activations per token and group.
+    Codes "float4e2m1" are MXFP4, of which `block` says that activations have a scale per token and 128 k.
     """
     from humming.layer import HummingLayer
 
     *experts, n, k = weight.shape
-    blocks = ({"group_size_n": group}, {"group_size": group}) if block else ({}, {})
+    mx = codes == "float4e2m1"
+    more = {"scale_dtype": "float8e8m0"} if mx else {"group_size_n": group} if block else {}
     layer = HummingLayer(
         shape_n=n,
         shape_k=k,
-        weight_config={"dtype": codes, "group_size": group} | blocks[0],
-        input_config={"dtype": lhs} | blocks[1],
+        weight_config={"dtype": codes, "group_size": group} | more,
+        input_config={"dtype": lhs} | ({"group_size": 128} if block else {}),
         torch_dtype=torch.bfloat16,
         **({"num_experts": experts[0]} if experts else {}),
     ).to(weight.device)
-    if block:  # load_from_unquantized of 0.1.6 makes no blocks
+    if block and not mx:  # load_from_unquantized of 0.1.6 makes no blocks
         from humming.utils.weight import quantize_weight
 
         schema = layer.weight_schema
@@ -97,8 +109,19 @@ def humming_layer(weight: torch.Tensor, codes: str, lhs: str, group: int, block:
     return layer
 
 
+def humming_lhs(x: torch.Tensor, lhs: str, block: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Activations as a layer of humming's takes them, and the argument of their scales."""
+    if lhs == "bfloat16":
+        return x, {}
+    dtype = torch.int8 if lhs == "int8" else torch.float8_e4m3fn
+    codes, scale = (quantise_blocks if block else quantise_rows)(x, dtype)
+    return codes, {"input_scale": scale.reshape(len(x), -1).contiguous()}
+
+
 def humming_bytes(n: int, k: int, codes: str, group: int, block: bool = False) -> float:
-    """Bytes of one weight in humming's formats: scales are bf16, those of blocks fp32."""
+    """Bytes of one weight in humming's formats: scales are bf16, those of blocks fp32, MXFP4's of a byte."""
+    if codes == "float4e2m1":
+        return n * k * (0.5 + 1 / 32)
     scales = 4.0 * (n // group) * (k // group) if block else 2.0 * n * (k // group if group else 1)
     return n * k * (0.5 if codes == "int4" else 1) + scales
 
@@ -111,12 +134,12 @@ def _humming(
     layers = [layer] + [copy.deepcopy(layer) for _ in range(source.copies(weight_bytes, copies) - 1)]
 
     def start(m: int, buffers: int) -> Run:
-        dtype = torch.int8 if lhs == "int8" else torch.float8_e4m3fn
-        pairs, outs = _lhs(source, m, buffers, dtype, quantise_blocks if block else quantise_rows)
+        pairs = [humming_lhs(source.activations(m, i), lhs, block) for i in range(buffers)]
+        outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
         calls = []
         for i, each in enumerate(layers):
             x, scale = pairs[i % buffers]
-            calls.append(partial(each, x, outputs=outs[i % buffers], input_scale=scale.reshape(m, -1).contiguous()))
+            calls.append(partial(each, x, outputs=outs[i % buffers], **scale))
         return _run(source, m, calls, outs, weight_bytes)
 
     return start
