@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""Measures what the documentation's tables of times say, and writes the tables: `python scripts/performance.py --help`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import typer
+
+from jitgemm.cli import common
+
+app = common.command_line()
+
+RESULTS = ROOT / "docs" / "performance"
+PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/moe.md"))
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+def _benchmark(formats: str, *options: str) -> tuple[str, ...]:
+    return ("scripts/benchmark.py", *(part for name in formats.split() for part in ("--format", name)), *options)
+
+
+LAYERS = ("--shape", "4096,4096", "--shape", "28672,4096")
+RUNS: dict[str, tuple[str, ...]] = {
+    "h200": _benchmark(
+        "e4m3_g128 e4m3_g128_f16 int8_g128 int8_ch e4m3_g128_any", "--peer", "torch", "--rounds", "3",
+        "--m", "1,16,64,128,256,512,1024,4096",
+    ),
+    "peers_h200": _benchmark(
+        "e4m3_g128 int8_g128 int8_ch", "--peer", "hum_fp8_g128", "--peer", "hum_int8_g128", "--peer", "hum_int8_ch",
+        "--rounds", "3", "--m", "1,16,64,256,1024,4096",
+    ),
+    "formats_h200": _benchmark(
+        "e4m3_g128 e4m3_g128_f16 e4m3_g64 e4m3_g64_f16 e4m3_g32 e4m3_g32_f16 e4m3_g128z e4m3_g128z_f16 e4m3_g128_bi "
+        "e4m3_g128_b128 e4m3_g128_b128e mxfp4_ch mxfp4_g128 mxfp4_g128_f16 mxfp4_g32 mxfp4_g32_f16 nvfp4_g16 "
+        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128_b128 int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
+        "--m", "1,16,32,64,128,512,1024,4096",
+    ),
+    "w8_h200": _benchmark(
+        "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_int8_block w8_e4m3_block_b128", "--peer", "fp8row", "--peer", "fp8ten",
+        "--peer", "fp8block", "--rounds", "2", "--m", "1,16,64,128,256,512,1024,4096",
+    ),
+    "sustained_h200": _benchmark(
+        "e4m3_g128 e4m3_g128_f16 int8_g128 int8_ch w8_e4m3_ch w8_int8_ch", "--peer", "hum_fp8_g128", "--peer",
+        "fp8row", "--peer", "fp8ten", "--sustained", "--shape", "4096,14336", "--m", "16,256,4096",
+    ),
+    "moe_h200": _benchmark(
+        "e4m3_g128 e4m3_g128_f16 int8_g128 int8_ch", "--moe", "--peer", "none", "--rounds", "2",
+        "--peers-from", "docs/performance/moe_peers_h200.json",
+    ),
+    "moe_g32_h200": _benchmark(
+        "e4m3_g32 e4m3_g32_f16 int8_g32", "--moe", "--peer", "none", "--rounds", "2", "--preset", "kimi-k2-ep8",
+        "--preset", "gemma-4-26b", "--m", "1,16,128,1024,4096",
+    ),
+    "layer_h200": ("scripts/end_to_end.py", "layer"),
+}  # fmt: skip
+"""File of results, and the command that writes it."""
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+Document = dict[str, Any]
+
+
+def _us(value: float | None) -> str:
+    return (
+        "-" if value is None else f"{value:.2f}" if value < 20 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    )
+
+
+def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _time(cell: Document, name: str) -> float | None:
+    return cell["results"].get(name, {}).get("us")
+
+
+def times(columns: dict[str, str], document: Document, only: Callable[[Document], bool] = lambda cell: True) -> str:
+    """A line a cell, microseconds of contestants, which `columns` gives a heading each."""
+    rows = [
+        [
+            f"{cell['n']} × {cell['k']}",
+            f"{cell['m']:,}",
+            _us(cell["floor_us"]),
+            *(_us(_time(cell, name)) for name in columns),
+        ]
+        for cell in document["cells"]
+        if only(cell)
+    ]
+    return _rows(["n × k", "m", "floor", *columns.values()], rows)
+
+
+def ratios(base: str, rows: dict[str, str], layer: tuple[int, int], document: Document) -> str:
+    """A line a contestant and a column an m of one layer: times over those of `base`, whose microseconds stand first."""
+    cells = [cell for cell in document["cells"] if (cell["n"], cell["k"]) == layer]
+
+    def over(cell: Document, name: str) -> str:
+        mine, theirs = _time(cell, name), _time(cell, base)
+        return f"{mine / theirs:.2f}" if mine and theirs else "-"
+
+    lines = [[f"us, {rows[base]}", *(_us(_time(cell, base)) for cell in cells)]]
+    lines += [[label, *(over(cell, name) for cell in cells)] for name, label in rows.items() if name != base]
+    return _rows([f"{layer[0]} × {layer[1]}, m =", *(f"{cell['m']:,}" for cell in cells)], lines)
+
+
+def held(columns: dict[str, str], document: Document) -> str:
+    """A line a contestant: microseconds, watts and the clock of each cell at the power limit."""
+    cells = document["cells"]
+
+    def text(cell: Document, name: str) -> str:
+        result = cell["results"].get(name, {})
+        if not result.get("us"):
+            return "-"
+        return f"{_us(result['us'])} ({result.get('power_w', 0):.0f} W, {result.get('sm_mhz', 0):.0f} MHz)"
+
+    rows = [[label, *(text(cell, name) for cell in cells)] for name, label in columns.items()]
+    return _rows([f"{cells[0]['n']} × {cells[0]['k']}, m =", *(f"{cell['m']:,}" for cell in cells)], rows)
+
+
+def experts(columns: dict[str, str], document: Document) -> str:
+    rows = [
+        [cell["layer"], f"{cell['experts']['count']} × {cell['n']} × {cell['k']}", f"{cell['m']:,}",
+         _us(cell["floor_us"]), *(_us(_time(cell, name)) for name in columns)]
+        for cell in document["cells"]
+    ]  # fmt: skip
+    return _rows(["layer", "experts × n × k", "tokens", "floor", *columns.values()], rows)
+
+
+TORCH = {"fp8row": "FP8, a scale a row", "fp8ten": "FP8, a scale a tensor"}
+FORMATS = {
+    "e4m3_g128": "groups of 128",
+    "e4m3_g128_f16": "groups of 128, f16 sums",
+    "e4m3_g64": "groups of 64",
+    "e4m3_g64_f16": "groups of 64, f16 sums",
+    "e4m3_g32": "groups of 32",
+    "e4m3_g32_f16": "groups of 32, f16 sums",
+    "e4m3_g128z": "zero points",
+    "e4m3_g128z_f16": "zero points, f16 sums",
+    "e4m3_g128_b128": "activations' scales per 128 k",
+    "e4m3_g128_b128e": "the same in e8m0",
+    "e4m3_g128_bi": "batch-invariant",
+    "mxfp4_ch": "MXFP4, a base a row",
+    "mxfp4_g128": "MXFP4, a base for 128 k",
+    "mxfp4_g128_f16": "MXFP4, a base for 128 k, f16 sums",
+    "mxfp4_g32": "MXFP4, a scale for 32 k",
+    "mxfp4_g32_f16": "MXFP4, a scale for 32 k, f16 sums",
+    "nvfp4_g16": "NVFP4",
+    "int8_ch": "int8, per channel",
+    "int8_g128": "int8, groups of 128",
+    "int8_g64": "int8, groups of 64",
+    "int8_g32": "int8, groups of 32",
+    "int8_g128z": "int8, zero points",
+    "int8_g128_b128": "int8, activations' scales per 128 k",
+}
+W8 = {
+    "w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks", "w8_int8_block": "int8 in blocks",
+    "w8_e4m3_block_b128": "both in blocks", **TORCH, "fp8block": "FP8, both in blocks",
+}  # fmt: skip
+OURS = {"e4m3_g128": "e4m3", "e4m3_g128_f16": "e4m3, f16 sums", "int8_g128": "int8", "int8_ch": "int8 per channel"}
+SHORT = {(4096, 4096, 16), (4096, 4096, 64), (28672, 4096, 16), (28672, 4096, 64), (4096, 14336, 16),
+         (4096, 14336, 256), (4096, 14336, 4096)}  # fmt: skip
+HUMMING = {"hum_fp8_g128": "humming e4m3", "hum_int8_g128": "humming int8", "hum_int8_ch": "humming int8 per channel"}
+PEERS = {"hum_fp8_g128": "humming e4m3", "hum_int8_ch": "humming int8 per channel", "vllm_w4a8": "vLLM's CUTLASS",
+         "fp8row": "FP8", "bf16": "bf16"}  # fmt: skip
+
+TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
+    "first": ("h200", partial(
+        times, OURS | TORCH | {"bf16": "bf16"}, only=lambda cell: (cell["n"], cell["k"], cell["m"]) in SHORT)),
+    "torch": ("h200", partial(
+        times, OURS | {"e4m3_g128_any": "e4m3, codes of any"} | TORCH | {"bf16": "bf16", "int8mm": "int8, no scales"})),
+    "humming": ("peers_h200", partial(
+        times, {"e4m3_g128": "e4m3", "int8_g128": "int8", "int8_ch": "int8 per channel"} | HUMMING)),
+    "formats-wide": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (28672, 4096))),
+    "formats-square": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (4096, 4096))),
+    "w8": ("w8_h200", partial(times, W8)),
+    "sustained": ("sustained_h200", partial(
+        held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"} | TORCH)),
+    "experts": ("moe_h200", partial(experts, OURS | PEERS)),
+    "experts-g32": ("moe_g32_h200", partial(
+        experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
+}  # fmt: skip
+"""Name in a page, file of results, and what makes the table of it."""
+_MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str, results: Path = RESULTS) -> str:
+    """A page with each table between `<!-- table NAME -->` and `<!-- end -->` made anew, and a line on the run."""
+
+    def table(match: re.Match[str]) -> str:
+        file, make = TABLES[match[2]]
+        document = json.loads((results / f"{file}.json").read_text())
+        environment = document["environment"]
+        run = f"{environment['device']}, {document['date'][:10]}, commit {str(environment['commit'])[:7]}, {file}.json"
+        return f"{match[1]}\n{make(document)}\n\n{run}\n\n{match[3]}"
+
+    return _MARKED.sub(table, text)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@common.guarded
+def measure(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the files go.")] = RESULTS,
+    only: Annotated[
+        Optional[list[str]], typer.Option("--only", metavar="|".join(RUNS), help="May be repeated.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
+) -> None:
+    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes.
+
+    A run that fails is named, and the others go on.
+    """
+    unknown = set(only or ()) - set(RUNS)
+    if unknown:
+        raise ValueError(f"--only: expected names of {', '.join(RUNS)}, got {', '.join(sorted(unknown))}")
+    out.mkdir(parents=True, exist_ok=True)
+    began, failed = time.monotonic(), []
+    for name in only or RUNS:
+        if time.monotonic() - began > seconds:
+            failed.append(name)
+            continue
+        started = time.monotonic()
+        log = out / f"{name}.log"
+        with log.open("w") as file:
+            command = [sys.executable, *RUNS[name], "--json", str(out / f"{name}.json")]
+            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+        common.note(f"{name}: {time.monotonic() - started:.0f} s, exit status {code}")
+        failed += [name] if code else []
+    if failed:
+        raise OSError(f"not measured: {', '.join(failed)}")
+
+
+@app.command()
+@common.guarded
+def pages(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a page differs.")] = False,
+) -> None:
+    """Write the tables of README and docs anew from the files in docs/performance; needs no GPU."""
+    different = []
+    for page in PAGES:
+        text = page.read_text()
+        made = with_tables(text)
+        if made != text:
+            different.append(page.name)
+            if not check:
+                page.write_text(made)
+    common.out().print(f"{'differ' if check else 'written'}: {', '.join(different) or 'none'}")
+    if check and different:
+        raise typer.Exit(common.FOUND)
+
+
+if __name__ == "__main__":
+    app()
