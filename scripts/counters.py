@@ -29,12 +29,14 @@ SECTIONS = (
     "MemoryWorkloadAnalysis_Tables", "LaunchStats",
 )  # fmt: skip
 ROWS = {
-    "us, at the profiler's clock": ("gpu__time_duration.sum", 1e-3),
-    "tensor cores busy, %": ("sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active", 1),
-    "warp instructions, M": ("sm__inst_executed.sum", 1e-6),
-    "L2 to SMs, MB": ("lts__t_sectors_op_read.sum", 32e-6),
+    "us": ("gpu__time_duration.sum", 1e-3),
+    "SM cycles, thousands": ("sm__cycles_active.avg", 1e-3),
+    "clock, GHz": ("gpc__cycles_elapsed.max.per_second", 1e-9),
+    "tensor cores busy, %": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1),
+    "warp instructions, M": ("smsp__inst_executed.sum", 1e-6),
+    "shared memory busy, %": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed", 1),
+    "L2 to SMs, MB": ("lts__t_sectors_srcunit_tex_op_read.sum", 32e-6),
     "HBM read, MB": ("dram__bytes_read.sum", 1e-6),
-    "shared memory, M wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", 1e-6),
     "registers a thread": ("launch__registers_per_thread", 1),
     "threads a CTA": ("launch__block_size", 1),
     "CTAs": ("launch__grid_size", 1),
@@ -61,8 +63,8 @@ def counters(
 ) -> None:
     """Profile one call of each contestant with Nsight Compute, and print its counters side by side.
 
-    Needs a Hopper GPU and `ncu` (CUDA toolkit); NCU=/path/to/ncu says where it is. Times are at the clock that the
-    profiler leaves, of one call alone: `benchmark.py --sustained` has watts, and times at the power limit.
+    Needs a Hopper GPU and `ncu` (CUDA toolkit); NCU=/path/to/ncu says where it is. Every call is replayed once for each
+    few counters; the time is one replay's, `benchmark.py --sustained` has watts and times at the power limit.
 
     \b
     Example:
@@ -93,7 +95,7 @@ def counters(
         table.add_column(each.name, justify="right")
     for row, (counter, factor) in ROWS.items():
         texts = [kernel.get(counter, "").replace(",", "") for kernel in kernels]
-        table.add_row(row, *(f"{float(text) * factor:.4g}" if text else "-" for text in texts))
+        table.add_row(row, *(f"{float(text) * factor:,.4g}" if text else "-" for text in texts))
     common.out().print(table)
     for each, kernel in zip(chosen, kernels, strict=True):
         common.out().print(f"{each.name}: {kernel['Kernel Name']}", soft_wrap=True)
