@@ -156,7 +156,9 @@ _INT4_ANY = Order(
     {
         "e4m3": Decoder("Int4Codec<E4m3ZeroPointCodes, true>", "any"),
         "s8": Decoder(
-            "Int4Codec<S8ZeroPointCodes, true>", "any", parts_codec="Int4Codec<S8ZeroPointCodesOf<8>, true>",
+            "Int4Codec<S8ZeroPointCodes, true>",
+            "any",
+            parts_codec="Int4Codec<S8ZeroPointCodesOf<8>, true>",
             parts_times=8,
         ),
     },

@@ -61,7 +61,9 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "with sums in f16 a warpgroup has whole tiles, and records that follow one another"
     parts = spec.lhs == "s8" and spec.format.sums_by_parts and not spec.lhs_group and promote_records(spec) == 1
     if spec.sums == "parts" and not parts:
-        return "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order or with zero points"
+        return (
+            "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order or with zero points"
+        )
     if spec.sums == "parts" and spec.halves > 1:
         return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
