@@ -324,9 +324,9 @@ def test_tall_tiles_do_not_share_sms(codes):
 # ---- batch-invariant calls ------------------------------------------------------------------------------------------
 
 
-def order_of(spec: KernelSpec) -> tuple[int, int]:
+def order_of(spec: KernelSpec) -> tuple[int, int, str]:
     """What of a kernel decides in which order k is summed."""
-    return spec.split_k, spec.warpgroups_k
+    return spec.split_k, spec.warpgroups_k, spec.sums
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])

@@ -57,6 +57,7 @@ SPILLED = (
 FITS = (
     "e4m3w8-g128-fp32-b128-m128n192-s4-ss-tr-e64", "s8w8-channel-m128n128-s5-ss-e64", "e4m3fast-g128-bf16-m192n128-s5",
     "e4m3fast-g128-bf16-m176n128-mc2lhs-s5-e64", "s8fast-g64o-bf16-b128-m112n64-k2x3s-s4-e64",
+    "s8-g128z-bf16-m64n256-s7", "s8-g128z-bf16-m176n128-s5-parts",
     "e4m3-g128zo-bf16-b128-tofp32-m144hn64-k2x1s-s3", "e4m3-g32zo-bf16-b128-m144n128-k1x2-s4-e64",
 )  # fmt: skip
 """Kernels near the limit, the first ones people run."""

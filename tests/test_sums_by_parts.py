@@ -30,6 +30,8 @@ KERNELS = {
     "s8fast-g128-fp16-m80n128-k1x2s-s4-parts": (100, 1056),
     "s8fast-g128-bf16-tofp32-m96n64-k2x2s-s3-parts": (97, 1952),  # a warpgroup without a record at the end
     "s8fast-g128-bf16-m176n128-s5-parts": (190, 544),
+    "s8-g128z-bf16-tofp32-m16n64-s7-parts": (16, 4224),
+    "s8-g128z-bf16-m160n128-s5-parts": (170, 544),
 }
 
 
@@ -109,10 +111,13 @@ def test_wide_tiles_add_up_by_parts_where_that_is_allowed():
     wide = Problem(4096, 4096, 4096, "s8", OWN)
     assert choose(wide, H200).sums == "parts"
     assert choose(replace(wide, sums="exact"), H200).sums == "f32"
+    zeros = replace(wide, format=replace(OWN, zero_point=True, order="any"))
+    assert choose(zeros, H200).sums == "parts"
+    assert choose(replace(zeros, sums="exact"), H200).sums == "f32"
     for other in (
-        replace(wide, format=replace(OWN, zero_point=True, order="any")), replace(wide, format=replace(OWN, order="any")),
-        replace(wide, format=replace(OWN, group_size=64)), replace(wide, format=replace(OWN, group_size=0)),
-        replace(wide, lhs_group=128),
+        replace(wide, format=replace(OWN, order="any")), replace(wide, format=replace(OWN, group_size=64)),
+        replace(wide, format=replace(OWN, group_size=0)), replace(wide, lhs_group=128),
+        replace(zeros, format=replace(zeros.format, offset=True)), replace(zeros, lhs="e4m3", sums="f32"),
     ):  # fmt: skip
         assert choose(other, H200).sums == "f32"
     assert all(spec.sums == "f32" for spec in legal_kernels("s8", OWN, H200, sums="exact"))

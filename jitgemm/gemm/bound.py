@@ -22,11 +22,11 @@ The second term is for sums below 2^-14, f16's least normal number: half of 2^-2
 activations at most; of MXFP4, whose codes are 2^-8 of their values and in sums an eighth of that, four times as much.
 The f16 sum is at most the largest over the starts of what the exact one is, and what was lost since.
 
-int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, so 1.5 * 2^19 here. For two records that follow one
-another, of scales s0 and s1, fp32 gets (s0 - s1) * (1.5 * 2^19 + p0) + s1 * (1.5 * 2^19 + p0 + p1), and up to eight pairs'
-1.5 * 2^19 * s0 are in the sum until they are taken off. Each step rounds that, as do s0 - s1 and the sum of the s0:
+int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, or 8 with zero points, so B = 1.5 * 2^19 or 2^20 here.
+For two records that follow one another, of scales s0 and s1, fp32 gets (s0 - s1) * (B + p0) + s1 * (B + p0 + p1), and up to
+eight pairs' B * s0 are in the sum until they are taken off. Each step rounds that, as do s0 - s1 and the sum of the s0:
 
-    loss of a step <= 2^-23 * 1.5 * 2^19 * (sum of |s0| of its run so far + |s of it| + |s of the next|)
+    loss of a step <= 2^-23 * B * (sum of |s0| of its run so far + |s of it| + |s of the next|)
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ LOW = 256
 """By how much less than their values kernels with sums in f16 multiply MXFP4's codes (E2m1LowCodec)."""
 F16 = 2.0**-11
 """What rounding to f16 loses of a number at most."""
-PARTS = 1.5 * 2.0**19
-"""What int8's sums by parts stand on, in units of codes times activations."""
+PARTS = 1.5 * 2.0**23
+"""What int8's sums by parts stand on, in units of operands times activations."""
 PARTS_RECORDS = 16
 """Records until it is taken off again (kPartsRun in include/jitgemm/gemm/ahead.cuh)."""
 F16_RECORDS = 8
@@ -103,7 +103,7 @@ def gemm_w4a8_bound(
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(lhs)
-    by_parts = sums == "f32" and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
+    by_parts = sums == "f32" and x.dtype == torch.int8 and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
     x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
     m, k = x.shape
@@ -140,7 +140,8 @@ def gemm_w4a8_bound(
             if offset is not None:
                 added = _scaled(x_rows, counts, offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
-            loss = loss + _lost_by_parts(scale) * token[:, rows][0] if by_parts else loss
+            if by_parts:
+                loss = loss + _lost_by_parts(scale / rhs.format.parts_times) * token[:, rows][0]
             size += loss + zero[rows] * token[0, rows] * row_sum.abs()
             promotions = runs * (1 if offset is None else 2) + ceil_div(runs, PARTS_RECORDS) * by_parts
             lost[rows, columns] = loss + size * (2.0**-24 * (promotions + 4))

@@ -28,12 +28,16 @@ class Decoder:
         cost: which of `jitgemm.select.cost.DECODE_CYCLES` it takes.
         source: C++ that defines the codec, where codec.cuh does not.
         f16_codec: the C++ type for sums in f16, where it is another.
+        parts_codec: the C++ type for sums by parts, where it is another.
+        parts_times: how often its operands are the codes with sums by parts; 0 where there are no such kernels.
     """
 
     codec: str
     cost: str
     source: str = ""
     f16_codec: str = ""
+    parts_codec: str = ""
+    parts_times: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +155,12 @@ _INT4_ANY = Order(
     {"e4m3": Decoder("Int4Codec<E4m3Codes, false>", "signed"), "s8": Decoder("Int4Codec<S8Codes, false>", "any")},
     {
         "e4m3": Decoder("Int4Codec<E4m3ZeroPointCodes, true>", "any"),
-        "s8": Decoder("Int4Codec<S8ZeroPointCodes, true>", "any"),
+        "s8": Decoder(
+            "Int4Codec<S8ZeroPointCodes, true>",
+            "any",
+            parts_codec="Int4Codec<S8ZeroPointCodesOf<8>, true>",
+            parts_times=8,
+        ),
     },
     max_channel_k=2**20 - 16,  # products of up to 128 * 16
     slow=True,
@@ -160,7 +169,7 @@ _INT4_ANY = Order(
 _SIGN_MAGNITUDE = {"e4m3": Decoder("Int4Codec<E4m3SignMagnitudeCodes, false>", "own")}
 _INT4_E4M3 = Order("e4m3", 1, _SIGN_MAGNITUDE, mark="fast", complete=False)
 # Its sums are 16 times as large.
-_TWOS_COMPLEMENT = {"s8": Decoder("Int4Codec<S8TwosComplementCodes, false>", "own")}
+_TWOS_COMPLEMENT = {"s8": Decoder("Int4Codec<S8TwosComplementCodes, false>", "own", parts_times=16)}
 _INT4_S8 = Order("s8", 2, _TWOS_COMPLEMENT, mark="fast", max_channel_k=2**16)
 _E4M3 = Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w8")
 # Products of up to 128 * 128.

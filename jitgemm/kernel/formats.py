@@ -127,10 +127,14 @@ class WeightFormat:
 
     @property
     def sums_by_parts(self) -> bool:
-        """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without zero points or
-        offsets, one group or less a record, in int8's own order, whose sums are large beside what that rounds."""
-        one = not (self.typed or self.zero_point or self.offset) and self.scale_rows == 1
-        return one and self.lhs_types == ("s8",)
+        """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without offsets, one
+        group or less a record, in int8's own order or with zero points, whose sums are large beside what that rounds."""
+        return not self.offset and self.scale_rows == 1 and self.parts_times > 0
+
+    @property
+    def parts_times(self) -> int:
+        """How often operands are the codes where int8's sums are added up by parts; 0 where they cannot be."""
+        return self.decoder("s8").parts_times if "s8" in self.lhs_types else 0
 
     @property
     def decodes_slowly(self) -> bool:

@@ -112,7 +112,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         for name, value in chosen.items()
     )
     decoder = fmt.decoder(spec.lhs)
-    codec = decoder.f16_codec if spec.sums == "f16" and decoder.f16_codec else decoder.codec
+    codec = {"f16": decoder.f16_codec, "parts": decoder.parts_codec}.get(spec.sums) or decoder.codec
     registers = spec.consumer_registers if spec.warpgroups > 1 else 0
     return f"""\
 struct Chosen : Defaults {{

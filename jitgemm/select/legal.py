@@ -42,7 +42,7 @@ PAIRED_SPLITS = {1: (1, 2), 2: (1, 2, 4)}
 the next kernel prefetch its weights. Clusters of three appear to put two of their own CTAs on one SM
 (docs/notes/selector.md)."""
 FEW_STAGE_TOKENS = 32
-FEW_STAGE_BYTES = {(4, False): 187_000, (4, True): 160_000, (1, True): 130_000}
+FEW_STAGE_BYTES = {(4, False): 187_000, (4, True): 172_000, (1, True): 130_000}
 """Most bytes of stages that a CTA alone on its SM takes where three or four warpgroups share a tile of at most
 FEW_STAGE_TOKENS tokens, by warpgroups along k and `_decodes_slowly`. More cost up to 9 % (docs/notes/decode.md)."""
 
@@ -59,8 +59,11 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"sums in f16 are of {F16_OPERANDS}"
     if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.halves > 1):
         return "with sums in f16 a warpgroup has whole tiles, and records that follow one another"
-    if spec.sums == "parts" and (not spec.format.sums_by_parts or spec.lhs_group or promote_records(spec) != 1):
-        return "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order in groups of 128"
+    parts = spec.lhs == "s8" and spec.format.sums_by_parts and not spec.lhs_group and promote_records(spec) == 1
+    if spec.sums == "parts" and not parts:
+        return (
+            "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order or with zero points"
+        )
     if spec.sums == "parts" and spec.halves > 1:
         return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
@@ -213,10 +216,7 @@ SET_REGISTERS = 16
 """Fewer of them for int8 with a single set of fragments, except with groups of 32, whose factors take as many."""
 CONVERTED = 1.5
 """Registers for each of int8's sums in flight: ptxas converts about half of them at a time. In halves, the other half's
-registers serve; where rows are tokens, none are needed."""
-ZERO_REGISTERS = 10
-"""More of them for zero points, but for one group a record in halves, where ptxas finds room: without that exception
-28672 x 4096, m = 192 would take 31 % longer in e4m3, 33 % in int8. Twice as many for int8 with scales in fp32."""
+registers serve; where rows are tokens, or four warpgroups have two sets of fragments, none are needed."""
 BYTE_FACTOR_REGISTERS = 16
 """More of them for four groups a record of 8-bit weights, which have two sets of factors."""
 SHARED_REGISTERS = 22
@@ -267,15 +267,12 @@ def registers_needed(spec: KernelSpec) -> int:
             crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
             rest += PARTS_REGISTERS * crowded
         converts = spec.lhs == "s8" and spec.sums == "f32" and spec.halves == 1 and not spec.token_rows
+        converts = converts and (spec.warpgroups < 4 or fragment_sets(spec) == 1)
         sums += in_flight * (CONVERTED if converts else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
         rest += UNPROMOTED_REGISTERS
-    if fmt.zero_point and spec.lhs == "s8" and fmt.group_size and fmt.scale_type == "fp32":
-        rest += 2 * ZERO_REGISTERS
-    elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
-        rest += ZERO_REGISTERS
     if spec.sums == "f32" and not spec.shared_weights:
         halves = spec.halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
         exchanged = spec.experts > 0 and spec.scatter and spec.block_m >= EXCHANGED_TOKENS

@@ -67,13 +67,10 @@ struct E4m3Codes {
 struct E4m3ZeroPointCodes {
     static constexpr bool kIntegerSums = false;
     static constexpr float kOutputScale = 512.0f;
-    static constexpr u32 kOne = 0x01010101u;
+    static constexpr u32 kOne = 0x01010101u, kFactor = 1;
 
-    // `zero` is the zero point in every byte. The bytes 128 + q - z have their highest bit where the sign has not.
-    __device__ static u32 minus_zero(u32 codes, u32 zero) {
-        u32 biased = codes + (0x80808080u - zero);
-        return (~biased & 0x80808080u) | byte_distance(codes, zero);
-    }
+    // Of bytes 128 + q - z, whose highest bit is set where the sign is not.
+    __device__ static u32 signed_of(u32 biased) { return (~biased & 0x80808080u) | byte_distance(biased, 0x80808080u); }
 };
 
 struct E4m3SignMagnitudeCodes {
@@ -105,13 +102,16 @@ struct S8Codes {
     __device__ static u32 signed_b(u32 word) { return signed_a(word >> 4); }
 };
 
-struct S8ZeroPointCodes {
+// kTimes times the code: 8 for sums by parts, which are then 128 * 16 at most as well.
+template <u32 kTimes>
+struct S8ZeroPointCodesOf {
     static constexpr bool kIntegerSums = true;
-    static constexpr float kOutputScale = 1.0f;
-    static constexpr u32 kOne = 0x01010101u;
+    static constexpr float kOutputScale = 1.0f / kTimes;
+    static constexpr u32 kOne = 0x01010101u * kTimes, kFactor = kTimes;
 
-    __device__ static u32 minus_zero(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
+    __device__ static u32 signed_of(u32 biased) { return biased ^ 0x80808080u; }
 };
+using S8ZeroPointCodes = S8ZeroPointCodesOf<1>;
 
 // ---- codecs ---------------------------------------------------------------------------------------------------------
 
@@ -134,30 +134,30 @@ struct Int4Codec : Codes {
         const u32 row = position.warp * 16 + position.lane / 4;
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-            u32 low_zero = 0, high_zero = 0;
+            u32 bias[2] = {};  // of the two rows: 128 - z times the codes' factor, in every byte
             if constexpr (kZeroPoint) {
-                u32 zero = zeros + chunk * kStripRows + row;
-                low_zero = load_shared_u8(zero) * 0x01010101u;
-                high_zero = load_shared_u8(zero + 8) * 0x01010101u;
+                constexpr u32 kEach = 0x01010101u * Codes::kFactor;
+                const u32 zero = zeros + chunk * kStripRows + row;
+                bias[0] = 0x80808080u - load_shared_u8(zero) * kEach;
+                bias[1] = 0x80808080u - load_shared_u8(zero + 8) * kEach;
             }
 #pragma unroll
-            for (u32 s = chunk * (4 / kChunks); s < (chunk + 1) * (4 / kChunks); ++s) {
-                const u32 low = words[2 * s], high = words[2 * s + 1];
-                step[s][0] = set_a(low, low_zero);
-                step[s][1] = set_a(high, high_zero);
-                step[s][2] = set_b(low, low_zero);
-                step[s][3] = set_b(high, high_zero);
-            }
+            for (u32 s = chunk * (4 / kChunks); s < (chunk + 1) * (4 / kChunks); ++s)
+#pragma unroll
+                for (u32 i = 0; i < 2; ++i) decode(step[s][i], step[s][i + 2], words[2 * s + i], bias[i], position);
         }
     }
 
-    __device__ __forceinline__ static u32 set_a(u32 word, u32 zero) {
-        if constexpr (kZeroPoint) return Codes::minus_zero(word & 0x0F0F0F0Fu, zero);
-        else return Codes::signed_a(word);
-    }
-    __device__ __forceinline__ static u32 set_b(u32 word, u32 zero) {
-        if constexpr (kZeroPoint) return Codes::minus_zero(word >> 4 & 0x0F0F0F0Fu, zero);
-        else return Codes::signed_b(word);
+    __device__ __forceinline__ static void decode(u32& set_a, u32& set_b, u32 word, u32 bias, const Position& position) {
+        if constexpr (kZeroPoint) {
+            // ptxas makes an addition of three of one, and of the other a shift with an addition.
+            const u32 high = word & 0xF0F0F0F0u;
+            set_a = Codes::signed_of((word - high) * Codes::kFactor + bias);
+            set_b = Codes::signed_of((high / 16 * Codes::kFactor) + bias);
+        } else {
+            set_a = Codes::signed_a(word);
+            set_b = Codes::signed_b(word);
+        }
     }
 };
 
