@@ -64,6 +64,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         "e4m3_g32 e4m3_g32_f16 int8_g32", "--moe", "--peer", "none", "--rounds", "2", "--preset", "kimi-k2-ep8",
         "--preset", "gemma-4-26b", "--m", "1,16,128,1024,4096",
     ),
+    "moe_w8_h200": _benchmark(
+        "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_e4m3_block_b128", "--moe", "--peer", "torch", "--rounds", "2", "--preset",
+        "qwen3-30b", "--preset", "dsv3-ep8", "--preset", "mixtral", "--m", "16,128,1024,4096",
+    ),
     "layer_h200": ("scripts/end_to_end.py", "layer"),
 }  # fmt: skip
 """File of results, and the command that writes it."""
@@ -139,6 +143,14 @@ def experts(columns: dict[str, str], document: Document) -> str:
     return _rows(["layer", "experts × n × k", "tokens", "floor", *columns.values()], rows)
 
 
+def layers(rows: dict[str, str], document: Document) -> str:
+    """A line a contestant, microseconds of a layer for each number of tokens; first what its weights take at 4.5 TB/s."""
+    measured = {(row["contestant"], row["tokens"]): row["us"] for row in document["rows"]}
+    tokens = sorted({count for _, count in measured})
+    lines = [[label, *(_us(measured.get((name, count))) for count in tokens)] for name, label in rows.items()]
+    return _rows(["tokens", *(str(count) for count in tokens)], lines)
+
+
 TORCH = {"fp8row": "FP8, a scale a row", "fp8ten": "FP8, a scale a tensor"}
 FORMATS = {
     "e4m3_g128": "groups of 128",
@@ -176,6 +188,13 @@ HUMMING = {"hum_fp8_g128": "humming e4m3", "hum_int8_g128": "humming int8", "hum
 PEERS = {"hum_fp8_g128": "humming e4m3", "hum_int8_ch": "humming int8 per channel", "vllm_w4a8": "vLLM's CUTLASS",
          "fp8row": "FP8", "bf16": "bf16"}  # fmt: skip
 
+LAYER = {
+    "floor": "weights at 4.5 TB/s", "gemms": "the GEMMs alone", "hand": "calls by hand, fused",
+    "fused-compiled": "modules after `fuse_`, `torch.compile`", "compiled": "modules, `torch.compile`",
+    "fused": "modules after `fuse_`", "hand-attention": "calls by hand, two kernels of PyTorch ahead of o_proj",
+    "modules": "modules", "bf16": "modules in bf16, `torch.compile`",
+}  # fmt: skip
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "first": ("h200", partial(
         times, OURS | TORCH | {"bf16": "bf16"}, only=lambda cell: (cell["n"], cell["k"], cell["m"]) in SHORT)),
@@ -188,6 +207,10 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "w8": ("w8_h200", partial(times, W8)),
     "sustained": ("sustained_h200", partial(
         held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"} | TORCH)),
+    "layer": ("layer_h200", partial(layers, LAYER)),
+    "experts-w8": ("moe_w8_h200", partial(
+        experts, {"w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks",
+                  "w8_e4m3_block_b128": "both in blocks", "fp8row": "FP8", "bf16": "bf16"})),
     "experts": ("moe_h200", partial(experts, OURS | PEERS)),
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
@@ -235,10 +258,14 @@ def measure(
             failed.append(name)
             continue
         started = time.monotonic()
-        log = out / f"{name}.log"
-        with log.open("w") as file:
-            command = [sys.executable, *RUNS[name], "--json", str(out / f"{name}.json")]
-            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+        result = out / f"{name}.json"
+        with (out / f"{name}.log").open("w") as log:
+            command = [sys.executable, *RUNS[name], "--json"]
+            if "benchmark.py" in RUNS[name][0]:
+                code = subprocess.run([*command, str(result)], cwd=ROOT, stdout=log, stderr=log).returncode
+            else:  # which prints its results
+                with result.open("w") as file:
+                    code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=log).returncode
         common.note(f"{name}: {time.monotonic() - started:.0f} s, exit status {code}")
         failed += [name] if code else []
     if failed:
