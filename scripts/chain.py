@@ -301,8 +301,6 @@ def check(step: Step) -> None:
             step.chain_layers(**flags)
             torch.cuda.synchronize()
             results[name] = step.hiddens[0].float() if flags.get("down", "down") else step.hiddens[1].float() + step.out_down.float()
-        grids = {name: launch.launch._launch._config.gridDimX for name, launch in step.chained[0].items()}
-        text += f", CTAs {grids}"
         step.block_layers()
         torch.cuda.synchronize()
         results["today-blocks"] = step.hiddens[1].float() + step.out_down.float()
