@@ -70,7 +70,6 @@ class Step:
         if m <= 16:
             self.make_quantising(empty)
             self.block = [lib.swiglu_block(self.lhs, w, self.q, self.qs) for w in layers.woven]
-            self.make_chain(empty)
         gemm(self.lhs, layers.gu[0], self.out_gu)
         self.kept_down = quantise(self.out_gu, silu_mul=True)
         self.kept_block = quantise(self.out_gu, silu_mul=True, scheme="block")
@@ -90,83 +89,6 @@ class Step:
                 "gu-block": lib.quantizing("gu", self.out_o, l.woven[i], dummy, gate=2, codes=(self.q, self.qs), **common),
                 "down": lib.quantizing("down", self.y, l.down[i], self.out_down),
             })
-
-    def make_chain(self, empty):
-        """Launches that leave codes, and sums of squares for RMSNorm, to the next one."""
-        m, l = self.m, self.l
-        codes = [
-            (torch.empty(m, HIDDEN, dtype=FP8, device=DEV), torch.empty(m, HIDDEN // 128, device=DEV)) for _ in range(2)
-        ]
-        squares = [torch.empty(m, HIDDEN // 128, device=DEV) for _ in range(2)]
-        ones = torch.full((m, HIDDEN // 128), 128 * (1 - EPS), device=DEV)  # RMSNorm's factor is 1
-        self.first = quantise(self.x, scheme="block")
-        self.chain_keep = [*(t for pair in codes for t in pair), *squares, ones]
-        dummy, (before, behind) = empty(m, INTER), self.hiddens
-        self.chained = []
-        for i in range(l.count):
-            following = l.norms[(i + 1) % l.count][0]
-            ends = {"residual": behind, "norm": following, "codes": codes[0], "squares": squares[0]}
-            self.chained.append({
-                "qkv": lib.norming(codes[0] if i else self.first, l.qkv[i], self.out_qkv, squares[0] if i else ones),
-                "o": lib.normed("o", self.lhs, l.o[i], behind, residual=before, norm=l.norms[i][1], codes=codes[1], squares=squares[1]),
-                "gu": lib.norming(codes[1], l.woven[i], dummy, squares[1], codes=(self.q, self.qs)),
-                "down": lib.normed("down", (self.q, self.qs), l.down[i], before, **ends),
-                "o/2": lib.normed("o", self.lhs, l.o[i], behind, residual=before, norm=l.norms[i][1], codes=codes[1], squares=squares[1], two=True),
-                "down/2": lib.normed("down", (self.q, self.qs), l.down[i], before, two=True, **ends),
-            })
-
-    def chain_layers(self, o: str = "o", down: str = "down", attention: bool = False):
-        """Without quantisers behind o and behind down, and SwiGLU's codes from gate_up in any case."""
-        l, (before, behind) = self.l, self.hiddens
-        for i in range(l.count):
-            own = self.chained[i]
-            if i == 0:
-                q, s, _ = quantise(self.x, rms_norm=l.norms[i][0], eps=EPS, residual=self.zeros, residual_out=before, scheme="block")
-                own["qkv"].launch.launch(own["qkv"].gemm._replace(x=q, x_scale=s))
-            elif down:
-                own["qkv"]()
-            else:
-                q, s, _ = quantise(self.out_down, rms_norm=l.norms[i][0], eps=EPS, residual=behind, residual_out=before)
-                gemm((q, s), l.qkv[i], self.out_qkv)
-            attended = self.out_qkv[:, :HIDDEN]
-            if attention:
-                attended = torch.add(attended.mul_(1), 0, out=self.attended)
-            lhs = quantise(attended)
-            if o:
-                own[o].launch.launch(own[o].gemm._replace(x=lhs[0], x_scale=lhs[1]))
-                own["gu"]()
-            else:
-                gemm(lhs, l.o[i], self.out_o)
-                q, s, _ = quantise(self.out_o, rms_norm=l.norms[i][1], eps=EPS, residual=before, residual_out=behind)
-                self.fused(self.block, (q, s), i)
-            if down:
-                own[down]()
-            else:
-                gemm((self.q, self.qs), l.down[i], self.out_down)
-
-    def block_layers(self):
-        """Today's kernels with the chain's quantisation."""
-        y, l, (before, behind) = self.x, self.l, self.hiddens
-        for i in range(l.count):
-            q, s, _ = quantise(
-                y, rms_norm=l.norms[i][0], eps=EPS, residual=behind if i else self.zeros, residual_out=before, scheme="block"
-            )
-            gemm((q, s), l.qkv[i], self.out_qkv)
-            gemm(quantise(self.out_qkv[:, :HIDDEN]), l.o[i], self.out_o)
-            q, s, _ = quantise(
-                self.out_o, rms_norm=l.norms[i][1], eps=EPS, residual=before, residual_out=behind, scheme="block"
-            )
-            self.mlp("today-block", (q, s), i)
-            y = self.out_down
-
-    def chain_gemms(self, two: bool = False):
-        """Its kernels without what they add to others."""
-        l = self.l
-        for i in range(l.count):
-            gemm(self.first, l.qkv[i], self.out_qkv)
-            gemm(self.lhs, l.o[i], self.out_o, kernel=lib.normed_label("o", self.m, two))
-            gemm(self.first, l.gu[i], self.out_gu, kernel=lib.wide(self.m, "b128-"))
-            gemm(self.kept_block, l.down[i], self.out_down, kernel=lib.normed_label("down", self.m, two))
 
     def fused_layers(self, own: tuple[str, ...], attention: bool = False):
         """Layers whose boundaries in `own` have no quantiser: of qkv, o, gu, down; "block" for down by 128 columns."""
@@ -260,14 +182,10 @@ class Step:
 
 
 OWN = {
-    "block": ("block",), "gu": ("gu",),
-    "gu+down": ("gu", "down"), "gu+block": ("gu", "block"),
+    "step1": ("step1",), "block": ("block",), "step1+down": ("step1", "down"), "qkv": ("qkv",), "o": ("o",), "gu": ("gu",),
+    "qkv+o+gu+down": ("qkv", "o", "gu", "down"), "qkv+o+gu+block": ("qkv", "o", "gu", "block"),
+    "qkv+gu+block": ("qkv", "gu", "block"),
 }
-
-CHAIN = {
-    "chain": dict(), "chain o": dict(down=""), "chain down": dict(o=""), "chain/2": dict(o="o/2", down="down/2"),
-    "chain o/2": dict(o="o/2"), "chain down/2": dict(down="down/2"),
-}  # fmt: skip
 
 
 def check(step: Step) -> None:
@@ -295,19 +213,6 @@ def check(step: Step) -> None:
             step.fused_layers(own)
             torch.cuda.synchronize()
             results[name] = (step.hiddens[0].float() + step.out_down.float()).clone()
-        for name, flags in CHAIN.items():
-            for each in (step.out_down, *step.hiddens):
-                each.fill_(float("nan"))
-            step.chain_layers(**flags)
-            torch.cuda.synchronize()
-            results[name] = step.hiddens[0].float() if flags.get("down", "down") else step.hiddens[1].float() + step.out_down.float()
-        step.block_layers()
-        torch.cuda.synchronize()
-        results["today-blocks"] = step.hiddens[1].float() + step.out_down.float()
-        for name in ("chain", "chain/2"):
-            off = float((results[name] - results["today-blocks"]).norm() / (results["today-blocks"] - step.x.float()).norm())
-            text += f", {name} to its quantisation {off:.1e}"
-            assert off < 0.03, text
         for name, result in results.items():
             off = float((result - results["today"]).norm() / (results["today"] - step.x.float()).norm())
             text += f", {name} {off:.1e}"
@@ -342,13 +247,14 @@ def main() -> None:
                 step = Step(layers, m)
                 if place == 0:
                     check(step)
-                named = {}
+                kinds = ("today", "step1", "today-block", "block", "gemms", "gemms-block")
+                named = {f"pair {k}": partial(step.pairs, k) for k in kinds}
+                named["pair step1+down"] = partial(step.fused_pairs, "")
                 named |= {f"layer {k}": partial(step.layers, k) for k in ("today", "today-block")}
                 named |= {f"layer {k}": partial(step.fused_layers, own) for k, own in OWN.items()}
-                named |= {f"layer {k}": partial(step.chain_layers, **flags) for k, flags in CHAIN.items()}
-                named |= {"layer gemms": step.layer_gemms, "layer chain's gemms": step.chain_gemms, "layer chain/2's gemms": partial(step.chain_gemms, True), "attention today": partial(step.fused_layers, (), True)}
-                named["attention block"] = partial(step.fused_layers, OWN["block"], True)
-                named["attention chain"] = partial(step.chain_layers, attention=True)
+                named |= {"layer gemms": step.layer_gemms, "attention today": partial(step.fused_layers, (), True)}
+                for k in ("block", "qkv+o+gu+block", "qkv+gu+block"):
+                    named[f"attention {k}"] = partial(step.fused_layers, OWN[k], True)
                 places.append(measure(named, count, 5, 3, 4, place))
             found[m] = {name: (median(each[name][0] for each in places), places[0][name][1]) for name in places[0]}
             for name, (us, spread) in found[m].items():

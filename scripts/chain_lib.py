@@ -27,9 +27,9 @@ def chosen(m: int, weight: Any, lhs_group: int = 0) -> KernelSpec:
     return choose(Problem(m, weight.n, weight.k, "e4m3", weight.format, lhs_group=lhs_group), DEVICES["h200"])
 
 
-def wide(m: int, block: str = "") -> str:
+def wide(m: int) -> str:
     """The label of the kernel for gate_up whose tile has the columns of a scale."""
-    return "e4m3fast-g128-bf16-" + block + ("m8n256-s12" if m <= 8 else "m16n256-s11")
+    return "e4m3fast-g128-bf16-" + ("m8n256-s12" if m <= 8 else "m16n256-s11")
 
 
 class Direct:
@@ -89,43 +89,3 @@ def quantizing(
                   "residual_stride": residual.stride(0) * 2, "eps": eps}
     scale = torch.empty(x.shape[0], device=x.device)
     return Direct((x, scale), weight, out, spec, extra, (residual, total, norm, codes))
-
-
-NORMED = {
-    "o": "m8n128-k2x4-s4", "down": "b128-m8n128-k2x4-s10", "o16": "m16n128-k2x4s-s4", "down16": "b128-m16n128-k2x4s-s9",
-    "o/2": "m8n128-k1x8-s4-c2", "down/2": "b128-m8n128-k1x8-s8-c2",
-    "o16/2": "m16n128-k1x8s-s4-c2", "down16/2": "b128-m16n128-k1x8s-s7-c2",
-}  # fmt: skip
-"""Kernels whose tile has the columns of a scale, up to 8 and 16 tokens, of one CTA an SM and of two."""
-
-
-def normed_label(which: str, m: int, two: bool = False) -> str:
-    return "e4m3fast-g128-bf16-" + NORMED[which + ("16" if m > 8 else "") + ("/2" if two else "")]
-
-
-def normed(
-    which: str, lhs: Any, weight: Any, total: torch.Tensor, *, residual: torch.Tensor, norm: torch.Tensor, codes: Any,
-    squares: torch.Tensor, two: bool = False,
-) -> Direct:  # fmt: skip
-    """total = residual + lhs * weight, codes of total * norm by 128 columns, and sums of total's squares by as many."""
-    spec = replace(KernelSpec.from_label(normed_label(which, total.shape[0], two)), gate=3)
-    q, scale = codes
-    assert residual.stride(0) == total.stride(0) and scale.stride(1) == 1 and squares.is_contiguous()
-    extra = {
-        "gate_out": q.data_ptr(), "gate_stride": q.stride(0), "gate_scale": scale.data_ptr(),
-        "gate_scale_stride": scale.stride(0), "residual": residual.data_ptr(), "sum": total.data_ptr(),
-        "residual_stride": total.stride(0) * 2, "norm_weight": norm.data_ptr(), "squares_out": squares.data_ptr(),
-    }  # fmt: skip
-    return Direct(lhs, weight, total, spec, extra, (residual, norm, q, scale, squares))
-
-
-def norming(lhs: Any, weight: Any, out: torch.Tensor, squares: torch.Tensor, eps: float = 1e-5, codes: Any = None) -> Direct:
-    """out = RMSNorm's factor * lhs * weight, lhs by 128 columns; with codes (q, scale) those of SwiGLU."""
-    m = out.shape[0]
-    spec = chosen(m, weight, 128) if codes is None else KernelSpec.from_label(wide(m, "b128-"))
-    extra: dict[str, Any] = {"squares": squares.data_ptr(), "eps": eps}
-    if codes is not None:
-        q, scale = codes
-        extra |= {"gate_out": q.data_ptr(), "gate_stride": q.stride(0), "gate_scale": scale.data_ptr(),
-                  "gate_scale_stride": scale.stride(0)}
-    return Direct(lhs, weight, out, replace(spec, gate=2 if codes else 0, norm=1), extra, (squares, codes))

@@ -82,7 +82,6 @@ class KernelSpec:
     gate: int = 0
     quantize: int = 0
     k_blocks: int = 0
-    norm: int = 0
 
     @property
     def shared_weights(self) -> bool:
@@ -179,8 +178,6 @@ class KernelSpec:
             parts.append(self.sums)
         if self.gate:
             parts.append(f"gate{self.gate}")
-        if self.norm:
-            parts.append("norm")
         if self.quantize:
             parts.append(f"quantize{self.quantize}k{self.k_blocks}")
         if self.experts:
@@ -323,7 +320,7 @@ def smem_bytes(spec: KernelSpec) -> int:
     slots = slot_tokens(spec) * STRIP_ROWS * 4
     barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
-    factors = ((0 if spec.lhs_group and not spec.norm else size) + 3 * STRIP_ROWS) * 4
+    factors = ((0 if spec.lhs_group else size) + 3 * STRIP_ROWS) * 4
     if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
         reducers, columns = spec.warpgroups, spec.wgmma_n // spec.halves
         out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4

@@ -16,44 +16,6 @@ __device__ __forceinline__ bool has_zeros(const Args& args) {
 // Bytes of a warpgroup's terms per row: scales come first.
 constexpr u32 kBiasTerms = kStripRows * 4, kSumTerms = 2 * kStripRows * 4;
 
-// kNorm: 1 / RMS of the slice's tokens, from sums of squares of 128 columns each, at most 4096 in all.
-template <typename Config>
-__device__ __forceinline__ void load_norms(const Args& args, const Shared<Config>& shared, const Position& position,
-                                           const Tile<Config>& tile) {
-    constexpr u32 kTokens = ceil_div(Config::kSliceTokens, 4);  // of a warp
-    const u32 blocks = args.k / 128;
-    float squares[kTokens];
-#pragma unroll
-    for (u32 i = 0; i < kTokens; ++i) {
-        const u32 row = tile.first_token + position.slice * Config::kSliceTokens + i * 4 + position.warp;
-        squares[i] = row < tile.end_token() && position.lane < blocks ? args.squares[row * blocks + position.lane] : 0.0f;
-    }
-#pragma unroll
-    for (u32 distance = 16; distance > 0; distance /= 2)
-#pragma unroll
-        for (u32 i = 0; i < kTokens; ++i)
-            squares[i] = __fadd_rn(squares[i], __shfl_xor_sync(0xFFFFFFFFu, squares[i], distance));
-    if (position.lane != 0) return;
-#pragma unroll
-    for (u32 i = 0; i < kTokens; ++i) {
-        const float mean = __fdiv_rn(squares[i], float(args.k));
-        store_shared_float(shared.scales(position.warpgroup) + (i * 4 + position.warp) * 4,
-                           __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, args.eps))));
-    }
-}
-
-// kGate == 3: the residual of the slice into the panel, and the norm's weights. A CTA has a single tile.
-template <typename Config>
-__device__ __forceinline__ void copy_residual(const Args& args, const Shared<Config>& shared, const Position& position,
-                                              const Tile<Config>& tile) {
-    const u32 token = position.thread / 8, chunk = position.thread % 8;
-    const u32 row = tile.first_token + position.slice * Config::kSliceTokens + token;
-    const u32 columns = (tile.first_row + position.along_n * kStripRows) * 2 + chunk * 16;
-    copy_16(token < Config::kSliceTokens, shared.out(position.warpgroup) + token * kSwizzledRow + (chunk ^ token % 8) * 16,
-            args.residual + row * args.residual_stride + columns, row < tile.end_token());
-    copy_16(token == 0, shared.terms(position.warpgroup) + kSumTerms + chunk * 16, args.norm_weight + columns, true);
-}
-
 // Starts to copy what the epilogue needs per token of the warpgroup's slice and per row of n into shared memory: in
 // registers it would be there all through the main loop. Done after copy_wait() and a warpgroup barrier.
 template <typename Config>
@@ -69,8 +31,6 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
         copy_4(i + thread < Config::kSliceTokens, shared.scales(position.warpgroup) + (i + thread) * 4,
                args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, row < tile.end_token());
     }
-    if constexpr (Config::kNorm) load_norms(args, shared, position, tile);
-    if constexpr (Config::kGate == 3) copy_residual(args, shared, position, tile);
     const u32 first = tile.first_row + position.along_n * kStripRows;
     const bool inside = thread < kStripRows && first + thread < args.n;
     const u32 terms = shared.terms(position.warpgroup) + thread * 4;
@@ -221,7 +181,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kSums], const C
         float2 token_scales[2];
 #pragma unroll
         for (u32 i = 0; i < count; ++i) {
-            if constexpr (Config::kLhsGroup > 0 && !Config::kNorm) token_scales[i] = {1.0f, 1.0f};
+            if constexpr (Config::kLhsGroup > 0) token_scales[i] = {1.0f, 1.0f};
             else token_scales[i] = load_shared_float2(scales + (first + i) * 32);
         }
         u32 packed[4];
@@ -296,7 +256,7 @@ __device__ __forceinline__ void store_gated(float (&acc)[Config::kSums], const C
     // y of the thread's column and two tokens of a matrix.
     auto gated = [&](u32 matrix) {
         float2 token = {1.0f, 1.0f};
-        if constexpr (Config::kLhsGroup == 0 || Config::kNorm) token = load_shared_float2(scales + matrix * 32);
+        if constexpr (Config::kLhsGroup == 0) token = load_shared_float2(scales + matrix * 32);
         token.x *= Config::Codec::kOutputScale;
         token.y *= Config::Codec::kOutputScale;
         u32 packed[2];
@@ -385,95 +345,6 @@ __device__ __forceinline__ void store_gated(float (&acc)[Config::kSums], const C
     }
 }
 
-// h = residual + the result of a slice, the sums of its squares, and codes of h * norm_weight with a scale, each for a
-// token and 128 columns. RMSNorm's own factor the next GEMM applies to its sums (kNorm).
-template <typename Config, u32 kSlice>
-__device__ __forceinline__ void store_normed(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
-                                             const Tile<Config>& tile) {
-    static_assert(Config::kWarpgroupsN == 2 && Shared<Config>::kSpans == 1 && Config::kSliceTokens == 8 &&
-                      Config::kOutType == kBf16 && Config::kExperts == 0 && Config::kLhsE8m0 == false,
-                  "two strips have the columns of a scale");
-    const Position& position = consumer.position;
-    const Args& args = consumer.args;
-    const Shared<Config>& shared = consumer.shared;
-    const u32 panel = shared.out(position.warpgroup), terms = shared.terms(position.warpgroup);
-    constexpr u32 kThreads = 2 * kWarpgroup;
-    const u32 scales = shared.scales(position.warpgroup) + (position.lane % 4) * 8;
-    copy_wait();
-    warpgroup_sync(position.warpgroup);
-    float2 token = {1.0f, 1.0f};
-    if constexpr (Config::kLhsGroup == 0) token = load_shared_float2(scales);
-    token.x *= Config::Codec::kOutputScale;
-    token.y *= Config::Codec::kOutputScale;
-
-    const float* sums = acc + kSlice * 4;
-    float v[2][2];  // [row][token]
-    u32 packed[2], high[2] = {0, 0};
-    float squares[2] = {0.0f, 0.0f};
-    const u32 row = position.lane % 4 * 2, eight = position.lane / 4;
-#pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
-        const u32 chunk = position.warp * 2 + half;
-        packed[half] = pack_halves<kBf16>(__fmul_rn(sums[half * 2], token.x), __fmul_rn(sums[half * 2 + 1], token.y));
-        float h[2];
-#pragma unroll
-        for (u32 j = 0; j < 2; ++j) {
-            const u32 of = panel + (row + j) * kSwizzledRow + (chunk ^ (row + j)) * 16;
-            h[j] = __fadd_rn(bf16_to_float(u16(packed[half] >> 16 * j)), load_shared_real<kBf16>(of, eight));
-        }
-        packed[half] = pack_halves<kBf16>(h[0], h[1]);
-        const float weight = load_shared_real<kBf16>(terms + kSumTerms, chunk * 8 + eight);
-#pragma unroll
-        for (u32 j = 0; j < 2; ++j) {
-            const float rounded = bf16_to_float(u16(packed[half] >> 16 * j));
-            v[half][j] = __fmul_rn(rounded, weight);
-            high[j] = max(high[j], __float_as_uint(v[half][j]) & 0x7fffffffu);
-            squares[j] = __fmaf_rn(rounded, rounded, squares[j]);
-        }
-    }
-    auto combine = [&] {
-#pragma unroll
-        for (u32 distance = 4; distance < 32; distance *= 2) {
-#pragma unroll
-            for (u32 j = 0; j < 2; ++j) {
-                high[j] = max(high[j], __shfl_xor_sync(0xFFFFFFFFu, high[j], distance));
-                squares[j] = __fadd_rn(squares[j], __shfl_xor_sync(0xFFFFFFFFu, squares[j], distance));
-            }
-        }
-    };
-    combine();
-    if (position.lane < 4)
-        store_shared_float4(terms + kBiasTerms + position.warp * 64 + position.lane * 16, __uint_as_float(high[0]), squares[0],
-                            __uint_as_float(high[1]), squares[1]);
-    along_n_sync(0, kThreads);
-    const uint4 other = load_shared_v4(shared.terms(eight / 4) + kBiasTerms + eight % 4 * 64 + position.lane % 4 * 16);
-    high[0] = other.x, squares[0] = __uint_as_float(other.y), high[1] = other.z, squares[1] = __uint_as_float(other.w);
-    combine();
-    const float scale[2] = {e4m3_scale(high[0]), e4m3_scale(high[1])};
-    const float inverse[2] = {__fdiv_rn(1.0f, scale[0]), __fdiv_rn(1.0f, scale[1])};
-    const u32 first_token = tile.first_token + kSlice * Config::kSliceTokens + row;
-#pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
-        const u32 codes = to_e4m3(__fmul_rn(v[half][0], inverse[0]), __fmul_rn(v[half][1], inverse[1]));
-        const u32 column = tile.first_row + position.along_n * kStripRows + position.warp * 16 + half * 8 + eight;
-#pragma unroll
-        for (u32 j = 0; j < 2; ++j) {
-            if (first_token + j >= tile.end_token() || column >= args.n) continue;
-            args.gate_out[(first_token + j) * args.gate_stride + column] = u8(codes >> 8 * j);
-            *reinterpret_cast<u16*>(args.sum + (first_token + j) * args.residual_stride + column * 2) = u16(packed[half] >> 16 * j);
-        }
-    }
-    if (position.warpgroup == 0 && position.thread < 4) {
-        const u32 block = tile.first_row / 128;
-#pragma unroll
-        for (u32 j = 0; j < 2; ++j) {
-            if (first_token + j >= tile.end_token()) continue;
-            args.gate_scale[(first_token + j) * args.gate_scale_stride + block] = scale[j];
-            args.squares_out[(first_token + j) * (args.n / 128) + block] = squares[j];
-        }
-    }
-}
-
 // The same for a half of the warpgroup's tokens and all its columns where tokens are wgmma's rows.
 template <typename Config>
 __device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSums], const Consumer<Config>& consumer,
@@ -535,8 +406,7 @@ __device__ __forceinline__ void finish_slice(float (&acc)[Config::kSums], const 
     // A constant for each slice, so that accumulators stay in registers.
     if (consumer.position.slice == kSlice) {
         if constexpr (Config::kSplitK > 1) reduce_slice<Config, kSlice>(acc, consumer, parity, last_tile);
-        if constexpr (Config::kGate == 3) store_normed<Config, kSlice>(acc, consumer, tile);
-        else if constexpr (Config::kGate != 0) store_gated<Config, kSlice>(acc, consumer, tile);
+        if constexpr (Config::kGate != 0) store_gated<Config, kSlice>(acc, consumer, tile);
         else store_slice<Config, kSlice>(acc, consumer, tile);
     } else if constexpr (kSlice + 1 < kEnd) {
         finish_slice<Config, kSlice + 1, kEnd>(acc, consumer, tile, parity, last_tile);

@@ -63,7 +63,7 @@ struct Shared {
     static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
     static constexpr u32 kTermsBytes = (Config::kTokenRows ? kStripsOfWarpgroup : 3) * kStripRows * 4;
     static constexpr u32 kBlockScalesTile = Config::kLhsGroup ? Config::kBlockM * 4 : 0;
-    static constexpr u32 kScalesTile = Config::kLhsGroup && !Config::kNorm ? 0 : Config::kSliceTokens * 4;
+    static constexpr u32 kScalesTile = Config::kLhsGroup ? 0 : Config::kSliceTokens * 4;
     static constexpr u32 kLanesThatCopy = Config::kLhsGroup ? 32 : 0;  // and count on a stage's barrier
 
     // kQuantize: of all the CTA's k.

@@ -38,12 +38,10 @@ struct Args {
     u8* sum;
     const u8* norm_weight;    // [k] in bf16
     u64 residual_stride;      // bytes between tokens of both
-    const float* squares;     // kNorm: [m][k / 128] sums of squares of what the activations were before RMSNorm
-    float* squares_out;       // kGate == 3: the same of what is stored, [m][n / 128]
     float eps;
     u32 unused;
 };
-static_assert(sizeof(Args) == 192, "jitgemm/gemm/plan.py packs this struct");
+static_assert(sizeof(Args) == 176, "jitgemm/gemm/plan.py packs this struct");
 
 // What a grouped GEMM has beside it; jitgemm/gemm/grouped_plan.py fills the same layout. The weight's tensors and the
 // bias have the experts as their first dimension.
@@ -60,7 +58,7 @@ struct GroupedArgs : GroupPointers, Args {
     u32 wide_sizes;      // 64-bit ones
     u64 scale_expert_step;  // kLhsGroup: what an expert adds to a scale's index beside its rows' strides, modulo 2^64
 };
-static_assert(sizeof(GroupedArgs) == 240, "jitgemm/gemm/grouped_plan.py packs this struct");
+static_assert(sizeof(GroupedArgs) == 224, "jitgemm/gemm/grouped_plan.py packs this struct");
 
 // The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
 // in grouped kernels of kSwizzleRows rows and of one.
