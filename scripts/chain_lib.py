@@ -58,34 +58,3 @@ def swiglu_block(lhs: Any, weight: Any, q: torch.Tensor, scale: torch.Tensor, sp
              "gate_scale_stride": scale.stride(0)}
     dummy = torch.empty(q.shape[0], weight.n // 2, dtype=torch.bfloat16, device=q.device)
     return Direct(lhs, weight, dummy, spec, extra, (q, scale))
-
-
-QUANTIZING = {
-    "qkv": "m8n64-k4x1-s8-d", "o": "m8n64-k2x2-s10-c2", "gu": "m8n256-s11", "down": "m8n64-k4x2-s8-d",
-    "qkv16": "m16n64-k4x1s-s7-d", "o16": "m16n64-k2x2s-s8-c2", "gu16": "m16n256-s9", "down16": "m16n64-k4x2s-s6-d",
-}  # fmt: skip
-"""Kernels that quantise themselves, up to 8 and 16 tokens."""
-
-
-def quantizing(
-    which: str, x: torch.Tensor, weight: Any, out: torch.Tensor, *, residual: torch.Tensor | None = None,
-    total: torch.Tensor | None = None, norm: torch.Tensor | None = None, eps: float = 1e-5, gate: int = 0,
-    codes: Any = (),
-) -> Direct:  # fmt: skip
-    """out = quantised x * weight, x [m, k] in bf16; with a norm that of x + residual, which goes to total."""
-    which += "16" if x.shape[0] > 8 else ""
-    spec = KernelSpec.from_label("e4m3fast-g128-bf16-" + QUANTIZING[which])
-    spec = replace(spec, gate=gate, quantize=1 if norm is None else 2, k_blocks=weight.k // 128)
-    extra: dict[str, Any] = {"lhs_stride": x.stride(0) * 2}
-    if gate == 1:
-        extra |= {"gate_out": out.data_ptr(), "gate_stride": out.stride(0) * out.element_size()}
-    if gate == 2:
-        q, block = codes
-        extra |= {"gate_out": q.data_ptr(), "gate_stride": q.stride(0), "gate_scale": block.data_ptr(),
-                  "gate_scale_stride": block.stride(0)}
-    if norm is not None:
-        assert residual.stride(0) == total.stride(0) and residual.data_ptr() != total.data_ptr()
-        extra |= {"residual": residual.data_ptr(), "sum": total.data_ptr(), "norm_weight": norm.data_ptr(),
-                  "residual_stride": residual.stride(0) * 2, "eps": eps}
-    scale = torch.empty(x.shape[0], device=x.device)
-    return Direct((x, scale), weight, out, spec, extra, (residual, total, norm, codes))

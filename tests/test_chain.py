@@ -61,8 +61,7 @@ def test_gate(monkeypatch, label, m, n, k):
         assert torch.equal(q.view(torch.uint8), q2.view(torch.uint8))
 
 
-@pytest.mark.parametrize('M', (3, 11))
-def test_script(monkeypatch, M):
+def test_script(monkeypatch):
     import chain
 
     emulator = launch.emulate(monkeypatch)
@@ -74,13 +73,12 @@ def test_script(monkeypatch, M):
 
     monkeypatch.setattr(launch.driver.cu, "cuLaunchKernelEx", spy)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name, value in {"DEV": "cpu", "HIDDEN": 4096, "INTER": 512, "QKV": 64 * 65}.items():
+    for name, value in {"DEV": "cpu", "HIDDEN": 256, "INTER": 512, "QKV": 384}.items():
         monkeypatch.setattr(chain, name, value)
     layers = chain.Layers(2)
-    for m in (M,):
+    for m in (4,):
         step = chain.Step(layers, m)
         extras[:] = [each for each in vars(step).values() if isinstance(each, torch.Tensor)]
-        extras += [*step.hiddens, *layers.norms]
         chain.check(step)
         results = {}
         for kind in ("today", "step1", "today-block", "block", "gemms", "gemms-block"):
@@ -88,54 +86,6 @@ def test_script(monkeypatch, M):
             step.pairs(kind)
             results[kind] = step.out_down.clone()
             step.layers(kind)
-            if kind == "today":
-                today = step.hidden.clone(), step.out_down.clone()
         step.layer_gemms()
-        for own in ((), *chain.OWN.values()):
-            step.out_down.fill_(3)
-            step.fused_layers(own)
-            off = (step.out_down - today[1]).float().norm() / today[1].float().norm()
-            assert off < 0.1, (own, off)
-            if not {"block", "step1", "gu"} & set(own):
-                assert torch.equal(step.out_down, today[1]) and torch.equal(step.hiddens[0], today[0]), own
         assert (results["today-block"] - results["block"]).abs().max() < 0.02 * results["block"].abs().max()
         assert (results["today"] - results["step1"]).abs().max() < 0.1 * results["today"].abs().max()
-
-
-@pytest.mark.parametrize(("which", "m", "n", "k", "norm", "gate"), [
-    ("o", 1, 128, 4096, False, False), ("o", 5, 72, 4096, False, False), ("down", 3, 64, 14336, False, False),
-    ("qkv", 8, 128, 4096, True, False), ("qkv", 1, 64, 4096, True, False), ("gu", 6, 256, 4096, True, True),
-])
-def test_quantising(monkeypatch, which, m, n, k, norm, gate):
-    emulator = launch.emulate(monkeypatch)
-    real, extras = emulator.launch, []
-
-    def spy(*args):
-        emulator.memory = emulator.memory + [launch.extent(each) for each in extras]
-        return real(*args)
-
-    monkeypatch.setattr(launch.driver.cu, "cuLaunchKernelEx", spy)
-    _, plain, woven = problem(m, n, k)
-    g = builders.generator(3)
-    x, residual = (torch.randn(m, k + 64, generator=g).bfloat16()[:, :k] for _ in range(2))
-    weight = torch.rand(k, generator=g).add(0.5).bfloat16()
-    spec = KernelSpec.from_label(F + chain_lib.QUANTIZING[which])
-    expected_sum = total = None
-    if norm:
-        q, s, expected_sum = jitgemm.quantize_activations(
-            x, dtype=torch.float8_e4m3fn, rms_norm=weight, eps=1e-5, residual=residual, residual_out=torch.empty_like(residual))
-        total = torch.empty(m, k + 64).bfloat16()[:, :k]
-    else:
-        q, s = jitgemm.quantize_activations(x, dtype=torch.float8_e4m3fn)
-    out = torch.empty(m, n // 2 if gate else n, dtype=torch.bfloat16)
-    if gate:
-        chain_lib.swiglu((q, s), woven, out, spec)()
-    else:
-        g = Gemm(q, s, None, plain, out)
-        GemmLaunch(g, spec).launch(g)
-    extras[:] = [each for each in (x, residual, weight, total) if each is not None]
-    got = torch.full_like(out, 5)
-    chain_lib.quantizing(which, x, woven if gate else plain, got, residual=residual, total=total, norm=weight if norm else None, gate=gate)()
-    assert torch.equal(got, out)
-    if norm:
-        assert torch.equal(total, expected_sum)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 VALUES = dict(
     lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
     bias_type="i", last_rows="I", gate_out="Q", gate_scale="Q", gate_stride="Q", gate_scale_stride="Q",
-    residual="Q", sum="Q", norm_weight="Q", residual_stride="Q", eps="f", unused="I",
 )  # fmt: skip
 GROUP_VALUES = dict(
     experts="I", rows_of_expert="I", expected_rows="I", tokens="I", sizes_step="I", wide_sizes="I",
@@ -156,7 +155,6 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
         m=out.shape[0], n=weight.n, k=weight.k, channel_scale_type=scale_type,
         bias_type=0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number, last_rows=last_rows,
         gate_out=0, gate_scale=0, gate_stride=0, gate_scale_stride=0,
-        residual=0, sum=0, norm_weight=0, residual_stride=0, eps=0.0, unused=0,
     )  # fmt: skip
     if groups is None:
         return values

@@ -68,7 +68,7 @@ _DEFAULTS = {
     "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
     "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
-    "u32 kWidths": 1, "u32 kGate": 0, "u32 kQuantize": 0, "u32 kKBlocks": 0,
+    "u32 kWidths": 1, "u32 kGate": 0,
 }  # fmt: skip
 """What constants are unless they are rendered; the struct Defaults of include/jitgemm/gemm/config.cuh."""
 
@@ -105,8 +105,6 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kDebug": spec.debug,
         "u32 kWidths": len(multiply_widths(spec)),
         "u32 kGate": spec.gate,
-        "u32 kQuantize": spec.quantize,
-        "u32 kKBlocks": spec.k_blocks,
     }
     chosen = {name: value for name, value in constants.items() if value != _DEFAULTS.get(name)}
     # Python's True is C++'s true.

@@ -80,8 +80,6 @@ class KernelSpec:
     lhs_e8m0: bool = False
     sums: str = "f32"
     gate: int = 0
-    quantize: int = 0
-    k_blocks: int = 0
 
     @property
     def shared_weights(self) -> bool:
@@ -178,8 +176,6 @@ class KernelSpec:
             parts.append(self.sums)
         if self.gate:
             parts.append(f"gate{self.gate}")
-        if self.quantize:
-            parts.append(f"quantize{self.quantize}k{self.k_blocks}")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -308,8 +304,7 @@ def stage_bytes(spec: KernelSpec) -> int:
     """Shared memory of one stage: activations, perhaps their scales, records and two barriers."""
     token_bytes = BLOCK_K + (4 if spec.lhs_group else 0)
     records = spec.strips * spec.warpgroups_k * (record_stride(spec) + strip_scale_bytes(spec))
-    tokens = 0 if spec.quantize else spec.warpgroups_k * spec.block_m * token_bytes
-    return tokens + records + 2 * 8
+    return spec.warpgroups_k * spec.block_m * token_bytes + records + 2 * 8
 
 
 def smem_bytes(spec: KernelSpec) -> int:
@@ -325,8 +320,6 @@ def smem_bytes(spec: KernelSpec) -> int:
         reducers, columns = spec.warpgroups, spec.wgmma_n // spec.halves
         out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4
     stages = spec.stages * stage_bytes(spec)
-    if spec.quantize:
-        stages += ceil_div(spec.k_blocks, spec.split_k) * spec.block_m * BLOCK_K
     size = stages + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts
     tables = spec.format.table_bytes
     return 16 * ceil_div(size, 16) + tables if tables else size

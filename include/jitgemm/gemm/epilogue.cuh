@@ -24,7 +24,7 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
     const u32 thread = reread_thread();
     // Scales per token and k-block came with the stages.
 #pragma unroll
-    for (u32 i = 0; Config::kLhsGroup == 0 && Config::kQuantize == 0 && i < Config::kSliceTokens; i += kWarpgroup) {
+    for (u32 i = 0; Config::kLhsGroup == 0 && i < Config::kSliceTokens; i += kWarpgroup) {
         const u32 row = tile.first_token + position.slice * Config::kSliceTokens + i + thread;
         u32 token = row;
         if constexpr (Tile<Config>::kGrouped) token = row < tile.end_token() ? tile.token_of(row) : row;

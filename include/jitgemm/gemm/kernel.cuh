@@ -16,7 +16,6 @@
 #include <jitgemm/gemm/epilogue.cuh>
 #include <jitgemm/gemm/multiply.cuh>
 #include <jitgemm/gemm/producer.cuh>
-#include <jitgemm/gemm/resident.cuh>
 
 namespace jitgemm {
 
@@ -62,14 +61,7 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
         if constexpr (Config::kF16Sums) load_powers(multiplicands, tile, args.n);
         multiply_tokens<Config>(tokens, acc, sums, multiplicands, [&] {
             const bool copying = !waited;
-            if constexpr (Config::kQuantize > 0) {
-                if (copying) {
-                    ResidentActivations<Config> activations(args);
-                    wait();
-                    activations.make(args, shared, tile, rank);
-                    waited = true;
-                }
-            } else if (copying) {
+            if (copying) {
                 ActivationCopies<Config> copies(args, shared, position, tile);
                 wait();
                 copies.start(args, shared, position, tile);
@@ -82,7 +74,7 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
                 if constexpr (Config::kTokenRows) store_biases(args, shared, position, tile);
                 else copy_factors(args, shared, position, tile);
             }
-            if (copying && !Config::kQuantize) ActivationCopies<Config>::wait(position);
+            if (copying) ActivationCopies<Config>::wait(position);
         });
         sums.take(acc);
 

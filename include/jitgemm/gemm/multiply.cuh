@@ -219,9 +219,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     auto multiply = [&](auto place, Operand& current, Operand& next, bool last, bool load_next) {
         constexpr Place kPlace = decltype(place)::value;
         const u32 stage = ring.stage;
-        const u64 descriptor = advance_descriptor(
-            first_descriptor, Config::kQuantize ? (block - of.range.begin - position.along_k) * Shared<Config>::kLhsTile
-                                                : stage * Shared<Config>::kLhsStage);
+        const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
         // Halves of token rows have few stages: the next is waited for when this one's is on its way again.
         constexpr bool kAdvancesLast = Config::kTokenRows && Config::kHalves == 2;
         multiplier.template start<kPlace>(current, descriptor);

@@ -187,7 +187,6 @@ __device__ __forceinline__ u32 prefetch_weights(const Source<Config>& source) {
     if (scheduler.template next<true>(tile, source.rank)) {
         const BlockRange range = tile.range;
         const u32 rows = Config::kDirectLhs ? 0 : tile.lhs_rows();
-        static_assert(Config::kDirectLhs || !Config::kQuantize);
         u32 block = range.begin;
         for (; block < range.end && filled != Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
@@ -211,7 +210,7 @@ __device__ __forceinline__ void produce(const Source<Config>& source, u32 prefet
     Tile<Config> tile(source.args);
     bool more = scheduler.next(tile, source.rank);
     u32 block = more ? tile.range.begin : 0;
-    u32 rows = more && !Config::kQuantize ? tile.lhs_rows() : 0;
+    u32 rows = more ? tile.lhs_rows() : 0;
     if constexpr (kKnown) wait_for_previous_grid();
 #pragma unroll 1
     for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
@@ -226,13 +225,13 @@ __device__ __forceinline__ void produce(const Source<Config>& source, u32 prefet
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
             if (elect_one()) {
                 load_weights(source, tile, filling, rows);
-                if (!Config::kQuantize) load_activations(source, tile, filling, rows);
+                load_activations(source, tile, filling, rows);
             }
             if constexpr (Tile<Config>::kGrouped) gather_activations(source, tile, filling, rows);
         }
         more = scheduler.next(tile, source.rank);
         block = tile.range.begin;
-        rows = Config::kQuantize ? 0 : tile.lhs_rows();
+        rows = tile.lhs_rows();
     }
     // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
     // shared memory. A barrier of the cluster would wait for the stores, too.

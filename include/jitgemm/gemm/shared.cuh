@@ -66,10 +66,7 @@ struct Shared {
     static constexpr u32 kScalesTile = Config::kLhsGroup ? 0 : Config::kSliceTokens * 4;
     static constexpr u32 kLanesThatCopy = Config::kLhsGroup ? 32 : 0;  // and count on a stage's barrier
 
-    // kQuantize: of all the CTA's k.
-    static constexpr u32 kLhsBytes =
-        Config::kQuantize ? ceil_div(Config::kKBlocks, Config::kSplitK) * kLhsTile : Config::kStages * kLhsStage;
-    static constexpr u32 kOut = kLhsBytes;
+    static constexpr u32 kOut = Config::kStages * kLhsStage;
     static constexpr u32 kRecords = kOut + kReducers * kOutPanel;
     static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
     static constexpr u32 kSlotsOfCta = (Config::kWarpgroupsK - 1) * kSpanSlot;

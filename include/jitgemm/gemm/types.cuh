@@ -34,14 +34,8 @@ struct Args {
     float* gate_scale;        // kGate == 2: one value for every token and 128 columns, the latter side by side
     u64 gate_stride;          // bytes between tokens
     u64 gate_scale_stride;    // elements between tokens
-    const u8* residual;       // kQuantize == 2: [m][k] in bf16, added to lhs, and the sum
-    u8* sum;
-    const u8* norm_weight;    // [k] in bf16
-    u64 residual_stride;      // bytes between tokens of both
-    float eps;
-    u32 unused;
 };
-static_assert(sizeof(Args) == 176, "jitgemm/gemm/plan.py packs this struct");
+static_assert(sizeof(Args) == 136, "jitgemm/gemm/plan.py packs this struct");
 
 // What a grouped GEMM has beside it; jitgemm/gemm/grouped_plan.py fills the same layout. The weight's tensors and the
 // bias have the experts as their first dimension.
@@ -58,7 +52,7 @@ struct GroupedArgs : GroupPointers, Args {
     u32 wide_sizes;      // 64-bit ones
     u64 scale_expert_step;  // kLhsGroup: what an expert adds to a scale's index beside its rows' strides, modulo 2^64
 };
-static_assert(sizeof(GroupedArgs) == 224, "jitgemm/gemm/grouped_plan.py packs this struct");
+static_assert(sizeof(GroupedArgs) == 184, "jitgemm/gemm/grouped_plan.py packs this struct");
 
 // The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
 // in grouped kernels of kSwizzleRows rows and of one.
