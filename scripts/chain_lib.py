@@ -27,11 +27,6 @@ def chosen(m: int, weight: Any, lhs_group: int = 0) -> KernelSpec:
     return choose(Problem(m, weight.n, weight.k, "e4m3", weight.format, lhs_group=lhs_group), DEVICES["h200"])
 
 
-def wide(m: int) -> str:
-    """The label of the kernel for gate_up whose tile has the columns of a scale."""
-    return "e4m3fast-g128-bf16-" + ("m8n256-s12" if m <= 8 else "m16n256-s11")
-
-
 class Direct:
     """A GEMM launched as it stands; `keep` are tensors whose addresses its arguments hold."""
 
@@ -52,7 +47,7 @@ def swiglu(lhs: Any, weight: Any, y: torch.Tensor, spec: KernelSpec | None = Non
 
 def swiglu_block(lhs: Any, weight: Any, q: torch.Tensor, scale: torch.Tensor, spec: KernelSpec | None = None) -> Direct:
     """(q, scale) of y with a scale per token and 128 columns."""
-    spec = replace(spec or KernelSpec.from_label(wide(q.shape[0])), gate=2)
+    spec = replace(spec or chosen(q.shape[0], weight, lhs_group_of(lhs[1])), gate=2)
     assert scale.stride(1) == 1
     extra = {"gate_out": q.data_ptr(), "gate_stride": q.stride(0), "gate_scale": scale.data_ptr(),
              "gate_scale_stride": scale.stride(0)}
