@@ -18,7 +18,6 @@
 // blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). A long row may have the CTAs of a cluster
 // (Team), if rows are so few that SMs would idle. CTAs or clusters walk the rows, each one in so many.
 #pragma once
-#include <jitgemm/gate.cuh>
 #include <jitgemm/ptx/barrier.cuh>
 #include <jitgemm/ptx/memory.cuh>
 
@@ -62,6 +61,8 @@ constexpr u32 kVector = 8;          // values of a vector
 constexpr u32 kMaxWarps = 32;       // of a CTA
 constexpr u32 kBlockVectors = 16;   // that share a scale, kBlocks only
 constexpr u32 kAllLanes = 0xffffffffu;
+constexpr u32 kInfinity = 0x7f800000u;
+constexpr float kMinScale = 1.17549435e-38f;  // 2^-126: its reciprocal is finite, and 0 / scale is 0
 
 // ---- single instructions --------------------------------------------------------------------------------------------
 
@@ -90,6 +91,25 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
     u32 result;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
     return result;
+}
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Two values as e4m3 codes, `low` in the low byte; beyond 448 saturates, NaN stays NaN.
+__device__ __forceinline__ u16 to_e4m3(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
 }
 
 // To nearest even; NaN becomes 0, and what int32 does not hold its nearest end.
@@ -347,6 +367,11 @@ __device__ __forceinline__ void combine_threads(const Team<Config>& team, Range<
 
 // ---- from x to y ----------------------------------------------------------------------------------------------------
 
+// x * sigmoid(z), where exponent = -log2(e) * z.
+__device__ __forceinline__ float gated_by_sigmoid(float x, float exponent) {
+    return __fmul_rn(x, reciprocal_approximate(__fadd_rn(1.0f, exp2_approximate(exponent))));
+}
+
 // limit * tanh(x / limit)
 __device__ __forceinline__ float soft_limit(float x, float limit) {
     return __fmul_rn(limit, tanhf(__fmul_rn(x, __fdiv_rn(1.0f, limit))));
@@ -354,6 +379,7 @@ __device__ __forceinline__ float soft_limit(float x, float limit) {
 
 template <class Config>
 __device__ __forceinline__ float gate_times_up(const QuantizeArgs& args, float gate, float up) {
+    constexpr float kLog2E = 1.44269504f;
     if constexpr (Config::kLimited && Config::kGate == kSitu) {
         up = soft_limit(up, args.gate_limit);
     } else if constexpr (Config::kLimited) {

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 VALUES = dict(
     lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
-    bias_type="i", last_rows="I", gate_out="Q", gate_scale="Q", gate_stride="Q", gate_scale_stride="Q",
+    bias_type="i", last_rows="I",
 )  # fmt: skip
 GROUP_VALUES = dict(
     experts="I", rows_of_expert="I", expected_rows="I", tokens="I", sizes_step="I", wide_sizes="I",
@@ -60,9 +60,9 @@ class GemmLaunch(Launch):
 
     __slots__ = ("spec",)
 
-    def __init__(self, gemm: Gemm, spec: KernelSpec | None = None, extra: dict[str, int] = {}):
+    def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
         x, x_scale, _, weight, out, _, groups, batch_invariant, label, _ = gemm
-        (tokens, k), (rows, _), n, experts = x.shape, out.shape, weight.n, weight.experts or 0
+        (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
         device = device_of(x.get_device())
         if spec is None:
             problem = Problem(
@@ -85,16 +85,16 @@ class GemmLaunch(Launch):
             units = most_units(spec, experts, rows, n)
         # One row's stride is never walked, and torch may report any value for it.
         x_row_bytes = x.stride(0) if tokens > 1 else k
-        out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else out.shape[1])
+        out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else n)
         x_map = partial(TileMap, "u8", columns=k, rows=tokens, row_bytes=x_row_bytes)
         x_maps = {box: x_map(box=(128, box)) for box in set(x_boxes)}
-        out_map = partial(TileMap, spec.out, columns=out.shape[1], rows=rows, row_bytes=out_row_bytes)
+        out_map = partial(TileMap, spec.out, columns=n, rows=rows, row_bytes=out_row_bytes)
         out_maps = [out_map(box=(128 // out.element_size(), box)) for box in out_boxes]
         loaded = KERNELS.load(spec, x.get_device())
         block = ARGUMENTS if groups is None else GROUPED_ARGUMENTS
         x_at, out_at = len(block.pointers) - len(POINTERS), len(block.pointers) - 1
         super().__init__(
-            loaded, block, _values(gemm, x_row_bytes, last_rows) | extra, grid=_grid(spec, loaded, units, device),
+            loaded, block, _values(gemm, x_row_bytes, last_rows), grid=_grid(spec, loaded, units, device),
             threads=(spec.threads, 1), smem_bytes=smem_bytes(spec),
             maps=(*((x_at, x_maps[box]) for box in x_boxes), *((out_at, each) for each in out_maps)),
         )  # fmt: skip
@@ -154,7 +154,6 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
         lhs_zero_stride=x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
         m=out.shape[0], n=weight.n, k=weight.k, channel_scale_type=scale_type,
         bias_type=0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number, last_rows=last_rows,
-        gate_out=0, gate_scale=0, gate_stride=0, gate_scale_stride=0,
     )  # fmt: skip
     if groups is None:
         return values

@@ -68,7 +68,7 @@ _DEFAULTS = {
     "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
     "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
-    "u32 kWidths": 1, "u32 kGate": 0,
+    "u32 kWidths": 1,
 }  # fmt: skip
 """What constants are unless they are rendered; the struct Defaults of include/jitgemm/gemm/config.cuh."""
 
@@ -104,7 +104,6 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kPinSharedBase": pins_shared_base(spec),
         "bool kDebug": spec.debug,
         "u32 kWidths": len(multiply_widths(spec)),
-        "u32 kGate": spec.gate,
     }
     chosen = {name: value for name, value in constants.items() if value != _DEFAULTS.get(name)}
     # Python's True is C++'s true.

@@ -79,7 +79,6 @@ class KernelSpec:
     lhs_group: int = 0
     lhs_e8m0: bool = False
     sums: str = "f32"
-    gate: int = 0
 
     @property
     def shared_weights(self) -> bool:
@@ -174,8 +173,6 @@ class KernelSpec:
             parts.append("tr")
         if self.sums != "f32":
             parts.append(self.sums)
-        if self.gate:
-            parts.append(f"gate{self.gate}")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:

@@ -153,7 +153,7 @@ void find_handler(Instruction& in) {
     }
     if (name == "stmatrix") {
         in.collective = true, in.handler = store_matrices;
-        in.a = in.opcode.find(".x4") != std::string::npos ? 4 : in.opcode.find(".x2") != std::string::npos ? 2 : 1;
+        in.a = in.opcode.find(".x4") != std::string::npos ? 4 : 2;
         in.b = in.opcode.find(".trans") != std::string::npos;
         return;
     }

@@ -1,7 +1,6 @@
 // From accumulators to the output: per-token scale, per-channel scale, bias, the output's type, transposition, clipped
 // store. multiply.cuh has the picture of where a thread's sums lie.
 #pragma once
-#include <jitgemm/gate.cuh>
 #include <jitgemm/gemm/sums.cuh>
 #include <jitgemm/ptx/tma.cuh>
 
@@ -230,121 +229,6 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kSums], const C
                                      tile.first_row + position.along_n * kStripRows);
 }
 
-// SwiGLU of a slice: every 16 rows of the weight are 8 gates and their 8 ups, so that a thread's two rows are a gate and
-// its up, and 64 rows give 32 columns of y = silu(gate) * up. Both are rounded to the output's type first, as they would
-// be if they were stored.
-template <typename Config, u32 kSlice>
-__device__ __forceinline__ void store_gated(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
-                                            const Tile<Config>& tile) {
-    const Position& position = consumer.position;
-    const Args& args = consumer.args;
-    const Shared<Config>& shared = consumer.shared;
-    const u32 panel = shared.out(position.warpgroup);
-    constexpr u32 kConsumerThreads = kWarpgroup * Config::kWarpgroupsN;
-    copy_wait();
-    if constexpr (Config::kGate == 2) along_n_sync(0, kConsumerThreads);
-    else warpgroup_sync(position.warpgroup);  // the panel is free, the factors are there
-    RowTerms terms = load_row_terms(consumer, tile);
-
-    const u32 first_token = tile.first_token + kSlice * Config::kSliceTokens;
-    constexpr u32 kMatrices = Config::kSliceTokens / 8;  // of 8 tokens
-    float* sums = acc + kSlice * kMatrices * 4;
-    if (has_zeros<Config>(args)) subtract_zeros<Config>(sums, terms, consumer, tile, panel, first_token);
-    const u32 scales = shared.scales(position.warpgroup) + (position.lane % 4) * 8;
-    const u32 first_row = tile.first_row + position.along_n * kStripRows;
-
-    // y of the thread's column and two tokens of a matrix.
-    auto gated = [&](u32 matrix) {
-        float2 token = {1.0f, 1.0f};
-        if constexpr (Config::kLhsGroup == 0) token = load_shared_float2(scales + matrix * 32);
-        token.x *= Config::Codec::kOutputScale;
-        token.y *= Config::Codec::kOutputScale;
-        u32 packed[2];
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const float* sum = sums + matrix * 4 + half * 2;
-            packed[half] = pack_halves<Config::kOutType>(fmaf(sum[0] * terms.scale[half], token.x, terms.bias[half]),
-                                                         fmaf(sum[1] * terms.scale[half], token.y, terms.bias[half]));
-        }
-        auto low = [](u32 pair) { return Config::kOutType == kBf16 ? bf16_to_float(u16(pair)) : fp16_to_float(u16(pair)); };
-        return float2{silu_times(low(packed[0]), low(packed[1])), silu_times(low(packed[0] >> 16), low(packed[1] >> 16))};
-    };
-
-    if constexpr (Config::kGate == 1) {
-        // A token is a row of 64 bytes, whose 16-byte chunk c lies at c ^ (token / 2 % 4).
-        constexpr u32 kRow = kStripRows;
-#pragma unroll
-        for (u32 first = 0; first < kMatrices; first += 2) {
-            const u32 count = min(2u, kMatrices - first);
-            u32 packed[2];
-#pragma unroll
-            for (u32 i = 0; i < count; ++i) {
-                const float2 y = gated(first + i);
-                packed[i] = pack_halves<Config::kOutType>(y.x, y.y);
-            }
-            const u32 token = first * 8 + position.lane % 16;
-            const u32 row = panel + token * kRow + (position.warp ^ token / 2 % 4) * 16;
-            if (count == 2) store_matrix_x2(row, packed[0], packed[1]);
-            else store_matrix_x1(row, packed[0]);
-        }
-        warpgroup_sync(position.warpgroup);
-#pragma unroll
-        for (u32 i = 0; i < ceil_div(Config::kSliceTokens * 4, kWarpgroup); ++i) {
-            const u32 token = i * 32 + position.thread / 4, chunk = position.thread % 4;
-            if (token >= Config::kSliceTokens || first_token + token >= tile.end_token()) continue;
-            if (first_row + chunk * 16 >= args.n) continue;
-            const uint4 y = load_shared_v4(panel + token * kRow + (chunk ^ token / 2 % 4) * 16);
-            *reinterpret_cast<uint4*>(args.gate_out + u64(first_token + token) * args.gate_stride + first_row + chunk * 16) = y;
-        }
-    } else {
-        static_assert(Config::kWarpgroupsN == 4 && Config::kWarpgroupsK == 1 && Config::kSplitK == 1 &&
-                          kMatrices <= 2 && Config::kExperts == 0, "four strips have the columns of a scale");
-        constexpr u32 kWarpRow = Config::kSliceTokens * 4;
-        float2 y[kMatrices];
-#pragma unroll
-        for (u32 i = 0; i < kMatrices; ++i) {
-            y[i] = gated(i);
-            u32 high[2] = {__float_as_uint(y[i].x) & 0x7fffffffu, __float_as_uint(y[i].y) & 0x7fffffffu};
-#pragma unroll
-            for (u32 distance = 4; distance < 32; distance *= 2) {
-                high[0] = max(high[0], __shfl_xor_sync(0xFFFFFFFFu, high[0], distance));
-                high[1] = max(high[1], __shfl_xor_sync(0xFFFFFFFFu, high[1], distance));
-            }
-            if (position.lane < 4)
-                store_shared_v2(panel + position.warp * kWarpRow + i * 32 + position.lane * 8, uint2{high[0], high[1]});
-        }
-        along_n_sync(0, kConsumerThreads);
-        const u32 column = first_row / 2 + position.warp * 8 + position.lane / 4;
-        const bool inside = first_row + position.warp * 16 + position.lane / 4 < args.n;
-#pragma unroll
-        for (u32 i = 0; i < kMatrices; ++i) {
-            u32 high[2] = {0, 0};
-#pragma unroll
-            for (u32 w = 0; w < 2; ++w) {  // of the 16 warps
-                const u32 warp = position.lane / 4 + 8 * w;
-                const uint2 other = load_shared_v2(shared.out(warp / 4) + warp % 4 * kWarpRow + i * 32 + position.lane % 4 * 8);
-                high[0] = max(high[0], other.x);
-                high[1] = max(high[1], other.y);
-            }
-#pragma unroll
-            for (u32 distance = 4; distance < 32; distance *= 2) {
-                high[0] = max(high[0], __shfl_xor_sync(0xFFFFFFFFu, high[0], distance));
-                high[1] = max(high[1], __shfl_xor_sync(0xFFFFFFFFu, high[1], distance));
-            }
-            const float scale[2] = {e4m3_scale(high[0]), e4m3_scale(high[1])};
-            const u32 codes = to_e4m3(__fmul_rn(y[i].x, __fdiv_rn(1.0f, scale[0])), __fmul_rn(y[i].y, __fdiv_rn(1.0f, scale[1])));
-#pragma unroll
-            for (u32 j = 0; j < 2; ++j) {
-                const u32 token = first_token + i * 8 + position.lane % 4 * 2 + j;
-                if (token >= tile.end_token()) continue;
-                if (inside) args.gate_out[token * args.gate_stride + column] = u8(codes >> 8 * j);
-                if (position.warpgroup == 0 && position.thread < 4)
-                    args.gate_scale[token * args.gate_scale_stride + tile.first_row / Config::kBlockN] = scale[j];
-            }
-        }
-    }
-}
-
 // The same for a half of the warpgroup's tokens and all its columns where tokens are wgmma's rows.
 template <typename Config>
 __device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSums], const Consumer<Config>& consumer,
@@ -406,8 +290,7 @@ __device__ __forceinline__ void finish_slice(float (&acc)[Config::kSums], const 
     // A constant for each slice, so that accumulators stay in registers.
     if (consumer.position.slice == kSlice) {
         if constexpr (Config::kSplitK > 1) reduce_slice<Config, kSlice>(acc, consumer, parity, last_tile);
-        if constexpr (Config::kGate != 0) store_gated<Config, kSlice>(acc, consumer, tile);
-        else store_slice<Config, kSlice>(acc, consumer, tile);
+        store_slice<Config, kSlice>(acc, consumer, tile);
     } else if constexpr (kSlice + 1 < kEnd) {
         finish_slice<Config, kSlice + 1, kEnd>(acc, consumer, tile, parity, last_tile);
     }

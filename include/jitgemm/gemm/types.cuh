@@ -30,12 +30,8 @@ struct Args {
     i32 channel_scale_type;
     i32 bias_type;
     u32 last_rows;  // tokens of a copy of the last tile along m
-    u8* gate_out;             // kGate: [m][n / 2] of y, or of its codes
-    float* gate_scale;        // kGate == 2: one value for every token and 128 columns, the latter side by side
-    u64 gate_stride;          // bytes between tokens
-    u64 gate_scale_stride;    // elements between tokens
 };
-static_assert(sizeof(Args) == 136, "jitgemm/gemm/plan.py packs this struct");
+static_assert(sizeof(Args) == 104, "jitgemm/gemm/plan.py packs this struct");
 
 // What a grouped GEMM has beside it; jitgemm/gemm/grouped_plan.py fills the same layout. The weight's tensors and the
 // bias have the experts as their first dimension.
@@ -52,7 +48,7 @@ struct GroupedArgs : GroupPointers, Args {
     u32 wide_sizes;      // 64-bit ones
     u64 scale_expert_step;  // kLhsGroup: what an expert adds to a scale's index beside its rows' strides, modulo 2^64
 };
-static_assert(sizeof(GroupedArgs) == 184, "jitgemm/gemm/grouped_plan.py packs this struct");
+static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/grouped_plan.py packs this struct");
 
 // The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
 // in grouped kernels of kSwizzleRows rows and of one.

@@ -122,10 +122,6 @@ __device__ __forceinline__ void store_matrix_x2(u32 row, u32 a, u32 b) {
                  ::"r"(row), "r"(a), "r"(b) : "memory");
 }
 
-__device__ __forceinline__ void store_matrix_x1(u32 row, u32 a) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row), "r"(a) : "memory");
-}
-
 // Four of them as they are.
 __device__ __forceinline__ void store_rows_x4(u32 row, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
