@@ -17,6 +17,8 @@ EXPONENT_GROUP = 32
 """k that share an exponent of `Code.exponents`: a step of wgmma's, and a block of the OCP MX formats."""
 SCALE_GROUP = 16
 """k that share a scale of `Code.inner_scales`: a block of NVFP4."""
+FACTOR_GROUP = 128
+"""k that share a factor of `Code.factors`: a record's, and a group of QServe's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +86,8 @@ class Code:
             of longer groups hold which, and `pack_mxfp4` packs them. 0 for none.
         inner_scales: e4m3s that decoding multiplies codes by, one for each row and `SCALE_GROUP` of k: records hold
             their bytes. 0 for none.
+        factors: largest integer that decoding multiplies codes minus zero points by, one of each for each row and
+            `FACTOR_GROUP` of k: records hold both. 0 for none.
         terms: operands of wgmma that a code becomes. It is their sum, as the products with each are added up.
         operand: their type, where it is not the activations'.
     """
@@ -101,6 +105,7 @@ class Code:
     scale_types: tuple[str, ...] = REAL_TYPES
     exponents: int = 0
     inner_scales: int = 0
+    factors: int = 0
     terms: int = 1
     operand: str = ""
 
@@ -178,6 +183,10 @@ _INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", m
 # 1 is the ninth of fifteen powers of two for which all of a code's values are e4m3's.
 _E2M1 = Order("e2m1", 4, {"e4m3": Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec")}, mark="mx", slow=True)
 _NVFP4 = Order("nvfp4", 5, {"e4m3": Decoder("Nvfp4Codec", "terms")}, mark="nv", slow=True)
+# Codes minus zero points times their group's factor are any integers of 8 bits: products of up to 128 * 128.
+_TWO_LEVEL = Order(
+    "two_level", 6, {"s8": Decoder("TwoLevelCodec", "any")}, mark="tl", max_channel_k=2**17 - 16, slow=True
+)
 
 register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
 register(Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, strip_scales=True))
@@ -195,3 +204,4 @@ register(
         inner_scales=127, terms=2, operand="e5m2",
     )
 )  # fmt: skip
+register(Code("two_level", 4, (_TWO_LEVEL,), largest=None, prefix="tl", group_sizes=(0,), factors=127))

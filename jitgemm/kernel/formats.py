@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, GROUP_SIZES, SCALE_GROUP, Decoder, Order, every_order
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, FACTOR_GROUP, GROUP_SIZES, SCALE_GROUP, Decoder, Order
+from jitgemm.kernel.codes import every_order
 
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
@@ -167,6 +168,8 @@ class WeightFormat:
             return "as no integers of 8 bits hold MXFP4's codes times their groups' powers of two"
         if self.inner_scales:
             return "as no integers of 8 bits hold NVFP4's codes times their groups' scales"
+        if self.factors:
+            return "as no e4m3 holds the integers of 8 bits that codes times their groups' factors are"
         return "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
 
     @property
@@ -220,6 +223,12 @@ class WeightFormat:
         return CODES[self.code].inner_scales > 0
 
     @property
+    def factors(self) -> bool:
+        """Whether records hold a factor and a zero point for each row and `FACTOR_GROUP` of k, and codes become integers of
+        8 bits by them, as those in two levels do."""
+        return CODES[self.code].factors > 0
+
+    @property
     def terms(self) -> int:
         """Operands of wgmma that a code becomes."""
         return CODES[self.code].terms
@@ -252,10 +261,12 @@ class WeightFormat:
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
                                                                            | or exponents uint4 [64][4]  |
                                                                            | or inner scales e4m3 [64][8] |
+                                                                           | or factors uint8 [64][2]   |
         """
         exponents = STRIP_ROWS * BLOCK_K // EXPONENT_GROUP // 2 if self.exponents else 0
         inner = STRIP_ROWS * BLOCK_K // SCALE_GROUP if self.inner_scales else 0
-        return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents + inner
+        factors = 2 * STRIP_ROWS * BLOCK_K // FACTOR_GROUP if self.factors else 0
+        return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents + inner + factors
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value; order and code as "codes" and "bits", which cache entries and commands have."""

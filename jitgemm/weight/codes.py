@@ -159,5 +159,6 @@ CODE_BYTES: dict[str, CodeBytes] = {
     "int8": CodeBytes(torch.int8),
     "e2m1": CodeBytes(orders={"e2m1": E2M1}),
     "nvfp4": CodeBytes(orders={"nvfp4": E2M1}),
+    "two_level": CodeBytes(orders={"two_level": UNSIGNED}),
 }
 """By `Code.name`."""

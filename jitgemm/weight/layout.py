@@ -16,7 +16,7 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
     first k, B half   32 * (w / 2) + 4 * (lane % 4) + 16        byte b: weight B_b at this k + b
 
     byte b             bit   7 6 5 4          3 2 1 0
-      zero-point codes       B_b              A_b
+      zero points, two_level B_b              A_b
       any                    v(B_b)  s(B_b)   v(A_b)  s(A_b)       s: d < 0    v: (s ? ~d : d) & 7
       s8                     A_b & 15         B_b & 15             two's complement
                        bit   7       6 5 4    3              2 1 0
@@ -24,7 +24,7 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
       e2m1, nvfp4 (b < 2)    s(A_b)  v(A_2b+1) s(B_b)        v(A_2b)      s, v: the code's
            (b >= 2)          s(A_b)  v(B_2b-3) s(B_b)        v(B_2b-4)
 
-The words of e2m1's exponents are in `e2m1.py`, nvfp4's scales in `terms.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
+The words of e2m1's exponents are in `e2m1.py`, nvfp4's scales in `terms.py`, two_level's factors in `levels.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
 Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
 """
 
@@ -36,7 +36,7 @@ import torch
 
 from jitgemm.kernel.codes import EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.weight import e2m1, terms
+from jitgemm.weight import e2m1, levels, terms
 from jitgemm.weight.codes import CODE_BYTES, Nibbles
 
 LAYOUT_VERSION = 3
@@ -161,6 +161,7 @@ def pack_records(
     blocks: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None,
     zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat,
     exponents: torch.Tensor | None = None, inner_scales: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Codes, scales, offsets, zero points -> blocks.
 
@@ -172,6 +173,7 @@ def pack_records(
         zero: uint8 [n, groups], or None.
         exponents: uint8 [n, ceil(k / 32)] of formats with exponents.
         inner_scales: uint8 [n, k / 16] of formats with such.
+        factors: uint8 [n, ceil(k / 128), 2] of formats with such, each with its product with the zero point.
 
     Padding: rows of n and values of k that the weight does not have hold code, scale, offset and zero point 0.
     """
@@ -208,6 +210,10 @@ def pack_records(
             padded = inner_scales.new_zeros(strips * STRIP_ROWS, kblocks * (BLOCK_K // SCALE_GROUP))
             padded[: part.shape[0], : inner_scales.shape[1]] = inner_scales[rows]
             blocks[first:end, :, format.zeros_at :] = terms.to_bytes(padded)
+        if factors is not None:
+            padded = factors.new_zeros(strips * STRIP_ROWS, kblocks, 2)
+            padded[: part.shape[0]] = factors[rows]
+            blocks[first:end, :, format.zeros_at :] = levels.to_bytes(padded)
 
 
 def _exponents_of(blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
@@ -228,6 +234,11 @@ def unpack_inner_scales(blocks: torch.Tensor, n: int, k: int, format: WeightForm
     """Records of a run of strips that holds n rows -> inner scales float8_e4m3fn [n, k / 16]."""
     scales = terms.from_bytes(blocks[..., format.zeros_at :])[:n, : ceil_div(k, SCALE_GROUP)]
     return scales.contiguous().view(torch.float8_e4m3fn)
+
+
+def unpack_factors(blocks: torch.Tensor, n: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> factors and their products with zero points, uint8 [n, groups, 2]."""
+    return levels.from_bytes(blocks[..., format.zeros_at :])[:n]
 
 
 def regrouped(

@@ -84,7 +84,9 @@ def pack_w4(
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     names = [
-        name for name, each in CODES.items() if each.lhs_type is None and not (each.exponents or each.inner_scales)
+        name
+        for name, each in CODES.items()
+        if each.lhs_type is None and not (each.exponents or each.inner_scales or each.factors)
     ]
     if not isinstance(code, str) or code not in names:
         raise ValueError(f"code: expected one of {', '.join(names)}, got {code!r}")

@@ -124,6 +124,8 @@ class Weight(WeightBase):
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
         if self.format.of_e2m1:
             group, codes, reals = "mxfp4" if self.format.powers else "nvfp4", "e2m1", self.format.tier
+        if self.format.factors:
+            group, codes = "two levels", "unsigned with zero points and factors per 128 k"
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
@@ -330,11 +332,20 @@ class Weight(WeightBase):
         field = self.blocks[..., fmt.offsets_at : fmt.zeros_at]
         return layout.unpack_field(field, self.n, self.k, fmt.group_size, self.scale_dtype)
 
+    def unpack_channel_scale(self) -> torch.Tensor | None:
+        """The channels' scales of a weight in two levels, bit for bit, [n, 1] in their own type; None for other weights, whose
+        scales `unpack` gives."""
+        if not self.format.factors:
+            return None
+        bits = self.channel_scale.view(torch.int16)  # type: ignore[union-attr]
+        return bits[..., : self.n, None].clone().view(self.scale_dtype)
+
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
         Of MXFP4 and NVFP4 q is uint8, e2m1 codes. MXFP4's scale is float8_e8m0fnu [n, ceil(k / 32)]; that of a group of
         zeros may be another. NVFP4's is float8_e4m3fn [n, k / 16], and in the place of zero is the global scale, fp32 [n, 1].
+        In two levels scale is the groups' factors, uint8 [n, ceil(k / 128)]; the channels' are `unpack_channel_scale`'s.
 
         Returns:
             q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
@@ -345,7 +356,9 @@ class Weight(WeightBase):
         groups, scale_dtype = given_scales(fmt, self.k)
         q = torch.empty(self.shape, dtype=CODE_BYTES[fmt.code].given(fmt.zero_point), device=device)
         scale = torch.empty((*lead, groups), dtype=scale_dtype, device=device)
-        third = (1, torch.float32) if fmt.inner_scales else (groups, torch.uint8) if fmt.zero_point else None
+        third = (
+            (1, torch.float32) if fmt.inner_scales else (groups, torch.uint8) if fmt.zero_point or fmt.factors else None
+        )
         zero = None if third is None else torch.empty((*lead, third[0]), dtype=third[1], device=device)
         for rows, parts in self.packed.chunks(given=True):
             for whole, part in zip((q, scale, zero), parts):

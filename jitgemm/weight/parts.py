@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import EXPONENT_GROUP, SCALE_GROUP
+from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
-from jitgemm.weight import e2m1, layout, terms
+from jitgemm.weight import e2m1, layout, levels, terms
 from jitgemm.weight.ready import ReadyAt, capturing, noted
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -34,6 +34,8 @@ def given_scales(format: WeightFormat, k: int) -> tuple[int, torch.dtype]:
         return group_count(k, EXPONENT_GROUP), torch.float8_e8m0fnu
     if format.inner_scales:
         return group_count(k, SCALE_GROUP), torch.float8_e4m3fn
+    if format.factors:
+        return group_count(k, FACTOR_GROUP), torch.uint8
     return group_count(k, format.group_size or k), torch_dtype(format.scale_type)
 
 
@@ -60,7 +62,8 @@ def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """q, scale, zero as `Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None. Of e2m1 q is what
 tensor cores multiply, codes times their groups' exponents as float8_e4m3fn, and scale its factor; of nvfp4 q is codes
-times their groups' scales, as bfloat16, and scale [rows, 1] the tensor's."""
+times their groups' scales, as bfloat16, and scale [rows, 1] the tensor's; of two levels q is (codes - zeros) * factors, int8,
+and scale [rows, 1] the channels'."""
 
 
 def count_experts(blocks: torch.Tensor) -> int | None:
@@ -125,22 +128,30 @@ class PackedWeight(NamedTuple):
             q = e2m1.values(q, self._exponents(first_strip, end_strip))
         if self.format.inner_scales:
             q = terms.values(q, self._inner_scales(first_strip, end_strip))
+        if self.format.factors:
+            q = levels.values(q, self._factors(first_strip, end_strip))
         return q, scale, zero, offset
 
     def given_rows(self, first_strip: int, end_strip: int) -> RowParts:
         """The same as `Weight.unpack` gives it: of e2m1 codes, and scales as bytes; of nvfp4 codes, scales for 16 k, and
-        the tensor's in the place of zero points."""
+        the tensor's in the place of zero points; of two levels codes, factors for 128 k and zero points."""
         q, scale, zero, offset = self._stored(first_strip, end_strip)
         if self.format.powers:
             size = self.format.group_size
             scale = e2m1.scale_bytes(scale, self._exponents(first_strip, end_strip), size)
         if self.format.inner_scales:
             scale, zero = self._inner_scales(first_strip, end_strip), scale
+        if self.format.factors:
+            scale, zero = levels.factors_and_zeros(self._factors(first_strip, end_strip))
         return q, scale, zero, offset
 
     def _inner_scales(self, first_strip: int, end_strip: int) -> torch.Tensor:
         n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
         return layout.unpack_inner_scales(self.blocks[first_strip:end_strip], n, self.k, self.format)
+
+    def _factors(self, first_strip: int, end_strip: int) -> torch.Tensor:
+        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
+        return layout.unpack_factors(self.blocks[first_strip:end_strip], n, self.format)
 
     def exponents_of_codes(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Some strips' e2m1 codes uint8 [rows, k] and their groups' exponents uint8 [rows, ceil(k / 32)]."""

@@ -304,6 +304,43 @@ struct Nvfp4Codec {
     }
 };
 
+// Codes in two levels: minus a zero point, times a factor, for each row and record, they are integers of 8 bits. Four of
+// them plus 128 are bytes of one multiplication, as borrows and carries of a word cancel where every byte is in range.
+//
+// Factors f and products with zero points, of rows i and i + 8 of a warp's sixteen, in the order of warps and i:
+//
+//     byte     0          1              2           3
+//              f of i     f of i + 8     f * z       f * z of i + 8
+struct TwoLevelCodec {
+    static constexpr bool kIntegerSums = true;
+    static constexpr float kOutputScale = 1.0f, kRunScale = 1.0f;
+    static constexpr bool kSharedWeights = false;
+    static constexpr bool kZeroPoint = false;
+    static constexpr u32 kOne = 0x01010101u;
+    static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
+    static constexpr u32 kMultiplierBytes = kStripRows * 2;
+    static constexpr u32 kTableBytes = 0, kTerms = 1;
+
+    // As Int4Codec's. `factors` is where the record's are.
+    template <u32 kChunks>
+    __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32 factors, const Position& position) {
+        static_assert(kChunks == 1, "a factor for a row and record");
+        const u32 pairs = load_shared_u32(factors + (position.warp * 8 + position.lane / 4) * 4);
+        const u32 factor[2] = {pairs & 0xFF, pairs >> 8 & 0xFF};
+        const u32 bias[2] = {0x80808080u - (pairs >> 16 & 0xFF) * 0x01010101u, 0x80808080u - (pairs >> 24) * 0x01010101u};
+        const uint4 first = load_shared_v4(record + position.thread * 16);
+        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            u32(&operand)[4] = step[i / 2];
+            const u32 row = i % 2;
+            operand[row] = ((words[i] & 0x0F0F0F0Fu) * factor[row] + bias[row]) ^ 0x80808080u;
+            operand[row + 2] = ((words[i] >> 4 & 0x0F0F0F0Fu) * factor[row] + bias[row]) ^ 0x80808080u;
+        }
+    }
+};
+
 // 8-bit codes of the activations' type.
 template <bool kIntegers>
 struct ByteCodec {

@@ -1,0 +1,112 @@
+"""pack_w4_two_level: a weight from 4-bit codes, integer factors and zero points of groups, and scales of channels."""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.kernel.codes import CODES, FACTOR_GROUP
+from jitgemm.kernel.formats import WeightFormat, ceil_div
+from jitgemm.tensors import TYPE_NAMES, check_plain, check_tensor, check_values, describe, dtype_name
+from jitgemm.weight import layout, levels
+from jitgemm.weight.pack import MAX_ZERO, row_sums
+from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_sizes, expert_indices
+from jitgemm.weight.ready import capturing
+
+_SCALE_TYPES = (torch.bfloat16, torch.float16)
+"""Whose products with factors fp32 holds: groups of zero points hold the same weight."""
+MAX_K = CODES["two_level"].orders[0].max_channel_k
+"""Largest k, as sums of whole rows stay in int32."""
+
+
+def pack_w4_two_level(
+    q: torch.Tensor, group_scale: torch.Tensor, group_zero: torch.Tensor, scale: torch.Tensor
+) -> W4Weight:
+    """Pack a 4-bit weight in two levels, or one of E experts, into the kernel's order, once, on the device where it is.
+
+    Weight (row, column) is (q - group_zero) * group_scale * scale, with the integers of its 128 columns, as QServe's
+    progressive quantisation has it. (q - group_zero) * group_scale must be an integer of 8 bits. It is what tensor cores
+    multiply, with sums in int32 over all of k, so that groups take as long as scales per channel. 4.125 bits a weight.
+
+    Args:
+        q: uint8 [n, k] of 0..15, one value each; n a multiple of 8, k of 16 up to 131056. With a first dimension E for
+            experts.
+        group_scale: integers 1..127, [n, ceil(k / 128)].
+        group_zero: integers 0..16, of group_scale's shape. Times group_scale 255 at most.
+        scale: bf16 or fp16, [n] or [n, 1], of experts [E, n] or [E, n, 1]. Not scanned.
+
+    Returns:
+        The packed weight on q's device, for int8 activations. The CPU and the GPU give the same bytes. Its `unpack` gives
+        q, group_scale and group_zero back, `unpack_channel_scale` scale. On a GPU the current stream is synchronised.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a wrong dtype or layout.
+        ValueError: wrong shape or device, values out of range or missing (meta tensors), a CUDA graph is captured, in
+            which no value can be looked at.
+    """
+    for name, tensor, dtypes in (
+        ("q", q, (torch.uint8,)), ("group_scale", group_scale, INTEGERS), ("group_zero", group_zero, INTEGERS),
+        ("scale", scale, _SCALE_TYPES),
+    ):  # fmt: skip
+        check_plain(name, check_tensor(name, tensor))
+        check_values(name, tensor)
+        if tensor.dtype not in dtypes:
+            expected = "an integer dtype" if dtypes is INTEGERS else " or ".join(map(dtype_name, dtypes))
+            raise TypeError(f"{name}: expected {expected}, got {dtype_name(tensor.dtype)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
+    if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
+        raise ValueError(f"q: expected shape [n, k] or [experts, n, k], got {list(q.shape)}")
+    *lead, n, k = q.shape
+    check_sizes(n, k)
+    if k > MAX_K:
+        raise ValueError(f"q: expected k of at most {MAX_K}, for sums in int32, got {k}")
+    shape = (*lead, n, ceil_div(k, FACTOR_GROUP))
+    for name, tensor in (("group_scale", group_scale), ("group_zero", group_zero)):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    if tuple(scale.shape) not in ((*lead, n), (*lead, n, 1)):
+        raise ValueError(f"scale: expected shape {[*lead, n]} or {[*lead, n, 1]}, got {describe(scale)}")
+    if q.is_cuda and capturing(q.device):
+        raise ValueError("q: expected to look at it, got a CUDA graph's capture; pack before it")
+    with torch.inference_mode(False), torch.no_grad():
+        format = WeightFormat(0, False, TYPE_NAMES[scale.dtype], "two_level", code="two_level")
+        blocks = torch.empty(
+            (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes), dtype=torch.uint8, device=q.device
+        )
+        channel_scale = layout.pack_channel_scale(scale.reshape(*lead, n, 1))
+        for e in expert_indices(lead[0] if lead else None):
+            factors = _checked(q[e], group_scale[e], group_zero[e], f"[{e}]" if lead else "")
+            layout.pack_records(
+                blocks[e], q[e], channel_scale, None, None, k=k, canonical=False, format=format, factors=factors
+            )
+        row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
+        return W4Weight(blocks, channel_scale, n, k, k, format, row_sum=row_sum)
+
+
+def _checked(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, at: str) -> torch.Tensor:
+    """Factors and their products with zero points, uint8 [n, groups, 2]. Raises for values that records do not hold."""
+    scale, zero = scale.to(torch.int64), zero.to(torch.int64)
+    product = scale * zero
+    least, most = (
+        torch.cat([bound(part) for part, _ in by_group(q, scale, FACTOR_GROUP)], 1) for bound in (_min, _max)
+    )
+    for name, values, low, high, what in (
+        ("q", q, 0, levels.MOST_CODE, "values"),
+        ("group_scale", scale, 1, levels.MOST, "values"),
+        ("group_zero", zero, 0, MAX_ZERO, "values"),
+        ("group_zero", product, 0, 255, "group_zero * group_scale of"),
+        ("group_scale", (torch.stack((least, most)) - zero) * scale, *levels.INTEGERS, "(q - group_zero) * group_scale of"),
+    ):  # fmt: skip
+        found = [int(each) for each in values.aminmax()]
+        if found[0] < low or found[1] > high:
+            raise ValueError(f"{name}{at}: expected {what} {low}..{high}, got {found[0]}..{found[1]}")
+    return torch.stack((scale, product), -1).to(torch.uint8)
+
+
+def _min(part: torch.Tensor) -> torch.Tensor:
+    return part.amin(-1, keepdim=part.dim() == 2).to(torch.int64)
+
+
+def _max(part: torch.Tensor) -> torch.Tensor:
+    return part.amax(-1, keepdim=part.dim() == 2).to(torch.int64)
