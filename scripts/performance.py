@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "formats_h200": _benchmark(
         "e4m3_g128 e4m3_g128_f16 e4m3_g64 e4m3_g64_f16 e4m3_g32 e4m3_g32_f16 e4m3_g128z e4m3_g128z_f16 e4m3_g128_bi "
         "e4m3_g128_b128 e4m3_g128_b128e mxfp4_ch mxfp4_g128 mxfp4_g128_f16 mxfp4_g32 mxfp4_g32_f16 nvfp4_g16 "
-        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128_b128 int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
+        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128_b128 int8_2l int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
         "--m", "1,16,32,64,128,512,1024,4096",
     ),
     "w8_h200": _benchmark(
@@ -171,6 +171,7 @@ FORMATS = {
     "mxfp4_g32_f16": "MXFP4, a scale for 32 k, f16 sums",
     "nvfp4_g16": "NVFP4",
     "int8_ch": "int8, per channel",
+    "int8_2l": "int8, two levels",
     "int8_g128": "int8, groups of 128",
     "int8_g64": "int8, groups of 64",
     "int8_g32": "int8, groups of 32",

@@ -10,6 +10,7 @@ import builders
 import mxfp4
 import nvfp4
 import torch
+import two_level
 
 from jitgemm.activations.call import quantize_activations
 
@@ -36,7 +37,7 @@ class Case:
     group_size: int = 32
     zero_point: bool = False
     bits: int = 4
-    tier: str = ""  # of MXFP4 weights, by which they are these; or "nvfp4"
+    tier: str = ""  # of MXFP4 weights, by which they are these; or "nvfp4", or "two_level"
     device: str = "cpu"
     scale: float = 4.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +56,9 @@ class Case:
         if self.tier == "nvfp4":
             seeds = range(100 * self.seed + seed, 100 * self.seed + seed + self.experts)
             return [nvfp4.parts(each, n, k, low=16, high=48) for each in seeds]
+        if self.tier == "two_level":
+            seeds = range(100 * self.seed + seed, 100 * self.seed + seed + self.experts)
+            return [two_level.parts(each, n, k, most=16) for each in seeds]
         if self.tier:
             return [mxfp4.parts(100 * self.seed + seed + e, n, k, self.tier, shift=-16) for e in range(self.experts)]
         form: dict[str, Any] = {"zero_point": self.zero_point}

@@ -222,6 +222,9 @@ def test_different_formats_have_different_names():
         "nvfp4_g16_f16",
         "nvfp4_g128",
         "nvfp4_g16z",
+        "e4m3_2l",
+        "int8_2l_any",
+        "w8_int8_2l",
     ],
 )
 def test_an_unknown_format_is_refused_with_what_is_known(text):
@@ -235,6 +238,7 @@ def test_a_formats_bytes_count_scales_and_zero_points():
     assert Format("e4m3", 128, True).weight_bytes(4096, 4096) == codes + 4096 * 32 * 3
     assert Format("s8", 0).weight_bytes(4096, 4096) == codes + 4096 * 2
     assert parse_format("nvfp4_g16").weight_bytes(4096, 4096) == codes + 4096 * 256
+    assert parse_format("int8_2l").weight_bytes(4096, 4096) == codes + 4096 * (2 * 32 + 2)
 
 
 def test_nvfp4_data_is_near_the_weight():
@@ -245,6 +249,17 @@ def test_nvfp4_data_is_near_the_weight():
 
     w = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     found = jitgemm.pack_nvfp4(*quantise_nvfp4(w)).dequantize()
+    assert float((found - w).norm() / w.norm()) < 0.12
+
+
+def test_data_in_two_levels_is_near_the_weight():
+    import torch
+    from benchmark_lib.data import quantise_two_level
+
+    import jitgemm
+
+    w = torch.randn(64, 288, generator=torch.Generator().manual_seed(1))
+    found = jitgemm.pack_w4_two_level(*quantise_two_level(w)).dequantize()
     assert float((found - w).norm() / w.norm()) < 0.12
 
 

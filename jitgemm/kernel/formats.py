@@ -218,6 +218,11 @@ class WeightFormat:
         return self.powers or self.inner_scales
 
     @property
+    def one_type(self) -> bool:
+        """Whether no order of its codes meets activations of the other type, for `why_lhs`."""
+        return self.of_e2m1 or self.factors
+
+    @property
     def inner_scales(self) -> bool:
         """Whether records hold an e4m3 for each row and `SCALE_GROUP` of k, by which decoding multiplies codes."""
         return CODES[self.code].inner_scales > 0

@@ -336,7 +336,7 @@ def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate, exact: 
         raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {got}")
     experts = check_weights(w13, w2, gate.inputs)
     for name, weight in (("w13", w13), ("w2", w2)):
-        if activation.dtype not in weight.format.lhs_types and weight.format.of_e2m1:
+        if activation.dtype not in weight.format.lhs_types and weight.format.one_type:
             expected, got = (torch_dtype(name) for name in (weight.format.lhs_types[0], activation.dtype))
             why = weight.format.why_lhs
             raise TypeError(f"{name}: expected lhs_dtype {dtype_name(expected)}, {why}, got {dtype_name(got)}")

@@ -252,6 +252,7 @@ class Format:
         f16_sums: kernels may add up in f16 (`sums` of the calls).
         mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
         nvfp4: the weight is NVFP4.
+        two_level: groups of 128 have integer scales and zero points under one scale per row.
     """
 
     lhs: str
@@ -265,14 +266,16 @@ class Format:
     mxfp4: bool = False
     f16_sums: bool = False
     nvfp4: bool = False
+    two_level: bool = False
 
     @property
     def name(self) -> str:
         """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, e4m3_g128_f16,
-        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16."""
+        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16, int8_2l."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
         lhs, group = ("nvfp4", "g16") if self.nvfp4 else ("mxfp4" if self.mxfp4 else lhs, group)
+        group = "2l" if self.two_level else group
         blocks = self.lhs_blocks and not self.lhs_e8m0
         given = (self.any_codes, self.f16_sums, blocks, self.lhs_e8m0, self.batch_invariant)
         switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
@@ -291,6 +294,8 @@ class Format:
             weight = WeightFormat(group, False, "bf16", "e2m1", code="e2m1")
         elif self.nvfp4:
             weight = WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
+        elif self.two_level:
+            weight = WeightFormat(0, False, "bf16", "two_level", code="two_level")
         else:
             codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
@@ -307,6 +312,8 @@ class Format:
             return n * k / 2 + n * ceil_div(k, 32)
         if self.nvfp4:
             return n * k / 2 + n * k / 16
+        if self.two_level:
+            return n * k / 2 + n * (2 * ceil_div(k, 128) + 2)
         groups = ceil_div(k, self.group_size) if self.group_size else 1
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
@@ -341,6 +348,7 @@ MORE_FORMATS = (
     Format("e4m3", 128, mxfp4=True),
     Format("e4m3", 32, mxfp4=True),
     Format("e4m3", 0, nvfp4=True),
+    Format("s8", 0, two_level=True),
 )
 
 
@@ -363,7 +371,9 @@ def parse_format(text: str) -> Format:
     sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0} if bits == 4 else {"ch": 0, "block": 128}
     sizes = {f"g{size}": size for size in (32, 128)} | {"ch": 0} if mxfp4 else sizes
     sizes = {"g16": 0} if nvfp4 else sizes
-    no_any = bits == 8 or mxfp4 or nvfp4
+    two_level = group == "2l" and types.get(lhs) == "s8" and bits == 4 and not zero_point
+    sizes = {"2l": 0} if two_level else sizes
+    no_any = bits == 8 or mxfp4 or nvfp4 or two_level
     known = [switch for switch in SWITCHES if switch in switches and not (no_any and switch == "any")]
     e8m0 = "b128e" in switches
     wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and zero_point)
@@ -377,10 +387,12 @@ def parse_format(text: str) -> Format:
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
             f"zero points, _any for codes of any activations, _f16 for e4m3's sums in f16, _b128 for activations' "
             f"scales per 128 k, or _b128e for packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
-            f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4; got {text!r}"
+            f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4, int8_2l for scales in two levels; got {text!r}"
         )
     invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
-    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4, f16, nvfp4)
+    return Format(
+        types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4, f16, nvfp4, two_level
+    )
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jitgemm.select.choose import choose
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
 from .data import Source, quantise_blocks, quantise_e8m0, quantise_groups, quantise_nvfp4, quantise_rows
+from .data import quantise_two_level
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 
@@ -23,7 +24,7 @@ LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 def ours(fmt: Format) -> Contestant:
     group = f"group {fmt.group_size}" if fmt.group_size else "per channel"
     weights = "MXFP4" if fmt.mxfp4 else "NVFP4" if fmt.nvfp4 else "int4"
-    group = "groups of 16" if fmt.nvfp4 else group
+    group = "groups of 16" if fmt.nvfp4 else "two levels" if fmt.two_level else group
     if fmt.bits == 8:
         weights, group = "8-bit weights", "blocks of 128 x 128" if fmt.group_size else "per channel"
     zero = ", zero points" if fmt.zero_point else ""
@@ -33,7 +34,7 @@ def ours(fmt: Format) -> Contestant:
     blocks += " in packed e8m0" if fmt.lhs_e8m0 else ""
     f16 = ", sums in f16" if fmt.f16_sums else ""
     label = f"jitgemm {weights} x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{f16}{blocks}{invariant}"
-    kind = WIDER if fmt.bits == 8 else EXACT if fmt.group_size or fmt.nvfp4 else CHANNEL
+    kind = WIDER if fmt.bits == 8 else EXACT if fmt.group_size or fmt.nvfp4 or fmt.two_level else CHANNEL
     return Contestant(fmt.name, label, kind, True, "jitgemm", None, partial(_load, fmt), floor_bits=fmt.bits)
 
 
@@ -50,6 +51,8 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weigh
         return jitgemm.quantize_mxfp4(source.weight).regrouped(fmt.group_size or source.k)
     if fmt.nvfp4:
         return jitgemm.pack_nvfp4(*quantise_nvfp4(source.weight))
+    if fmt.two_level:
+        return jitgemm.pack_w4_two_level(*quantise_two_level(source.weight))
     if fmt.bits == 8:
         return jitgemm.quantize_w8(source.weight, LHS_DTYPES[fmt.lhs], block=fmt.group_size or None)
     q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)

@@ -314,7 +314,7 @@ def _checked(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """input_scale and bias as the calls take them: a bias of fp16 is widened to fp32, which is exact."""
     scheme, types = NAMED[activation], weight.format.lhs_types
-    if scheme.dtype not in types and weight.format.of_e2m1:
+    if scheme.dtype not in types and weight.format.one_type:
         expected = " or ".join(name for name, each in NAMED.items() if each.dtype in types)
         raise ValueError(f"weight: expected activation {expected}, {weight.format.why_lhs}, got {activation}")
     if scheme.dtype not in types:
