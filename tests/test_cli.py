@@ -514,7 +514,7 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         ),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --mxfp4, --nvfp4, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --offset, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
@@ -1033,3 +1033,21 @@ def test_nvfp4_layers_are_explained_and_warmed(run):
 def test_what_nvfp4_has_not_is_an_error(run, flags):
     found = run("explain", "16", "4096", "4096", "--nvfp4", *flags.split())
     assert found.code == 2 and "--nvfp4: expected e4m3 activations, without --group-size" in found.stderr
+
+
+def test_layers_of_two_levels_are_explained_and_warmed(run):
+    flags = ["--two-level", "--lhs", "int8"]
+    assert ", two levels; m = " in run("explain", "16", "4096", "4096", *flags).stderr
+    report = run("explain", "16", "4096", "4096", *flags, "--json").json
+    assert report["problem"]["codes"] == "two_level" and report["chosen"].startswith("s8tl-channel-")
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", *flags, "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs fp8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
+def test_what_two_levels_have_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--two-level", "--lhs", "int8", *flags.split())
+    assert found.code == 2 and "--two-level: expected --lhs int8, without --group-size" in found.stderr

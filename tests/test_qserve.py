@@ -7,6 +7,7 @@ import layers
 import pytest
 import torch
 
+from jitgemm.checkpoint.canonical import concat
 from jitgemm.checkpoint.qserve import FORMAT
 
 
@@ -165,3 +166,58 @@ def same_everywhere(q: int, s2: int, s2_zero: int) -> dict[str, torch.Tensor]:
 def test_bytes_that_the_kernel_cannot_hold_are_refused(layer, message):
     with pytest.raises(ValueError, match=message):
         layers.read(FORMAT, layer, None)
+
+
+def exact(tensors, by_kernel) -> torch.Tensor:
+    return by_kernel.double() * tensors["s1_scales"].double()[:, None]
+
+
+@pytest.mark.parametrize("group_size", [128, 256, 512])
+def test_int8_activations_get_the_files_two_levels(group_size):
+    tensors, by_kernel = per_group(6, k=512, group_size=group_size)
+    packed = layers.read(FORMAT, tensors, None).pack(torch.int8)
+    assert packed.format.name == "tl-channel-fp16-two_level"
+    assert torch.equal(packed.dequantize().double(), exact(tensors, by_kernel))
+    assert torch.equal(packed.unpack_channel_scale()[:, 0], tensors["s1_scales"])
+
+
+@pytest.mark.parametrize(("lhs_dtype", "group_size"), [(torch.int8, 64), (torch.float8_e4m3fn, 128), (None, 128)])
+def test_other_activations_and_smaller_groups_get_zero_points(lhs_dtype, group_size):
+    tensors, by_kernel = per_group(7, k=512, group_size=group_size)
+    packed = layers.read(FORMAT, tensors, None).pack(lhs_dtype)
+    assert packed.group_size == group_size and packed.format.zero_point
+    assert torch.equal(packed.dequantize().double(), exact(tensors, by_kernel))
+
+
+def test_zero_points_that_are_all_8_and_rows_of_zeros_are_two_levels_too():
+    tensors = same_everywhere(10, 16, -128) | {"qweight": torch.full((32, 64), 10 * 17, dtype=torch.uint8)}
+    tensors["s1_scales"][::3] = 0
+    packed = layers.read(FORMAT, tensors, None).pack(torch.int8)
+    assert packed.format.factors and torch.equal(
+        packed.dequantize(), 32 * tensors["s1_scales"].float()[:, None].expand(-1, 128)
+    )
+
+
+@pytest.mark.parametrize("dim", ["n", "k"])
+def test_ranks_get_two_levels(dim):
+    tensors, by_kernel = per_group(8, k=512)
+    weight = layers.read(FORMAT, tensors, None)
+    parts = [weight.shard(dim, rank, 2).pack(torch.int8) for rank in range(2)]
+    assert all(part.format.factors for part in parts)
+    joined = torch.cat([part.dequantize() for part in parts], "nk".index(dim))
+    assert torch.equal(joined.double(), exact(tensors, by_kernel))
+
+
+@pytest.mark.filterwarnings("ignore:tp_size")
+def test_ranks_that_cut_through_groups_get_zero_points():
+    tensors, by_kernel = per_group(9, k=768, group_size=256)
+    parts = [layers.read(FORMAT, tensors, None).shard("k", rank, 4).pack(torch.int8) for rank in range(4)]
+    assert {part.group_size for part in parts} == {64}
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], 1).double(), exact(tensors, by_kernel))
+
+
+def test_joined_layers_keep_their_levels():
+    found = [per_group(seed) for seed in (10, 11)]
+    joined = concat([layers.read(FORMAT, tensors, None) for tensors, _ in found]).pack(torch.int8)
+    assert joined.format.factors
+    assert torch.equal(joined.dequantize().double(), torch.cat([exact(*each) for each in found]))

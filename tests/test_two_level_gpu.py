@@ -70,7 +70,9 @@ CASES = [
     for number, (m, n, k) in enumerate(
         builders.third((1, 7, 16, 33, 64, 100, 130, 257, 1000), (8, 72, 520, 4104), (16, 144, 416, 1056, 4128))
     )
-    for kind, bias, out in [(("token", "affine", "block")[number % 3], number % 2 > 0, ("bf16", "fp32")[number // 3 % 2])]
+    for kind, bias, out in [
+        (("token", "affine", "block")[number % 3], number % 2 > 0, ("bf16", "fp32")[number // 3 % 2])
+    ]
 ]
 
 

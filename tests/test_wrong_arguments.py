@@ -137,6 +137,10 @@ PUBLIC |= {
         "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.ones(N, K // 16).to(torch.float8_e4m3fn),
         "global_scale": torch.ones(1),
     },
+    "pack_w4_two_level": lambda: {
+        "q": torch.zeros(N, K, dtype=torch.uint8), "group_scale": torch.ones(N, 1, dtype=torch.uint8),
+        "group_zero": torch.zeros(N, 1, dtype=torch.uint8), "scale": torch.ones(N, dtype=BF16),
+    },
     "prepare_f16_sums": lambda: {"weight": builders.weight_parts(2, N, K, 32, codes="e4m3").packed},
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {

@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, SCALE_GROUP
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
-from jitgemm.weight import e2m1, terms
+from jitgemm.weight import e2m1, levels, terms
 from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.mxfp4 import pack_mxfp4
 from jitgemm.weight.nvfp4 import pack_nvfp4
 from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, dequantize_groups
+from jitgemm.weight.two_level import MAX_K, pack_w4_two_level
 
 W = TypeVar("W", W4Weight, W8Weight)
 
@@ -61,7 +62,8 @@ class CanonicalWeight:
         code: name of the `Code`: "int4", "int8", "e4m3", or "e2m1" for MXFP4, "nvfp4" for NVFP4, whose q
             are uint8 of 0..15.
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
-        row_scale: fp32 [n] of "nvfp4", by which code * scale is multiplied: the tensor's; else None.
+        row_scale: fp32 [n] of "nvfp4", by which code * scale is multiplied: the tensor's. bf16 or fp16 [n] of "int4" whose
+            scales are integers times it, so that int8 activations can have the weight in two levels; else None.
     """
 
     q: torch.Tensor
@@ -90,8 +92,14 @@ class CanonicalWeight:
         if (self.powers or self.nvfp4) and (self.group_size, scale, self.zero) != (size, torch.uint8, None):
             expected = f"the bytes of {bytes}, uint8, for groups of {size} without zero points"
             raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
-        if self.nvfp4 != (self.row_scale is not None):
-            raise ValueError(f"row_scale: expected one with nvfp4, and with nothing else, got code {self.code!r}")
+        given = self.row_scale is not None
+        if (self.nvfp4 and not given) or (
+            given and not self.nvfp4 and (self.code != "int4" or self.offset is not None)
+        ):
+            raise ValueError(
+                f"row_scale: expected one with nvfp4, or perhaps with int4 without offsets, got {self.code!r}"
+            )
+        row_types = ("fp32",) if self.nvfp4 else ("bf16", "fp16")
         for name, shape, wanted, fits in (
             ("scale", by_group, one_of(REAL_TYPES), lambda dtype: TYPE_NAMES.get(dtype) in REAL_TYPES),
             ("zero", by_group, "integers", lambda dtype: dtype in INTEGERS),
@@ -99,7 +107,7 @@ class CanonicalWeight:
             ("permutation", (self.k,), "int32", lambda dtype: dtype == torch.int32),
             ("input_scale", (1,), "float32", lambda dtype: dtype == torch.float32),
             ("bias", (self.n,), "floats", lambda dtype: dtype.is_floating_point),
-            ("row_scale", (self.n,), "float32", lambda dtype: dtype == torch.float32),
+            ("row_scale", (self.n,), one_of(row_types), lambda dtype: TYPE_NAMES.get(dtype) in row_types),
         ):
             tensor = getattr(self, name)
             if tensor is None:
@@ -148,8 +156,8 @@ class CanonicalWeight:
         of_e2m1 = torch.float8_e8m0fnu if self.powers else torch.float8_e4m3fn
         scale = self.scale.view(of_e2m1) if (self.powers or self.nvfp4) else self.scale
         dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
-        if self.row_scale is not None:
-            weight *= self.row_scale[:, None]
+        if self.nvfp4:
+            weight *= self.row_scale[:, None]  # type: ignore[index]
         if self.permutation is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
@@ -264,9 +272,11 @@ class CanonicalWeight:
         size = self.group_size
         if self.powers:
             return self._ordered(pack_mxfp4(self.q, self.scale, k=self.k))
-        if self.row_scale is not None:
+        if self.nvfp4:
             codes, scale = self.q[:, 0::2] | self.q[:, 1::2] << 4, self.scale.view(torch.float8_e4m3fn)
-            return self._ordered(pack_nvfp4(codes, scale, self.row_scale))
+            return self._ordered(pack_nvfp4(codes, scale, self.row_scale))  # type: ignore[arg-type]
+        if lhs_dtype == torch.int8 and (in_levels := self._levels()) is not None:
+            return self._ordered(pack_w4_two_level(*in_levels))
         if size < self.k and size not in GROUP_SIZES:
             size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
             if not size:
@@ -290,6 +300,18 @@ class CanonicalWeight:
             expected = f"None or {dtype_name(self.q.dtype)}, the type of the 8-bit weight"
             raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
         return self._ordered(pack_w8(self.q, parameters["scale"], group_size=min(size, self.k)))
+
+    def _levels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What `pack_w4_two_level` takes of a weight whose scales are integers times `row_scale`, exactly; None of others."""
+        per_channel = self.group_size >= self.k
+        if self.row_scale is None or self.k > MAX_K or not (per_channel or self.group_size % FACTOR_GROUP == 0):
+            return None
+        weight = self.with_zero_points().regrouped(self.k if self.k <= FACTOR_GROUP else FACTOR_GROUP)
+        row = self.row_scale.float()[:, None]
+        factor = torch.where(row == 0, 1.0, weight.scale.float() / row).round()
+        if not bool(((factor * row == weight.scale.float()) & (factor >= 1) & (factor <= levels.MOST)).all()):
+            return None
+        return weight.q, factor.to(torch.uint8), weight.zero, self.row_scale  # type: ignore[return-value]
 
     def _ordered(self, weight: W) -> W:
         """A packed weight with the permutation of this one."""
@@ -336,11 +358,15 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     bias = [w.q.new_zeros(w.n, dtype=biases[0].dtype) if w.bias is None else w.bias for w in weights if biases]
     joined = {
         name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])
-        for name in ("scale", "zero", "offset", "row_scale")
+        for name in ("scale", "zero", "offset")
     }
+    rows = [w.row_scale for w in weights if w.row_scale is not None]
+    alike = len(rows) == len(weights) and len({each.dtype for each in rows}) == 1
     # As bytes: PyTorch does not join 8-bit floats everywhere.
     q = torch.cat([w.q.view(torch.uint8) for w in weights]).view(first.q.dtype)
-    return replace(first, q=q, **joined, bias=torch.cat(bias) if bias else None)
+    return replace(
+        first, q=q, **joined, row_scale=torch.cat(rows) if alike else None, bias=torch.cat(bias) if bias else None
+    )
 
 
 class _Mixed(Exception):

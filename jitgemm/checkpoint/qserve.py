@@ -14,7 +14,8 @@
     per channel  weight = q * s1_scale - s1_szero
 
 The bracket is (q - zero) * s2_scale. s2_scale * s1_scale has at most 18 bits and is exact in fp32, so a group's scale
-is that product, and its zero point -s2_zero / s2_scale. The kernel multiplies four nibbles in one 32-bit word and adds
+is that product, and its zero point -s2_zero / s2_scale. For int8 activations groups of 128 and more are packed in the
+two levels that they have. The kernel multiplies four nibbles in one 32-bit word and adds
 bytes: a product above 255 would spill into its neighbour and a sum outside -128..127 wrap. The quantiser avoids both,
 and files with either raise.
 
@@ -29,6 +30,7 @@ stack experts in front, each laid out so.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +81,8 @@ class _QServe(Format):
         tiles = (tensors[name].unflatten(1, (-1, 8, 4)) for name in ("s2_scales", "s2_zeros"))  # 0, 8, 16, 24, 1, ...
         s2, s2_zero = (tile.transpose(-2, -1).flatten(1).T.to(torch.int32) for tile in tiles)
         zero = _zero_points(q, s2, s2_zero, group_size)
-        return integer_zero(q, s2.float() * s1.float(), zero, group_size, name="-s2_zeros / s2_scales")
+        weight = integer_zero(q, s2.float() * s1.float(), zero, group_size, name="-s2_zeros / s2_scales")
+        return replace(weight, row_scale=tensors["s1_scales"])
 
 
 def _codes(qweight: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,8 @@ HELP = {
     "--mxfp4": "MXFP4 weights: of --group-size channel, 128 and 32 is a base for a row, for a row and 128 k, and a scale "
     "for 32 k, as their scales need.",
     "--nvfp4": "NVFP4 weights, whose scales are e4m3s for 16 k; without --group-size.",
+    "--two-level": "Weights of two levels, with integer scales and zero points for 128 k under a scale for a row, as QServe's; "
+    "with --lhs int8, without --group-size.",
     "--out": "Type of the result.",
     "--sums": "What kernels may add up in, as sums of the calls: f16, e4m3's groups; exact, int8's, without sums by parts.",
     "--block-scales": "Activations with a scale per token and 128 k, not one per token.",
@@ -163,7 +165,7 @@ def fail(message: str, code: int) -> None:
 
 def weight_format(
     codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4,
-    mxfp4: bool = False, nvfp4: bool = False,
+    mxfp4: bool = False, nvfp4: bool = False, two_level: bool = False,
 ) -> WeightFormat:  # fmt: skip
     """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, and groups
     of 128 with 8 bits to be blocks, whose rows share scales.
@@ -171,8 +173,15 @@ def weight_format(
     Raises:
         ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size; MXFP4
             with another group size, 8 bits, zero points, offsets or int8 activations; NVFP4 with a group size or one of
-            these; both.
+            these; two levels with these or e4m3 activations; several of the three.
     """
+    if two_level:
+        if group_size or zero_point or offset or bits != 4 or lhs != "s8" or mxfp4 or nvfp4:
+            expected = "--lhs int8, without --group-size, --zero-point, --offset, --bits, --mxfp4, --nvfp4"
+            raise ValueError(
+                f"--two-level: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}"
+            )
+        return WeightFormat(0, False, scale_type, "two_level", code="two_level")
     if nvfp4:
         if group_size or zero_point or offset or bits != 4 or lhs != "e4m3" or mxfp4:
             expected = "e4m3 activations, without --group-size, --zero-point, --offset, --bits, --mxfp4"

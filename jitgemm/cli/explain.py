@@ -26,13 +26,14 @@ def explain(
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
     lhs: Annotated[common.Lhs, layer_option("--lhs")] = common.Lhs.fp8,
     group_size: Annotated[
-        Optional[str], layer_option("--group-size", metavar="G", show_default="128, NVFP4: none")
+        Optional[str], layer_option("--group-size", metavar="G", show_default="128, NVFP4 and two levels: none")
     ] = None,
     zero_point: Annotated[bool, layer_option("--zero-point")] = False,
     offset: Annotated[bool, layer_option("--offset")] = False,
     bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
     mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
     nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
+    two_level: Annotated[bool, layer_option("--two-level")] = False,
     scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
     codes: Annotated[common.Codes, layer_option("--codes")] = common.Codes.any,
     out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
@@ -62,6 +63,7 @@ def explain(
       jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
       jitgemm explain 512 7168 2048 --mxfp4 --group-size channel
       jitgemm explain 16 4096 4096 --nvfp4
+      jitgemm explain 16 4096 4096 --two-level --lhs int8
       jitgemm explain 4096 4096 4096 --codes tuned --sums f16
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
@@ -71,8 +73,11 @@ def explain(
       2  wrong arguments
     """
     target = pick_device(device)
-    kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size or ("channel" if nvfp4 else "128"))
-    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4)
+    kind = common.LHS_TYPES[lhs.value]
+    group = common.parse_group_size(group_size or ("channel" if nvfp4 or two_level else "128"))
+    format = common.weight_format(
+        codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4, two_level
+    )
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
@@ -106,6 +111,7 @@ def explain(
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
+    shared = f"two levels; {shared}" if format.factors else shared
     words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{_why(ranked)}")
 

@@ -105,6 +105,7 @@ def warmup(
     bits: Annotated[Optional[int], _floats("--bits", metavar="4|8", show_default="4")] = None,
     mxfp4: Annotated[bool, _shape("--mxfp4", " Without --group-size: all three.")] = False,
     nvfp4: Annotated[bool, _shape("--nvfp4")] = False,
+    two_level: Annotated[bool, _shape("--two-level")] = False,
     scale_dtype: Annotated[
         Optional[common.RealType], _floats("--scale-dtype", metavar="TYPE", show_default="bf16")
     ] = None,
@@ -152,16 +153,16 @@ def warmup(
         raise ValueError(
             "--for, --tp, --ep and --activation are for a --model; a --shape is taken as one rank's already"
         )
-    if not shape and (lhs or offset or block_scales or e8m0 or quantizer or mxfp4 or nvfp4):
+    if not shape and (lhs or offset or block_scales or e8m0 or quantizer or mxfp4 or nvfp4 or two_level):
         raise ValueError(
-            "--lhs, --offset, --mxfp4, --nvfp4, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
+            "--lhs, --offset, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
             "off it, but for --activation"
         )
     target = pick_device(device)
     outs = [choice.value for choice in out or []]
     orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
     sizes = [group]
-    if nvfp4:
+    if nvfp4 or two_level:
         orders, sizes = orders[:1], [group] if group_size else [0]
     elif mxfp4:
         orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]
@@ -173,7 +174,9 @@ def warmup(
     for (n, k), kind in product(map(common.parse_shape, shape or ()), lhs_types):
         specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags)]
         for order, size, result, lhs_group in product(orders, sizes, outs or ["bf16"], sorted(groups)):
-            format = common.weight_format(order, kind, size, zero_point, scale_type, offset, k, width, mxfp4, nvfp4)
+            format = common.weight_format(
+                order, kind, size, zero_point, scale_type, offset, k, width, mxfp4, nvfp4, two_level
+            )
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
             more["sums"] = "f32" if len(sizes) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)

@@ -175,18 +175,20 @@ def _warmup(spec: KernelSpec) -> str:
     """The command that compiles a kernel of this format ahead of time."""
     fmt = spec.format
     flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8"]
-    flags += [] if fmt.inner_scales else ["--group-size", str(fmt.group_size or "channel")]
+    flags += [] if fmt.inner_scales or fmt.factors else ["--group-size", str(fmt.group_size or "channel")]
     flags += [flag for flag, given in (("--zero-point", fmt.zero_point), ("--offset", fmt.offset)) if given]
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
     if fmt.powers:
         flags += ["--mxfp4"]
     elif fmt.inner_scales:
         flags += ["--nvfp4"]
+    elif fmt.factors:
+        flags += ["--two-level"]
     elif fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not (fmt.zero_point or fmt.powers or fmt.inner_scales):
+    elif not (fmt.zero_point or fmt.one_type):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, SCALE_GROUP
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.weight.pack import row_sums
@@ -77,6 +77,10 @@ def unpacked(weight: Weight) -> CanonicalWeight:
         return CanonicalWeight(
             q, scales, group_size=SCALE_GROUP, permutation=permutation, code=code.name, row_scale=row_scale
         )
+    if code.factors:
+        row_scale: torch.Tensor = weight.unpack_channel_scale()  # type: ignore[assignment]
+        scale = scale.float() * row_scale.float()  # exact
+        return CanonicalWeight(q, scale, zero, None, FACTOR_GROUP, permutation, row_scale=row_scale.flatten())
     return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=code.name)
 
 
