@@ -25,7 +25,8 @@ __all__ = [
     "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",
     "m_grouped_gemm_w8a8_bf16_nt_contiguous", "m_grouped_gemm_w8a8_bf16_nt_masked",
     "m_grouped_gemm_w8a8_nt_contiguous", "m_grouped_gemm_w8a8_nt_masked", "pack_mxfp4", "pack_nvfp4", "pack_w4",
-    "pack_w4_two_level", "pack_w8", "prepare_f16_sums", "quantize_activations", "quantize_mxfp4", "quantize_w4", "quantize_w8",
+    "pack_w4_two_level", "pack_w8", "prepare_f16_sums", "quantize_activations", "quantize_mxfp4", "quantize_w4",
+    "quantize_w4_two_level", "quantize_w8",
 ]  # fmt: skip
 
 _PACKAGES = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
@@ -58,6 +59,7 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.weight.nvfp4 import pack_nvfp4
     from jitgemm.weight.pack import pack_w4, pack_w8
     from jitgemm.weight.packed import W4Weight, W8Weight
+    from jitgemm.weight.quantize_two_level import quantize_w4_two_level
     from jitgemm.weight.two_level import pack_w4_two_level
     from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
     from jitgemm.weight.quantize import quantize_w4, quantize_w8

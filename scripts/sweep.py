@@ -322,9 +322,7 @@ class Bench:
             scales = torch.randint(0, 127, (n, k // 16), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
             return jitgemm.pack_nvfp4(codes, scales, torch.full((1,), 1e-3, device="cuda"))
         if fmt.factors:
-            from benchmark_lib.data import quantise_two_level
-
-            return jitgemm.pack_w4_two_level(*quantise_two_level(torch.randn(n, k, device="cuda")))
+            return jitgemm.quantize_w4_two_level(torch.randn(n, k, device="cuda"))
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
         q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
         groups = -(-k // fmt.group_size) if fmt.group_size else 1

@@ -252,17 +252,6 @@ def test_nvfp4_data_is_near_the_weight():
     assert float((found - w).norm() / w.norm()) < 0.12
 
 
-def test_data_in_two_levels_is_near_the_weight():
-    import torch
-    from benchmark_lib.data import quantise_two_level
-
-    import jitgemm
-
-    w = torch.randn(64, 288, generator=torch.Generator().manual_seed(1))
-    found = jitgemm.pack_w4_two_level(*quantise_two_level(w)).dequantize()
-    assert float((found - w).norm() / w.norm()) < 0.12
-
-
 def test_peers_are_picked_by_name_and_by_library():
     from benchmark_lib.contestants import pick
 

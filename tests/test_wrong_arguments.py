@@ -147,6 +147,7 @@ PUBLIC |= {
         "w": torch.ones(N, K), "group_size": 32, "symmetric": True, "scale_dtype": BF16, "full_range": True,
         "positive_scales": False, "clip_steps": 1, "moments": torch.eye(K), "act_order": True, "lhs_dtype": None,
     },
+    "quantize_w4_two_level": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None},
     "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None, "moments": torch.eye(K)},
 }  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {

@@ -2,6 +2,7 @@
 
 quantize   from a float weight
 quantize_mxfp4  the same to MXFP4
+quantize_two_level  the same in two levels
 search     scales and zero points of least error
 gptq       codes of least error of the result, where the inputs are known
 pack       from codes, scales, zero points and offsets

@@ -70,7 +70,7 @@ def pack_w4_two_level(
     if q.is_cuda and capturing(q.device):
         raise ValueError("q: expected to look at it, got a CUDA graph's capture; pack before it")
     with torch.inference_mode(False), torch.no_grad():
-        format = WeightFormat(0, False, TYPE_NAMES[scale.dtype], "two_level", code="two_level")
+        format = format_of(TYPE_NAMES[scale.dtype])
         blocks = torch.empty(
             (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes), dtype=torch.uint8, device=q.device
         )
@@ -82,6 +82,11 @@ def pack_w4_two_level(
             )
         row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
         return W4Weight(blocks, channel_scale, n, k, k, format, row_sum=row_sum)
+
+
+def format_of(scale_type: str) -> WeightFormat:
+    """Of a weight with channels' scales of this type."""
+    return WeightFormat(0, False, scale_type, "two_level", code="two_level")
 
 
 def _checked(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, at: str) -> torch.Tensor:

@@ -187,17 +187,3 @@ def quantise_nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     halfway = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
     codes = (torch.bucketize(steps.abs().contiguous(), halfway) + 8 * steps.signbit()).to(torch.uint8).flatten(1)
     return codes[:, 0::2] | codes[:, 1::2] << 4, scales, whole
-
-
-def quantise_two_level(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 [n, k], integer scales and zero points [n, groups of 128], and bf16 scales [n]: 8 bits a row first, of
-    119 at most, which 4 bits of a group then miss by 8 at most."""
-    scale = (weight.float().abs().amax(1) / 119).clamp_(min=1e-12).to(torch.bfloat16)
-    integers = (weight.float() / scale.float()[:, None]).round_().clamp_(-119, 119)
-    grouped = torch.nn.functional.pad(integers, (0, -weight.shape[1] % 128)).unflatten(1, (-1, 128))
-    low, high = grouped.amin(2).clamp_(max=0), grouped.amax(2).clamp_(min=0)
-    factor = ((high - low) / 15).ceil_().clamp_(min=1)
-    zero = (-low / factor).round_()
-    q = (grouped / factor[..., None]).round_().add_(zero[..., None]).clamp_(0, 15)
-    q = q.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous()
-    return q, factor.to(torch.uint8), zero.to(torch.uint8), scale

@@ -16,7 +16,6 @@ from jitgemm.select.choose import choose
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
 from .data import Source, quantise_blocks, quantise_e8m0, quantise_groups, quantise_nvfp4, quantise_rows
-from .data import quantise_two_level
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 
@@ -52,7 +51,7 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weigh
     if fmt.nvfp4:
         return jitgemm.pack_nvfp4(*quantise_nvfp4(source.weight))
     if fmt.two_level:
-        return jitgemm.pack_w4_two_level(*quantise_two_level(source.weight))
+        return jitgemm.quantize_w4_two_level(source.weight)
     if fmt.bits == 8:
         return jitgemm.quantize_w8(source.weight, LHS_DTYPES[fmt.lhs], block=fmt.group_size or None)
     q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)

@@ -30,6 +30,7 @@ from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
 from jitgemm.weight.parts import check_packed, format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
+from jitgemm.weight.quantize_two_level import quantize_w4_two_level
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
@@ -284,6 +285,16 @@ class W4A8Linear(PackedLinear):
         """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
         moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
         quantise = partial(quantize_mxfp4, moments=moments, act_order=act_order)
+        return cls._from_linear(linear, activation, device, quantise)
+
+    @classmethod
+    def from_linear_two_level(
+        cls, linear: torch.nn.Linear, *, activation: str = "int8", moments: torch.Tensor | None = None,
+        act_order: bool = True, device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
+        """As `from_linear`, by `quantize_w4_two_level`; activation: one of int8, others raise TypeError."""
+        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
+        quantise = partial(quantize_w4_two_level, moments=moments, act_order=act_order)
         return cls._from_linear(linear, activation, device, quantise)
 
     @classmethod

@@ -17,9 +17,9 @@ from jitgemm.nn.layers.sums import check_layers, put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.quantize.stacked import quantised_experts
+from jitgemm.nn.quantize.stacked import SCHEMES, quantised_experts
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
-from jitgemm.weight.quantize_mxfp4 import check_lhs
+from jitgemm.weight import quantize_mxfp4, quantize_two_level
 from jitgemm.nn.report import QuantisationReport, Report, by_reason, warn_if_nothing
 
 
@@ -53,7 +53,8 @@ def quantize_(
             in_features none of 16, or a weight that is not bf16, fp16 or fp32.
         bits: of the weights, 4 or 8.
         scheme: None for integers of 4 bits, or e4m3 or integers of 8; "mxfp4" for MXFP4 (`quantize_mxfp4`), with 4 bits
-            and e4m3 activations, which has groups of 32 and none of the options of integers.
+            and e4m3 activations, which has groups of 32 and none of the options of integers; "two-level" for integer
+            factors and zero points of groups of 128 (`quantize_w4_two_level`), with 4 bits and int8 activations, likewise.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
         activation: one of ACTIVATIONS.
@@ -287,12 +288,13 @@ def form_of_4_bits(
 def check_options(bits: int, lm_head: str | None, scheme: str | None = None, activation: str | None = None) -> None:
     if bits not in LINEARS:
         raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
-    if scheme not in (None, "mxfp4"):
-        raise ValueError(f"scheme: expected None or 'mxfp4', got {scheme!r}")
+    if scheme not in (None, *SCHEMES):
+        raise ValueError(f"scheme: expected None or one of {', '.join(SCHEMES)}, got {scheme!r}")
     if scheme is not None and bits != 4:
         raise ValueError(f"bits: expected 4 with scheme={scheme!r}, got {bits}")
     if scheme is not None and activation is not None:
-        check_lhs(activation_named(activation).dtype, "activation")
+        check = quantize_mxfp4.check_lhs if scheme == "mxfp4" else quantize_two_level.check_lhs
+        check(activation_named(activation).dtype, "activation")
     if lm_head is not None and lm_head not in ACTIVATIONS:
         raise ValueError(f"lm_head: expected None or one of {', '.join(ACTIVATIONS)}, got {lm_head!r}")
 
@@ -307,7 +309,8 @@ def quantised(
     if name in found.forms:
         return quantised_experts(module, found.forms[name], bits=bits, scheme=scheme, **options)
     if scheme is not None:
-        return W4A8Linear.from_linear_mxfp4(module, **options)
+        make = W4A8Linear.from_linear_mxfp4 if scheme == "mxfp4" else W4A8Linear.from_linear_two_level
+        return make(module, **options)
     return LINEARS[bits].from_linear(module, **options)
 
 

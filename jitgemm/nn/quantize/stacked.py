@@ -22,6 +22,7 @@ from jitgemm.nn.layers.gate import gate_of
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
+from jitgemm.weight.quantize_two_level import quantize_w4_two_level
 
 PARAMETERS = {2: ("gate_up_proj", "down_proj"), 1: ("up_proj", "down_proj")}
 """What transformers calls w13 and w2, by `Gate.inputs`; their biases have _bias behind."""
@@ -147,16 +148,20 @@ def intermediate(module: torch.nn.Module, form: Form, x: torch.Tensor, e: int) -
     return gated(torch.nn.functional.linear(x, w, bias).float(), form.gate).to(x.dtype)
 
 
+SCHEMES: dict[str, Any] = {"mxfp4": quantize_mxfp4, "two-level": quantize_w4_two_level}
+"""What quantises to 4 bits that are no plain integers, by the names that `quantize_` has for them."""
+
+
 def quantised_experts(
     module: torch.nn.Module, form: Form, *, bits: int = 4, scheme: str | None = None, activation: str = "e4m3",
     device: torch.device | str | int | None = None,
     moments: Sequence[Sequence[torch.Tensor | None]] | None = None, **options: Any,
 ) -> PackedExperts:  # fmt: skip
-    """A layer whose weights are the module's, quantised by `quantize_w4`, `quantize_mxfp4` or `quantize_w8`, which see
+    """A layer whose weights are the module's, quantised by `quantize_w4`, one of SCHEMES or `quantize_w8`, which see
     for the options.
 
     Args:
-        scheme: None, or "mxfp4".
+        scheme: None, or one of SCHEMES.
         moments: those of each expert's inputs, first of w13, then of w2.
 
     Raises:
@@ -165,7 +170,7 @@ def quantised_experts(
     lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
     makers: dict[int, Any] = {4: (W4Weight, quantize_w4, {"group_size": 128}), 8: (W8Weight, quantize_w8, {})}
-    kind, quantise, defaults = makers[bits] if scheme is None else (W4Weight, quantize_mxfp4, {})
+    kind, quantise, defaults = makers[bits] if scheme is None else (W4Weight, SCHEMES[scheme], {})
     options = defaults | options
 
     def quantised(name: str) -> Weight:
