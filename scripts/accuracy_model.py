@@ -57,6 +57,8 @@ ROWS: dict[str, dict[str, Any] | None] = {
             (" calibrated, int8", {"activation": "int8", **CALIBRATED}),
         )
     },
+    "two levels": {"scheme": "two-level", "activation": "int8"},
+    "two levels calibrated": {"scheme": "two-level", "activation": "int8", **CALIBRATED},
 }
 """Options of `quantize_` by the name of the row."""
 
