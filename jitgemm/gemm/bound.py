@@ -41,7 +41,6 @@ from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div
 from jitgemm.tensors import check_dtype, dtype_name
 from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.terms import upper
 
 STEP_K = 32
 """k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
@@ -122,6 +121,8 @@ def gemm_w4a8_bound(
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
         d, scale, offset = integers(rhs.packed, strip, end)
         d = _by_run(d, runs, run)
+        two = rhs.packed.both_terms(strip, end) if rhs.format.terms > 1 else ()
+        operands = [_by_run(each, runs, run) for each in two] or [d]
         # [runs, 1, n]: the scale and offset of each run.
         group = torch.arange(runs, device=d.device) * run // max(rhs.group_size, run)
         scale = scale.T[group, None]
@@ -136,9 +137,9 @@ def gemm_w4a8_bound(
             x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
             code = None if x.dtype == torch.int8 else CODES[rhs.format.code]
             f16 = None if powers is None else token[:, rows] * powers[columns]
-            size, loss = _scaled(x_rows, d, scale * token[:, rows], code, f16)
+            size, loss = _scaled(x_rows, operands, scale * token[:, rows], code, f16)
             if offset is not None:
-                added = _scaled(x_rows, counts, offset * token[:, rows], code)
+                added = _scaled(x_rows, [counts], offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
             loss = loss + _lost_by_parts(scale) * token[:, rows][0] if by_parts else loss
             size += loss + zero[rows] * token[0, rows] * row_sum.abs()
@@ -154,18 +155,19 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
 
 
 def _scaled(
-    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, code: Code | None, f16: torch.Tensor | None = None
+    x: torch.Tensor, operands: list[torch.Tensor], scale: torch.Tensor, code: Code | None, f16: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run].
+    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run].
 
+    operands: [runs, n, run], whose sum x is multiplied by; each takes the steps.
     code: of the weight, with e4m3 activations; None for int8, which loses nothing.
     f16: |x_scale| * 2^E, [1, m, n], with sums in f16; else None.
     """
     cut = CUT if f16 is None else CUT + F16 * (1 + CUT)
-    sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
+    sums = torch.zeros(*x.shape[:2], operands[0].shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
-    steps = zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True)
-    for part, codes in (each for part, product in steps for each in _terms(part, product, code)):
+    steps = zip(x.split(STEP_K, -1), *(each.split(STEP_K, -1) for each in operands), strict=True)
+    for part, codes in ((part, codes) for part, *both in steps for codes in both):
         largest = part.abs().amax(-1, keepdim=True)
         if code is None or code.largest is None:
             some = largest > 0
@@ -182,14 +184,6 @@ def _scaled(
     loss, sums = loss * scale.abs(), sums * scale  # of a sum of activations there is one for all rows
     added = loss.sum(0) if f16 is None else loss.sum(0) + _lost_in_f16(sums, loss, f16, BLOCK_K // x.shape[-1])
     return sums.abs().sum(0), added
-
-
-def _terms(x: torch.Tensor, d: torch.Tensor, code: Code | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the steps for 32 k multiply."""
-    if code is None or code.terms == 1:
-        return [(x, d)]
-    high = upper(d)
-    return [(x, high), (x, d - high)]
 
 
 def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:

@@ -216,6 +216,11 @@ class WeightFormat:
         return CODES[self.code].inner_scales > 0
 
     @property
+    def near(self) -> bool:
+        """Whether inner scales stand next to a base of each row, so that a code becomes two e4m3s."""
+        return self.inner_scales and self.tuned
+
+    @property
     def terms(self) -> int:
         """Operands of wgmma that a code becomes."""
         return CODES[self.code].terms
@@ -223,13 +228,13 @@ class WeightFormat:
     @property
     def table_bytes(self) -> int:
         """Bytes of the tables in shared memory that kernels decode by."""
-        return 128 if self.exponents else 2048 if self.inner_scales else 0
+        return next(iter(self._order.decoders.values())).table_bytes if self.exponents or self.inner_scales else 0
 
     @property
     def tier(self) -> str:
         """Which powers of two a weight has for scales, or how else codes become operands, in words."""
         if self.inner_scales:
-            return f"{self.terms} terms a code"
+            return f"{self.terms} {'e4m3' if self.near else 'e5m2'} terms a code"
         per = f"a row and {self.group_size} k" if self.group_size else "a row"
         return f"a base for {per}" if self.exponents else f"a scale for {per}"
 

@@ -27,7 +27,7 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     f16 = spec.sums == "f16"
     count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
-    weights = CODES[spec.format.code].operand or spec.lhs
+    weights = spec.format.decoder(spec.lhs).operand or spec.lhs
     accumulator, constraint, sums = ("i32", "+r", "s32") if integer else ("float", "+f", "f32")
     if f16:
         accumulator, constraint, sums = "u32", "+r", "f16"

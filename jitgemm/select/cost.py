@@ -38,7 +38,7 @@ group is promoted, twice, as nothing runs beside the second half's promotion; wh
 as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
-DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2, "terms": 1.5}
+DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2, "terms": 1.5, "near": 1.5}
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
 codes for one type, beside what is the same for both, codes by tables some 20 more, two terms by tables some 120; e4m3's
 signed ones multiply, and leave the ALUs to the rest."""
