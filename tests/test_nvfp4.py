@@ -24,8 +24,9 @@ from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.weight.nvfp4 import FORMAT
-from jitgemm.weight.terms import terms, upper
+from jitgemm.weight import layout
+from jitgemm.weight.nvfp4 import FORMAT, NEAR
+from jitgemm.weight.terms import LARGE, terms, upper
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -33,6 +34,12 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
 """All that are not negative and no NaN."""
 PRODUCTS = SCALES.double()[:, None] * MAGNITUDES
+
+
+def test_large_and_small_are_every_code():
+    """Of powers of two, so that e4m3 has them times any scale; small is not negative, as zeros are made of its sign."""
+    small = torch.cat((MAGNITUDES, -MAGNITUDES)) - torch.tensor(LARGE)
+    assert set(small.tolist()) == {0.0, 0.5, 1.0, 2.0} and set(LARGE) == {0, 1, 2, 4, -1, -2, -4, -8}
 
 
 def test_two_e5m2_terms_hold_every_code_times_every_scale():
@@ -72,9 +79,95 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
     parts = nvfp4.parts(seed, n, k, low=0, high=127)
     weight = parts.packed
     codes, scales, whole = weight.unpack()
-    assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales.view(torch.uint8))
-    assert scales.dtype == torch.float8_e4m3fn and torch.equal(whole, parts.whole.expand(n, 1))
+    assert scales.dtype == torch.float8_e4m3fn and torch.equal(
+        weight.dequantize(), parts.products().float() * parts.whole
+    )
+    if weight.format == FORMAT:
+        assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales.view(torch.uint8))
+        assert torch.equal(whole, parts.whole.expand(n, 1))
+    else:
+        assert_the_same_numbers(parts, weight)
+
+
+def assert_the_same_numbers(parts, weight):
+    """Codes, but for -0, and scales times the row's, which a power of two may have moved between."""
+    codes, scales, whole = weight.unpack()
+    assert weight.format == NEAR and torch.equal(codes, torch.where(parts.codes == 8, 0, parts.codes))
+    given = parts.scales.double() * parts.whole.double()
+    used = parts.codes.unflatten(1, (-1, 16)).bitwise_and(7).amax(-1) > 0
+    assert torch.equal((scales.double() * whole.double())[used], given[used])
+    assert torch.equal(whole.frexp().mantissa, parts.whole.expand_as(whole).frexp().mantissa)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 12).map(lambda x: 8 * x),
+    k=st.integers(1, 40).map(lambda x: 16 * x),
+)
+@settings(max_examples=40, deadline=None)
+def test_scales_near_one_another_come_back_times_a_power_of_two(seed, n, k):
+    parts = nvfp4.parts(seed, n, k)
+    parts.codes[0, :16] &= 8
+    weight = parts.packed
+    assert_the_same_numbers(parts, weight)
     assert torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
+    again = jitgemm.pack_nvfp4(*nvfp4.Parts(*weight.unpack()).given)
+    assert torch.equal(again.blocks, weight.blocks) and torch.equal(again.channel_scale, weight.channel_scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [
+        ({}, "near"),
+        ({"scales": (40, 119)}, "near"),
+        ({"scales": (40, 120)}, "near"),  # 2^10
+        ({"scales": (40, 126)}, "near"),
+        ({"scales": (39, 126)}, "nvfp4"),
+        ({"scales": (47, 126)}, "near"),
+        ({"scales": (31, 111)}, "nvfp4"),  # 2^10, of 1.875
+        ({"scales": (1, 64)}, "near"),  # 2^-9 and 2
+        ({"scales": (1, 72)}, "nvfp4"),
+        ({"scales": (0, 64)}, "nvfp4"),
+        ({"scales": (0, 64), "codes": 8}, "near"),  # of zeros
+        ({"scales": (1, 126), "codes": 0}, "near"),
+        ({"whole": 2.0**-126}, "nvfp4"),  # times a power of two it is none of fp32's normal numbers
+        ({"whole": 0.0}, "near"),
+        ({"whole": torch.inf}, "nvfp4"),
+    ],
+    ids=str,
+)
+def test_which_scales_are_near_one_another(change, order):
+    """Of row 3's first two groups, the codes of the first."""
+    parts = nvfp4.parts(1, 8, 64, low=64, high=65)
+    parts.codes[:] = 7
+    parts.scales.view(torch.uint8)[3, :2] = torch.tensor(change.get("scales", (64, 64)), dtype=torch.uint8)
+    parts.codes[3, :16] = change.get("codes", 7)
+    parts.whole[:] = change.get("whole", 0.5)
+    weight = parts.packed
+    assert weight.format.order == order
+    assert torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
+
+
+def test_experts_some_of_whose_scales_are_far_apart():
+    """All are brought into the order that holds any scales, and give the same numbers."""
+    each = [nvfp4.parts(1, 72, 416), nvfp4.far(2, 72, 416), nvfp4.parts(3, 72, 416)]
+    assert [one.packed.format.order for one in each] == ["near", "nvfp4", "near"]
+    weight = jitgemm.W4Weight.stacked(3, lambda e: each[e].packed)
+    assert weight.format == FORMAT
+    for e, one in enumerate(each):
+        assert torch.equal(weight[e].dequantize(), one.products().float() * one.whole)
+    near = jitgemm.W4Weight.stacked(2, lambda e: each[2 * e].packed)
+    assert near.format == NEAR and torch.equal(near[1].blocks, each[2].packed.blocks)
+
+
+def test_orders_are_each_other_s_inverse():
+    weight = nvfp4.parts(1, 72, 416).packed
+    blocks = weight.blocks.clone()
+    layout.reorder_codes(blocks[None], "nvfp4", "near", "nvfp4")
+    general = jitgemm.W4Weight(blocks.clone(), weight.channel_scale, 72, 416, 416, FORMAT)
+    assert torch.equal(general.dequantize(), weight.dequantize())
+    layout.reorder_codes(blocks[None], "nvfp4", "nvfp4", "near")
+    assert torch.equal(blocks, weight.blocks)
 
 
 def test_it_takes_four_and_a_half_bits():
@@ -83,7 +176,8 @@ def test_it_takes_four_and_a_half_bits():
 
 def test_a_thread_finds_its_two_rows_scales_in_one_vector():
     parts = nvfp4.parts(1, 64, 128)
-    vectors, scales = parts.packed.blocks[0, 0, 4096:].view(4, 8, 16), parts.scales.view(torch.uint8)
+    packed = parts.packed
+    vectors, scales = packed.blocks[0, 0, 4096:].view(4, 8, 16), packed.unpack()[1].view(torch.uint8) - 8
     for warp, row in ((0, 0), (2, 5), (3, 7)):
         first = 16 * warp + row
         assert torch.equal(vectors[warp, row], torch.cat((scales[first], scales[first + 8])))
@@ -120,17 +214,18 @@ def test_experts_pack_as_each_does(shape):
     assert torch.equal(stacked.dequantize(), weight.dequantize())
 
 
-def test_names_and_files_hold_it():
-    weight = nvfp4.parts(1, 72, 416).packed
+@pytest.mark.parametrize(("parts", "order", "type"), [(nvfp4.parts, "near", "e4m3"), (nvfp4.far, "nvfp4", "e5m2")])
+def test_names_and_files_hold_it(parts, order, type):
+    weight = parts(1, 72, 416).packed
     fmt = weight.format
-    assert format_named(fmt.name) == fmt == FORMAT and fmt.name == "nv-channel-fp32-nvfp4"
+    assert format_named(fmt.name) == fmt and fmt.name == f"nv-channel-fp32-{order}"
     spec = KernelSpec("e4m3", fmt.kernel_format, block_m=16, block_n=64, stages=4)
     assert KernelSpec.from_label(spec.label) == spec and KernelSpec.from_dict(spec.to_dict()) == spec
     again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
     assert again.format == fmt and torch.equal(again.blocks, weight.blocks)
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         assert other.format == fmt and torch.equal(other.blocks, weight.blocks)
-    assert "nvfp4, e2m1, 2 terms a code" in repr(weight)
+    assert f"nvfp4, e2m1, 2 {type} terms a code" in repr(weight)
 
 
 @pytest.mark.parametrize(
@@ -204,29 +299,37 @@ def test_the_bound_counts_both_terms():
     assert all(bool((bound > 0).all()) for _, bound in bounds)
 
 
-def one_hot(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.eye(2032)[first:end].to(torch.float8_e4m3fn)
+def one_hot(first: int, end: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.eye(k)[first:end].to(torch.float8_e4m3fn)
     return x, torch.ones(end - first)
 
 
 @emulated
-def test_every_code_with_every_scale(monkeypatch):
-    """Each product alone: row 0 has them all."""
-    parts = nvfp4.all_pairs()
+@pytest.mark.parametrize(("pairs", "order"), [(nvfp4.all_pairs, "nvfp4"), (nvfp4.near_pairs, "near")])
+def test_every_code_with_every_scale(monkeypatch, pairs, order):
+    """Each product alone: row 0 has all of any scales."""
+    parts = pairs()
+    assert parts.packed.format.order == order
     emulate(monkeypatch)
-    for first in range(0, 2032, 256):
-        x, scale = one_hot(first, min(first + 256, 2032))
+    k = parts.codes.shape[1]
+    for first in range(0, k, 256):
+        x, scale = one_hot(first, min(first + 256, k), k)
         out = torch.empty(len(x), 16)
         jitgemm.gemm_w4a8_nt((x, scale), parts.packed, out)
         assert torch.equal(out.T.double(), parts.products()[:, first : first + 256])
 
 
 @emulated
-def test_scales_of_zero_and_the_largest(monkeypatch):
+@pytest.mark.parametrize("order", ["near", "nvfp4"])
+def test_scales_of_zero_and_the_largest(monkeypatch, order):
     parts = nvfp4.parts(1, 72, 416)
     scales = parts.scales.view(torch.uint8)
     scales[0], scales[1], scales[2, ::2] = 0, 126, 0
     parts.codes[1] = 7
+    if order == "near":  # zeros times zero
+        parts.codes[0] &= 8
+        parts.codes[2].view(-1, 32)[:, :16] = 0
+    assert parts.packed.format.order == order
     x = torch.full((3, 416), 448.0).to(torch.float8_e4m3fn), torch.ones(3)
     emulate(monkeypatch)
     out = torch.empty(3, 72)
@@ -237,6 +340,7 @@ def test_scales_of_zero_and_the_largest(monkeypatch):
 
 
 @emulated
+@pytest.mark.parametrize("made", [nvfp4.parts, nvfp4.far], ids=["near", "far"])
 @pytest.mark.parametrize(
     ("m", "n", "k", "options"),
     [
@@ -248,14 +352,14 @@ def test_scales_of_zero_and_the_largest(monkeypatch):
     ],
     ids=str,
 )
-def test_a_kernel_computes_what_the_reference_does(monkeypatch, m, n, k, options):
-    weight, block = nvfp4.parts(m, n, k, low=0, high=127).packed, options.get("block")
+def test_a_kernel_computes_what_the_reference_does(monkeypatch, m, n, k, options, made):
+    weight, block = made(m, n, k).packed, options.get("block")
     lhs = (builders.block_lhs if block else builders.lhs)(1, m, k, "e4m3")
     bias = builders.bias(2, n) if options.get("bias") else None
     ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
     emulator, out = emulate(monkeypatch), torch.empty(m, n, dtype=torch.bfloat16)
     jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=options.get("batch_invariant", False))
-    assert emulator.launched[0].startswith("e4m3nv-channel-")
+    assert emulator.launched[0].startswith("e4m3nvnear-" if made is nvfp4.parts else "e4m3nv-channel-")
     assert bool(((out.double() - ref).abs() <= bound).all())
 
 
@@ -268,9 +372,10 @@ SHAPES = {
 
 
 @emulated
+@pytest.mark.parametrize("made", [nvfp4.parts, nvfp4.far], ids=["near", "far"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_of_every_shape(monkeypatch, shape):
-    weight, lhs = nvfp4.parts(4, 264, 640).packed, builders.lhs(1, 120, 640, "e4m3")
+def test_kernels_of_every_shape(monkeypatch, shape, made):
+    weight, lhs = made(4, 264, 640).packed, builders.lhs(1, 120, 640, "e4m3")
     spec = KernelSpec("e4m3", weight.format.kernel_format, **SHAPES[shape])
     emulate(monkeypatch)
     out = torch.empty(120, 264, dtype=torch.bfloat16)
@@ -299,11 +404,12 @@ def test_contiguous_rows_of_experts(monkeypatch, gathered):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("format", [FORMAT, NEAR], ids=["any scales", "near"])
 @pytest.mark.parametrize("experts", [0, 64])
-def test_chosen_kernels_do_not_spill(tmp_path, experts):
+def test_chosen_kernels_do_not_spill(tmp_path, experts, format):
     cache = KernelCache([tmp_path])
     rows = (16, 16384) if experts else (1, 32, 64, 128, 4096)
-    problems = [Problem(m, 4096, 4096, "e4m3", FORMAT, experts=experts, lhs_group=g) for m in rows for g in (0, 128)]
+    problems = [Problem(m, 4096, 4096, "e4m3", format, experts=experts, lhs_group=g) for m in rows for g in (0, 128)]
     for spec in dict.fromkeys(choose(problem, DEVICES["h200"]) for problem in problems):
         entry, _ = cache.get_or_compile(kernel_source(spec))
         assert entry.metadata["spill_bytes"] == 0, spec.label

@@ -23,14 +23,15 @@ from jitgemm.select.legal import legal_kernels
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("pairs", [nvfp4.all_pairs, nvfp4.near_pairs])
 @pytest.mark.parametrize("m", [1, 17, 64, 200, 2032])
-def test_every_code_with_every_scale(m):
-    """One product a result: what two wgmmas of e5m2s make of it."""
-    parts = nvfp4.all_pairs("cuda")
-    weight, exact = parts.packed, parts.products()
+def test_every_code_with_every_scale(m, pairs):
+    """One product a result: what two wgmmas make of it."""
+    parts = pairs("cuda")
+    weight, exact, k = parts.packed, parts.products(), parts.codes.shape[1]
     step = max(m, 127)
-    for first in range(0, 2032, step):
-        one_hot = torch.eye(2032, device="cuda")[first : first + step].to(torch.float8_e4m3fn)
+    for first in range(0, k, step):
+        one_hot = torch.eye(k, device="cuda")[first : first + step].to(torch.float8_e4m3fn)
         for start in range(0, len(one_hot), m):
             x = one_hot[start : start + m]
             out = torch.full((len(x), 16), torch.nan, device="cuda")
@@ -38,18 +39,19 @@ def test_every_code_with_every_scale(m):
             assert torch.equal(out.T.double(), exact[:, first + start : first + start + len(x)]), (first, start)
 
 
-def test_every_code_with_every_scale_and_every_activation():
-    """A product of seven bits a term: the tensor cores cut off none of the ten of both."""
-    parts = nvfp4.all_pairs("cuda")
-    weight, exact = parts.packed, parts.products()
+@pytest.mark.parametrize("pairs", [nvfp4.all_pairs, nvfp4.near_pairs])
+def test_every_code_with_every_scale_and_every_activation(pairs):
+    """A product of seven or eight bits a term: the tensor cores cut off none of the ten of both."""
+    parts = pairs("cuda")
+    weight, exact, k = parts.packed, parts.products(), parts.codes.shape[1]
     finite = [byte for byte in range(256) if byte & 0x7F != 0x7F]
     values = torch.tensor(finite, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    columns = torch.arange(16 * 127, device="cuda")
+    columns = torch.arange(k, device="cuda")
     for value in values.view(torch.uint8)[::3]:
-        x = torch.zeros(2032, 2032, dtype=torch.uint8, device="cuda")
+        x = torch.zeros(k, k, dtype=torch.uint8, device="cuda")
         x[columns, columns] = value
-        out = torch.full((2032, 16), torch.nan, device="cuda")
-        jitgemm.gemm_w4a8_nt((x.view(torch.float8_e4m3fn), torch.ones(2032, device="cuda")), weight, out)
+        out = torch.full((k, 16), torch.nan, device="cuda")
+        jitgemm.gemm_w4a8_nt((x.view(torch.float8_e4m3fn), torch.ones(k, device="cuda")), weight, out)
         expected = float(value.view(torch.float8_e4m3fn)) * exact.T
         assert torch.equal(out.double(), expected), int(value)
 
@@ -68,9 +70,11 @@ def test_scales_of_zero_and_the_largest():
 
 @pytest.mark.parametrize("experts", [None, 3])
 @pytest.mark.parametrize(("n", "k"), [(72, 416), (4104, 1056)])
-def test_the_gpu_packs_the_same_bytes(experts, n, k):
-    parts = nvfp4.parts(1, n, k, experts=experts, low=0, high=127)
+@pytest.mark.parametrize("low", [0, 32], ids=["any scales", "near"])
+def test_the_gpu_packs_the_same_bytes(experts, n, k, low):
+    parts = nvfp4.parts(1, n, k, experts=experts, low=low, high=127 if low == 0 else 112)
     on_cpu, on_gpu = parts.packed, nvfp4.Parts(parts.codes.cuda(), parts.scales.cuda(), parts.whole.cuda()).packed
+    assert on_gpu.format.order == ("nvfp4" if low == 0 else "near") and on_gpu.format == on_cpu.format
     assert torch.equal(on_cpu.blocks, on_gpu.blocks.cpu())
     for there, here in zip(on_gpu.unpack(), on_cpu.unpack()):
         assert torch.equal(there.view(torch.uint8).cpu(), here.view(torch.uint8))
@@ -87,7 +91,7 @@ CASES = [
 
 @pytest.mark.parametrize(("m", "n", "k", "block", "bias", "out"), CASES, ids=str)
 def test_within_the_bound(m, n, k, block, bias, out):
-    weight = nvfp4.parts(4, n, k, device="cuda").packed
+    weight = (nvfp4.far if m % 2 and k > 16 else nvfp4.parts)(4, n, k, device="cuda").packed
     make = {"": builders.lhs, "fp32": builders.block_lhs, "e8m0": builders.e8m0_lhs}[block]
     lhs = make(2, m, k, "e4m3", device="cuda")
     guard = Guarded(m, n, contiguous=bias, dtype=OUTPUTS[out])
@@ -106,12 +110,13 @@ def test_batch_invariant_rows(m):
     assert same_bits(outs[0][:m], outs[1])
 
 
+@pytest.mark.parametrize("made", [nvfp4.parts, nvfp4.far])
 @pytest.mark.parametrize("block", [False, True])
-def test_every_shape_of_kernel(block):
+def test_every_shape_of_kernel(block, made):
     """One of every few legal kernels, whatever the selector takes."""
-    weight = nvfp4.parts(4, 392, 1056, device="cuda").packed
+    weight = made(4, 392, 1056, device="cuda").packed
     specs = legal_kernels("e4m3", weight.format, device_figures(), lhs_group=128 if block else 0)
-    for spec in random.Random(1).sample(specs, 60):
+    for spec in random.Random(1).sample(specs, 40):
         make = builders.block_lhs if block else builders.lhs
         lhs = make(2, spec.block_m + 3, 1056, "e4m3", device="cuda")
         guard = Guarded(spec.block_m + 3, 392)

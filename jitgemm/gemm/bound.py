@@ -155,7 +155,11 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
 
 
 def _scaled(
-    x: torch.Tensor, operands: list[torch.Tensor], scale: torch.Tensor, code: Code | None, f16: torch.Tensor | None = None
+    x: torch.Tensor,
+    operands: list[torch.Tensor],
+    scale: torch.Tensor,
+    code: Code | None,
+    f16: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run].
 

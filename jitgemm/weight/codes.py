@@ -152,7 +152,6 @@ def _spread(nibbles: Words) -> torch.Tensor:
 E2M1 = Nibbles(torch.uint8, 0, 15, _join_tables, _split_tables)
 
 
-
 def _join_near(a: Words, b: Words) -> torch.Tensor:
     """Selectors of both terms: bits 1 and 0 the powers of two, bit 2 the sign, bit 3 whether small is 0."""
     low, high = (_gathered(_to_near(words)) for words in (a, b))

@@ -88,8 +88,8 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
                 used = e2m1.nonzero_groups(q[e][first:end], k, SCALE_GROUP)
                 inner[e][first:end], shifts[e][first:end] = terms.near(s[e][first:end], used)
         moved = rows * e2m1.power(-shifts).float()
-        exact = (moved * e2m1.power(shifts).float() == rows) & moved.isfinite()
-        if bool(((shifts != terms.FAR) & exact).all()):
+        normal = (moved.abs() >= torch.finfo(torch.float32).tiny) & moved.isfinite() | (rows == 0)
+        if bool(((shifts != terms.FAR) & normal).all()):
             format, rows = NEAR, moved
         else:
             format, inner = FORMAT, s
