@@ -13,7 +13,6 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
-from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
