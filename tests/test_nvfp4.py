@@ -160,14 +160,17 @@ def test_experts_some_of_whose_scales_are_far_apart():
     assert near.format == NEAR and torch.equal(near[1].blocks, each[2].packed.blocks)
 
 
-def test_orders_are_each_other_s_inverse():
+def test_scales_near_one_another_load_in_the_order_for_any_scales():
+    """As weights were saved before there was the other order; so does a layer that was made of the other one."""
     weight = nvfp4.parts(1, 72, 416).packed
     blocks = weight.blocks.clone()
     layout.reorder_codes(blocks[None], "nvfp4", "near", "nvfp4")
-    general = jitgemm.W4Weight(blocks.clone(), weight.channel_scale, 72, 416, 416, FORMAT)
-    assert torch.equal(general.dequantize(), weight.dequantize())
-    layout.reorder_codes(blocks[None], "nvfp4", "nvfp4", "near")
-    assert torch.equal(blocks, weight.blocks)
+    general = jitgemm.W4Weight(blocks, weight.channel_scale, 72, 416, 416, FORMAT)
+    again = jitgemm.W4Weight.from_state_dict(general.state_dict("w."), "w.")
+    assert again.format == FORMAT and torch.equal(again.dequantize(), weight.dequantize())
+    layer = W4A8Linear(nvfp4.parts(2, 72, 416).packed)
+    layer.load_state_dict(W4A8Linear(again).state_dict())
+    assert layer.weight.format == FORMAT and torch.equal(layer.weight.dequantize(), weight.dequantize())
 
 
 def test_it_takes_four_and_a_half_bits():

@@ -185,7 +185,7 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not (fmt.zero_point or fmt.powers or fmt.inner_scales):
+    elif not (fmt.zero_point or fmt.powers):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]

@@ -263,7 +263,7 @@ def regrouped(
 
 def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
     """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place. NVFP4's
-    scales go with them; those in the order "near" have come from there.
+    scales go with them, which only the order that holds any can be given.
 
     Args:
         blocks: uint8 [experts, strips, kblocks, record_bytes].
@@ -275,7 +275,7 @@ def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
             words.copy_(encode_codes(decode_codes(words, orders[old]), orders[new]))
             if CODES[code].inner_scales:
                 scales = part[:, 4 * _CODE_WORDS :]
-                scales.copy_(terms.of_near(scales) if old == "near" else terms.to_near(scales))
+                scales.copy_(terms.of_near(scales))
 
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:

@@ -97,11 +97,6 @@ def of_near(bytes: torch.Tensor) -> torch.Tensor:
     return bytes + _OCTAVE
 
 
-def to_near(scales: torch.Tensor) -> torch.Tensor:
-    """The inverse."""
-    return scales - _OCTAVE
-
-
 def large_and_small(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [rows, k] and scales float8_e4m3fn [rows, ceil(k / 16)] -> both terms, fp64 [rows, k]."""
     scale = scales.double().repeat_interleave(SCALE_GROUP, 1)[:, : codes.shape[1]]

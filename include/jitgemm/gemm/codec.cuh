@@ -336,6 +336,7 @@ struct Nvfp4NearCodec {
     __device__ __forceinline__ static void load(u32 (&large)[2][4], u32 (&small)[2][4], u32 record, u32 scales,
                                                 u32 half, const Position& position) {
         const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
+        const u32 bytes[2] = {load_shared_u32(address), load_shared_u32(address + 8)};  // of the two rows
         const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
         const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
@@ -343,9 +344,9 @@ struct Nvfp4NearCodec {
 #pragma unroll
             for (u32 row = 0; row < 2; ++row) {
                 const u32 word = words[2 * s + row], index = word & 0x77777777u;
-                const u32 scale = address + row * 8 + s * 2;
-                decode(large[s][row], small[s][row], index, word, load_shared_u8(scale));
-                decode(large[s][row + 2], small[s][row + 2], index >> 16, word >> 16, load_shared_u8(scale + 1));
+                const u32 a = permuted(bytes[row], 0, 0x4440 + s * 2), b = permuted(bytes[row], 0, 0x4441 + s * 2);
+                decode(large[s][row], small[s][row], index, word, a);
+                decode(large[s][row + 2], small[s][row + 2], index >> 16, word >> 16, b);
             }
     }
 
