@@ -14,6 +14,7 @@ import torch
 from emulator.launch import COMPILER, emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_core import RUN, TensorCore
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -306,6 +307,90 @@ def test_a_kernel_computes_what_the_reference_does(monkeypatch, tier, m, n, k, o
     jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=options.get("batch_invariant", False))
     assert emulator.launched[0].startswith("e4m3mx-")
     assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+# ---- runs of 256 k, of weights with a base a row ---------------------------------------------------------------------
+
+LONG, SHORT = 2 * RUN, RUN
+
+
+class OfEmulator(TensorCore):
+    """Which rounds a step's exact sum to fp32."""
+
+    def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        return (acc + x @ d.T).float().double()
+
+
+def used(out: torch.Tensor, lhs: tuple, weight) -> float:  # type: ignore[no-untyped-def]
+    ref, limit = gemm_w4a8_bound(lhs, weight, out_dtype=out.dtype)
+    return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).max())
+
+
+@pytest.mark.parametrize("run", [SHORT, LONG])
+@pytest.mark.parametrize("kind", ["plain", "outliers", "positive", "last step"])
+def test_the_arithmetic_is_within_the_bound(kind, run):
+    parts, k = mxfp4.parts(2, 32, 1696), 1696
+    mean, factor = "positive" if kind == "positive" else "zero", 500 if kind == "last step" else 1
+    lhs = builders.lhs(3, 8, k, mean=mean, outliers=kind == "outliers", last_step=factor)
+    for core in (TensorCore(), TensorCore(sign_fill=True), TensorCore(normal=True)):
+        assert used(core.mxfp4_gemm(lhs, parts.packed, run), lhs, parts.packed) <= 1
+
+
+def sum_above(first: int, k: int, negative: bool) -> tuple[mxfp4.Parts, tuple[torch.Tensor, torch.Tensor]]:
+    """A step that adds up to 2^15 at k = first; from the next record on all terms are just below its cut."""
+    parts = mxfp4.parts(1, 64, k)
+    parts.scales[:], parts.codes[:] = 127, 7
+    x = torch.zeros(1, k)
+    x[:, first : first + 16], parts.codes[:, first : first + 16] = 256, 15 if negative else 7
+    x[:, RUN * (first // RUN + 1) :] = 0.3125
+    return parts, (x.to(torch.float8_e4m3fn), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("first", [0, 96, 256, 384])
+def test_a_sum_above_terms_of_the_next_record(first, negative):
+    """Runs of 256 k lose the terms of the record behind in the same run: more than runs of 128 k may."""
+    parts, lhs = sum_above(first, 640, negative)
+    weight, core = parts.packed, TensorCore()
+    assert used(core.mxfp4_gemm(lhs, weight, SHORT), lhs, weight) < 0.01
+    share = used(core.mxfp4_gemm(lhs, weight, LONG), lhs, weight)
+    assert 0.5 <= share <= 1 if first % LONG < SHORT else share < 0.01
+
+
+def test_the_bound_covers_kernels_that_promote_every_128_k():
+    """Whose second record loses more where the first one's sum would have been of the other sign."""
+    parts, (x, scale) = sum_above(96, 256, False)
+    parts.codes[:, 128:144] = 15
+    x = x.float()
+    x[:, 128:144], x[:, 144:160], x[:, 160:] = 256, 0, 0.3125
+    lhs, weight = (x.to(torch.float8_e4m3fn), scale), parts.packed
+    shares = [used(TensorCore().mxfp4_gemm(lhs, weight, run), lhs, weight) for run in (SHORT, LONG)]
+    assert 0.1 <= shares[0] <= 1 and shares[1] < shares[0] / 4
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("label", "run"),
+    [
+        ("e4m3mx-channel-tofp32-m24n64-s4", LONG),
+        ("e4m3mx-channel-tofp32-m16n64-k1x2s-s4", LONG),
+        ("e4m3mx-channel-tofp32-m176hn128-s4", LONG),
+        ("e4m3mx-channel-tofp32-m24n64-k2x1-s4", SHORT),
+    ],
+)
+def test_runs_are_as_long_as_a_warpgroup_s_own_records_allow(monkeypatch, label, run):
+    """Of eleven records. Two warpgroups along k, or CTAs, add up in fp32 what they have: the second one nothing here."""
+    spec, k = KernelSpec.from_label(label), 1312
+    weight, (x, scale) = mxfp4.parts(4, 72, k).packed, builders.lhs(1, 20, k, "e4m3")
+    records = torch.arange(k) // RUN
+    others = records % 2 == 1 if spec.warpgroups_k > 1 else records >= (6 if spec.split_k > 1 else 11)
+    lhs = (x.float() * ~others).to(torch.float8_e4m3fn), scale
+    emulator, out = emulate(monkeypatch), torch.empty(20, 72)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=label)
+    assert emulator.launched == [label]
+    expected = {each: OfEmulator().mxfp4_gemm(lhs, weight, each) for each in (SHORT, LONG)}
+    assert torch.equal(out, expected[run])
+    assert torch.equal(*expected.values()) == (spec.warpgroups_k > 1)  # which would take records 0 and 2 for one run
 
 
 @pytest.mark.nvrtc

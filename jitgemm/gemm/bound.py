@@ -1,7 +1,8 @@
 """How far a kernel's result may be from the exact one: what tensor cores, fp32 sums and the output's type may lose.
 
-Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. A run is scaled
-and added to the others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
+Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. Some kernels add up
+runs of 256 k of MXFP4 weights with a base a row, and the larger of both losses counts. A run is scaled and added to the
+others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
 sum before it to the largest of them, and cuts off what lies more than 13 bits below; so each of its terms loses less
 than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of itself. Codes are at most 16 large:
 
@@ -108,6 +109,7 @@ def gemm_w4a8_bound(
     m, k = x.shape
     run = BLOCK_K if rhs.groups == 1 else min(rhs.group_size, BLOCK_K)
     runs = ceil_div(k, run)
+    pairs = rhs.format.long_runs and not lhs_group_of(x_scale)
     zero = torch.zeros((m, 1)) if x_zero is None else x_zero.reshape(-1, 1)
     zero = zero.to(ref).expand(m, 1).abs()
     token = x_scale.to(ref).abs()
@@ -138,6 +140,9 @@ def gemm_w4a8_bound(
             code = None if x.dtype == torch.int8 else CODES[rhs.format.code]
             f16 = None if powers is None else token[:, rows] * powers[columns]
             size, loss = _scaled(x_rows, operands, scale * token[:, rows], code, f16)
+            if pairs:  # one scale a row
+                twice = _scaled(_in_pairs(x_rows), [*map(_in_pairs, operands)], scale[:1] * token[:, rows], code)
+                size, loss = torch.maximum(size, twice[0]), torch.maximum(loss, twice[1])
             if offset is not None:
                 added = _scaled(x_rows, [counts], offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
@@ -152,6 +157,12 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
     """[rows, k] -> [runs, rows, run], with zeros after the last k."""
     missing = runs * run - matrix.shape[1]
     return torch.nn.functional.pad(matrix, (0, missing)).unflatten(1, (runs, run)).transpose(0, 1)
+
+
+def _in_pairs(runs: torch.Tensor) -> torch.Tensor:
+    """[runs, rows, run] -> [half of them, rows, 2 * run]."""
+    padded = torch.nn.functional.pad(runs, (0, 0, 0, 0, 0, runs.shape[0] % 2))
+    return padded.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
 
 
 def _scaled(

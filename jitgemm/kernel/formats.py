@@ -133,6 +133,11 @@ class WeightFormat:
         return one and self.lhs_types == ("s8",)
 
     @property
+    def long_runs(self) -> bool:
+        """Whether kernels may add up 256 k in the tensor cores (`promote_records`): e4m3 times codes with a base a row."""
+        return self.exponents and not self.group_size
+
+    @property
     def decodes_slowly(self) -> bool:
         """Whether decoding a record takes about as long as memory takes to bring it."""
         return self._order.slow
