@@ -142,6 +142,13 @@ class TensorCore:
         return (torch.floor if self.sign_fill else torch.trunc)(value / last) * last
 
 
+class OfEmulator(TensorCore):
+    """tests/emulator's, which rounds a step's exact sum to fp32."""
+
+    def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        return (acc + x @ d.T).float().double()
+
+
 def _half(value: torch.Tensor) -> torch.Tensor:
     """fp64 rounded to f16, once."""
     return round_fp64(value, torch.float16).double()
