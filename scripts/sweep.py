@@ -71,6 +71,7 @@ FORMATS = {
     "mxfp4_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e2m1", code="e2m1")),
     "mxfp4_g32": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1")),
     "nvfp4_g16": Numbers("e4m3", WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")),
+    "nvfp4_near": Numbers("e4m3", WeightFormat(0, False, "fp32", "near", code="nvfp4")),
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
     "w8_e4m3_block_b128": Numbers(
@@ -318,8 +319,9 @@ class Bench:
             return weight.regrouped(fmt.group_size or k)
         if fmt.inner_scales:
             codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
-            scales = torch.randint(0, 127, (n, k // 16), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
-            return jitgemm.pack_nvfp4(codes, scales, torch.full((1,), 1e-3, device="cuda"))
+            least = 64 if fmt.near else 0
+            scales = torch.randint(least, 127, (n, k // 16), device="cuda", dtype=torch.uint8)
+            return jitgemm.pack_nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), 1e-3, device="cuda"))
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
         q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
         groups = -(-k // fmt.group_size) if fmt.group_size else 1

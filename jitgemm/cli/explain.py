@@ -34,7 +34,7 @@ def explain(
     mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
     nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
     scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
-    codes: Annotated[common.Codes, layer_option("--codes")] = common.Codes.any,
+    codes: Annotated[Optional[common.Codes], layer_option("--codes", show_default="any, NVFP4: tuned")] = None,
     out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales")] = False,
@@ -71,6 +71,7 @@ def explain(
       2  wrong arguments
     """
     target = pick_device(device)
+    codes = codes or (common.Codes.tuned if nvfp4 else common.Codes.any)
     kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size or ("channel" if nvfp4 else "128"))
     format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4)
     if top_k > (experts or 1):

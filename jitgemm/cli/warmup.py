@@ -162,7 +162,7 @@ def warmup(
     orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
     sizes = [group]
     if nvfp4:
-        orders, sizes = orders[:1], [group] if group_size else [0]
+        sizes = [group] if group_size else [0]
     elif mxfp4:
         orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]
     scale_type, width = scale_dtype.value if scale_dtype else "bf16", {None: 4}.get(bits, bits)

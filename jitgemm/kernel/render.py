@@ -13,7 +13,6 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
-from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
@@ -27,7 +26,7 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     f16 = spec.sums == "f16"
     count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
-    weights = CODES[spec.format.code].operand or spec.lhs
+    weights = spec.format.decoder(spec.lhs).operand or spec.lhs
     accumulator, constraint, sums = ("i32", "+r", "s32") if integer else ("float", "+f", "f32")
     if f16:
         accumulator, constraint, sums = "u32", "+r", "f16"
@@ -186,7 +185,7 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not (fmt.zero_point or fmt.powers or fmt.inner_scales):
+    elif not (fmt.zero_point or fmt.powers):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]

@@ -38,10 +38,10 @@ group is promoted, twice, as nothing runs beside the second half's promotion; wh
 as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
-DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2, "terms": 1.5}
+DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.5, "terms": 2.6, "near": 2.0}
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
-codes for one type, beside what is the same for both, codes by tables some 20 more, two terms by tables some 120; e4m3's
-signed ones multiply, and leave the ALUs to the rest."""
+codes for one type, beside what is the same for both; e4m3's signed ones multiply, and leave the ALUs to the rest. Of
+MXFP4's by tables and NVFP4's two terms, the least regret on an H100, and about the least error (docs/notes/selector.md)."""
 PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
 int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where

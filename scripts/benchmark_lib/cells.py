@@ -290,7 +290,7 @@ class Format:
         elif self.mxfp4:
             weight = WeightFormat(group, False, "bf16", "e2m1", code="e2m1")
         elif self.nvfp4:
-            weight = WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
+            weight = WeightFormat(0, False, "fp32", "near", code="nvfp4")
         else:
             codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
