@@ -21,10 +21,11 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
 from jitgemm.kernel.tactics import prefetch_stages, promote_records, split_blocks, token_widths, units_in_flight
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import launched_clusters, units_along_n
+from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, units_along_n
 
 TILE_US = 1.23
-"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue."""
+"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles, of
+which grouped kernels have many rounds, the part that their tokens are of `NARROW_TOKENS`."""
 HAND_US = 0.0091
 """For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
 SEND_US = 0.0135
@@ -102,6 +103,7 @@ class Costs(NamedTuple):
     fetch: float
     stream: float  # times the HBM's
     tile: float  # sum and epilogue of one tile
+    between: float  # the same between tiles
     prefetch_stages: int
     resident: int  # clusters that fit on the device
     sms_of_clusters: float  # SMs that they fill, one CTA an SM
@@ -131,6 +133,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     elif promote:
         serial += promote + RECORD_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
     sums = spec.block_m * spec.warpgroups_n
+    summed = HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k)
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * multiply * cycle,
@@ -139,7 +142,8 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         any_width=(spec.warpgroups * decode * cycle, (decode + RECORD_CYCLES) * cycle),
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
-        tile=TILE_US + HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k),
+        tile=TILE_US + summed,
+        between=TILE_US * min(1, spec.block_m / NARROW_TOKENS) + summed,
         prefetch_stages=prefetch_stages(spec),
         resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
         sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
@@ -190,14 +194,17 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
+    # SMs that a round leaves without a tile bring the next dense kernel's weights, and nothing for a grouped one.
+    room = device.num_sms // spec.cluster_size
+    if problem.experts:
+        memory *= max(1.0, rounds * room * len(tiles) / (sum(tiles) * along_n))
     # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
     # one CTA of a cluster that shares an operand has none.
     asking = min(ctas, max(token_tiles(problem.experts, m, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
     prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * asking / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
     # of an SM that is left over of whole clusters.
-    room = device.num_sms // spec.cluster_size * spec.cluster_size
-    crowded = max(0.0, 2 - room / ctas) if spec.ctas_per_sm == 1 else 0.0
+    crowded = max(0.0, 2 - room / clusters) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * math.sqrt(crowded)
     fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
@@ -207,7 +214,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
         tensor=shared * records * fill * of.tensor,
         issue=shared * records * issue,
         latency=records * latency,
-        epilogue=(rounds - 1) * of.tile,
+        epilogue=(rounds - 1) * of.between,
         fixed=alone + of.tile,
     )
     return found, rounds, ctas
