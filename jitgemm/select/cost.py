@@ -43,10 +43,11 @@ DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
 codes for one type, beside what is the same for both, codes by tables some 20 more, two terms by tables some 120; e4m3's
 signed ones multiply, and leave the ALUs to the rest."""
-PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
+PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.7}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
-int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
-two read 228. Once more by e4m3's where the scale is a product, of a row's and a token's."""
+int8's sums are converted first. Those by parts are not, and have a fit of their own. Not fitted for f16 sums: one
+multiply-add for two of them reads 128 registers' banks where two read 228. Once more by e4m3's where the scale is a
+product, of a row's and a token's."""
 F16_WAITS = 1.22
 """Times as many for f16 sums where no other unit multiplies meanwhile (include/jitgemm/gemm/ahead.cuh): 28672 x 4096,
 m = 512, of groups of 128, 64 and 32 took 1.21, 1.19 and 1.19 by tiles of 176 tokens, for those of 128. Not fitted."""
