@@ -24,8 +24,8 @@ from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, units_along_n
 
 TILE_US = 1.23
-"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles, of
-which grouped kernels have many rounds, the part that their tokens are of `NARROW_TOKENS`."""
+"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
+of 4-bit weights, of which grouped kernels have many rounds, the part that their tokens are of `NARROW_TOKENS`."""
 HAND_US = 0.0091
 """For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
 SEND_US = 0.0135
@@ -144,7 +144,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
         tile=TILE_US + summed,
-        between=TILE_US * min(1, spec.block_m / NARROW_TOKENS) + summed,
+        between=TILE_US * (1 if spec.shared_weights else min(1, spec.block_m / NARROW_TOKENS)) + summed,
         prefetch_stages=prefetch_stages(spec),
         resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
         sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
@@ -195,9 +195,10 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
-    # SMs that a round leaves without a tile bring the next dense kernel's weights, and nothing for a grouped one.
+    # SMs that a round leaves without a tile bring the next dense kernel's weights, and nothing for a grouped one. No
+    # sweep has narrow tiles of 8 bits for experts: this, and short epilogues, are counted for 4 bits alone.
     room = device.num_sms // spec.cluster_size
-    if problem.experts:
+    if problem.experts and not spec.shared_weights:
         memory *= max(1.0, rounds * room * len(tiles) / (sum(tiles) * along_n))
     # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
     # one CTA of a cluster that shares an operand has none.
