@@ -245,7 +245,7 @@ where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half
 `TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 GROUPED_REGISTERS, GROUPED_TOKENS = 10, 48
-"""More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, from so many tokens on: a third of
+"""More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, from so many tokens on: a fifth of
 those that it leaves out spill with one set of fragments, too, and none was the best of its problem."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
