@@ -65,7 +65,7 @@ FORMATS = {
     "e4m3_g32z": Numbers("e4m3", WeightFormat(32, True, "bf16")),
     "int8_g32z": Numbers("s8", WeightFormat(32, True, "bf16")),
     "int8_g32": Numbers("s8", WeightFormat(32, False, "bf16", "s8")),
-    "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16")),
+    "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16"), sums="exact"),
     "e4m3_g64": Numbers("e4m3", WeightFormat(64, False, "bf16")),
     "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
     "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", code="e4m3")),
