@@ -244,6 +244,9 @@ CROWDED_REGISTERS = 8
 where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
 `TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
+GROUPED_REGISTERS, GROUPED_TOKENS = 10, 48
+"""More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, from so many tokens on: a fifth of
+those that it leaves out spill with one set of fragments, too, and none was the best of its problem."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 TERM_REGISTERS = 16
@@ -279,6 +282,8 @@ def registers_needed(spec: KernelSpec) -> int:
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
         rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
+        crowded = spec.experts > 0 and (spec.split_k > 1 or spec.ctas_per_sm > 1)
+        rest += GROUPED_REGISTERS if crowded and spec.block_m >= GROUPED_TOKENS else 0
     rest += OFFSET_REGISTERS if fmt.offset else 0
     rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
