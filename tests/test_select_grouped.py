@@ -68,10 +68,10 @@ def test_the_kernels_are_the_dense_ones_with_the_stages_that_a_table_leaves(lhs,
         dense = {replace(spec, stages=0) for spec in legal_kernels(lhs, format, H200) if spec.multicast == 1}
         found = legal_kernels(lhs, format, H200, experts=table)
         assert {spec.experts for spec in found} == {table}
-        # A kernel whose third stage only just fits has no room for a large table.
+        # A kernel whose third stage only just fits has no room for a large table, and some count more registers.
         shared = {spec for spec in found if spec.multicast > 1}
         assert {replace(spec, stages=0, experts=0) for spec in set(found) - shared} <= dense
-        assert len(found) - len(shared) > 0.9 * len(dense)
+        assert len(found) - len(shared) > 0.8 * len(dense)
         assert {(spec.multicast_lhs, spec.multicast_rhs, spec.split_k, spec.warpgroups_k) for spec in shared} <= {
             (2, 1, 1, 1)
         }
