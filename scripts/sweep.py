@@ -43,16 +43,19 @@ if TYPE_CHECKING:
 
 
 class Numbers(NamedTuple):
-    """Of a problem: type of the activations, format of the weight, k that share a scale of activations (0: all)."""
+    """Of a problem: type of the activations, format of the weight, k that share a scale of activations (0: all), and
+    what kernels may add up in (`Problem.sums`)."""
 
     lhs: str
     format: WeightFormat
     lhs_group: int = 0
+    sums: str = "f32"
 
 
 FORMATS = {
     "e4m3_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
-    "int8_g128": Numbers("s8", WeightFormat(128, False, "bf16", "s8")),
+    "int8_g128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), sums="exact"),
+    "int8_g128_parts": Numbers("s8", WeightFormat(128, False, "bf16", "s8")),
     "e4m3_g128_any": Numbers("e4m3", WeightFormat(128, False, "bf16")),
     "int8_g128_any": Numbers("s8", WeightFormat(128, False, "bf16")),
     "e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "bf16", "e4m3")),
@@ -62,7 +65,7 @@ FORMATS = {
     "e4m3_g32z": Numbers("e4m3", WeightFormat(32, True, "bf16")),
     "int8_g32z": Numbers("s8", WeightFormat(32, True, "bf16")),
     "int8_g32": Numbers("s8", WeightFormat(32, False, "bf16", "s8")),
-    "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16")),
+    "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16"), sums="exact"),
     "e4m3_g64": Numbers("e4m3", WeightFormat(64, False, "bf16")),
     "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
     "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", code="e4m3")),
@@ -71,7 +74,13 @@ FORMATS = {
     "mxfp4_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e2m1", code="e2m1")),
     "mxfp4_g32": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1")),
     "nvfp4_g16": Numbers("e4m3", WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")),
+    "nvfp4_near": Numbers("e4m3", WeightFormat(0, False, "fp32", "near", code="nvfp4")),
     "int8_2l": Numbers("s8", WeightFormat(0, False, "bf16", "two_level", code="two_level")),
+    "e4m3_g128_f16": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), sums="f16"),
+    "e4m3_g64_f16": Numbers("e4m3", WeightFormat(64, False, "bf16"), sums="f16"),
+    "e4m3_g32_f16": Numbers("e4m3", WeightFormat(32, False, "bf16"), sums="f16"),
+    "mxfp4_ch_f16": Numbers("e4m3", WeightFormat(0, False, "bf16", "e2m1", code="e2m1"), sums="f16"),
+    "mxfp4_g32_f16": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1"), sums="f16"),
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
     "w8_e4m3_block_b128": Numbers(
@@ -103,9 +112,7 @@ def problem_of(cell: Cell) -> Problem:
         m, more = band_end(rows, experts[0]), {"experts": experts[0]}
     else:
         m, more = band_end(m), {}
-    lhs, format, lhs_group = FORMATS[name]
-    # int8's sums by parts came after the sweeps.
-    sums = "exact" if lhs == "s8" else "f32"
+    lhs, format, lhs_group, sums = FORMATS[name]
     return Problem(m, n, k, lhs, format, lhs_group=lhs_group, sums=sums, **more)
 
 
@@ -127,7 +134,8 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
         shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
-        families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter, kernel.token_rows), kernel)
+        ways = kernel.ctas_per_sm, kernel.halves, kernel.scatter, kernel.token_rows, kernel.sums
+        families.setdefault((*shape, *ways), kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
 
@@ -137,9 +145,9 @@ Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
     "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
-    "ctas_per_sm", "direct", "token_rows",
+    "ctas_per_sm", "direct", "token_rows", "sums",
 )  # fmt: skip
-"""Of a kernel, as the file lists them; its other fields follow from the problem."""
+"""Of a kernel, as the file lists them; its other fields follow from the problem. Files from before a field have its default."""
 
 
 @dataclass
@@ -178,7 +186,7 @@ class Sweep:
         def table(name: str) -> Timings:
             found: Timings = {}
             for *cell, us in document[name]:
-                lhs, fmt, lhs_group = FORMATS[cell[0]]
+                lhs, fmt, lhs_group, _ = FORMATS[cell[0]]
                 fmt = fmt.kernel_format
                 table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(document["fields"], document["kernels"][index])) for index, _ in us)
@@ -295,7 +303,9 @@ class Bench:
     def __init__(self, name: str, n: int, k: int, *experts: int):
         from benchmark_lib.data import DISTINCT
 
-        (self.lhs, _, self.lhs_group), self.n, self.k = FORMATS[name], n, k
+        from jitgemm.weight.f16_sums import with_powers
+
+        (self.lhs, _, self.lhs_group, sums), self.n, self.k = FORMATS[name], n, k
         self.experts = Experts(*experts) if experts else None
         if self.experts is not None:
             packed = [self._packed(name) for _ in range(min(self.experts.count, DISTINCT))]
@@ -304,6 +314,8 @@ class Bench:
             weight = self._packed(name)
             copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
             self.weights = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
+        if sums == "f16":
+            self.weights = list(map(with_powers, self.weights))
 
     def _packed(self, name: str) -> W4Weight:
         import torch
@@ -319,8 +331,9 @@ class Bench:
             return weight.regrouped(fmt.group_size or k)
         if fmt.inner_scales:
             codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
-            scales = torch.randint(0, 127, (n, k // 16), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
-            return jitgemm.pack_nvfp4(codes, scales, torch.full((1,), 1e-3, device="cuda"))
+            least = 64 if fmt.near else 0
+            scales = torch.randint(least, 127, (n, k // 16), device="cuda", dtype=torch.uint8)
+            return jitgemm.pack_nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), 1e-3, device="cuda"))
         if fmt.factors:
             return jitgemm.quantize_w4_two_level(torch.randn(n, k, device="cuda"))
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
@@ -448,21 +461,28 @@ another shape breaks."""
 NEAR = 1.35
 """Kernels slower than the best by more than this factor do not count in the error of predictions."""
 LIMITS = {"PAIRED_STREAM": (1.0, 1.6)}
-COUNTED = ("DECODE_TIMES", "FLUSH_CYCLES", "F16_WAITS", "f16", "parts")
-"""Constants of the model, and keys, that no fit may change: for the latter nothing was swept."""
+LATER = ("DECODE_TIMES", "FLUSH_CYCLES", "F16_WAITS", "f16", "parts")
+"""Constants of the model, and keys, that only some formats have: a fit changes them where it is told to, and no others."""
 
 
-def constants() -> list[tuple[str, Any]]:
-    """(name, key) of every constant of the model that a fit may change; key is None for a scalar."""
-    found: list[tuple[str, Any]] = []
+def constants(only: Iterable[str] = ()) -> list[tuple[str, Any]]:
+    """(name, key) of every constant of the model that a fit may change; key is None for a scalar.
+
+    Args:
+        only: texts such as "TILE_US" and "PROMOTE_CYCLES.parts"; none for those that all formats have.
+
+    Raises:
+        ValueError: there is no such constant.
+    """
+    found: dict[str, tuple[str, Any]] = {}
     for name, value in vars(cost).items():
-        if not name.isupper() or name in COUNTED:
-            continue
-        if isinstance(value, float):
-            found.append((name, None))
-        elif isinstance(value, dict) and all(isinstance(each, float) for each in value.values()):
-            found += [(name, key) for key in value if key not in COUNTED]
-    return found
+        if name.isupper() and isinstance(value, float):
+            found[name] = name, None
+        elif name.isupper() and isinstance(value, dict) and all(isinstance(each, float) for each in value.values()):
+            found |= {f"{name}.{key}": (name, key) for key in value}
+    if unknown := set(only) - set(found):
+        raise ValueError(f"--constant: expected one of {', '.join(found)}, got {', '.join(sorted(unknown))}")
+    return [found[text] for text in only] or [each for each in found.values() if not {*each} & {*LATER}]
 
 
 def of_the_selector(timings: Timings, device: DeviceSpec) -> Timings:
@@ -474,7 +494,9 @@ def of_the_selector(timings: Timings, device: DeviceSpec) -> Timings:
     return {cell: us for cell, us in found.items() if us}
 
 
-def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int) -> dict[tuple[str, Any], float]:
+def fit(
+    sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int, only: Sequence[str] = ()
+) -> dict[tuple[str, Any], float]:
     """Random descent on the regret and on the error of predictions of near kernels, from the constants as they are."""
 
     def score_of(timings: Timings, device: DeviceSpec) -> float:
@@ -504,11 +526,11 @@ def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int)
                 getattr(cost, name)[key] = value
 
     rng = random.Random(seed)
-    best = {each: get(*each) for each in constants()}
+    best = {each: get(*each) for each in constants(only)}
     best_score, started = score(), time.monotonic()
     while time.monotonic() - started < seconds:
         trial = dict(best)
-        for each in rng.sample(list(trial), rng.choice((1, 1, 2, 3))):
+        for each in rng.sample(list(trial), min(len(trial), rng.choice((1, 1, 2, 3)))):
             low, high = LIMITS.get(each[0], (1e-6, math.inf))
             trial[each] = min(max(trial[each] * math.exp(rng.gauss(0, 0.2)), low), high)
         put(trial)
@@ -666,13 +688,22 @@ def fit_command(
     files: Annotated[list[Path], typer.Argument(help="Files of timings, one a device.")],
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to fit.")] = 300,
     seed: Annotated[int, typer.Option("--seed")] = 1,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--constant",
+            metavar="NAME",
+            help="Fit this one alone, such as PROMOTE_CYCLES.parts; may be repeated.",
+            show_default="those that all formats have",
+        ),
+    ] = None,
 ) -> None:
     """Finds constants for jitgemm/select/cost.py that would do better on the fitted parts; needs no GPU."""
     parts = []
     for sweep in map(Sweep.read, files):
         fitted = {cell: us for cell, us in sweep.timings().items() if not held_out(*cell[1:3])}
         parts.append((of_the_selector(fitted, sweep.device), sweep.device))
-    for (name, key), value in fit(parts, seconds, seed).items():
+    for (name, key), value in fit(parts, seconds, seed, only or ()).items():
         print(f"{name}{'' if key is None else f'[{key!r}]'} = {value:.4g}")
 
 

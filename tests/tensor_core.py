@@ -81,6 +81,15 @@ class TensorCore:
         size = weight.k if row else weight.group_size
         return self._in_f16(lhs, 2 * values.double(), 1, size, scale, power, 0.125, out_dtype, first)
 
+    def mxfp4_gemm(self, lhs: tuple, weight, run: int, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`gemm` of an MXFP4 weight with a base a row: e4m3s of codes times exponents, in runs of so many k."""
+        values, scale, _, _ = weight.rows(0, weight.blocks.shape[0])
+        x, x_scale = lhs
+        acc = torch.zeros(x.shape[0], values.shape[0], device=x.device)
+        for part, d in zip(x.double().split(run, 1), values.double().split(run, 1), strict=True):
+            acc = (acc + self.run(part, 512 * d, 1) / 512).float()
+        return (acc * scale[:, 0].float() * x_scale.reshape(-1, 1)).to(out_dtype)
+
     def _in_f16(
         self, lhs: tuple, codes: torch.Tensor, unit: int, group_size: int, scale: torch.Tensor, power: torch.Tensor,
         run_scale: float, out_dtype: torch.dtype, first: int,
@@ -131,6 +140,13 @@ class TensorCore:
 
     def cut(self, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return (torch.floor if self.sign_fill else torch.trunc)(value / last) * last
+
+
+class OfEmulator(TensorCore):
+    """tests/emulator's, which rounds a step's exact sum to fp32."""
+
+    def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        return (acc + x @ d.T).float().double()
 
 
 def _half(value: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_kernel import OPTIONS, serialised_kernel, spilling_kernel, tiny_kernel
+from tiny_kernel import OPTIONS, SPILLING, serialised_kernel, spilling_kernel, tiny_kernel
 
 from jitgemm import settings
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
@@ -189,6 +189,19 @@ def test_what_slows_a_build_is_kept_with_it_and_is_no_failure(root, request_, sa
     assert all(info.metadata[name] == found.metadata[name] for name in ("spill_bytes", "serialised"))
 
 
+def test_a_kernel_that_spills_is_built_as_its_tighter_source_where_that_spills_less(root):
+    cache, spilling = KernelCache([root]), spilling_kernel()
+    plain, _ = cache.get_or_compile(spilling)
+    calm = replace(spilling, tighter=SPILLING.replace("int i = 0; i < 64", "int i = 0; i < 8"))
+    entry, compiled = cache.get_or_compile(calm)
+    assert compiled and entry.metadata["spill_bytes"] == 0 and entry.metadata["source"] == calm.tighter
+    assert entry.cubin != plain.cubin and cache.get_or_compile(calm) == (entry, False)
+    entry, _ = cache.get_or_compile(replace(spilling, tighter=SPILLING + "\n"))
+    assert entry.metadata["spill_bytes"] > 0 and entry.metadata["source"] == SPILLING
+    roomy = replace(spilling, options=OPTIONS, tighter="no C++")
+    assert cache.get_or_compile(roomy)[0].metadata["source"] == SPILLING
+
+
 def test_an_entry_written_without_a_word_on_serialised_wgmma_is_a_clean_one(root):
     (entry,) = filled(root)
     del entry.metadata["serialised"]
@@ -238,8 +251,8 @@ def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, re
 # The key
 
 
-def cache_key(source, headers, options, nvrtc, yields=None) -> str:
-    return KernelSource("label", {}, source, headers, options, yields=yields).key(nvrtc)
+def cache_key(source, headers, options, nvrtc, yields=None, tighter="") -> str:
+    return KernelSource("label", {}, source, headers, options, yields=yields, tighter=tighter).key(nvrtc)
 
 
 def test_every_field_changes_the_key():
@@ -258,6 +271,7 @@ def test_every_field_changes_the_key():
         {"nvrtc": replace(INFO, build="12.9.87")},
         {"yields": Yields()},
         {"yields": Yields(every=4)},
+        {"tighter": "s"},
     ]
     keys = [cache_key(**fields), *(cache_key(**{**fields, **other}) for other in others)]
     assert len(set(keys)) == len(keys)

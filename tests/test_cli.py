@@ -1019,9 +1019,12 @@ def test_what_mxfp4_has_not_is_an_error(run, flags):
     assert found.code == 2 and "--mxfp4: expected --group-size channel, 128 or 32 and e4m3 activations" in found.stderr
 
 
-def test_nvfp4_layers_are_explained_and_warmed(run):
-    assert "NVFP4 with 2 terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4").stderr
-    report = run("explain", "16", "4096", "4096", "--nvfp4", "--json").json
+@pytest.mark.parametrize(("codes", "type"), [("", "e4m3"), ("--codes tuned", "e4m3"), ("--codes any", "e5m2")])
+def test_nvfp4_layers_are_explained_and_warmed(run, codes, type):
+    assert (
+        f"NVFP4 with 2 {type} terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4", *codes.split()).stderr
+    )
+    report = run("explain", "16", "4096", "4096", "--nvfp4", *codes.split(), "--json").json
     found = run("warmup", "--shape", "4096,4096", "--max-m", "16", "--nvfp4", "--dry-run", "--json")
     assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
     source = kernel_source(KernelSpec.from_label(report["chosen"]))

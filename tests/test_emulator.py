@@ -29,6 +29,7 @@ from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
+from jitgemm.kernel import render
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
@@ -83,6 +84,22 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(emulator, label):
         GemmLaunch(operands, kernel).launch(operands)
         results.append(operands.out)
     assert builders.same_bits(*results)
+
+
+@pytest.mark.parametrize("label", ["s8fast-g128-bf16-m96hn128-s4", "s8-g256z-bf16-m80n64-k2x1s-s3"])
+def test_a_kernel_built_with_one_set_of_fragments_gives_the_bits_of_two(monkeypatch, label):
+    """What the compiler gets in place of a kernel that spills."""
+    spec, results = KernelSpec.from_label(label), []
+    for sets in (2, 1):
+        emulator = emulate(monkeypatch)
+        monkeypatch.setattr(launch, "kernels", {})
+        monkeypatch.setattr(render, "fragment_sets", lambda spec, sets=sets: sets)
+        operands = problem(spec, 110, 200, 1056)
+        GemmLaunch(operands, spec).launch(operands)
+        assert emulator.launched == [label]
+        results.append(operands.out)
+    assert builders.same_bits(*results)
+    assert_within_the_bound(operands)
 
 
 @pytest.mark.parametrize("seed", range(2, 5))

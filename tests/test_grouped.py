@@ -16,7 +16,6 @@ from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
 from jitgemm.gemm.problem import Groups
-from jitgemm.jit.nvrtc import compile_cubin
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.select.choose import kernels_for
@@ -272,11 +271,9 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("lhs", "fmt"), FORMATS, ids=lambda value: getattr(value, "name", value))
-def test_chosen_kernels_hardly_spill(lhs, fmt):
-    """Up to 40 bytes, once a tile: what the fence ahead of a stage's hand-back costs some of int8's."""
+def test_chosen_kernels_do_not_spill(lhs, fmt):
     specs = kernels_for(1536, 2048, lhs, fmt, device_spec("h200"), 32768, experts=128)
     assert len({spec.block_m for spec in specs}) > 4 and all(spec.experts == 256 for spec in specs)
     for spec in specs[:: max(1, len(specs) // 3)]:
-        source = kernel_source(spec)
-        built = compile_cubin(source.source, source.headers, source.options, name=source.label)
-        assert built.spill_bytes <= 40 and not built.serialised, spec.label
+        built = kernel_source(spec).compile()
+        assert built.spill_bytes == 0 and not built.serialised, spec.label

@@ -232,10 +232,11 @@ def test_a_planted_fault_is_seen(monkeypatch, fault):
 
 
 @tiers
-def test_wide_tiles_add_up_in_f16(tier):
+def test_wide_tiles_add_up_in_f16_but_for_runs_of_256_k(tier):
+    """Which a base a row has in fp32: 1.00 to 1.08 of e4m3's groups of 128 for 1.04 to 1.14 in f16."""
     fmt = mxfp4.narrow(1, 16, 1024, tier).packed.format
     chosen = choose(Problem(4096, 4096, 4096, "e4m3", fmt, sums="f16"), H200)
-    assert chosen.sums == "f16" and KernelSpec.from_label(chosen.label) == chosen
+    assert chosen.sums == ("f32" if tier == "row" else "f16") and KernelSpec.from_label(chosen.label) == chosen
 
 
 @pytest.mark.nvrtc

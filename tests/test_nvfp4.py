@@ -1,12 +1,10 @@
-"""NVFP4 weights: every code times every scale as the sum of two FP8 numbers, their bytes, and kernels on the emulator."""
+"""NVFP4 weights: every code times every scale as the sum of two FP8 numbers, their bytes and orders. What they have in
+common with MXFP4's is in test_e2m1.py."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 
 import builders
-import moe_cases
 import nvfp4
 import pytest
 import torch
@@ -16,16 +14,10 @@ from hypothesis import strategies as st
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.jit.cache import KernelCache
-from jitgemm.kernel.formats import Problem, format_named
-from jitgemm.kernel.render import kernel_source
-from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.linear import W4A8Linear
-from jitgemm.nn.layers.shard_weight import part_of_weight
-from jitgemm.select.choose import choose
-from jitgemm.select.devices import DEVICES
-from jitgemm.weight.nvfp4 import FORMAT
-from jitgemm.weight.terms import terms, upper
+from jitgemm.weight import layout
+from jitgemm.weight.nvfp4 import FORMAT, NEAR
+from jitgemm.weight.terms import LARGE, terms, upper
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -33,6 +25,12 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
 """All that are not negative and no NaN."""
 PRODUCTS = SCALES.double()[:, None] * MAGNITUDES
+
+
+def test_large_and_small_are_every_code():
+    """Of powers of two, so that e4m3 has them times any scale; small is not negative, as zeros are made of its sign."""
+    small = torch.cat((MAGNITUDES, -MAGNITUDES)) - torch.tensor(LARGE)
+    assert set(small.tolist()) == {0.0, 0.5, 1.0, 2.0} and set(LARGE) == {0, 1, 2, 4, -1, -2, -4, -8}
 
 
 def test_two_e5m2_terms_hold_every_code_times_every_scale():
@@ -72,9 +70,98 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
     parts = nvfp4.parts(seed, n, k, low=0, high=127)
     weight = parts.packed
     codes, scales, whole = weight.unpack()
-    assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales.view(torch.uint8))
-    assert scales.dtype == torch.float8_e4m3fn and torch.equal(whole, parts.whole.expand(n, 1))
+    assert scales.dtype == torch.float8_e4m3fn and torch.equal(
+        weight.dequantize(), parts.products().float() * parts.whole
+    )
+    if weight.format == FORMAT:
+        assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales.view(torch.uint8))
+        assert torch.equal(whole, parts.whole.expand(n, 1))
+    else:
+        assert_the_same_numbers(parts, weight)
+
+
+def assert_the_same_numbers(parts, weight):
+    """Codes, but for -0, and scales times the row's, which a power of two may have moved between."""
+    codes, scales, whole = weight.unpack()
+    assert weight.format == NEAR and torch.equal(codes, torch.where(parts.codes == 8, 0, parts.codes))
+    given = parts.scales.double() * parts.whole.double()
+    used = parts.codes.unflatten(1, (-1, 16)).bitwise_and(7).amax(-1) > 0
+    assert torch.equal((scales.double() * whole.double())[used], given[used])
+    assert torch.equal(whole.frexp().mantissa, parts.whole.expand_as(whole).frexp().mantissa)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 12).map(lambda x: 8 * x),
+    k=st.integers(1, 40).map(lambda x: 16 * x),
+)
+@settings(max_examples=40, deadline=None)
+def test_scales_near_one_another_come_back_times_a_power_of_two(seed, n, k):
+    parts = nvfp4.parts(seed, n, k)
+    parts.codes[0, :16] &= 8
+    weight = parts.packed
+    assert_the_same_numbers(parts, weight)
     assert torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
+    again = jitgemm.pack_nvfp4(*nvfp4.Parts(*weight.unpack()).given)
+    assert torch.equal(again.blocks, weight.blocks) and torch.equal(again.channel_scale, weight.channel_scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [
+        ({}, "near"),
+        ({"scales": (40, 119)}, "near"),
+        ({"scales": (40, 120)}, "near"),  # 2^10
+        ({"scales": (40, 126)}, "near"),
+        ({"scales": (39, 126)}, "nvfp4"),
+        ({"scales": (47, 126)}, "near"),
+        ({"scales": (31, 111)}, "nvfp4"),  # 2^10, of 1.875
+        ({"scales": (1, 64)}, "near"),  # 2^-9 and 2
+        ({"scales": (1, 72)}, "nvfp4"),
+        ({"scales": (0, 64)}, "nvfp4"),
+        ({"scales": (0, 64), "codes": 8}, "near"),  # of zeros
+        ({"scales": (1, 126), "codes": 0}, "near"),
+        ({"whole": 2.0**-126}, "nvfp4"),  # times a power of two it is none of fp32's normal numbers
+        ({"whole": 0.0}, "near"),
+        ({"whole": torch.inf}, "nvfp4"),
+    ],
+    ids=str,
+)
+def test_which_scales_are_near_one_another(change, order):
+    """Of row 3's first two groups, the codes of the first."""
+    parts = nvfp4.parts(1, 8, 64, low=64, high=65)
+    parts.codes[:] = 7
+    parts.scales.view(torch.uint8)[3, :2] = torch.tensor(change.get("scales", (64, 64)), dtype=torch.uint8)
+    parts.codes[3, :16] = change.get("codes", 7)
+    parts.whole[:] = change.get("whole", 0.5)
+    weight = parts.packed
+    assert weight.format.order == order
+    assert torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
+
+
+def test_experts_some_of_whose_scales_are_far_apart():
+    """All are brought into the order that holds any scales, and give the same numbers."""
+    each = [nvfp4.parts(1, 72, 416), nvfp4.far(2, 72, 416), nvfp4.parts(3, 72, 416)]
+    assert [one.packed.format.order for one in each] == ["near", "nvfp4", "near"]
+    weight = jitgemm.W4Weight.stacked(3, lambda e: each[e].packed)
+    assert weight.format == FORMAT
+    for e, one in enumerate(each):
+        assert torch.equal(weight[e].dequantize(), one.products().float() * one.whole)
+    near = jitgemm.W4Weight.stacked(2, lambda e: each[2 * e].packed)
+    assert near.format == NEAR and torch.equal(near[1].blocks, each[2].packed.blocks)
+
+
+def test_scales_near_one_another_load_in_the_order_for_any_scales():
+    """As weights were saved before there was the other order; so does a layer that was made of the other one."""
+    weight = nvfp4.parts(1, 72, 416).packed
+    blocks = weight.blocks.clone()
+    layout.reorder_codes(blocks[None], "nvfp4", "near", "nvfp4")
+    general = jitgemm.W4Weight(blocks, weight.channel_scale, 72, 416, 416, FORMAT)
+    again = jitgemm.W4Weight.from_state_dict(general.state_dict("w."), "w.")
+    assert again.format == FORMAT and torch.equal(again.dequantize(), weight.dequantize())
+    layer = W4A8Linear(nvfp4.parts(2, 72, 416).packed)
+    layer.load_state_dict(W4A8Linear(again).state_dict())
+    assert layer.weight.format == FORMAT and torch.equal(layer.weight.dequantize(), weight.dequantize())
 
 
 def test_it_takes_four_and_a_half_bits():
@@ -83,19 +170,18 @@ def test_it_takes_four_and_a_half_bits():
 
 def test_a_thread_finds_its_two_rows_scales_in_one_vector():
     parts = nvfp4.parts(1, 64, 128)
-    vectors, scales = parts.packed.blocks[0, 0, 4096:].view(4, 8, 16), parts.scales.view(torch.uint8)
+    packed = parts.packed
+    vectors, scales = packed.blocks[0, 0, 4096:].view(4, 8, 16), packed.unpack()[1].view(torch.uint8) - 8
     for warp, row in ((0, 0), (2, 5), (3, 7)):
         first = 16 * warp + row
         assert torch.equal(vectors[warp, row], torch.cat((scales[first], scales[first + 8])))
 
 
-@pytest.mark.parametrize("form", ["int8", "fp4", "strided"])
-def test_every_form_packs_to_the_same_bytes(form):
-    parts = nvfp4.parts(1, 72, 416)
-    codes = parts.canonical
-    codes = {"int8": codes.view(torch.int8), "fp4": codes.view(torch.float4_e2m1fn_x2),
-             "strided": codes.repeat_interleave(2, 0)[::2]}[form]  # fmt: skip
-    assert torch.equal(jitgemm.pack_nvfp4(codes, parts.scales, parts.whole).blocks, parts.packed.blocks)
+@pytest.mark.parametrize(("parts", "order", "type"), [(nvfp4.parts, "near", "e4m3"), (nvfp4.far, "nvfp4", "e5m2")])
+def test_names_say_the_terms(parts, order, type):
+    weight = parts(1, 72, 416).packed
+    assert weight.format.name == f"nv-channel-fp32-{order}"
+    assert f"nvfp4, e2m1, 2 {type} terms a code" in repr(weight)
 
 
 def test_joined_layers_keep_their_tensors_scales():
@@ -118,28 +204,6 @@ def test_experts_pack_as_each_does(shape):
         assert torch.equal(weight[e].channel_scale, alone.channel_scale)
     stacked = jitgemm.W4Weight.stacked(3, lambda e: weight[e])
     assert torch.equal(stacked.dequantize(), weight.dequantize())
-
-
-def test_names_and_files_hold_it():
-    weight = nvfp4.parts(1, 72, 416).packed
-    fmt = weight.format
-    assert format_named(fmt.name) == fmt == FORMAT and fmt.name == "nv-channel-fp32-nvfp4"
-    spec = KernelSpec("e4m3", fmt.kernel_format, block_m=16, block_n=64, stages=4)
-    assert KernelSpec.from_label(spec.label) == spec and KernelSpec.from_dict(spec.to_dict()) == spec
-    again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
-    assert again.format == fmt and torch.equal(again.blocks, weight.blocks)
-    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
-        assert other.format == fmt and torch.equal(other.blocks, weight.blocks)
-    assert "nvfp4, e2m1, 2 terms a code" in repr(weight)
-
-
-@pytest.mark.parametrize(
-    ("dim", "n", "k", "world"), [("n", 128, 416, 2), ("n", 72, 416, 3), ("k", 72, 512, 2), ("k", 72, 320, 2)]
-)
-def test_ranks_have_their_parts(dim, n, k, world):
-    weight = nvfp4.parts(3, n, k).packed
-    cut = [part_of_weight(weight, dim, rank, world, torch.float8_e4m3fn) for rank in range(world)]
-    assert torch.equal(torch.cat([part.dequantize() for part in cut], "nk".index(dim)), weight.dequantize())
 
 
 # ---- what raises -----------------------------------------------------------------------------------------------------
@@ -172,26 +236,7 @@ def test_a_nan_is_named_with_its_expert():
         _ = parts.packed
 
 
-def test_int8_activations_raise_with_the_reason():
-    weight, out = nvfp4.parts(1, 72, 416).packed, torch.empty(9, 72, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"\(x\): expected float8_e4m3fn, as no integers of 8 bits hold NVFP4"):
-        jitgemm.gemm_w4a8_nt(builders.lhs(1, 9, 416, "s8"), weight, out)
-    with pytest.raises(ValueError, match="weight: expected activation e4m3.*, as no integers of 8 bits hold NVFP4"):
-        W4A8Linear(weight, activation="int8")
-    with pytest.raises(ValueError, match="code: expected one of int4, got 'nvfp4'"):
-        jitgemm.pack_w4(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), group_size=32, code="nvfp4")
-
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", [False, True], ids=["per token", "per token and 128 k"])
-def test_the_reference_is_the_specification(block):
-    parts = nvfp4.parts(5, 72, 416)
-    x, scale = lhs = (builders.block_lhs if block else builders.lhs)(1, 9, 416, "e4m3")
-    found = jitgemm.gemm_w4a8_reference(lhs, parts.packed, out_dtype=torch.float64)
-    token = scale.double().repeat_interleave(128, 1)[:, :416] if block else scale.double().view(-1, 1)
-    assert torch.allclose(found, (x.double() * token) @ parts.dequantize_fp64().T, rtol=1e-12, atol=1e-12)
 
 
 def test_the_bound_counts_both_terms():
@@ -204,29 +249,37 @@ def test_the_bound_counts_both_terms():
     assert all(bool((bound > 0).all()) for _, bound in bounds)
 
 
-def one_hot(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.eye(2032)[first:end].to(torch.float8_e4m3fn)
+def one_hot(first: int, end: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.eye(k)[first:end].to(torch.float8_e4m3fn)
     return x, torch.ones(end - first)
 
 
 @emulated
-def test_every_code_with_every_scale(monkeypatch):
-    """Each product alone: row 0 has them all."""
-    parts = nvfp4.all_pairs()
+@pytest.mark.parametrize(("pairs", "order"), [(nvfp4.all_pairs, "nvfp4"), (nvfp4.near_pairs, "near")])
+def test_every_code_with_every_scale(monkeypatch, pairs, order):
+    """Each product alone: row 0 has all of any scales."""
+    parts = pairs()
+    assert parts.packed.format.order == order
     emulate(monkeypatch)
-    for first in range(0, 2032, 256):
-        x, scale = one_hot(first, min(first + 256, 2032))
+    k = parts.codes.shape[1]
+    for first in range(0, k, 256):
+        x, scale = one_hot(first, min(first + 256, k), k)
         out = torch.empty(len(x), 16)
         jitgemm.gemm_w4a8_nt((x, scale), parts.packed, out)
         assert torch.equal(out.T.double(), parts.products()[:, first : first + 256])
 
 
 @emulated
-def test_scales_of_zero_and_the_largest(monkeypatch):
+@pytest.mark.parametrize("order", ["near", "nvfp4"])
+def test_scales_of_zero_and_the_largest(monkeypatch, order):
     parts = nvfp4.parts(1, 72, 416)
     scales = parts.scales.view(torch.uint8)
     scales[0], scales[1], scales[2, ::2] = 0, 126, 0
     parts.codes[1] = 7
+    if order == "near":  # zeros times zero
+        parts.codes[0] &= 8
+        parts.codes[2].view(-1, 32)[:, :16] = 0
+    assert parts.packed.format.order == order
     x = torch.full((3, 416), 448.0).to(torch.float8_e4m3fn), torch.ones(3)
     emulate(monkeypatch)
     out = torch.empty(3, 72)
@@ -234,107 +287,3 @@ def test_scales_of_zero_and_the_largest(monkeypatch):
     ref, bound = gemm_w4a8_bound(x, parts.packed, out_dtype=torch.float32)
     assert not out[:, 0].any() and bool(((out.double() - ref).abs() <= bound).all())
     assert torch.allclose(out[:, 1].double(), 448.0 * 416 * 6 * 448 * parts.whole.double(), rtol=1e-6)
-
-
-@emulated
-@pytest.mark.parametrize(
-    ("m", "n", "k", "options"),
-    [
-        (9, 72, 416, {}),
-        (33, 136, 1040, dict(bias=True)),
-        (70, 136, 640, dict(block=True)),
-        (130, 264, 288, dict(block=True, bias=True)),
-        (5, 72, 416, dict(batch_invariant=True)),
-    ],
-    ids=str,
-)
-def test_a_kernel_computes_what_the_reference_does(monkeypatch, m, n, k, options):
-    weight, block = nvfp4.parts(m, n, k, low=0, high=127).packed, options.get("block")
-    lhs = (builders.block_lhs if block else builders.lhs)(1, m, k, "e4m3")
-    bias = builders.bias(2, n) if options.get("bias") else None
-    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
-    emulator, out = emulate(monkeypatch), torch.empty(m, n, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=options.get("batch_invariant", False))
-    assert emulator.launched[0].startswith("e4m3nv-channel-")
-    assert bool(((out.double() - ref).abs() <= bound).all())
-
-
-SHAPES = {
-    "split k": dict(block_m=16, block_n=64, stages=4, split_k=2, warpgroups_k=2, scatter=True),
-    "shared weights": dict(block_m=112, block_n=128, stages=3, halves=2, multicast_rhs=2),
-    "shared activations": dict(block_m=112, block_n=128, stages=3, halves=2, multicast_lhs=2),
-    "two CTAs": dict(block_m=32, block_n=64, stages=4, split_k=2, ctas_per_sm=2),
-}
-
-
-@emulated
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_of_every_shape(monkeypatch, shape):
-    weight, lhs = nvfp4.parts(4, 264, 640).packed, builders.lhs(1, 120, 640, "e4m3")
-    spec = KernelSpec("e4m3", weight.format.kernel_format, **SHAPES[shape])
-    emulate(monkeypatch)
-    out = torch.empty(120, 264, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
-    ref, bound = gemm_w4a8_bound(lhs, weight)
-    assert bool(((out.double() - ref).abs() <= bound).all())
-
-
-@emulated
-@pytest.mark.parametrize("gathered", [False, True])
-def test_contiguous_rows_of_experts(monkeypatch, gathered):
-    counts = [0, 3, 40, 0, 17]
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    weight = nvfp4.parts(6, 136, 416, experts=5).packed
-    x, scale = lhs = builders.lhs(3, 23 if gathered else 60, 416, "e4m3")
-    index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
-    out, offsets = torch.empty(60, 136, dtype=torch.bfloat16), torch.tensor([0, *ends], dtype=torch.int32)
-    emulate(monkeypatch)
-    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=index)
-    for e, (count, end) in enumerate(zip(counts, ends)):
-        rows = torch.arange(end - count, end)
-        taken = rows if index is None else index[rows].long()
-        part = x.view(torch.uint8)[taken].view(x.dtype), scale[taken]
-        ref, bound = gemm_w4a8_bound(part, weight[e])
-        assert bool(((out[rows].double() - ref).abs() <= bound).all()), e
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("experts", [0, 64])
-def test_chosen_kernels_do_not_spill(tmp_path, experts):
-    cache = KernelCache([tmp_path])
-    rows = (16, 16384) if experts else (1, 32, 64, 128, 4096)
-    problems = [Problem(m, 4096, 4096, "e4m3", FORMAT, experts=experts, lhs_group=g) for m in rows for g in (0, 128)]
-    for spec in dict.fromkeys(choose(problem, DEVICES["h200"]) for problem in problems):
-        entry, _ = cache.get_or_compile(kernel_source(spec))
-        assert entry.metadata["spill_bytes"] == 0, spec.label
-        assert "serialised" not in str(entry.slow_because), spec.label
-
-
-@pytest.mark.parametrize("activation", ["e4m3", "e4m3_block"])
-def test_a_layer_computes_what_its_call_does(activation):
-    weight, x = nvfp4.parts(1, 72, 416).packed, torch.randn(5, 416).bfloat16()
-    bias = builders.bias(2, 72)
-    layer = W4A8Linear(weight, bias, activation=activation)
-    lhs = jitgemm.quantize_activations(
-        x, torch.float8_e4m3fn, scheme="block" if activation.endswith("block") else "token"
-    )
-    assert torch.equal(layer(x), jitgemm.gemm_w4a8_reference(lhs, weight, bias=bias))
-
-
-@pytest.mark.parametrize("device", ["reference", pytest.param("emulator", marks=emulated)])
-@pytest.mark.parametrize("options", [{}, dict(scheme="block")], ids=str)
-def test_a_layer_of_experts(monkeypatch, options, device):
-    sizes = dict(k=192, inter=160, scale=1.0, dtype=torch.bfloat16, mode="e4m3")
-    case = moe_cases.Case(tier="nvfp4", options=dict(options), **sizes)
-    expected = moe_cases.by_definition(case)
-    if device == "emulator":
-        emulate(monkeypatch)
-    out = jitgemm.fused_experts(*case.arguments, **case.options)
-    size = expected.abs().amax(1, keepdim=True)
-    assert bool(((out.double() - expected).abs() <= 0.06 * size).all())
-
-
-def test_experts_raise_for_int8_with_the_reason():
-    case = moe_cases.Case(tier="nvfp4", mode="s8")
-    with pytest.raises(TypeError, match="w13: expected lhs_dtype float8_e4m3fn, as no integers of 8 bits hold NVFP4"):
-        jitgemm.fused_experts(*case.arguments, **case.options)

@@ -68,10 +68,10 @@ def test_the_kernels_are_the_dense_ones_with_the_stages_that_a_table_leaves(lhs,
         dense = {replace(spec, stages=0) for spec in legal_kernels(lhs, format, H200) if spec.multicast == 1}
         found = legal_kernels(lhs, format, H200, experts=table)
         assert {spec.experts for spec in found} == {table}
-        # A kernel whose third stage only just fits has no room for a large table.
+        # A kernel whose third stage only just fits has no room for a large table, and some count more registers.
         shared = {spec for spec in found if spec.multicast > 1}
         assert {replace(spec, stages=0, experts=0) for spec in set(found) - shared} <= dense
-        assert len(found) - len(shared) > 0.9 * len(dense)
+        assert len(found) - len(shared) > 0.8 * len(dense)
         assert {(spec.multicast_lhs, spec.multicast_rhs, spec.split_k, spec.warpgroups_k) for spec in shared} <= {
             (2, 1, 1, 1)
         }
@@ -219,7 +219,7 @@ def test_decode_is_predicted_by_the_weights_that_it_reads():
         best = candidates(problem, H200)[0]
         record = 64 * 128 // 2 + 64 * 2
         moved = cost.weights_read(8, total) * 64 * 112 * record + total * (14336 + 2 * 4096)
-        assert best.terms["memory"] == pytest.approx(moved / H200.hbm_bytes_per_us)
+        assert 1 <= best.terms["memory"] / moved * H200.hbm_bytes_per_us < 1.15  # some SMs have a tile less
         assert best.terms["memory"] < best.predicted_us < 1.15 * best.terms["memory"] + 3.5
 
 
@@ -232,13 +232,17 @@ def test_a_tile_multiplies_no_more_tokens_than_it_needs():
     assert 0.8 < cost.filled(32, 32 * 128, widths) < 0.95
 
 
-def test_an_expert_is_predicted_as_a_dense_gemm_but_for_prefetch():
-    dense = Problem(8, 28672, 4096, "e4m3", FP8)
+def test_an_expert_is_predicted_as_a_dense_gemm_without_prefetch():
+    dense = Problem(8, 2 * 128 * H200.num_sms, 4096, "e4m3", FP8)
     spec = KernelSpec("e4m3", FP8, block_m=8, block_n=128, stages=8)
-    apart = predict(replace(spec, experts=64), replace(dense, experts=1), H200).predicted_us - (
-        predict(spec, dense, H200).predicted_us
-    )
-    assert 0.3 < apart < cost.PREFETCH_US
+
+    def apart(n):
+        alone, grouped = replace(dense, n=n), replace(dense, n=n, experts=1)
+        return predict(replace(spec, experts=64), grouped, H200).predicted_us - predict(spec, alone, H200).predicted_us
+
+    assert 0.3 < apart(dense.n) < cost.PREFETCH_US
+    # SMs without a tile of the last round prefetch nothing either.
+    assert apart(dense.n) + 2 < apart(dense.n + 128)
 
 
 @relaxed

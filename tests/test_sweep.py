@@ -51,13 +51,13 @@ def test_the_regret_on_held_out_problems_stays_within_its_limits(swept):
     known = [each.regret for each in found if each.regret is not None]
     assert len(found) - len(known) <= max(1, 0.05 * len(found)), "time what is missing: scripts/sweep.py missing"
     mean, _, worst = summary(known)
-    assert mean <= 0.025 and worst <= 0.21
+    assert mean <= 0.02 and worst <= 0.225
 
 
 def test_the_regret_on_fitted_problems_is_about_as_small(swept):
     known = [each.regret for each in part(swept, held=False) if each.regret is not None]
     mean, p99, worst = summary(known)
-    assert mean <= 0.025 and p99 <= 0.20 and worst <= 0.25
+    assert mean <= 0.018 and p99 <= 0.15 and worst <= 0.24
 
 
 def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
@@ -65,7 +65,7 @@ def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
     swept = Sweep.read(H200.with_name("sweep_moe_h200.json"))
     chosen = [each for each in regrets(swept.timings(), swept.device) if each.chosen.multicast > 1]
     known = [each.regret for each in chosen if each.regret is not None]
-    assert len(known) >= 20 and summary(known)[0] <= 0.03
+    assert len(known) >= 20 and summary(known)[0] <= 0.02
     dense = Sweep.read(H200)
     assert not any(each.chosen.multicast > 1 for each in regrets(dense.timings(), dense.device))
 
@@ -107,6 +107,18 @@ def test_a_file_says_itself_which_field_a_number_is(tmp_path):
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps(document))
     assert Sweep.read(path) == Sweep.read(H200)
+
+
+@pytest.mark.parametrize("cell", [("e4m3_g64_f16", 4096, 4096, 512), ("int8_g128_parts", 4096, 4096, 512)])
+def test_kernels_that_add_up_otherwise_are_swept_beside_the_usual_ones(tmp_path, cell):
+    device = Sweep.read(H200).device
+    kernels = sweep.kernels_of(sweep.problem_of(cell), device, 3)
+    assert {kernel.sums for kernel in kernels} == {"f32", "f16" if "f16" in cell[0] else "parts"}
+    swept = Sweep("NVIDIA H200", "h200", "2026-01-01", {cell: {each: 40.0 + i for i, each in enumerate(kernels)}})
+    swept.write(tmp_path / "sums.json")
+    assert Sweep.read(tmp_path / "sums.json") == swept
+    exact = sweep.kernels_of(sweep.problem_of(("int8_g128", *cell[1:])), device, 3)
+    assert {kernel.sums for kernel in exact} == {"f32"}
 
 
 def test_timings_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path):
@@ -184,12 +196,21 @@ def test_the_model_has_eleven_fitted_constants():
     assert len(sweep.constants()) == 11
 
 
-def test_a_fit_lowers_its_score_and_leaves_counted_constants_alone():
+def test_a_fit_takes_the_constants_that_it_is_told():
+    only = ["PROMOTE_CYCLES.parts", "F16_WAITS"]
+    assert sweep.constants(only) == [("PROMOTE_CYCLES", "parts"), ("F16_WAITS", None)]
+    with pytest.raises(ValueError, match="--constant: expected one of TILE_US, .*, got PROMOTE_CYCLES"):
+        sweep.constants(["PROMOTE_CYCLES"])
+    done = CliRunner().invoke(sweep.app, ["fit", str(H200), "--seconds", "0", "--constant", "HAND_US"])
+    assert done.exit_code == 0 and done.output == f"HAND_US = {cost.HAND_US:.4g}\n"
+
+
+def test_a_fit_lowers_its_score_and_leaves_constants_of_some_formats_alone():
     swept = Sweep.read(H200)
     timings = dict(list(swept.timings().items())[::40])
     names = sweep.constants()
     assert ("TILE_US", None) in names and ("PROMOTE_CYCLES", "s8") in names
-    assert not any(name in (*sweep.COUNTED, "OVERLAP") for name, _ in names)
+    assert not any(name in (*sweep.LATER, "OVERLAP") for name, _ in names)
     before = copy.deepcopy({name: value for name, value in vars(cost).items() if name.isupper()})
     try:
         cost.TILE_US *= 3

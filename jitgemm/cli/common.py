@@ -35,6 +35,8 @@ RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
 Sums = Enum("Sums", {name: name for name in SUMS}, type=str)
 Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
 """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
+NVFP4_ORDERS = {"any": "nvfp4", "tuned": "near"}
+"""Those of NVFP4, which its scales decide: any scales, or such as are near one another in every row."""
 
 _GROUPS = ", ".join(map(str, GROUP_SIZES))
 HELP = {
@@ -46,7 +48,8 @@ HELP = {
     "for those of blocks, whose rows share scales.",
     "--scale-dtype": "Type of the weights' scales in the checkpoint.",
     "--codes": "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 "
-    "where a code is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn).",
+    "where a code is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn). Of NVFP4: any scales; tuned, "
+    "those of each row within 2^10 of one another.",
     "--mxfp4": "MXFP4 weights: of --group-size channel, 128 and 32 is a base for a row, for a row and 128 k, and a scale "
     "for 32 k, as their scales need.",
     "--nvfp4": "NVFP4 weights, whose scales are e4m3s for 16 k; without --group-size.",
@@ -167,8 +170,8 @@ def weight_format(
     codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4,
     mxfp4: bool = False, nvfp4: bool = False, two_level: bool = False,
 ) -> WeightFormat:  # fmt: skip
-    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, and groups
-    of 128 with 8 bits to be blocks, whose rows share scales.
+    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, NVFP4's to
+    have scales near one another, and groups of 128 with 8 bits to be blocks, whose rows share scales.
 
     Raises:
         ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size; MXFP4
@@ -186,7 +189,7 @@ def weight_format(
         if group_size or zero_point or offset or bits != 4 or lhs != "e4m3" or mxfp4:
             expected = "e4m3 activations, without --group-size, --zero-point, --offset, --bits, --mxfp4"
             raise ValueError(f"--nvfp4: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}")
-        return WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
+        return WeightFormat(0, False, "fp32", NVFP4_ORDERS[codes.value], code="nvfp4")
     if mxfp4:
         size = 0 if group_size >= k else group_size
         if size not in CODES["e2m1"].group_sizes or zero_point or offset or bits != 4 or lhs != "e4m3":

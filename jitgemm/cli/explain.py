@@ -35,7 +35,7 @@ def explain(
     nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
     two_level: Annotated[bool, layer_option("--two-level")] = False,
     scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
-    codes: Annotated[common.Codes, layer_option("--codes")] = common.Codes.any,
+    codes: Annotated[Optional[common.Codes], layer_option("--codes", show_default="any, NVFP4: tuned")] = None,
     out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales")] = False,
@@ -73,6 +73,7 @@ def explain(
       2  wrong arguments
     """
     target = pick_device(device)
+    codes = codes or (common.Codes.tuned if nvfp4 else common.Codes.any)
     kind = common.LHS_TYPES[lhs.value]
     group = common.parse_group_size(group_size or ("channel" if nvfp4 or two_level else "128"))
     format = common.weight_format(

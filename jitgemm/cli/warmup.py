@@ -162,7 +162,9 @@ def warmup(
     outs = [choice.value for choice in out or []]
     orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
     sizes = [group]
-    if nvfp4 or two_level:
+    if nvfp4:
+        sizes = [group] if group_size else [0]
+    elif two_level:
         orders, sizes = orders[:1], [group] if group_size else [0]
     elif mxfp4:
         orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]

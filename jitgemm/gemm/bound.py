@@ -1,7 +1,8 @@
 """How far a kernel's result may be from the exact one: what tensor cores, fp32 sums and the output's type may lose.
 
-Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. A run is scaled
-and added to the others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
+Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. Some kernels add up
+runs of 256 k of MXFP4 weights with a base a row, and the larger of both losses counts. A run is scaled and added to the
+others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
 sum before it to the largest of them, and cuts off what lies more than 13 bits below; so each of its terms loses less
 than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of itself. Codes are at most 16 large:
 
@@ -41,7 +42,6 @@ from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div
 from jitgemm.tensors import check_dtype, dtype_name
 from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.terms import upper
 
 STEP_K = 32
 """k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
@@ -109,6 +109,7 @@ def gemm_w4a8_bound(
     m, k = x.shape
     run = BLOCK_K if rhs.groups == 1 else min(rhs.group_size, BLOCK_K)
     runs = ceil_div(k, run)
+    pairs = rhs.format.long_runs and not lhs_group_of(x_scale)
     zero = torch.zeros((m, 1)) if x_zero is None else x_zero.reshape(-1, 1)
     zero = zero.to(ref).expand(m, 1).abs()
     token = x_scale.to(ref).abs()
@@ -122,6 +123,8 @@ def gemm_w4a8_bound(
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
         d, scale, offset = integers(rhs.packed, strip, end)
         d = _by_run(d, runs, run)
+        two = rhs.packed.both_terms(strip, end) if rhs.format.terms > 1 else ()
+        operands = [_by_run(each, runs, run) for each in two] or [d]
         # [runs, 1, n]: the scale and offset of each run.
         group = torch.arange(runs, device=d.device) * run // max(rhs.group_size, run)
         scale = scale.T[group, None]
@@ -136,9 +139,12 @@ def gemm_w4a8_bound(
             x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
             code = None if x.dtype == torch.int8 else CODES[rhs.format.code]
             f16 = None if powers is None else token[:, rows] * powers[columns]
-            size, loss = _scaled(x_rows, d, scale * token[:, rows], code, f16)
+            size, loss = _scaled(x_rows, operands, scale * token[:, rows], code, f16)
+            if pairs:  # one scale a row
+                twice = _scaled(_in_pairs(x_rows), [*map(_in_pairs, operands)], scale[:1] * token[:, rows], code)
+                size, loss = torch.maximum(size, twice[0]), torch.maximum(loss, twice[1])
             if offset is not None:
-                added = _scaled(x_rows, counts, offset * token[:, rows], code)
+                added = _scaled(x_rows, [counts], offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
             if by_parts:
                 loss = loss + _lost_by_parts(scale / rhs.format.parts_times) * token[:, rows][0]
@@ -154,19 +160,30 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, missing)).unflatten(1, (runs, run)).transpose(0, 1)
 
 
-def _scaled(
-    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, code: Code | None, f16: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run].
+def _in_pairs(runs: torch.Tensor) -> torch.Tensor:
+    """[runs, rows, run] -> [half of them, rows, 2 * run]."""
+    padded = torch.nn.functional.pad(runs, (0, 0, 0, 0, 0, runs.shape[0] % 2))
+    return padded.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
 
+
+def _scaled(
+    x: torch.Tensor,
+    operands: list[torch.Tensor],
+    scale: torch.Tensor,
+    code: Code | None,
+    f16: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run].
+
+    operands: [runs, n, run], whose sum x is multiplied by; each takes the steps.
     code: of the weight, with e4m3 activations; None for int8, which loses nothing.
     f16: |x_scale| * 2^E, [1, m, n], with sums in f16; else None.
     """
     cut = CUT if f16 is None else CUT + F16 * (1 + CUT)
-    sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
+    sums = torch.zeros(*x.shape[:2], operands[0].shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
-    steps = zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True)
-    for part, codes in (each for part, product in steps for each in _terms(part, product, code)):
+    steps = zip(x.split(STEP_K, -1), *(each.split(STEP_K, -1) for each in operands), strict=True)
+    for part, codes in ((part, codes) for part, *both in steps for codes in both):
         largest = part.abs().amax(-1, keepdim=True)
         if code is None or code.largest is None:
             some = largest > 0
@@ -183,14 +200,6 @@ def _scaled(
     loss, sums = loss * scale.abs(), sums * scale  # of a sum of activations there is one for all rows
     added = loss.sum(0) if f16 is None else loss.sum(0) + _lost_in_f16(sums, loss, f16, BLOCK_K // x.shape[-1])
     return sums.abs().sum(0), added
-
-
-def _terms(x: torch.Tensor, d: torch.Tensor, code: Code | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the steps for 32 k multiply."""
-    if code is None or code.terms == 1:
-        return [(x, d)]
-    high = upper(d)
-    return [(x, high), (x, d - high)]
 
 
 def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:

@@ -249,13 +249,12 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
     import jitgemm
 
     nvrtc = nvrtc_info()
-    built = ("log", "registers", "spill_bytes", "serialised", "stack_bytes", "smem_static")
+    built = ("source", "log", "registers", "spill_bytes", "serialised", "stack_bytes", "smem_static")
     return {
         "schema": SCHEMA,
         "key": key,
         "label": request.label,
         "spec": dict(request.spec),
-        "source": request.source,
         "options": list(request.options),
         "yields": str(request.yields),
         "arch": next((o.split("=", 1)[1] for o in request.options if o.startswith("-arch=")), ""),
@@ -274,7 +273,7 @@ def _dump(request: KernelSource, key: str, compiled: Compiled) -> None:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        files = {"cu": request.source.encode(), "log": compiled.log.encode(), "cubin": compiled.cubin}
+        files = {"cu": compiled.source.encode(), "log": compiled.log.encode(), "cubin": compiled.cubin}
         for suffix, data in (files | {"unpatched.cubin": compiled.built}).items():
             if data is not None:
                 (folder / f"{request.label}-{key[:12]}.{suffix}").write_bytes(data)

@@ -59,7 +59,7 @@ class NvrtcInfo:
 class Compiled:
     """A cubin and what ptxas reported: registers of the hungriest entry; bytes of spills, of stack and of static shared
     memory; its line on serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`, the cubin
-    before yield hints were set in it, or None where none were."""
+    before yield hints were set in it, or None where none were; `source`, what was compiled."""
 
     cubin: bytes
     log: str
@@ -70,6 +70,7 @@ class Compiled:
     smem_static: int
     serialised: str = ""
     built: bytes | None = None
+    source: str = ""
 
 
 @lru_cache(maxsize=1)
@@ -185,6 +186,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         stack_bytes=sum(stack for stack, _, _ in frames),
         smem_static=max(int(smem or 0) for _, smem in used),
         serialised=serialised[0].strip() if serialised else "",
+        source=source,
     )
 
 

@@ -25,6 +25,8 @@ class KernelSource:
     Attributes:
         label, spec: name and `KernelSpec.to_dict()`; kept in the entry, not part of the key.
         source, headers, options: as `nvrtc.compile_cubin` takes them.
+        tighter: the same kernel with fewer registers in use, which takes the place of `source` where that spills and
+            this spills less; "" for none. Only the compiler knows which kernels spill, and each version others.
         yields: yield hints to set in what it compiled, or None to leave ptxas's.
         warmup: the command that compiles it ahead of time, for the message when it is missing; not part of the key.
     """
@@ -36,6 +38,7 @@ class KernelSource:
     options: Sequence[str]
     yields: Yields | None = None
     warmup: str = ""
+    tighter: str = ""
 
     def key(self, nvrtc: NvrtcInfo) -> str:
         """Hex sha256 of everything that decides its cubin's bytes when this NVRTC compiles it.
@@ -46,7 +49,7 @@ class KernelSource:
         counted = (str(len(self.headers)), *headers, str(len(self.options)), *self.options)
         built = "{}.{}".format(*nvrtc.version), nvrtc.build, str(self.yields)
         digest = hashlib.sha256()
-        for text in (str(SCHEMA), self.source, *counted, *built):
+        for text in (str(SCHEMA), self.source, self.tighter, *counted, *built):
             data = text.encode()
             # The length in front keeps ("ab", "c") and ("a", "bc") apart.
             digest.update(len(data).to_bytes(8, "little") + data)
@@ -55,6 +58,11 @@ class KernelSource:
     def compile(self) -> Compiled:
         """Its cubin; raises CompileError. Warns where yield hints cannot be set, which cost time alone."""
         compiled = compile_cubin(self.source, self.headers, self.options, name=self.label)
+        if compiled.spill_bytes and self.tighter:
+            other = compile_cubin(self.tighter, self.headers, self.options, name=self.label)
+            seconds = compiled.seconds + other.seconds
+            better = other.spill_bytes < compiled.spill_bytes and not other.serialised
+            compiled = replace(other if better else compiled, seconds=seconds)
         if self.yields is None:
             return compiled
         try:

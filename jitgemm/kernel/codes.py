@@ -32,6 +32,8 @@ class Decoder:
         f16_codec: the C++ type for sums in f16, where it is another.
         parts_codec: the C++ type for sums by parts, where it is another.
         parts_times: how often its operands are the codes with sums by parts; 0 where there are no such kernels.
+        operand: the type of operands, where it is not the activations'.
+        table_bytes: of shared memory, for the tables that the codec decodes by.
     """
 
     codec: str
@@ -40,6 +42,8 @@ class Decoder:
     f16_codec: str = ""
     parts_codec: str = ""
     parts_times: int = 0
+    operand: str = ""
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +93,6 @@ class Code:
         factors: largest integer that decoding multiplies codes minus zero points by, one of each for each row and
             `FACTOR_GROUP` of k: records hold both. 0 for none.
         terms: operands of wgmma that a code becomes. It is their sum, as the products with each are added up.
-        operand: their type, where it is not the activations'.
     """
 
     name: str
@@ -107,7 +110,6 @@ class Code:
     inner_scales: int = 0
     factors: int = 0
     terms: int = 1
-    operand: str = ""
 
     def order(self, name: str) -> Order:
         """The order of this name. ValueError for any other."""
@@ -181,11 +183,15 @@ _E4M3 = Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w
 _INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16)
 
 # 1 is the ninth of fifteen powers of two for which all of a code's values are e4m3's.
-_E2M1 = Order("e2m1", 4, {"e4m3": Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec")}, mark="mx", slow=True)
-_NVFP4 = Order("nvfp4", 5, {"e4m3": Decoder("Nvfp4Codec", "terms")}, mark="nv", slow=True)
+_BY_TABLE = Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec", table_bytes=128)
+_E2M1 = Order("e2m1", 4, {"e4m3": _BY_TABLE}, mark="mx", slow=True)
+_E5M2_TERMS = Decoder("Nvfp4Codec", "terms", operand="e5m2", table_bytes=2048)
+_NVFP4 = Order("nvfp4", 5, {"e4m3": _E5M2_TERMS}, mark="nv", slow=True)
+# Two e4m3s, next to a base of each row: holds scales that are near one another.
+_NEAR = Order("near", 6, {"e4m3": Decoder("Nvfp4NearCodec", "near")}, mark="nvnear", slow=True, complete=False)
 # Codes minus zero points times their group's factor are any integers of 8 bits: products of up to 128 * 128.
 _TWO_LEVEL = Order(
-    "two_level", 6, {"s8": Decoder("TwoLevelCodec", "any")}, mark="tl", max_channel_k=2**17 - 16, slow=True
+    "two_level", 7, {"s8": Decoder("TwoLevelCodec", "any")}, mark="tl", max_channel_k=2**17 - 16, slow=True
 )
 
 register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
@@ -200,8 +206,8 @@ register(
 # Its scale per channel is the tensor's.
 register(
     Code(
-        "nvfp4", 4, (_NVFP4,), largest=None, prefix="nv", row_sums=False, group_sizes=(0,), scale_types=("fp32",),
-        inner_scales=127, terms=2, operand="e5m2",
+        "nvfp4", 4, (_NVFP4, _NEAR), largest=None, prefix="nv", row_sums=False, group_sizes=(0,), scale_types=("fp32",),
+        inner_scales=127, terms=2,
     )
 )  # fmt: skip
 register(Code("two_level", 4, (_TWO_LEVEL,), largest=None, prefix="tl", group_sizes=(0,), factors=127))

@@ -138,6 +138,11 @@ class WeightFormat:
         return self.decoder("s8").parts_times if "s8" in self.lhs_types else 0
 
     @property
+    def long_runs(self) -> bool:
+        """Whether kernels may add up 256 k in the tensor cores (`promote_records`): e4m3 times codes with a base a row."""
+        return self.exponents and not self.group_size
+
+    @property
     def decodes_slowly(self) -> bool:
         """Whether decoding a record takes about as long as memory takes to bring it."""
         return self._order.slow
@@ -228,6 +233,11 @@ class WeightFormat:
         return CODES[self.code].inner_scales > 0
 
     @property
+    def near(self) -> bool:
+        """Whether inner scales stand next to a base of each row, so that a code becomes two e4m3s."""
+        return self.inner_scales and self.tuned
+
+    @property
     def factors(self) -> bool:
         """Whether records hold a factor and a zero point for each row and `FACTOR_GROUP` of k, and codes become integers of
         8 bits by them, as those in two levels do."""
@@ -241,13 +251,13 @@ class WeightFormat:
     @property
     def table_bytes(self) -> int:
         """Bytes of the tables in shared memory that kernels decode by."""
-        return 128 if self.exponents else 2048 if self.inner_scales else 0
+        return next(iter(self._order.decoders.values())).table_bytes if self.exponents or self.inner_scales else 0
 
     @property
     def tier(self) -> str:
         """Which powers of two a weight has for scales, or how else codes become operands, in words."""
         if self.inner_scales:
-            return f"{self.terms} terms a code"
+            return f"{self.terms} {'e4m3' if self.near else 'e5m2'} terms a code"
         per = f"a row and {self.group_size} k" if self.group_size else "a row"
         return f"a base for {per}" if self.exponents else f"a scale for {per}"
 

@@ -13,10 +13,9 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
-from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
-from jitgemm.kernel.tactics import promote_records, units_in_flight, yields
+from jitgemm.kernel.tactics import promote_records, spares_fragments, units_in_flight, yields
 
 KERNEL_NAME = "jitgemm_w4a8"
 
@@ -27,7 +26,7 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     f16 = spec.sums == "f16"
     count = tokens // 4 if f16 else tokens // 2
     integer = spec.lhs == "s8"
-    weights = CODES[spec.format.code].operand or spec.lhs
+    weights = spec.format.decoder(spec.lhs).operand or spec.lhs
     accumulator, constraint, sums = ("i32", "+r", "s32") if integer else ("float", "+f", "f32")
     if f16:
         accumulator, constraint, sums = "u32", "+r", "f16"
@@ -73,7 +72,7 @@ _DEFAULTS = {
 """What constants are unless they are rendered; the struct Defaults of include/jitgemm/gemm/config.cuh."""
 
 
-def _config(spec: KernelSpec, smem_bytes: int) -> str:
+def _config(spec: KernelSpec, smem_bytes: int, sets: int) -> str:
     fmt = spec.format
     constants: dict[str, Any] = {
         "u32 kBlockM": spec.block_m,
@@ -98,7 +97,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),
-        "u32 kFragmentSets": fragment_sets(spec),
+        "u32 kFragmentSets": sets,
         "u32 kPromoteRecords": promote_records(spec),
         "bool kDirectLhs": direct_lhs(spec),
         "bool kPinSharedBase": pins_shared_base(spec),
@@ -131,8 +130,12 @@ static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh di
 static_assert(Config::kConsumerRegisters == {registers}, "spec.py and config.cuh disagree");"""
 
 
-def render(spec: KernelSpec) -> str:
-    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`."""
+def render(spec: KernelSpec, sets: int | None = None) -> str:
+    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`.
+
+    Args:
+        sets: of fragments; None asks `fragment_sets`.
+    """
     maps = ("lhs_map", "last_lhs_map", "out_map", *(["out_part_map", "out_row_map"] if spec.experts else []))
     parameters = [f"const __grid_constant__ jitgemm::TensorMap {name}" for name in maps]
     parameters.append(f"const __grid_constant__ jitgemm::{'GroupedArgs' if spec.experts else 'Args'} args")
@@ -153,7 +156,7 @@ struct Wgmma;
 #include <jitgemm/gemm/kernel.cuh>
 
 namespace jitgemm {{
-{spec.format.decoder(spec.lhs).source}{_config(spec, smem_bytes(spec))}
+{spec.format.decoder(spec.lhs).source}{_config(spec, smem_bytes(spec), sets or fragment_sets(spec))}
 }}
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
@@ -168,6 +171,7 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
     return KernelSource(
         spec.label, spec.to_dict(), render(spec), headers(), OPTIONS,
         yields=yields(spec) if settings.yields() else None, warmup=_warmup(spec),
+        tighter=render(spec, 1) if spares_fragments(spec) else "",
     )  # fmt: skip
 
 
@@ -188,7 +192,7 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--scale-dtype", fmt.scale_type]
     if fmt.typed:
         flags += ["--bits", str(fmt.bits)]
-    elif not (fmt.zero_point or fmt.one_type):
+    elif not (fmt.zero_point or fmt.powers or fmt.factors):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]

@@ -21,10 +21,11 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
 from jitgemm.kernel.tactics import prefetch_stages, promote_records, split_blocks, token_widths, units_in_flight
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import launched_clusters, units_along_n
+from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, units_along_n
 
 TILE_US = 1.23
-"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue."""
+"""Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
+of 4-bit weights, of which grouped kernels have many rounds, the part that their tokens are of `NARROW_TOKENS`."""
 HAND_US = 0.0091
 """For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
 SEND_US = 0.0135
@@ -38,14 +39,15 @@ group is promoted, twice, as nothing runs beside the second half's promotion; wh
 as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
-DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.2, "terms": 1.5}
+DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.5, "terms": 2.6, "near": 2.0}
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
-codes for one type, beside what is the same for both, codes by tables some 20 more, two terms by tables some 120; e4m3's
-signed ones multiply, and leave the ALUs to the rest."""
-PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.6}
+codes for one type, beside what is the same for both; e4m3's signed ones multiply, and leave the ALUs to the rest. Of
+MXFP4's by tables and NVFP4's two terms, the least regret on an H100, and about the least error (docs/notes/selector.md)."""
+PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.7}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
-int8's sums are converted first. Not fitted for f16 sums: one multiply-add for two of them reads 128 registers' banks where
-two read 228. Once more by e4m3's where the scale is a product, of a row's and a token's."""
+int8's sums are converted first. Those by parts are not, and have a fit of their own. Not fitted for f16 sums: one
+multiply-add for two of them reads 128 registers' banks where two read 228. Once more by e4m3's where the scale is a
+product, of a row's and a token's."""
 F16_WAITS = 1.22
 """Times as many for f16 sums where no other unit multiplies meanwhile (include/jitgemm/gemm/ahead.cuh): 28672 x 4096,
 m = 512, of groups of 128, 64 and 32 took 1.21, 1.19 and 1.19 by tiles of 176 tokens, for those of 128. Not fitted."""
@@ -102,6 +104,7 @@ class Costs(NamedTuple):
     fetch: float
     stream: float  # times the HBM's
     tile: float  # sum and epilogue of one tile
+    between: float  # the same between tiles
     prefetch_stages: int
     resident: int  # clusters that fit on the device
     sms_of_clusters: float  # SMs that they fill, one CTA an SM
@@ -131,6 +134,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     elif promote:
         serial += promote + RECORD_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
     sums = spec.block_m * spec.warpgroups_n
+    summed = HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k)
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * multiply * cycle,
@@ -139,7 +143,8 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         any_width=(spec.warpgroups * decode * cycle, (decode + RECORD_CYCLES) * cycle),
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
-        tile=TILE_US + HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k),
+        tile=TILE_US + summed,
+        between=TILE_US * (1 if spec.shared_weights else min(1, spec.block_m / NARROW_TOKENS)) + summed,
         prefetch_stages=prefetch_stages(spec),
         resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
         sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
@@ -190,14 +195,18 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
+    # SMs that a round leaves without a tile bring the next dense kernel's weights, and nothing for a grouped one. No
+    # sweep has narrow tiles of 8 bits for experts: this, and short epilogues, are counted for 4 bits alone.
+    room = device.num_sms // spec.cluster_size
+    if problem.experts and not spec.shared_weights:
+        memory *= max(1.0, rounds * room * len(tiles) / (sum(tiles) * along_n))
     # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
     # one CTA of a cluster that shares an operand has none.
     asking = min(ctas, max(token_tiles(problem.experts, m, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
     prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * asking / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
     # of an SM that is left over of whole clusters.
-    room = device.num_sms // spec.cluster_size * spec.cluster_size
-    crowded = max(0.0, 2 - room / ctas) if spec.ctas_per_sm == 1 else 0.0
+    crowded = max(0.0, 2 - room / clusters) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * math.sqrt(crowded)
     fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
@@ -207,7 +216,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
         tensor=shared * records * fill * of.tensor,
         issue=shared * records * issue,
         latency=records * latency,
-        epilogue=(rounds - 1) * of.tile,
+        epilogue=(rounds - 1) * of.between,
         fixed=alone + of.tile,
     )
     return found, rounds, ctas

@@ -244,8 +244,14 @@ CROWDED_REGISTERS = 8
 where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
 `TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
+GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
+"""More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, without and with zero points, from so
+many tokens on: a fifth of those that it leaves out spill with one set of fragments, too, none was the best of its problem."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
+FOUR_ZEROS_REGISTERS = 6
+"""The same for zero points of four groups a record: without them, tiles of 192 x 128 in halves spill 88 bytes in e4m3 and
+380 in int8."""
 TERM_REGISTERS = 16
 """The same for two terms a code: without them, tiles of 64 x 256, 112 x 192 and 192 x 128 spill 160 to 344 bytes."""
 
@@ -279,8 +285,11 @@ def registers_needed(spec: KernelSpec) -> int:
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
         rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
+        crowded = spec.experts > 0 and (spec.split_k > 1 or spec.ctas_per_sm > 1)
+        rest += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
     rest += OFFSET_REGISTERS if fmt.offset else 0
     rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
+    rest += FOUR_ZEROS_REGISTERS if fmt.zero_point and fmt.scale_rows == 4 and spec.sums == "f32" else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0

@@ -151,6 +151,33 @@ def _spread(nibbles: Words) -> torch.Tensor:
 
 E2M1 = Nibbles(torch.uint8, 0, 15, _join_tables, _split_tables)
 
+
+def _join_near(a: Words, b: Words) -> torch.Tensor:
+    """Selectors of both terms: bits 1 and 0 the powers of two, bit 2 the sign, bit 3 whether small is 0."""
+    low, high = (_gathered(_to_near(words)) for words in (a, b))
+    return low | high << 16
+
+
+def _split_near(words: Words) -> tuple[torch.Tensor, torch.Tensor]:
+    return _both(lambda half: _from_near(_spread(half & 0xFFFF)), (words, words >> 16))
+
+
+def _to_near(codes: Words) -> torch.Tensor:
+    magnitude = codes & _LOW3
+    negative = (magnitude + _LOW3 & codes) >> 3 & _ONES  # but for 0
+    rank = magnitude - negative
+    return rank >> 1 & 0x03030303 | negative << 2 | ((rank ^ negative ^ _ONES) & _ONES) << 3
+
+
+def _from_near(nibbles: Words) -> torch.Tensor:
+    negative = nibbles >> 2 & _ONES
+    rank = (nibbles & 0x03030303) << 1 | (nibbles >> 3 ^ negative ^ _ONES) & _ONES
+    return rank + negative | negative << 3
+
+
+NEAR = Nibbles(torch.uint8, 0, 15, _join_near, _split_near)
+"""Of -0, code 8, it makes 0."""
+
 CODE_BYTES: dict[str, CodeBytes] = {
     "int4": CodeBytes(
         orders={"any": COMPLEMENT, "e4m3": MAGNITUDE, "s8": TWOS_COMPLEMENT}, zero_orders={"any": UNSIGNED}
@@ -158,7 +185,7 @@ CODE_BYTES: dict[str, CodeBytes] = {
     "e4m3": CodeBytes(torch.float8_e4m3fn),
     "int8": CodeBytes(torch.int8),
     "e2m1": CodeBytes(orders={"e2m1": E2M1}),
-    "nvfp4": CodeBytes(orders={"nvfp4": E2M1}),
+    "nvfp4": CodeBytes(orders={"nvfp4": E2M1, "near": NEAR}),
     "two_level": CodeBytes(orders={"two_level": UNSIGNED}),
 }
 """By `Code.name`."""

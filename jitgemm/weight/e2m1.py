@@ -70,9 +70,9 @@ def exponent_of(powers: torch.Tensor) -> torch.Tensor:
 # ---- which scales ------------------------------------------------------------------------------------------------------
 
 
-def nonzero_groups(q: torch.Tensor, k: int) -> torch.Tensor:
-    """Which groups have another value than 0: bool [rows, ceil(k / 32)], of codes uint8 [rows, k], or [rows, k / 2]."""
-    per = EXPONENT_GROUP * q.shape[1] // k
+def nonzero_groups(q: torch.Tensor, k: int, group: int = EXPONENT_GROUP) -> torch.Tensor:
+    """Which groups have another value than 0: bool [rows, ceil(k / group)], of codes uint8 [rows, k], or [rows, k / 2]."""
+    per = group * q.shape[1] // k
     magnitudes = q & (0x77 if q.shape[1] < k else 0x7)
     padded = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[1] % per))
     return padded.unflatten(1, (-1, per)).amax(-1) > 0

@@ -23,6 +23,8 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
       e4m3                   s(A_b)  v(B_b)   s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
       e2m1, nvfp4 (b < 2)    s(A_b)  v(A_2b+1) s(B_b)        v(A_2b)      s, v: the code's
            (b >= 2)          s(A_b)  v(B_2b-3) s(B_b)        v(B_2b-4)
+      near (b < 2)           n(A_2b+1)        n(A_2b)              n: a selector, of `codes.py`
+           (b >= 2)          n(B_2b-3)        n(B_2b-4)
 
 The words of e2m1's exponents are in `e2m1.py`, nvfp4's scales in `terms.py`, two_level's factors in `levels.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
 Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
@@ -34,7 +36,7 @@ from collections.abc import Iterator
 
 import torch
 
-from jitgemm.kernel.codes import EXPONENT_GROUP, SCALE_GROUP
+from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.weight import e2m1, levels, terms
 from jitgemm.weight.codes import CODE_BYTES, Nibbles
@@ -233,6 +235,7 @@ def unpack_exponents(blocks: torch.Tensor, n: int, k: int, format: WeightFormat)
 def unpack_inner_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> inner scales float8_e4m3fn [n, k / 16]."""
     scales = terms.from_bytes(blocks[..., format.zeros_at :])[:n, : ceil_div(k, SCALE_GROUP)]
+    scales = terms.of_near(scales) if format.near else scales
     return scales.contiguous().view(torch.float8_e4m3fn)
 
 
@@ -270,7 +273,8 @@ def regrouped(
 
 
 def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
-    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place.
+    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place. NVFP4's
+    scales go with them, which only the order that holds any can be given.
 
     Args:
         blocks: uint8 [experts, strips, kblocks, record_bytes].
@@ -280,6 +284,9 @@ def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
         for part in expert.split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
             words = part.view(torch.int32)[:, None, :_CODE_WORDS]
             words.copy_(encode_codes(decode_codes(words, orders[old]), orders[new]))
+            if CODES[code].inner_scales:
+                scales = part[:, 4 * _CODE_WORDS :]
+                scales.copy_(terms.of_near(scales))
 
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:

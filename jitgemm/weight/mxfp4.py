@@ -9,7 +9,7 @@ from jitgemm.kernel.formats import BLOCK_K, K_ALIGNMENT, WeightFormat, ceil_div
 from jitgemm.tensors import check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import e2m1, layout
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import check_sizes, expert_indices, group_count
+from jitgemm.weight.parts import check_sizes, expert_indices, group_count, row_chunks
 from jitgemm.weight.ready import capturing
 
 _CODE_TYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
@@ -78,7 +78,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
             nan = (s[e] == e2m1.NAN).nonzero()
             if len(nan):
                 raise ValueError(f"scales{at}: expected numbers, got 255, e8m0's NaN, at {nan[0].tolist()}")
-            for first, end in _row_chunks(n, k):
+            for first, end in row_chunks(n, k):
                 used[e][first:end] = e2m1.nonzero_groups(q[e][first:end], k)
         sizes = [k, *(size for size in (BLOCK_K, EXPONENT_GROUP) if size < k)]
         group_size, format = next(
@@ -105,11 +105,6 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
 def format_of(group_size: int, k: int) -> WeightFormat:
     """Of a weight with a base for so many k."""
     return WeightFormat(0 if group_size >= k else group_size, False, "bf16", "e2m1", code="e2m1")
-
-
-def _row_chunks(n: int, k: int) -> list[tuple[int, int]]:
-    step = max(1, layout.CHUNK_CODES // k)
-    return [(first, min(first + step, n)) for first in range(0, n, step)]
 
 
 def _columns_of(codes: torch.Tensor, scales: torch.Tensor, k: int | None) -> int:

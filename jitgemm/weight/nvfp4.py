@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from jitgemm.kernel.codes import SCALE_GROUP
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.tensors import check_plain, check_tensor, check_values, describe, dtype_name
-from jitgemm.weight import layout, terms
+from jitgemm.weight import e2m1, layout, terms
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import check_sizes, expert_indices
+from jitgemm.weight.parts import check_sizes, expert_indices, row_chunks
 from jitgemm.weight.ready import capturing
 
 FORMAT = WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
+"""Of any scales."""
+NEAR = replace(FORMAT, order="near")
+"""Of rows whose scales are near one another."""
 _TYPES = {
     "codes": (torch.uint8, torch.int8, torch.float4_e2m1fn_x2),
     "scales": (torch.float8_e4m3fn,),
@@ -28,8 +33,10 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
         code   bit 3: sign   bits 2 to 0: 0, 0.5, 1, 1.5, 2, 3, 4, 6      byte i of a row: code 2i     bits 0 to 3
         scale  e4m3                                                                        code 2i + 1 bits 4 to 7
 
-    Nothing is rounded: kernels multiply by two e5m2s, whose sum code * scale always is, and by global_scale in fp32
-    behind the sums. 4.5 bits a weight, and twice the multiplies of other 4-bit weights.
+    Nothing is rounded: kernels multiply by two FP8 numbers, whose sum code * scale is, and by global_scale in fp32 behind
+    the sums. 4.5 bits a weight, and twice the multiplies of other 4-bit weights. Where the largest scale of each row is
+    less than 2^10 times its least, groups of zeros left out, the two are e4m3s next to a power of two of the row, which
+    kernels decode faster; else they are e5m2s. `repr` shows which.
 
     Args:
         codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; n a multiple of 8, k
@@ -40,8 +47,8 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
 
     Returns:
         The packed weight on codes' device, for e4m3 activations. The CPU and the GPU give the same bytes. Its `unpack`
-        gives codes, scales and the global scale of each row back, bit for bit. On a GPU the current stream is
-        synchronised.
+        gives codes, scales and the global scale of each row back: with e5m2s bit for bit, with e4m3s 0 for -0, and a power
+        of two may have moved from a row's scales to its global scale. On a GPU the current stream is synchronised.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
@@ -67,20 +74,32 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
         raise ValueError("scales: expected to look at them, got a CUDA graph's capture; pack before it")
     with torch.inference_mode(False), torch.no_grad():
         q, s = codes.view(torch.uint8), scales.view(torch.uint8)
-        blocks = torch.empty(
-            (*lead, layout.strips_of(n), layout.kblocks_of(k), FORMAT.record_bytes), dtype=torch.uint8, device=q.device
-        )
-        for e in expert_indices(lead[0] if lead else None):
+        indices = [*expert_indices(lead[0] if lead else None)]
+        for e in indices:
             wrong = (s[e] >= terms.NAN).nonzero()
             if len(wrong):
                 row, group = wrong[0].tolist()
                 name, got = f"scales[{e}]" if lead else "scales", float(scales[e][row, group])
                 raise ValueError(f"{name}: expected numbers of at least 0, got {got} at {[row, group]}")
+        rows = _of_rows(global_scale, lead, n)
+        inner, shifts = torch.empty_like(s), torch.empty((*lead, n, 1), dtype=torch.int32, device=s.device)
+        for e in indices:
+            for first, end in row_chunks(n, k):
+                used = e2m1.nonzero_groups(q[e][first:end], k, SCALE_GROUP)
+                inner[e][first:end], shifts[e][first:end] = terms.near(s[e][first:end], used)
+        moved = rows * e2m1.power(-shifts).float()
+        normal = (moved.abs() >= torch.finfo(torch.float32).tiny) & moved.isfinite() | (rows == 0)
+        if bool(((shifts != terms.FAR) & normal).all()):
+            format, rows = NEAR, moved
+        else:
+            format, inner = FORMAT, s
+        shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
+        blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
+        for e in indices:
             layout.pack_records(
-                blocks[e], q[e], s[e], None, None, k=k, canonical=True, format=FORMAT, inner_scales=s[e]
+                blocks[e], q[e], s[e], None, None, k=k, canonical=True, format=format, inner_scales=inner[e]
             )
-        channel_scale = layout.pack_channel_scale(_of_rows(global_scale, lead, n))
-        return W4Weight(blocks, channel_scale, n, k, k, FORMAT)
+        return W4Weight(blocks, layout.pack_channel_scale(rows), n, k, k, format)
 
 
 def _of_rows(global_scale: torch.Tensor, lead: list[int], n: int) -> torch.Tensor:

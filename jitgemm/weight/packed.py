@@ -344,7 +344,8 @@ class Weight(WeightBase):
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
         Of MXFP4 and NVFP4 q is uint8, e2m1 codes. MXFP4's scale is float8_e8m0fnu [n, ceil(k / 32)]; that of a group of
-        zeros may be another. NVFP4's is float8_e4m3fn [n, k / 16], and in the place of zero is the global scale, fp32 [n, 1].
+        zeros may be another. NVFP4's is float8_e4m3fn [n, k / 16], and in the place of zero is the global scale, fp32 [n, 1];
+        where its terms are e4m3s, 0 stands for -0, and a power of two may have moved from a row's scales to its global scale.
         In two levels scale is the groups' factors, uint8 [n, ceil(k / 128)]; the channels' are `unpack_channel_scale`'s.
 
         Returns:

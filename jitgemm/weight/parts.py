@@ -54,6 +54,12 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
         raise ValueError(f"{name}: expected k to be a positive multiple of {K_ALIGNMENT}, got {k}")
 
 
+def row_chunks(n: int, k: int) -> list[tuple[int, int]]:
+    """Runs of rows (first, end) of a weight [n, k], each of at most CHUNK_CODES weights but at least one row."""
+    step = max(1, layout.CHUNK_CODES // k)
+    return [(first, min(first + step, n)) for first in range(0, n, step)]
+
+
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
     """What picks each expert's part of a tensor; `...` for a dense weight, whose only part is all of it."""
     return (...,) if experts is None else range(experts)
@@ -131,6 +137,14 @@ class PackedWeight(NamedTuple):
         if self.format.factors:
             q = levels.values(q, self._factors(first_strip, end_strip))
         return q, scale, zero, offset
+
+    def both_terms(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What tensor cores multiply of nvfp4, fp64 [rows, k] each: their sum is `rows`' q."""
+        codes, scales, _, _ = self.given_rows(first_strip, end_strip)
+        if self.format.near:
+            return terms.large_and_small(codes, scales)
+        products = terms.values(codes, scales).double()
+        return terms.upper(products), products - terms.upper(products)
 
     def given_rows(self, first_strip: int, end_strip: int) -> RowParts:
         """The same as `Weight.unpack` gives it: of e2m1 codes, and scales as bytes; of nvfp4 codes, scales for 16 k, and

@@ -293,7 +293,7 @@ class Format:
         elif self.mxfp4:
             weight = WeightFormat(group, False, "bf16", "e2m1", code="e2m1")
         elif self.nvfp4:
-            weight = WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
+            weight = WeightFormat(0, False, "fp32", "near", code="nvfp4")
         elif self.two_level:
             weight = WeightFormat(0, False, "bf16", "two_level", code="two_level")
         else:

@@ -41,6 +41,14 @@ __device__ __forceinline__ u32 permuted(u32 low, u32 high, u32 selector) {
     return bytes;
 }
 
+// value * kFactor + addend by one instruction, and not of the ALUs: several of one value would become a product and sums.
+template <u32 kFactor>
+__device__ __forceinline__ u32 times_plus(u32 value, u32 addend) {
+    u32 sum;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(value), "n"(kFactor), "r"(addend));
+    return sum;
+}
+
 // |a - b| of every byte.
 __device__ __forceinline__ u32 byte_distance(u32 a, u32 b) {
     u32 distance;
@@ -301,6 +309,53 @@ struct Nvfp4Codec {
     // That of a word's index-th scale.
     __device__ __forceinline__ static uint4 table(const Position& position, u32 scales, u32 index) {
         return load_shared_v4(position.tables + permuted(scales, 0, 0x4440 + index) * position.sixteen);
+    }
+};
+
+// The same where a row's scales are near one another: next to a base, four of their powers of two are normal e4m3s, of
+// which every code times a scale is the sum of two. A table of four bytes is a byte times 0x01010101 and a constant, so
+// that nothing is looked up (docs/notes/nvfp4.md). With b the byte of half a scale:
+//
+//     nibble       bit 3: whether small is 0     bits 2 to 0: index of large     bits 1, 0: index of small
+//     large        0, 1, 2, 4, -1, -2, -4, -8 times the scale: b + 8 i, but for 0
+//     small        0.5, 0.5, 1, 2 times the scale, or 0
+//
+// prmt itself makes the zeros of small: where a selector's bit 3 is set, it takes all bits from the byte's sign.
+// Nibble i of a word is A_i, and from the fifth on B_(i-4). Records lie as Nvfp4Codec's, with b in the place of a scale.
+struct Nvfp4NearCodec {
+    static constexpr bool kIntegerSums = false;
+    static constexpr float kOutputScale = 1.0f;
+    static constexpr bool kSharedWeights = false;
+    static constexpr bool kZeroPoint = false;
+    static constexpr u32 kOne = 0x38383838u;
+    static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
+    static constexpr u32 kMultiplierBytes = kStripRows * kBlockK / 16;
+    static constexpr u32 kTableBytes = 0, kTerms = 2;
+
+    // As Nvfp4Codec's.
+    __device__ __forceinline__ static void load(u32 (&large)[2][4], u32 (&small)[2][4], u32 record, u32 scales,
+                                                u32 half, const Position& position) {
+        const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
+        const u32 bytes[2] = {load_shared_u32(address), load_shared_u32(address + 8)};  // of the two rows
+        const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
+        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+        for (u32 s = 0; s < 2; ++s)
+#pragma unroll
+            for (u32 row = 0; row < 2; ++row) {
+                const u32 word = words[2 * s + row], index = word & 0x77777777u;
+                const u32 a = permuted(bytes[row], 0, 0x4440 + s * 2), b = permuted(bytes[row], 0, 0x4441 + s * 2);
+                decode(large[s][row], small[s][row], index, word, a);
+                decode(large[s][row + 2], small[s][row + 2], index >> 16, word >> 16, b);
+            }
+    }
+
+    __device__ __forceinline__ static void decode(u32& large, u32& small, u32 index, u32 nibbles, u32 byte) {
+        const u32 positive = times_plus<0x01010100u>(byte, 0x18100800u);
+        const u32 negative = times_plus<0x01010101u>(byte, 0xA0989088u);
+        const u32 small_bytes = times_plus<0x01010101u>(byte, 0x10080000u);
+        large = permuted(positive, negative, index);
+        small = permuted(small_bytes, small_bytes, nibbles);
     }
 };
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
     position.lane = position.thread % 32;
     position.tables = shared.base + Shared<Config>::kDecode;
     // Wide tiles have more of the tensor cores to wait for, and no register to spare.
-    constexpr bool kHides = Config::Codec::kTerms > 1 && Config::kBlockM <= 64;
+    constexpr bool kHides = Config::Codec::kTerms > 1 && Shared<Config>::kTablesBytes > 0 && Config::kBlockM <= 64;
     position.sixteen = kHides ? __reduce_or_sync(0xFFFFFFFFu, 16) : 16;
 
     auto wait = [&] {
