@@ -413,3 +413,12 @@ def test_memory_of_other_tensors_is_not_touched(emulator, monkeypatch):
     monkeypatch.setattr(launch, "extent", lambda each: real(each[:-1] if each.dtype == x.dtype else each))
     with pytest.raises(AssertionError, match="16 bytes at 0x[0-9a-f]+ are outside of all tensors"):
         quantize_activations(x.clone(), torch.int8)
+
+
+def test_warps_that_met_at_a_barrier_may_overwrite_what_the_others_have_loaded(emulator):
+    """Tiles of two records: a warp copies the next tile's scales before another has gone on from the barrier behind the
+    last one's."""
+    spec = KernelSpec.from_label("s8fast-channel-m96n192-s6")
+    operands = problem(spec, 1000, 4104, 144)
+    GemmLaunch(operands, spec).launch(operands)
+    assert_within_the_bound(operands)

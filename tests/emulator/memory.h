@@ -69,7 +69,7 @@ Next copy_async(Warp& w, const Instruction& in, u32 lanes) {
             u8 values[16] = {};
             if (inside) std::memcpy(values, reinterpret_cast<u8*>(from), inside);
             std::memcpy(warp->cta->at(to, bytes), values, bytes);
-            warp->cta->check_loaded(to, bytes, 1u << warp->number);
+            warp->cta->check_loaded(to, bytes, 1u << warp->number | warp->met);
             warp->cta->wrote(to, bytes, thread);
         }});
         w.copies[l].back().push_back(copy);
@@ -302,14 +302,21 @@ Next named_barrier(Warp& w, const Instruction& in, u32 lanes) {
     if (!w.at_barrier) {
         w.at_barrier = true, w.generation = barrier.generation;
         barrier.arrived += 32;
+        barrier.waiting.push_back(&w);
         if (barrier.arrived >= threads) {
             barrier.arrived = 0, ++barrier.generation;
+            // The first of them to go on may overwrite what the last has loaded.
+            u32 all = 0;
+            for (const Warp* met : barrier.waiting) all |= 1u << met->number;
+            for (Warp* met : barrier.waiting) met->met |= all;
+            barrier.waiting.clear();
             if (threads == w.cta->threads) w.cta->all_see(Seen::kCta);
         }
     }
     if (barrier.generation == w.generation) return Next::kAgain;
     w.at_barrier = false;
     w.cta->loaded(w);
+    for (Warp& other : w.cta->warps) other.met &= ~(1u << w.number);
     return Next::kOn;
 }
 

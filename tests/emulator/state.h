@@ -89,6 +89,7 @@ struct Barrier {
 
 struct NamedBarrier {
     u32 arrived = 0, generation = 0;
+    std::vector<Warp*> waiting;
 };
 
 struct Cta;
@@ -122,6 +123,7 @@ struct Warp {
     u32 pcs[32];
     u64* registers;
     bool at_barrier = false;
+    u32 met = 0;  // warps that a barrier has let go on with this one, and that have not gone on yet
     u32 generation = 0, cluster_generation = 0;
     std::vector<std::vector<CopyPointer>> copies[32];  // cp.async of a lane: groups; the last is not committed
     std::vector<CopyPointer> stores[32];            // by the TMA
