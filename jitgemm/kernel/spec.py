@@ -54,6 +54,8 @@ class KernelSpec:
         sums: how groups' scaled sums are added up (include/jitgemm/gemm/scaling.cuh): "f32"; "f16" over a run of eight
             records, which then goes to fp32, for e4m3 and weights with `WeightFormat.f16_sums`; "parts", in fp32 and
             unconverted, for int8 and weights with `WeightFormat.sums_by_parts`.
+        correction: type of the factors and sums of blocks that correct ("bf16", "fp16"), which follow those of codes along
+            k (include/jitgemm/gemm/correction.cuh); "" for none. k counts both.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -79,6 +81,7 @@ class KernelSpec:
     lhs_group: int = 0
     lhs_e8m0: bool = False
     sums: str = "f32"
+    correction: str = ""
 
     @property
     def shared_weights(self) -> bool:
@@ -173,6 +176,8 @@ class KernelSpec:
             parts.append("tr")
         if self.sums != "f32":
             parts.append(self.sums)
+        if self.correction:
+            parts.append(f"x{self.correction}")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -206,7 +211,7 @@ class KernelSpec:
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
             direct=flag("direct"), token_rows=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
-            sums=found["sums"] or "f32",
+            sums=found["sums"] or "f32", correction=found["correction"] or "",
         )  # fmt: skip
         if spec.label != label:
             raise ValueError(f"kernel: expected {spec.label}, got {label}")
@@ -236,7 +241,8 @@ _LABEL = re.compile(
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
-    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?(?:-e(?P<experts>\d+))?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?"
+    r"(?:-x(?P<correction>bf16|fp16))?(?:-e(?P<experts>\d+))?"
     r"(?P<debug>-debug)?"
 )
 

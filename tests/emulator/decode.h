@@ -148,7 +148,10 @@ void find_handler(Instruction& in) {
         if (parts[parts.size() - 2] == "e5m2") in.b = in.b == 1 && last == "e4m3" ? 3 : (fail("wgmma: " + in.opcode), 0);
         const std::string& shape = parts[4];
         in.a = std::stoul(shape.substr(shape.find('n') + 1));
-        if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != "k32") fail("wgmma: " + shape);
+        const bool half = last == "f16" || last == "bf16";
+        if (half) in.b = last == "f16" ? 4 : 5;
+        if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != (half ? "k16" : "k32"))
+            fail("wgmma: " + shape);
         return;
     }
     if (name == "stmatrix") {
