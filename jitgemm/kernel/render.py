@@ -66,7 +66,7 @@ def _correction_wgmma(spec: KernelSpec, width: int) -> str:
     """The multiply of corrections, of 16-bit floats (include/jitgemm/gemm/correction.cuh)."""
     tokens = width // spec.halves
     tokens = tokens // 2 if tokens > 128 else tokens
-    count, type = tokens // 2, {"bf16": "bf16", "fp16": "f16"}[spec.correction]
+    count, type = tokens // 2, {"bf16": "bf16", "fp16": "f16"}[spec.format.correction]
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
@@ -90,8 +90,8 @@ struct CorrectionWgmma<{tokens}> {{
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
-    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False, "bool kCorrects": False,
-    "bool kDebug": False, "u32 kInFlight": 1,
+    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
+    "bool kCorrects": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
 }  # fmt: skip
@@ -120,7 +120,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kLhsE8m0": spec.lhs_e8m0,
         "bool kF16Sums": spec.sums == "f16",
         "bool kByParts": spec.sums == "parts",
-        "bool kCorrects": bool(spec.correction),
+        "bool kCorrects": bool(spec.format.correction),
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),
@@ -144,7 +144,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         """
     template <u32 kTokens>
     using CorrectionWgmma = jitgemm::CorrectionWgmma<kTokens>;"""
-        if spec.correction
+        if spec.format.correction
         else ""
     )
     return f"""\
@@ -173,7 +173,7 @@ def render(spec: KernelSpec) -> str:
     addresses = ", ".join(f"&{name}" for name in (*maps, "out_map", "out_map")[:5])
     multiplies = "\n".join(_wgmma(spec, width // spec.halves) for width in multiply_widths(spec))
     declared = ""
-    if spec.correction:
+    if spec.format.correction:
         declared = "template <u32 kTokens>\nstruct CorrectionWgmma;\n"
         multiplies += "\n" + "\n".join(_correction_wgmma(spec, width) for width in multiply_widths(spec))
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""

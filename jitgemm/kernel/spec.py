@@ -28,7 +28,7 @@ class KernelSpec:
         family: the template's name, by which tables have what renders and loads a spec.
         lhs: type of the activations.
         format: of the weight, as `WeightFormat.kernel_format`; its scale_type is "fp32" for per-channel kernels, which
-            read their scales by a run-time type.
+            read their scales by a run-time type. With a `correction`, k counts the blocks that correct, too.
         block_m: tokens per tile (wgmma's N over all `halves`, but with `token_rows`).
         halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves; with `token_rows` one half
             after the other, of 64 tokens each.
@@ -54,8 +54,6 @@ class KernelSpec:
         sums: how groups' scaled sums are added up (include/jitgemm/gemm/scaling.cuh): "f32"; "f16" over a run of eight
             records, which then goes to fp32, for e4m3 and weights with `WeightFormat.f16_sums`; "parts", in fp32 and
             unconverted, for int8 and weights with `WeightFormat.sums_by_parts`.
-        correction: type of the factors and sums of blocks that correct ("bf16", "fp16"), which follow those of codes along
-            k (include/jitgemm/gemm/correction.cuh); "" for none. k counts both.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -81,7 +79,6 @@ class KernelSpec:
     lhs_group: int = 0
     lhs_e8m0: bool = False
     sums: str = "f32"
-    correction: str = ""
 
     @property
     def shared_weights(self) -> bool:
@@ -176,8 +173,8 @@ class KernelSpec:
             parts.append("tr")
         if self.sums != "f32":
             parts.append(self.sums)
-        if self.correction:
-            parts.append(f"x{self.correction}")
+        if fmt.correction:
+            parts.append(f"x{fmt.correction}")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -205,13 +202,16 @@ class KernelSpec:
         ((code, order),) = names
         spec = cls(
             lhs=lhs,
-            format=WeightFormat(number("group", 0), flag("zero"), scale_type, order, flag("offset"), code),
+            format=WeightFormat(
+                number("group", 0), flag("zero"), scale_type, order, flag("offset"), code,
+                correction=found["correction"] or "",
+            ),
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
             direct=flag("direct"), token_rows=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
-            sums=found["sums"] or "f32", correction=found["correction"] or "",
+            sums=found["sums"] or "f32",
         )  # fmt: skip
         if spec.label != label:
             raise ValueError(f"kernel: expected {spec.label}, got {label}")

@@ -1,9 +1,12 @@
-"""A weight with zero points or offsets as a symmetric one and a correction of small rank.
+"""A weight with zero points or offsets as a symmetric one and a correction of small rank, for int8 activations.
 
-Weight (row, column) is (q - zero) * scale + offset = (q - 8) * scale + factor of its row and group, and factors multiply the
-sums of a token's groups alone: a GEMM with as many columns as there are groups. The kernel takes it for more blocks of k
-(include/jitgemm/gemm/correction.cuh): this module appends their records to those of the codes, and the sums of activations
-to their rows.
+Weight (row, column) is (q - zero) * scale, or q * scale + offset: codes of -8..7 times the scale, and a factor of the row and
+group, scale * (8 - zero) or offset. Factors multiply the sums of a token's groups alone: a GEMM with as many columns as there
+are groups. Kernels take it for more blocks of k (include/jitgemm/gemm/correction.cuh); their records stand behind those of
+the codes, in units of the tensor cores' sums, and rows of activations hold the sums of groups behind their codes.
+
+A weight is packed so only if a 16-bit float holds each of its factors and they give back each zero point or offset, so
+that nothing is rounded and nothing else is kept. Sums of at most 256 codes have 16 bits, and are two digits of either type.
 """
 
 from __future__ import annotations
@@ -11,80 +14,85 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.packed import W4Weight
+from jitgemm.kernel.formats import BLOCK_K, CORRECTED_GROUPS, CORRECTIONS, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import correction_blocks, lhs_columns
 
-GROUPS = 32
-"""Groups of a block of corrections."""
 SHIFT = 8
 """What codes of 0..15 are less in two's complement."""
-E4M3_SUMS = 2.0**-8
-"""By which sums of e4m3 are multiplied, so that factors are no subnormal numbers of fp16."""
-TIMES = {"s8": 16, "e4m3": 2.0**-9 / E4M3_SUMS, "any": 2.0**-8 / E4M3_SUMS}
-"""1 / kOutputScale of the orders' codecs, "any" with e4m3; over E4M3_SUMS."""
+TIMES = 16.0
+"""How often operands are the codes, in the order "s8": 1 / kOutputScale of its codec."""
 
 
-def correction_blocks(k: int, group_size: int) -> int:
-    """Blocks that a weight of this k has behind its codes'."""
-    return ceil_div(ceil_div(k, group_size), GROUPS)
-
-
-def corrected(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    lhs: torch.dtype,
-    group_size: int,
-) -> tuple[W4Weight, str] | None:
-    """The weight of codes q [n, k] in groups, with its corrections as more columns, and the
-    type that holds its factors; None if neither does."""
-    n, k = q.shape
-    factor = torch.zeros(scale.shape, dtype=torch.float64, device=q.device)
+def held_factors(
+    scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None, type: str
+) -> torch.Tensor | None:
+    """The factors of zero points or offsets [..., n, groups] in this type; None where it does not hold them."""
     if offset is not None:
-        factor += offset.double()
-    if zero is not None:
-        factor -= scale.double() * (zero.double() - SHIFT)
-        q = (q.to(torch.int16) - SHIFT).to(torch.int8)
-    symmetric = pack_w4(q, scale, group_size=group_size, lhs_dtype=lhs)
-    factor *= TIMES[symmetric.format.order]  # in the accumulators' units
-    for type in ("bf16", "fp16"):
-        held = factor.to(torch_dtype(type))
-        if bool((held.double() == factor).all()):
-            break
-    else:
-        return None
-    records = _records(held, symmetric.blocks.shape[-1])
-    blocks = torch.cat([symmetric.blocks, records], 1)
-    sizes = n, BLOCK_K * blocks.shape[1], group_size, symmetric.format
-    return W4Weight(blocks, None, *sizes, row_sum=symmetric.row_sum), type
+        held = (offset.double() * TIMES).to(torch_dtype(type))
+        same = torch.equal(offsets_of(held, scale).double(), offset.double())
+        return held if same and torch.equal(offset.signbit(), held.signbit()) else None
+    assert zero is not None
+    factor = (scale.double() * TIMES) * (SHIFT - zero.double())
+    held = factor.to(torch_dtype(type))
+    # Of a scale of zero there are no zero points; one that is no number holds no factor.
+    fits = torch.equal(held.double(), factor) and torch.equal(zeros_of(held, scale), zero.to(torch.uint8))
+    return held if fits else None
 
 
-def _records(factor: torch.Tensor, record_bytes: int) -> torch.Tensor:
-    """Records of factors [n, groups], in the order of wgmma's A fragments."""
+def zeros_of(factor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Zero points, uint8: quotients that are whole numbers, exactly."""
+    steps = factor.double() / (scale.double() * TIMES)
+    return (SHIFT - steps.nan_to_num(nan=0.0)).to(torch.uint8)
+
+
+def offsets_of(factor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Offsets, of scale's type."""
+    return (factor.double() / TIMES).to(scale.dtype)
+
+
+def pack_factors(blocks: torch.Tensor, factor: torch.Tensor) -> None:
+    """Writes the records of factors [n, groups], in the order of wgmma's A fragments, to uint8 [strips, blocks, bytes]."""
+    strips, count, _ = blocks.shape
     n, groups = factor.shape
-    strips, blocks = ceil_div(n, STRIP_ROWS), ceil_div(groups, GROUPS)
-    padded = factor.new_zeros(strips * STRIP_ROWS, blocks * GROUPS)
+    padded = factor.new_zeros(strips * STRIP_ROWS, count * CORRECTED_GROUPS)
     padded[:n, :groups] = factor
     # [strip][warp][row + 8?][row] x [block][step][group + 8?][pair][of a pair]
-    parts = padded.view(strips, 4, 2, 8, blocks, 2, 2, 4, 2)
-    ordered = parts.permute(0, 4, 5, 1, 3, 7, 6, 2, 8).contiguous().view(strips, blocks, -1).view(torch.uint8)
-    records = ordered.new_zeros(strips, blocks, record_bytes)
-    records[..., : ordered.shape[-1]] = ordered
-    return records
+    parts = padded.view(strips, 4, 2, 8, count, 2, 2, 4, 2)
+    ordered = parts.permute(0, 4, 5, 1, 3, 7, 6, 2, 8).contiguous().view(strips, count, -1).view(torch.uint8)
+    blocks[..., : ordered.shape[-1]] = ordered
+    blocks[..., ordered.shape[-1] :] = 0
 
 
-def with_sums(x: torch.Tensor, type: str, group_size: int) -> torch.Tensor:
-    """Activations [m, k] with their groups' sums behind them, [m, 128 * (blocks + correction blocks)]."""
-    m, k = x.shape
-    blocks, more = ceil_div(k, BLOCK_K), correction_blocks(k, group_size)
-    wide = torch.zeros(m, (blocks + more) * BLOCK_K, dtype=torch.int8, device=x.device)
-    wide[:, :k] = x.view(torch.int8)
-    sums = torch.nn.functional.pad(x.float(), (0, more * GROUPS * group_size - k)).view(m, -1, group_size).sum(-1)
-    sums = sums * (1 if x.dtype == torch.int8 else E4M3_SUMS)
+def unpack_factors(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> [n, groups] in the type of `format.correction`."""
+    strips, count, _ = blocks.shape
+    values = blocks[..., : STRIP_ROWS * CORRECTED_GROUPS * 2].contiguous().view(torch_dtype(format.correction))
+    parts = values.view(strips, count, 2, 4, 8, 4, 2, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
+    rows = parts.reshape(strips * STRIP_ROWS, count * CORRECTED_GROUPS)
+    return rows[:n, : ceil_div(k, format.group_size)].contiguous()
+
+
+def with_sums(x: torch.Tensor, k: int, correction: tuple[str, int]) -> torch.Tensor:
+    """int8 codes [..., k] with zeros up to whole blocks of 128 and their groups' sums behind them, as a GEMM takes them for a
+    weight of this `correction`: of 32 groups the high digits, then the low ones, which the first rounds off."""
+    type, group_size = correction
+    columns, more = lhs_columns(k, correction), correction_blocks(k, group_size)
+    wide = x.new_zeros(*x.shape[:-1], columns)
+    wide[..., :k] = x
+    sums = torch.nn.functional.pad(x.to(torch.float32), (0, more * CORRECTED_GROUPS * group_size - k))
+    sums = sums.unflatten(-1, (more, CORRECTED_GROUPS, group_size)).sum(-1)
     high = sums.to(torch_dtype(type))
-    low = (sums - high.float()).to(high.dtype)
-    digits = torch.stack([high.view(m, more, GROUPS), low.view(m, more, GROUPS)], 2)
-    wide[:, blocks * BLOCK_K :] = digits.view(m, -1).view(torch.int8)
-    return wide.view(x.dtype)
+    low = (sums - high.to(torch.float32)).to(high.dtype)
+    wide[..., columns - BLOCK_K * more :] = torch.stack([high, low], -2).flatten(-3).view(torch.int8)
+    return wide
+
+
+def first_type(
+    scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None, parts: list[int] | list[object]
+) -> str:
+    """The type that holds the factors of all experts, whose indices `parts` are; "" for none."""
+    held = list(CORRECTIONS)
+    for e in parts:
+        of_e = scale[e], None if zero is None else zero[e], None if offset is None else offset[e]  # type: ignore[index]
+        held = [type for type in held if held_factors(*of_e, type) is not None]
+    return next(iter(held), "")
