@@ -30,6 +30,7 @@ def explain(
     ] = None,
     zero_point: Annotated[bool, layer_option("--zero-point")] = False,
     offset: Annotated[bool, layer_option("--offset")] = False,
+    correction: Annotated[Optional[common.Correction], layer_option("--correction")] = None,
     bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
     mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
     nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
@@ -72,7 +73,10 @@ def explain(
     """
     target = pick_device(device)
     kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size or ("channel" if nvfp4 else "128"))
-    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4)
+    corrected = correction.value if correction else ""
+    format = common.weight_format(
+        codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4, corrected
+    )
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(

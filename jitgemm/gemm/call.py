@@ -350,7 +350,7 @@ def _warn_of_sums(layer: str) -> None:
 def _with_sums(x: torch.Tensor, weight: AnyWeight) -> torch.Tensor:
     """Activations [m, k] with the sums of groups that the weight's corrections multiply."""
     _warn_of_sums(getattr(weight, "layer", ""))
-    return with_sums(x, weight.k, weight.format.factors)  # type: ignore[arg-type]
+    return with_sums(x, weight.format.factors)  # type: ignore[arg-type]
 
 
 # ---- grouped ---------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Gemm(NamedTuple):
         else:
             _check_matrix(X, x, "[m, k]", k)
         if format.correction and lhs_group_of(x_scale):
-            raise ValueError(f"{X_SCALE}: expected a scale per token beside a weight with correction, got one per 128 k")
+            raise ValueError(f"{X_SCALE}: expected a scale per token for a weight with correction, got one per 128 k")
         m, most = x.shape[0], format.max_int8_k
         if lhs_type == "s8" and not lhs_group_of(x_scale) and k > most:
             why = "int8 with scales per channel, whose sums are 32-bit"

@@ -25,14 +25,14 @@ MAX_ROWS = 2**31 - 1
 SUMS = ("f32", "f16", "exact")
 F16_OPERANDS = "e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets"
 """What may be added up in f16, for messages."""
+CORRECTION_GROUPS = 32
+"""Groups whose corrections share a block of k."""
+CORRECTION_TYPES = ("bf16", "fp16")
+"""Types of corrections' factors, and of the digits of sums that they multiply."""
+Correction = tuple[str, int]
+"""Type and group size of corrections."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
-
-
-CORRECTED_GROUPS = 32
-"""Groups of a block of corrections (include/jitgemm/gemm/correction.cuh)."""
-CORRECTIONS = ("bf16", "fp16")
-"""Types of corrections' factors, and of the sums that they multiply."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -40,13 +40,23 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def correction_blocks(k: int, group_size: int) -> int:
-    """Blocks of 128 bytes of a row that corrections of so many groups take."""
-    return ceil_div(ceil_div(k, group_size), CORRECTED_GROUPS)
+    """Blocks of k that a weight with corrections, and its activations, have behind those of codes."""
+    return ceil_div(ceil_div(k, group_size), CORRECTION_GROUPS)
 
 
-def lhs_columns(k: int, correction: tuple[str, int] | None) -> int:
-    """Columns of a GEMM's activations: k; with a weight's `correction`, codes in whole blocks and the sums of groups."""
-    return k if correction is None else BLOCK_K * (ceil_div(k, BLOCK_K) + correction_blocks(k, correction[1]))
+def lhs_columns(k: int, correction: Correction | None) -> int:
+    """Columns of activations of k: their codes, and with corrections the sums of its groups.
+
+    ::
+
+        [0, k)                      codes; zeros up to a multiple of 128
+        128 for each 32 groups      32 high digits of their sums, then 32 low ones, of the type, two bytes each
+
+    A sum is its high digit plus its low one, exactly; behind the last group they are zeros.
+    """
+    if correction is None:
+        return k
+    return BLOCK_K * (ceil_div(k, BLOCK_K) + correction_blocks(k, correction[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +99,8 @@ class WeightFormat:
             )
         if self.scale_type not in code.scale_types:
             raise ValueError(f"scale_type: expected one of {code.scale_types}, got {self.scale_type!r}")
-        if self.correction and self.correction not in CORRECTIONS:
-            raise ValueError(f"correction: expected '' or one of {CORRECTIONS}, got {self.correction!r}")
+        if self.correction and self.correction not in CORRECTION_TYPES:
+            raise ValueError(f"correction: expected '' or one of {CORRECTION_TYPES}, got {self.correction!r}")
         if self.correction and (not code.offsets or self.order != "s8" or not self.group_size):
             got = f"{self.code}, {self.order!r}, {self.group_size}"
             raise ValueError(f"correction: expected int4 in order 's8' and in groups, got {got}")
@@ -291,7 +301,7 @@ class WeightFormat:
         return replace(self, zero_point=False, offset=False, correction="") if self.correction else self
 
     @property
-    def factors(self) -> tuple[str, int] | None:
+    def factors(self) -> Correction | None:
         """`Weight.correction`: of factors, the type and the group size; None without."""
         return (self.correction, self.group_size) if self.correction else None
 
@@ -322,10 +332,9 @@ class WeightFormat:
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
-    match = re.fullmatch(
-        r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-x(bf16|fp16))?(?:-(\w+))?", name
-    )
-    prefix, group_size, scale_type, zero_point, offset, strip, correction, order = match.groups() if match else 8 * [None]
+    match = re.fullmatch(r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-x(bf16|fp16))?(?:-(\w+))?", name)
+    parts = match.groups() if match else 8 * [None]
+    prefix, group_size, scale_type, zero_point, offset, strip, correction, order = parts
     code = next((c for c, o in every_order() if c.prefix == (prefix or "") and o.name == (order or "any")), None)
     if match is None or (zero_point is None) == (order is None) or code is None:
         raise ValueError(

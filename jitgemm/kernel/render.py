@@ -62,10 +62,15 @@ struct Wgmma<{tokens}> {{
 """
 
 
-def _correction_wgmma(spec: KernelSpec, width: int) -> str:
-    """The multiply of corrections, of 16-bit floats (include/jitgemm/gemm/correction.cuh)."""
-    tokens = width // spec.halves
-    tokens = tokens // 2 if tokens > 128 else tokens
+def _correction_tokens(spec: KernelSpec) -> list[int]:
+    """N of the multiplies of corrections: a half's tokens of each width, or half of them
+    (include/jitgemm/gemm/correction.cuh)."""
+    tokens = [width // spec.halves for width in multiply_widths(spec)]
+    return sorted({each // 2 if each > 128 else each for each in tokens})
+
+
+def _correction_wgmma(spec: KernelSpec, tokens: int) -> str:
+    """A multiply of corrections, of 16-bit floats."""
     count, type = tokens // 2, {"bf16": "bf16", "fp16": "f16"}[spec.format.correction]
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -175,7 +180,7 @@ def render(spec: KernelSpec) -> str:
     declared = ""
     if spec.format.correction:
         declared = "template <u32 kTokens>\nstruct CorrectionWgmma;\n"
-        multiplies += "\n" + "\n".join(_correction_wgmma(spec, width) for width in multiply_widths(spec))
+        multiplies += "\n" + "\n".join(_correction_wgmma(spec, tokens) for tokens in _correction_tokens(spec))
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
     return f"""\
 // jitgemm W4A8 kernel {spec.label}
@@ -221,7 +226,9 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--nvfp4"]
     elif fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
-    if fmt.typed:
+    if fmt.correction:
+        flags += ["--correction", fmt.correction]
+    elif fmt.typed:
         flags += ["--bits", str(fmt.bits)]
     elif not (fmt.zero_point or fmt.powers or fmt.inner_scales):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]

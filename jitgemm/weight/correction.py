@@ -11,11 +11,14 @@ that nothing is rounded and nothing else is kept. Sums of at most 256 codes have
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import EllipsisType
+
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, CORRECTED_GROUPS, CORRECTIONS, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.kernel.formats import correction_blocks, lhs_columns
+from jitgemm.kernel.formats import BLOCK_K, CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, Correction, WeightFormat
+from jitgemm.kernel.formats import ceil_div, correction_blocks, lhs_columns
 
 SHIFT = 8
 """What codes of 0..15 are less in two's complement."""
@@ -54,7 +57,7 @@ def pack_factors(blocks: torch.Tensor, factor: torch.Tensor) -> None:
     """Writes the records of factors [n, groups], in the order of wgmma's A fragments, to uint8 [strips, blocks, bytes]."""
     strips, count, _ = blocks.shape
     n, groups = factor.shape
-    padded = factor.new_zeros(strips * STRIP_ROWS, count * CORRECTED_GROUPS)
+    padded = factor.new_zeros(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
     padded[:n, :groups] = factor
     # [strip][warp][row + 8?][row] x [block][step][group + 8?][pair][of a pair]
     parts = padded.view(strips, 4, 2, 8, count, 2, 2, 4, 2)
@@ -66,21 +69,21 @@ def pack_factors(blocks: torch.Tensor, factor: torch.Tensor) -> None:
 def unpack_factors(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> [n, groups] in the type of `format.correction`."""
     strips, count, _ = blocks.shape
-    values = blocks[..., : STRIP_ROWS * CORRECTED_GROUPS * 2].contiguous().view(torch_dtype(format.correction))
+    values = blocks[..., : STRIP_ROWS * CORRECTION_GROUPS * 2].contiguous().view(torch_dtype(format.correction))
     parts = values.view(strips, count, 2, 4, 8, 4, 2, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
-    rows = parts.reshape(strips * STRIP_ROWS, count * CORRECTED_GROUPS)
+    rows = parts.reshape(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
     return rows[:n, : ceil_div(k, format.group_size)].contiguous()
 
 
-def with_sums(x: torch.Tensor, k: int, correction: tuple[str, int]) -> torch.Tensor:
+def with_sums(x: torch.Tensor, correction: Correction) -> torch.Tensor:
     """int8 codes [..., k] with zeros up to whole blocks of 128 and their groups' sums behind them, as a GEMM takes them for a
     weight of this `correction`: of 32 groups the high digits, then the low ones, which the first rounds off."""
-    type, group_size = correction
+    k, (type, group_size) = x.shape[-1], correction
     columns, more = lhs_columns(k, correction), correction_blocks(k, group_size)
     wide = x.new_zeros(*x.shape[:-1], columns)
     wide[..., :k] = x
-    sums = torch.nn.functional.pad(x.to(torch.float32), (0, more * CORRECTED_GROUPS * group_size - k))
-    sums = sums.unflatten(-1, (more, CORRECTED_GROUPS, group_size)).sum(-1)
+    sums = torch.nn.functional.pad(x.to(torch.float32), (0, more * CORRECTION_GROUPS * group_size - k))
+    sums = sums.unflatten(-1, (more, CORRECTION_GROUPS, group_size)).sum(-1)
     high = sums.to(torch_dtype(type))
     low = (sums - high.to(torch.float32)).to(high.dtype)
     wide[..., columns - BLOCK_K * more :] = torch.stack([high, low], -2).flatten(-3).view(torch.int8)
@@ -88,11 +91,14 @@ def with_sums(x: torch.Tensor, k: int, correction: tuple[str, int]) -> torch.Ten
 
 
 def first_type(
-    scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None, parts: list[int] | list[object]
+    scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None, parts: Iterable[int | EllipsisType]
 ) -> str:
-    """The type that holds the factors of all experts, whose indices `parts` are; "" for none."""
-    held = list(CORRECTIONS)
+    """The type that holds the factors of all experts, or of a dense weight; "" for none.
+
+    parts: what picks each expert's, as `jitgemm.weight.parts.expert_indices`.
+    """
+    types = list(CORRECTION_TYPES)
     for e in parts:
-        of_e = scale[e], None if zero is None else zero[e], None if offset is None else offset[e]  # type: ignore[index]
-        held = [type for type in held if held_factors(*of_e, type) is not None]
-    return next(iter(held), "")
+        zeros, offsets = (None if values is None else values[e] for values in (zero, offset))
+        types = [type for type in types if held_factors(scale[e], zeros, offsets, type) is not None]
+    return next(iter(types), "")

@@ -12,7 +12,8 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, ceil_div, tuned_order
-from jitgemm.tensors import TYPE_NAMES, check_dtype, check_flag, check_int, check_plain, check_tensor, check_values, dtype_name
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_flag, check_int, check_plain, check_tensor, check_values
+from jitgemm.tensors import dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.correction import SHIFT, first_type, held_factors, pack_factors
@@ -97,7 +98,9 @@ def pack_w4(
     if correction and (lhs != "s8" or code != "int4" or (zero is None) == (offset is None)):
         given = [name for name in ("zero", "offset") if others.get(name) is not None]
         got = f"lhs_dtype {lhs_dtype}, code {code!r} and {' and '.join(given) or 'neither'}"
-        raise ValueError(f"correction: expected False but for int8 activations, int4 and either zero or offset, got {got}")
+        raise ValueError(
+            f"correction: expected int8 activations, int4 codes and either zero or offset with it, got {got}"
+        )
     group_size = check_group_size(group_size, _ALL)
     if k is not None and (k := check_int("k", k)) < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
@@ -241,8 +244,7 @@ def _corrected(
         raise ValueError("correction: expected False per channel, as sums of all k have too many bits, got True")
     if q.is_cuda and capturing(q.device):
         raise ValueError("correction: expected False while a CUDA graph is captured, which hides values, got True")
-    parts = list(expert_indices(q.shape[0] if q.dim() == 3 else None))
-    type = first_type(scale, zero, offset, parts)
+    type = first_type(scale, zero, offset, expert_indices(q.shape[0] if q.dim() == 3 else None))
     if not type:
         what = "scales times zero points" if offset is None else "offsets"
         raise ValueError(f"correction: expected {what} that bf16 or fp16 holds 16 times of, got others")

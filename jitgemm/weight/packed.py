@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Correction, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
 from jitgemm.weight.codes import CODE_BYTES
@@ -164,7 +164,7 @@ class Weight(WeightBase):
         return torch_dtype(self.format.scale_type)
 
     @property
-    def correction(self) -> tuple[str, int] | None:
+    def correction(self) -> Correction | None:
         """What activations' rows hold sums for, as `quantize_activations` takes it: the type of the digits, "bf16" or
         "fp16", and the group size. None for a weight that was not packed with correction=True."""
         return self.format.factors

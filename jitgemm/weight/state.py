@@ -9,7 +9,7 @@ import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES, numbered_orders
-from jitgemm.kernel.formats import BLOCK_K, CORRECTIONS, WeightFormat
+from jitgemm.kernel.formats import BLOCK_K, CORRECTION_TYPES, WeightFormat
 from jitgemm.tensors import PLAIN, check_tensor, describe
 from jitgemm.weight import layout
 from jitgemm.weight.parts import format_group
@@ -40,7 +40,7 @@ class Meta(NamedTuple):
     def format(self) -> WeightFormat:
         group, (code, order) = format_group(self.k, self.group_size), numbered_orders()[self.bits, self.order]
         strips, scale_type = self.offset == 2 and group == BLOCK_K, _SCALE_TYPES[self.scale_type]
-        zero_point, correction = bool(self.zero_point % 2), ("", *CORRECTIONS)[self.zero_point // 2]
+        zero_point, correction = bool(self.zero_point % 2), ("", *CORRECTION_TYPES)[self.zero_point // 2]
         offset = self.offset == 1
         return WeightFormat(group, zero_point, scale_type, order.name, offset, code.name, strips, correction)
 
@@ -54,7 +54,7 @@ def write_meta(layout_version: int, n: int, k: int, group_size: int, format: Wei
     """`meta` of a weight, on the CPU."""
     order = CODES[format.code].order(format.order).number
     numbers = DTYPES[format.scale_type].number, order, format.offset + 2 * format.strip_scales
-    zero_point = format.zero_point + 2 * ("", *CORRECTIONS).index(format.correction)
+    zero_point = format.zero_point + 2 * ("", *CORRECTION_TYPES).index(format.correction)
     meta = magic_of(format.bits), layout_version, n, k, group_size, zero_point, *numbers
     return torch.tensor(meta, dtype=torch.int64, device="cpu")
 
@@ -87,7 +87,7 @@ def read_state(
         raise ValueError(f"{key}: expected {count} values, got {len(values)}")
     found = Meta(*values)
     known = found.scale_type in _SCALE_TYPES and (found.bits, found.order) in numbered_orders()
-    if not 0 <= found.zero_point < 2 + 2 * len(CORRECTIONS) or found.offset not in (0, 1, 2) or not known:
+    if not 0 <= found.zero_point < 2 + 2 * len(CORRECTION_TYPES) or found.offset not in (0, 1, 2) or not known:
         what = "zero_point 0 to 5, offset 0, 1 or 2, known scale type and codes"
         raise ValueError(f"{key}: expected {what}, got {values[5:]}")
     return found, {name: _aligned(tensors.get(prefix + name)) for name in TENSORS}

@@ -25,13 +25,16 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     )  # fmt: skip
     if spec.sums == "f16" and f.scale_type == "fp32":
         parts = replace(parts, scale=parts.scale.bfloat16().float())  # which f16 holds
+    if f.correction and f.scale_type == "fp32":  # which no 16 bits hold the factors of
+        rounded = {name: getattr(parts, name) for name in ("scale", "offset") if getattr(parts, name) is not None}
+        parts = replace(parts, **{name: values.bfloat16().float() for name, values in rounded.items()})
     weight = with_powers(parts.packed) if spec.sums == "f16" else parts.packed
     zero = None
     if spec.lhs_group:
         x, scale = builders.block_lhs(seed, m, k, spec.lhs)
     elif spec.lhs == "s8":
         x, scale, zero = builders.affine_lhs(seed, m, k)
-        x = with_sums(x, k, f.factors) if f.correction else x
+        x = with_sums(x, f.factors) if f.correction else x
     else:
         x, scale = builders.lhs(seed, m, k, spec.lhs)
     out_type = {name: dtype for dtype, name in TYPE_NAMES.items()}[spec.out]
