@@ -25,12 +25,38 @@ MAX_ROWS = 2**31 - 1
 SUMS = ("f32", "f16", "exact")
 F16_OPERANDS = "e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets"
 """What may be added up in f16, for messages."""
+CORRECTION_GROUPS = 32
+"""Groups whose corrections share a block of k."""
+CORRECTION_TYPES = ("bf16", "fp16")
+"""Types of corrections' factors, and of the digits of sums that they multiply."""
+Correction = tuple[str, int]
+"""Type and group size of corrections."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def correction_blocks(k: int, group_size: int) -> int:
+    """Blocks of k that a weight with corrections, and its activations, have behind those of codes."""
+    return ceil_div(ceil_div(k, group_size), CORRECTION_GROUPS)
+
+
+def lhs_columns(k: int, correction: Correction | None) -> int:
+    """Columns of activations of k: their codes, and with corrections the sums of its groups.
+
+    ::
+
+        [0, k)                      codes; zeros up to a multiple of 128
+        128 for each 32 groups      32 high digits of their sums, then 32 low ones, of the type, two bytes each
+
+    A sum is its high digit plus its low one, exactly; behind the last group they are zeros.
+    """
+    if correction is None:
+        return k
+    return BLOCK_K * (ceil_div(k, BLOCK_K) + correction_blocks(k, correction[1]))
 
 
 @dataclass(frozen=True, slots=True)
