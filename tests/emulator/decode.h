@@ -45,6 +45,7 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"shf.r.wrap.b32", TERNARY(u32, u32((u64(b) << 32 | a) >> (c & 31)))},
         {"shf.l.wrap.b32", TERNARY(u32, u32((u64(b) << 32 | a) << (c & 31) >> 32))},
         {"vabsdiff4.u32.u32.u32", BINARY(u32, bytewise_difference(a, b))},
+        {"dp4a.s32.s32", TERNARY(u32, dot_of_bytes(a, b, c))},
         {"prmt.b32", TERNARY(u32, permuted(a, b, c))},
         {"cvt.pack.sat.s8.s32.b32", TERNARY(u32, packed_s8(i32(a), i32(b), c))},
         {"cvt.rn.bf16x2.f32", BINARY(float, u32(to_bf16(a)) << 16 | to_bf16(b))},
