@@ -15,6 +15,7 @@ from emulator.problems import assert_within_the_bound, problem, share_of_bound
 from test_grouped import weight_of_experts
 
 import jitgemm
+from jitgemm.activations.reference import with_sums
 from jitgemm.gemm import call as calls
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
@@ -25,7 +26,6 @@ from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import legal_kernels
-from jitgemm.weight.correction import with_sums
 
 H200 = DEVICES["h200"]
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -32,7 +32,6 @@ from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared, this_thread
 from jitgemm.tensors import check_tensor, dtype_name
-from jitgemm.weight.correction import with_sums
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -349,6 +348,8 @@ def _warn_of_sums(layer: str) -> None:
 
 def _with_sums(x: torch.Tensor, weight: AnyWeight) -> torch.Tensor:
     """Activations [m, k] with the sums of groups that the weight's corrections multiply."""
+    from jitgemm.activations.reference import with_sums
+
     _warn_of_sums(getattr(weight, "layer", ""))
     return with_sums(x, weight.format.factors)  # type: ignore[arg-type]
 

@@ -17,8 +17,7 @@ from types import EllipsisType
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, Correction, WeightFormat
-from jitgemm.kernel.formats import ceil_div, correction_blocks, lhs_columns
+from jitgemm.kernel.formats import CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, WeightFormat, ceil_div
 
 SHIFT = 8
 """What codes of 0..15 are less in two's complement."""
@@ -73,21 +72,6 @@ def unpack_factors(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -
     parts = values.view(strips, count, 2, 4, 8, 4, 2, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
     rows = parts.reshape(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
     return rows[:n, : ceil_div(k, format.group_size)].contiguous()
-
-
-def with_sums(x: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """int8 codes [..., k] with zeros up to whole blocks of 128 and their groups' sums behind them, as a GEMM takes them for a
-    weight of this `correction`: of 32 groups the high digits, then the low ones, which the first rounds off."""
-    k, (type, group_size) = x.shape[-1], correction
-    columns, more = lhs_columns(k, correction), correction_blocks(k, group_size)
-    wide = x.new_zeros(*x.shape[:-1], columns)
-    wide[..., :k] = x
-    sums = torch.nn.functional.pad(x.to(torch.float32), (0, more * CORRECTION_GROUPS * group_size - k))
-    sums = sums.unflatten(-1, (more, CORRECTION_GROUPS, group_size)).sum(-1)
-    high = sums.to(torch_dtype(type))
-    low = (sums - high.to(torch.float32)).to(high.dtype)
-    wide[..., columns - BLOCK_K * more :] = torch.stack([high, low], -2).flatten(-3).view(torch.int8)
-    return wide
 
 
 def first_type(
