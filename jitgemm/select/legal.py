@@ -242,7 +242,7 @@ and where splits of k meet experts' tables."""
 CROWDED_REGISTERS = 8
 """More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k; and
 where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
-`TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
+`TALL_TOKENS` or more, for 64 tokens whose k warpgroups share, and for halves with corrections: else 192 x 128 spills."""
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
@@ -278,7 +278,8 @@ def registers_needed(spec: KernelSpec) -> int:
         exchanged = spec.experts > 0 and spec.scatter and spec.block_m >= EXCHANGED_TOKENS
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
-        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
+        corrected = bool(fmt.correction) and spec.halves > 1
+        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
     rest += OFFSET_REGISTERS if fmt.offset else 0
     rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
