@@ -12,6 +12,7 @@ import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
+from test_compressed_tensors import config, pack_quantized
 from test_grouped import weight_of_experts
 
 import jitgemm
@@ -22,6 +23,7 @@ from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm, Groups
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn.fuse.fused import FusedProjections
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
@@ -373,3 +375,47 @@ def test_experts_take_no_corrected_weights():
     x, ids = torch.randn(3, 64).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="w13: expected a weight packed without correction"):
         jitgemm.fused_experts(x, w13, w2, torch.ones(3, 1), ids, lhs_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_linear_gives_the_same(kind):
+    _, weight = pair(64, kind)
+    layer = jitgemm.nn.W4A8Linear(weight, activation="int8")
+    x = torch.randn(5, weight.k, generator=builders.generator(1)).bfloat16()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(layer, (x,)).module()
+    assert torch.equal(compiled(x), layer(x)) and torch.equal(exported(x), layer(x))
+
+
+@pytest.mark.parametrize("activation", ("int8", "int8_affine", "int8_block", "e4m3"))
+def test_layers_of_a_checkpoint_are_corrected_where_they_can_be(activation):
+    def tensors(name, scale_type):
+        parts = builders.weight_parts(1, 64, 512, 128, zero_point=True, scale_type=scale_type)
+        return parts, pack_quantized(parts, name)
+
+    made = {"bf16": tensors("bf16", "bf16"), "fp16": tensors("fp16", "fp16")}
+    settings, given = config(config_groups={"W4A16_ASYM": ["Linear"]}), {}
+    for _, each in made.values():
+        given |= each
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(512, 64, bias=False) for name in made}).to(torch.bfloat16)
+    jitgemm.nn.load_(model, given, activation=activation, config=settings)
+    x = torch.randn(5, 512, generator=builders.generator(1)).bfloat16()
+    for name, layer in model.items():
+        alone = jitgemm.nn.W4A8Linear.from_checkpoint(given, name, activation=activation, config=settings, device="cpu")
+        fits = activation in ("int8", "int8_affine") and name == "bf16"
+        assert layer.weight.correction == alone.weight.correction == (("fp16", 128) if fits else None)
+        plain = jitgemm.load(given, name, config=settings, device="cpu")
+        assert plain.correction is None
+        right = jitgemm.nn.W4A8Linear(plain, activation=activation)(x)
+        assert torch.equal(layer(x), right) and torch.equal(alone(x), right)
+
+
+def test_projections_that_share_an_input_have_it_quantised_for_each_kind_of_weight():
+    plain, weight = pair(128, "zero", n=128, k=544)
+    _, other = pair(128, "offset", n=64, k=544)
+    linears = [jitgemm.nn.W4A8Linear(each, activation="int8") for each in (plain, weight, copy.deepcopy(weight), other)]
+    x = torch.randn(5, 544, generator=builders.generator(1)).bfloat16()
+    right = torch.cat([linear(x) for linear in linears], 1)
+    joint = FusedProjections(linears)
+    assert [len(run.slices) for run in joint.runs] == [1, 2, 1]
+    assert torch.equal(joint(x), right)

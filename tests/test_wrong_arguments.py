@@ -90,7 +90,8 @@ def quantiser(**more: Any) -> dict[str, Any]:
 def four_bits() -> dict[str, Any]:
     parts = builders.weight_parts(1, N, K, 32, zero_point=True)
     given = {"q": parts.q, "scale": parts.scale, "zero": parts.zero, "offset": torch.zeros_like(parts.scale)}
-    return given | {"permutation": torch.arange(K), "group_size": 32, "k": K, "lhs_dtype": torch.int8, "code": "int4"}
+    given |= {"permutation": torch.arange(K), "group_size": 32, "k": K, "lhs_dtype": torch.int8, "code": "int4"}
+    return given | {"correction": False}
 
 
 def combined() -> dict[str, Any]:
