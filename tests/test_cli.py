@@ -780,6 +780,18 @@ def test_explain_json_names_the_whole_problem(run):
     }  # fmt: skip
 
 
+def test_weights_with_corrections_have_kernels_and_quantisers_of_their_own(run):
+    layer = ("--lhs", "int8", "--device", "h200", "--correction", "fp16", "--json")
+    report = run("explain", "16", "4096", "4096", "--zero-point", *layer).json
+    assert report["chosen"].endswith("-xfp16") and report["problem"]["correction"] == "fp16"
+    kernels = run("warmup", "--shape", "256,512", "--max-m", "8", "--dry-run", *layer).json["kernels"]
+    labels = [kernel["label"] for kernel in kernels]
+    assert any("-xfp16" in label for label in labels) and any("-sums128fp16-" in label for label in labels)
+    for wrong in (("--lhs", "fp8"), ("--group-size", "channel"), ("--zero-point", "--offset"), ("--bits", "8")):
+        done = run("explain", "16", "4096", "4096", "--lhs", "int8", "--correction", "fp16", *wrong)
+        assert done.code == 2 and "--correction: expected --lhs int8" in done.stderr
+
+
 def test_explain_counts_the_rows_of_a_grouped_gemm_and_says_what_it_expects_of_a_routing(run):
     argv = ("explain", "32", "1536", "2048", "--experts", "128", "--top-k", "8", "--device", "h200")
     report = run(*argv, "--json").json

@@ -60,7 +60,7 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
             row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, weight.format))
         part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=group_size or k)
     else:
-        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=corrects)
+        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=None if corrects else False)
     part.named(weight.layer)
     return part
 
