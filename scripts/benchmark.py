@@ -55,8 +55,8 @@ def benchmark(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points, then "
-            "_any for codes that any activations decode, _b128 for activations with a scale per token and 128 k, "
+            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points or o for offsets, then "
+            "_any for codes that any activations decode, _x for int8's corrections, _b128 for activations with a scale per token and 128 k, "
             "_b128e for the same in packed e8m0, _bi for batch-invariant; w8_e4m3_ch, w8_int8_ch, w8_e4m3_block for 8-bit weights; 'all' for the usual ones; "
             "may be repeated.",
             show_default="e4m3_g128, int8_g128, int8_ch, e4m3_g128_any",

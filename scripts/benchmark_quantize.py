@@ -49,6 +49,12 @@ MODES = {
     "int8 block residual rms_norm": ("int8", {"block": True, "rms_norm": True, "residual": True}),
     "e4m3 permuted": ("e4m3", {"permuted": True}),
     "int8 permuted": ("int8", {"permuted": True}),
+    **{f"int8 sums {size}": ("int8", {"sums": size}) for size in (32, 64, 128, 256)},
+    "int8 sums 128 silu_mul": ("int8", {"sums": 128, "silu_mul": True}),
+    "int8 sums 128 rms_norm": ("int8", {"sums": 128, "rms_norm": True}),
+    "int8 residual rms_norm": ("int8", {"rms_norm": True, "residual": True}),
+    "int8 sums 128 residual rms_norm": ("int8", {"sums": 128, "rms_norm": True, "residual": True}),
+    "int8 sums 128 permuted": ("int8", {"sums": 128, "permuted": True}),
 }
 
 
@@ -57,12 +63,16 @@ def calls_of(mode: str, m: int, k: int, x_type: str, device: str = "cuda") -> tu
     import torch
 
     from jitgemm.activations.call import quantize_activations
+    from jitgemm.kernel.formats import lhs_columns
 
     q_type, options = MODES[mode]
     dtype = torch.float8_e4m3fn if q_type == "e4m3" else torch.int8
     affine = options.get("affine", False)
     arguments: dict[str, Any] = {"affine": affine}
-    parameter_bytes = 0
+    parameter_bytes, wide = 0, k
+    if options.get("sums"):
+        arguments["correction"] = "bf16", options["sums"]
+        wide = lhs_columns(k, arguments["correction"])
     if options.get("static"):
         arguments |= {"scheme": "tensor", "scale": torch.tensor([0.05], device=device)}
     if options.get("block"):
@@ -79,13 +89,13 @@ def calls_of(mode: str, m: int, k: int, x_type: str, device: str = "cuda") -> tu
     columns = 2 * k if options.get("silu_mul") else k
     x_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[x_type]
     scales = -(-k // 128) if options.get("block") else 1
-    moved = m * (columns * X_BYTES[x_type] + k + 4 * scales + (4 if affine else 0)) + parameter_bytes
+    moved = m * (columns * X_BYTES[x_type] + wide + 4 * scales + (4 if affine else 0)) + parameter_bytes
     moved += 2 * m * k * X_BYTES[x_type] if options.get("residual") else 0
     copies = min(MAX_COPIES, max(2, int(COLD_BYTES / moved) + 1))
     sources, targets = [], []
     for _ in range(copies):
         sources.append(torch.randn(m, columns, device=device).to(x_dtype))
-        out = [torch.empty(m, k, dtype=dtype, device=device), torch.empty(m, device=device)]
+        out = [torch.empty(m, wide, dtype=dtype, device=device), torch.empty(m, device=device)]
         if options.get("block"):  # as the quantiser makes them
             out[1] = torch.empty(scales, -(-m // 4) * 4, device=device).T[:m]
         if affine:

@@ -59,6 +59,7 @@ class WeightParts:
     permutation: torch.Tensor | None = None
     lhs_dtype: torch.dtype | None = None
     bits: int = 4
+    correction: bool = False
 
     @property
     def packed(self) -> W4Weight | W8Weight:
@@ -66,7 +67,7 @@ class WeightParts:
             return pack_w8(self.q, self.scale, group_size=self.group_size)
         return pack_w4(
             self.q, self.scale, self.zero, offset=self.offset, permutation=self.permutation,
-            group_size=self.group_size, k=self.q.shape[1], lhs_dtype=self.lhs_dtype,
+            group_size=self.group_size, k=self.q.shape[1], lhs_dtype=self.lhs_dtype, correction=self.correction,
         )  # fmt: skip
 
     def dequantize_fp64(self) -> torch.Tensor:
@@ -93,6 +94,7 @@ def weight_parts(
     codes: str = "any",
     bits: int = 4,
     strip_scales: bool = False,
+    correction: bool = False,
     device: str = "cpu",
 ) -> WeightParts:
     """A random weight [n, k] with all codes, which are sixteen but for "e4m3", and zero points 0..max_zero.
@@ -100,6 +102,7 @@ def weight_parts(
     Args:
         bits: 8 for all bytes of the type `codes` but NaN.
         strip_scales: the rows of a strip share scales.
+        correction: zero points or offsets as factors, for int8.
         offset: with offsets of both signs, as large as the scaled codes.
         codes: the order to pack for, as `WeightFormat.order`; "e4m3" has no code -8.
         scales: "plain" near 0.01, "negative" of both signs, "tiny" and "huge" near the ends of the scale type (but far
@@ -130,8 +133,8 @@ def weight_parts(
         scale = scale[::STRIP_ROWS].repeat_interleave(STRIP_ROWS, 0)[:n]
     added = (scale.double() * (torch.rand((n, groups), generator=g) * 16 - 8)).to(scale.dtype) if offset else None
     q, scale, zero, added = (None if tensor is None else tensor.to(device) for tensor in (q, scale, zero, added))
-    lhs_dtype = None if codes == "any" else LHS_DTYPES[codes]
-    return WeightParts(q, scale, zero, group_size, added, lhs_dtype=lhs_dtype, bits=bits)
+    lhs_dtype = torch.int8 if correction else None if codes == "any" else LHS_DTYPES[codes]
+    return WeightParts(q, scale, zero, group_size, added, lhs_dtype=lhs_dtype, bits=bits, correction=correction)
 
 
 def lhs(

@@ -152,6 +152,8 @@ def test_wrong_numbers_of_tokens_are_refused(text):
         Format("s8", 128, bits=8, lhs_blocks=True, batch_invariant=True),
         Format("s8", 128, bits=8, lhs_blocks=True, lhs_e8m0=True, batch_invariant=True),
         Format("e4m3", 0, any_codes=True, lhs_blocks=True, lhs_e8m0=True),
+        Format("e4m3", 64, offset=True, batch_invariant=True),
+        Format("s8", 32, True, corrects=True, batch_invariant=True),
     ],
     ids=lambda fmt: fmt.name,
 )
@@ -225,6 +227,12 @@ def test_different_formats_have_different_names():
         "e4m3_2l",
         "int8_2l_any",
         "w8_int8_2l",
+        "int8_g128_x",
+        "e4m3_g128z_x",
+        "int8_g128zo",
+        "int8_cho",
+        "int8_g128z_x_b128",
+        "e4m3_g128o_f16",
     ],
 )
 def test_an_unknown_format_is_refused_with_what_is_known(text):
@@ -237,6 +245,8 @@ def test_a_formats_bytes_count_scales_and_zero_points():
     assert Format("e4m3", 128).weight_bytes(4096, 4096) == codes + 4096 * 32 * 2
     assert Format("e4m3", 128, True).weight_bytes(4096, 4096) == codes + 4096 * 32 * 3
     assert Format("s8", 0).weight_bytes(4096, 4096) == codes + 4096 * 2
+    assert parse_format("int8_g128o").weight_bytes(4096, 4096) == codes + 4096 * 32 * 4
+    assert parse_format("int8_g128z_x").weight_bytes(4096, 4096) == codes + 4096 * 32 * 4
     assert parse_format("nvfp4_g16").weight_bytes(4096, 4096) == codes + 4096 * 256
     assert parse_format("int8_2l").weight_bytes(4096, 4096) == codes + 4096 * (2 * 32 + 2)
 
@@ -697,6 +707,9 @@ def test_a_batch_invariant_format_calls_for_it():
         "w8_int8_ch",
         "w8_e4m3_block_b128",
         "int8_g128_b128e",
+        "int8_g128z_x",
+        "int8_g128o_x",
+        "int8_g128o",
     ],
 )
 def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
@@ -773,7 +786,9 @@ def test_a_call_of_each_quantiser_mode_moves_the_bytes_it_says(m, monkeypatch):
         x = calls[0].__defaults__[0]
         results = calls[0]()
         q, scale, *more = results[: 3 if "affine" in mode else 2]
-        assert q.shape == (m, k) and scale.shape == ((m, 3) if "block" in mode else (m,)), mode
+        assert q.shape == (m, 512 if "sums" in mode else k) and scale.shape == ((m, 3) if "block" in mode else (m,)), (
+            mode
+        )
         assert 0 < float(q.view(torch.uint8).float().std()) and bool((scale > 0).all())
         parameters = 2 * k * ("rms_norm" in mode) + 4 * k * ("permuted" in mode) + 4 * m * k * ("residual" in mode)
         assert moved == x.nbytes + q.nbytes + 4 * scale.numel() + sum(each.nbytes for each in more) + parameters, mode

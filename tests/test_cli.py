@@ -514,7 +514,7 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         ),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
@@ -774,9 +774,22 @@ def test_explain_json_names_the_whole_problem(run):
     problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
-        "codes": "e4m3", "offset": True, "bits": 4, "strip_scales": False, "out": "fp16", "batch_invariant": True, "experts": 0,
+        "codes": "e4m3", "offset": True, "bits": 4, "strip_scales": False, "correction": "",
+        "out": "fp16", "batch_invariant": True, "experts": 0,
         "lhs_group": 0, "lhs_e8m0": False, "sums": "f32",
     }  # fmt: skip
+
+
+def test_weights_with_corrections_have_kernels_and_quantisers_of_their_own(run):
+    layer = ("--lhs", "int8", "--device", "h200", "--correction", "fp16", "--json")
+    report = run("explain", "16", "4096", "4096", "--zero-point", *layer).json
+    assert report["chosen"].endswith("-xfp16") and report["problem"]["correction"] == "fp16"
+    kernels = run("warmup", "--shape", "256,512", "--max-m", "8", "--dry-run", *layer).json["kernels"]
+    labels = [kernel["label"] for kernel in kernels]
+    assert any("-xfp16" in label for label in labels) and any("-sums128fp16-" in label for label in labels)
+    for wrong in (("--lhs", "fp8"), ("--group-size", "channel"), ("--zero-point", "--offset"), ("--bits", "8")):
+        done = run("explain", "16", "4096", "4096", "--lhs", "int8", "--correction", "fp16", *wrong)
+        assert done.code == 2 and "--correction: expected --lhs int8" in done.stderr
 
 
 def test_explain_counts_the_rows_of_a_grouped_gemm_and_says_what_it_expects_of_a_routing(run):

@@ -23,13 +23,14 @@ import jitgemm
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize, quantize_activations
-from jitgemm.activations.reference import gated
+from jitgemm.activations.reference import gated, with_sums
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
 from jitgemm.kernel import render
+from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
@@ -187,6 +188,53 @@ def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
     assert len(emulator.launched) == 1
 
 
+SUMMED = {
+    "a row in a warp": ("s8", 304, {}),
+    "affine": ("s8z", 1024, {}),
+    "permuted": ("s8z", 272, {"permutation": True}),
+    "static": ("s8", 976, quantize_cases.given("s8", 0.02)),
+    "a row in a CTA": ("s8", 2064, {}),
+    "permuted in a CTA": ("s8", 2064, {"permutation": True}),
+    "a long row": ("s8z", 32816, {}),
+    "a long permuted row": ("s8", 32816, {"permutation": True}),
+}
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("name", SUMMED)
+def test_sums_behind_codes_have_the_reference_s_bits(monkeypatch, name, size):
+    mode, k, options = SUMMED[name]
+    if options.get("permutation"):
+        options = options | {"permutation": quantize_cases.parameters(2, k)["permutation"]}
+    q_type, affine = quantize_cases.MODES[mode]
+    x = quantize_cases.activations(1, 9 if k < 10000 else 2, k)
+    for correction in (("bf16", size), ("fp16", size)):
+        expected = quantize_activations(x, q_type, affine=affine, correction=correction, **options)
+        whole = torch.full((len(x), expected[0].shape[1] + 32), 0x5B, dtype=torch.int8)
+        out = whole[:, 16:-16], *map(torch.empty_like, expected[1:])
+        with monkeypatch.context() as patches:
+            emulator = emulate(patches)
+            quantize_activations(x, q_type, affine=affine, correction=correction, out=out, **options)
+        assert len(emulator.launched) == 1
+        quantize_cases.assert_same_bits(out, expected)
+        assert bool((whole[:, :16] == 0x5B).all()) and bool((whole[:, -16:] == 0x5B).all())
+
+
+@pytest.mark.parametrize("k", [288, 2080, 20480])
+@pytest.mark.parametrize(
+    "prologue", [{"silu_mul": True}, {"rms_norm": True}, {"rms_norm": True, "residual": True}], ids=str
+)
+def test_sums_are_of_the_codes_that_a_prologue_s_kernel_makes(monkeypatch, prologue, k):
+    draw = builders.generator(1)
+    x, residual = (torch.randn(3, k * (1 + ("silu_mul" in prologue)), generator=draw).bfloat16() for _ in range(2))
+    parameters = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"], "residual": residual, "silu_mul": True}
+    options = {name: parameters[name] for name in prologue}
+    emulate(monkeypatch)
+    q, scale, zero, *total = quantize_activations(x, torch.int8, affine=True, **options)
+    found = quantize_activations(x, torch.int8, affine=True, correction=("fp16", 64), **options)
+    assert all(map(builders.same_bits, found, (with_sums(q, ("fp16", 64)), scale, zero, *total)))
+
+
 @pytest.mark.parametrize("dtype", quantize_cases.X_DTYPES)
 @pytest.mark.parametrize("name", ["per token", "affine", "by block", "permuted by block", "a row in a CTA", "long"])
 def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(monkeypatch, name, dtype):
@@ -216,14 +264,17 @@ def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(mon
         ("s8z", ["rms_norm", "residual"]),
         ("e4m3", ["block", "silu_mul"]),
         ("s8", ["block", "rms_norm", "residual"]),
+        ("s8", ["correction"]),
+        ("s8z", ["correction", "rms_norm", "residual"]),
     ],
     ids=str,
 )
 def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, names, rows_at_once):
-    k, (q_type, affine) = 4096, quantize_cases.MODES[mode]
+    k, (q_type, affine) = 4080 if "correction" in names else 4096, quantize_cases.MODES[mode]
     draw = builders.generator(1)
     x, residual = (torch.randn(5, k * (1 + ("silu_mul" in names)), generator=draw).bfloat16() for _ in range(2))
     parameters = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"], "residual": residual, "silu_mul": True}
+    parameters["correction"] = "bf16", 64
     options = {name: parameters[name] for name in names if name in parameters}
     options |= {"affine": affine, "scheme": "block" if "block" in names else "token"}
     emulate(monkeypatch)

@@ -32,8 +32,8 @@ def weight_of_experts(experts: int = E, n: int = N, k: int = K, group_size: int 
         for name in ("q", "scale", "zero", "offset")
         if getattr(parts[0], name) is not None
     }
-    lhs_dtype = {"s8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(options.get("codes"))
-    return jitgemm.pack_w4(**stack, group_size=parts[0].group_size, k=k, lhs_dtype=lhs_dtype)
+    lhs_dtype, correction = parts[0].lhs_dtype, parts[0].correction
+    return jitgemm.pack_w4(**stack, group_size=parts[0].group_size, k=k, lhs_dtype=lhs_dtype, correction=correction)
 
 
 def expected(lhs, weight, offsets, out, row_index=None, bias=None):

@@ -294,6 +294,22 @@ def test_a_residual_is_added_by_the_quantiser_behind_it_and_the_sum_read_by_all_
     assert graphs.quantisers == {"add": 1, "norm": 1} and graphs.count(torch.ops.aten.add.Tensor) == 0
 
 
+def test_quantisers_keep_their_sums_and_those_of_other_groups_stay_apart():
+    x, w = inputs()
+    other, sizes = torch.randn_like(x), (32, 128, 32)
+
+    def call(x, other, w):
+        total = x + other
+        normed = norm(total, w)
+        each = [quantised(normed, torch.int8, correction=("bf16", size)) for size in sizes]
+        return *each[0], *each[1], *each[2], total.view(-1)
+
+    found, graphs = compiled(call, x, other, w)
+    hands = [quantised(x + other, torch.int8, rms_norm=w, eps=1e-5, correction=("bf16", size)) for size in sizes]
+    assert same(found, (*hands[0], *hands[1], *hands[2], (x + other).view(-1)))
+    assert graphs.quantisers == {"add": 1, "norm": 1} and graphs.count(torch.ops.aten.add.Tensor) == 0
+
+
 def test_additions_that_are_part_of_another_kernel_or_of_another_kind_stay():
     x, w = inputs()
     calls = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import builders
@@ -30,9 +31,12 @@ from jitgemm.activations.kernel import (
     smem_bytes,
     spec_for_rows,
 )
+from jitgemm.activations.reference import with_sums
 from jitgemm.activations.scheme import SILU_MUL
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.jit.cache import KernelCache
+from jitgemm.kernel.codes import GROUP_SIZES
+from jitgemm.kernel.formats import CORRECTION_TYPES, lhs_columns
 from jitgemm.runtime.launch import LaunchCache, this_thread
 
 OP = torch.ops.jitgemm.quantize_activations.default
@@ -332,6 +336,65 @@ def test_out_is_written_and_returned(mode):
     assert bool((whole[:, :16] == 77).all()) and bool((whole[:, 16 + K :] == 77).all())
 
 
+# ---- sums of groups --------------------------------------------------------------------------------------------------
+
+CORRECTIONS = [(name, size) for name in CORRECTION_TYPES for size in GROUP_SIZES]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
+@pytest.mark.parametrize("k", [16, 96, 128, 272, 1024, 8208])
+def test_the_two_digits_behind_the_codes_are_their_groups_sums(k, correction):
+    name, size = correction
+    x = activations(1, 9, k)
+    wide, *rest = quantize_activations(x, torch.int8, affine=True, correction=correction)
+    codes, *expected = quantize_activations(x, torch.int8, affine=True)
+    assert builders.same_bits(wide[:, :k], codes) and all(map(builders.same_bits, rest, expected))
+    start, groups = -(-k // 128) * 128, -(-k // size)
+    assert not wide[:, k:start].any()
+    digits = wide[:, start:].contiguous().view(torch_dtype(name)).view(9, -1, 2, 32).double()
+    assert digits.shape[1] == -(-groups // 32) and wide.shape[1] == lhs_columns(k, correction)
+    found = digits.sum(2).view(9, -1)
+    assert found[:, :groups].tolist() == [[sum(part) for part in row.split(size)] for row in codes.double()]
+    assert not found[:, groups:].any()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
+def test_the_largest_and_every_smaller_sum_is_two_digits(correction):
+    name, size = correction
+    sums = torch.arange(-128 * size, 127 * size + 1)
+    codes = (sums[:, None] // size + (torch.arange(size) < sums[:, None] % size)).to(torch.int8)
+    digits = with_sums(codes, correction)[:, -(-size // 128) * 128 :].view(torch_dtype(name)).double()
+    assert torch.equal(digits.sum(1), sums.double()) and torch.equal(codes.sum(1), sums)
+
+
+@pytest.mark.parametrize(
+    "front", ["silu_mul", "gelu_mul", "rms_norm", "residual", "static", "permutation", "3d", "out"]
+)
+def test_sums_follow_the_codes_of_every_call(front):
+    x, correction = activations(1, 6, K), ("fp16", 32)
+    options = {
+        "silu_mul": {"x": activations(1, 6, 2 * K), "silu_mul": True},
+        "gelu_mul": {"x": activations(1, 6, 2 * K), "gelu_mul": "none"},
+        "rms_norm": {"rms_norm": parameters(1, K)["rms_norm"]},
+        "residual": {"rms_norm": parameters(1, K)["rms_norm"], "residual": activations(2, 6, K)},
+        "static": given("s8", 0.02),
+        "permutation": parameters(1, K),
+        "3d": {"x": x.view(2, 3, K)},
+        "out": {"out": (torch.full((6, 304), 7, dtype=torch.int8)[:, 16:272], torch.empty(6, 1))},
+    }[front]
+    if front == "out":
+        found, wide = quantize_activations(x, torch.int8, correction=correction, **options), options["out"][0]
+        assert found is options["out"]
+        options = {}
+    else:
+        found = quantize_activations(**{"x": x, **options}, dtype=torch.int8, correction=correction)
+        wide = found[0]
+    q, *rest = quantize_activations(**{"x": x, **options}, dtype=torch.int8)
+    assert wide.shape == (*q.shape[:-1], 256)
+    assert builders.same_bits(wide.reshape(6, 256), with_sums(q.view(6, K), correction))
+    assert all(builders.same_bits(a.view(b.shape), b) for a, b in zip(found[1:], rest, strict=True))
+
+
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 X, X2 = torch.zeros(4, K), torch.zeros(4, 2 * K)
@@ -395,6 +458,18 @@ NORM = {"rms_norm": torch.ones(K)}
         (TypeError, "permutation: expected int32, got int64", {"permutation": torch.arange(K)}),
         (ValueError, r"permutation: expected shape \[96\]", {"permutation": torch.arange(64).int()}),
         (ValueError, "permutation: expected a tensor on cpu", {"permutation": ELSEWHERE}),
+        (TypeError, r"correction: expected None or \(type, group size\), got \['bf16', 32\]",
+         {"correction": ["bf16", 32]}),
+        (ValueError, r"correction: expected a type of .* and a group size of .*, got \('fp32', 32\)",
+         {"correction": ("fp32", 32)}),
+        (ValueError, r"correction: expected .*, got \('bf16', 48\)", {"correction": ("bf16", 48)}),
+        (ValueError, r"correction: expected .*, got \('bf16', 0\)", {"correction": ("bf16", 0)}),
+        (ValueError, "correction: expected None unless for int8 .* got it beside e4m3",
+         {"dtype": E4M3, "correction": ("bf16", 32)}),
+        (ValueError, "correction: expected None unless for int8 .* got it beside a scale for each block",
+         {"scheme": "block", "correction": ("bf16", 32)}),
+        (ValueError, r"out\[0\]: expected shape \[4, 256\], got \[4, 96\]",
+         {"correction": ("bf16", 32), "out": (X.char(), torch.ones(4))}),
         (TypeError, r"out: expected \(q, scale\), got Tensor", {"out": X}),
         (TypeError, r"out: expected \(q, scale, zero\), got tuple of 2", {"affine": True, "out": (X, X)}),
         (TypeError, r"out\[0\]: expected int8, got float32", {"out": (X, ONE)}),
@@ -541,6 +616,17 @@ def test_opcheck_passes_with_gelu(gelu_mul):
     assert all(map(builders.same_bits, OP(*arguments), quantize_activations(x, torch.int8, gelu_mul=gelu_mul)))
 
 
+def test_opcheck_passes_with_sums():
+    x, norm, more = activations(1, 5, K), parameters(1, K)["rms_norm"], {"correction": "bf16", "correction_group": 32}
+    arguments = (x, torch.int8, False, True, None, None, False, norm, 1e-6, None)
+    assert set(torch.library.opcheck(OP, arguments, more).values()) == {"SUCCESS"}
+    op, arguments = torch.ops.jitgemm.add_quantize_activations.default, (*arguments, False, x.flip(0))
+    assert set(torch.library.opcheck(op, arguments, more).values()) == {"SUCCESS"}
+    assert op(*arguments, **more)[0].shape == (5, 256)
+    with pytest.raises(ValueError, match=r"correction: expected a type of .*, got \('bf16', 0\)"):
+        op(*arguments, correction="bf16")
+
+
 def test_the_op_refuses_a_residual_without_a_norm():
     arguments = (X, torch.int8, False, False, None, None, False, None, 1e-6, None, False, X)
     with pytest.raises(ValueError, match="residual: expected None without rms_norm"):
@@ -560,17 +646,22 @@ def test_fake_tensors_compute_nothing_and_are_checked():
         q, scale, zero = quantize_activations(x, torch.int8, affine=True)
         assert (q.shape, q.dtype) == ((2, 5, K), torch.int8)
         assert (scale.shape, zero.shape, zero.dtype) == ((2, 5), (2, 5), torch.int32)
+        assert quantize_activations(x, torch.int8, correction=("bf16", 32))[0].shape == (2, 5, 256)
         with pytest.raises(TypeError, match="x: expected bfloat16, float16 or float32, got float64"):
             quantize_activations(x.double(), torch.int8)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("front", ["plain", "silu_mul", "gelu_mul", "rms_norm", "out", "residual", "residual_out"])
+@pytest.mark.parametrize(
+    "front", ["plain", "silu_mul", "gelu_mul", "rms_norm", "out", "residual", "residual_out", "sums"]
+)
 def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     torch._dynamo.reset()
     dtype, affine = MODES[mode]
     gates = {"silu_mul": {"silu_mul": True}, "gelu_mul": {"gelu_mul": "tanh"}}
-    arguments = (gates | {"plain": {}, "out": {}}).get(front, parameters(1, K))
+    if front == "sums" and dtype != torch.int8:
+        pytest.skip("of int8 codes only")
+    arguments = (gates | {"plain": {}, "out": {}, "sums": {"correction": ("fp16", 32)}}).get(front, parameters(1, K))
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = None
@@ -619,6 +710,18 @@ def test_labels_tell_kernels_apart():
     assert len({spec.label for _, spec in ALL}) == len(ALL) == len({quantize_source(spec).source for _, spec in ALL})
 
 
+def test_sums_make_kernels_of_their_own_and_change_no_other():
+    plain = quantize_spec(4096, "bf16", "s8")
+    summed = [quantize_spec(4096, "bf16", "s8", correction=correction) for correction in CORRECTIONS]
+    assert (
+        len({quantize_source(spec).source for spec in (plain, *summed)})
+        == len({s.label for s in (plain, *summed)})
+        == 9
+    )
+    assert not any("sums" in text for text in (*quantize_source(plain).headers, quantize_source(plain).source))
+    assert [spec.ctas for spec in quantize_specs(14336, "bf16", "s8", correction=("bf16", 128))] == [1, 4]
+
+
 def test_blocks_hold_their_rows():
     for k, spec in ALL:
         threads, rows = block_dims(spec, k)
@@ -664,11 +767,13 @@ def test_a_sum_of_squares_has_one_order_with_and_without_a_residual():
         ("k: expected", 100, ("bf16", "s8")),
         ("x: expected", 96, ("fp64", "s8")),
         ("q: expected", 96, ("bf16", "u8")),
+        ("correction: expected a type", 96, ("bf16", "s8", ("fp32", 32))),
+        ("correction: expected None", 96, ("bf16", "e4m3", ("bf16", 32))),
     ],
 )
 def test_specs_refuse_what_there_is_no_kernel_for(message, k, arguments):
     with pytest.raises(ValueError, match=message):
-        quantize_spec(k, *arguments)
+        quantize_spec(k, *arguments[:2], correction=(*arguments, None)[2])
 
 
 def sampled() -> list[QuantizeSpec]:
@@ -680,7 +785,8 @@ def sampled() -> list[QuantizeSpec]:
             shape = spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1, spec.ctas
             shapes.setdefault(shape, spec)
     features = [spec for _, spec in ALL if spec.vectors == 4 and spec.x == "fp16" and spec.rows == 1]
-    return list(dict.fromkeys([*shapes.values(), *features]))
+    summed = [replace(spec, correction=("bf16", 32)) for spec in shapes.values() if spec.x == "bf16"]
+    return list(dict.fromkeys([*shapes.values(), *features, *summed]))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,9 @@ from quantize_cases import MODES, X_DTYPES, activations, assert_close, assert_sa
 import jitgemm
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_source, quantize_spec
+from jitgemm.activations.reference import with_sums
+from jitgemm.kernel.codes import GROUP_SIZES
+from jitgemm.kernel.formats import CORRECTION_TYPES, lhs_columns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
@@ -53,7 +56,7 @@ def run_both(x: torch.Tensor, mode: str, **arguments) -> tuple[tuple, tuple]:
     """(GPU's results, CPU's) of the same tensors, which are on the GPU."""
     dtype, affine = MODES[mode]
     k = x.shape[1] // 2 if {"silu_mul", "gelu_mul"} & set(arguments) else x.shape[1]
-    guarded = Guarded(x.shape[0], k, mode)
+    guarded = Guarded(x.shape[0], lhs_columns(k, arguments.get("correction")), mode)
     quantize_activations(x, dtype, affine=affine, out=guarded.out, **arguments)
     expected = quantize_activations(x.cpu(), dtype, affine=affine, **on_cpu(arguments))
     return guarded.check(), expected
@@ -259,6 +262,66 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(k, arguments):
     for rows in (slice(0, 1), slice(2999, 3000), slice(100, 230)):
         alone = quantize_activations(x[rows], torch.int8, affine=True, **arguments)
         assert all(builders.same_bits(a, b[rows]) for a, b in zip(alone, together))
+
+
+# ---- sums of groups --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("k", [16, 288, 1024, 1056, 4112, 14336, 14416, 32768, 32784])
+def test_sums_behind_codes_are_the_cpu_s_bits(k, size):
+    """Of one row and of a few, which several CTAs may share, and of many; nothing behind the sums is written."""
+    correction = CORRECTION_TYPES[(k // 16 + size // 32) % 2], size
+    order = parameters(1, k, "cuda")["permutation"]
+    for m in (1, 9, 200 if k <= 4112 else 40):
+        x = activations(k + m, m, k, device="cuda")
+        assert_same_bits(*run_both(x, "s8", correction=correction))
+        assert_same_bits(*run_both(x, "s8z", correction=correction, permutation=order))
+        assert_same_bits(*run_both(x, "s8z", correction=correction, **given("s8z", 0.02, device="cuda")))
+
+
+@pytest.mark.parametrize("front", ["silu_mul", "gelu_mul", "rms_norm", "residual", "permuted"])
+@pytest.mark.parametrize(
+    "k, x_dtype, correction",
+    [
+        (64, torch.float16, ("bf16", 32)),
+        (1040, torch.bfloat16, ("bf16", 256)),
+        (4096, torch.bfloat16, ("fp16", 64)),
+        (4096, torch.float32, ("bf16", 128)),
+        (14336, torch.float16, ("bf16", 128)),
+        (28688, torch.bfloat16, ("fp16", 32)),
+    ],
+    ids=str,
+)
+def test_sums_are_of_the_codes_that_a_prologue_s_kernel_makes(k, x_dtype, correction, front):
+    for m in (1, 33, 300):
+        draw = builders.generator(k + m)
+        x, residual = (torch.randn(m, k * (1 + ("mul" in front)), generator=draw).to(x_dtype).cuda() for _ in range(2))
+        weights = parameters(1, k, "cuda", x_dtype)
+        options = {
+            "silu_mul": {"silu_mul": True},
+            "gelu_mul": {"gelu_mul": "tanh"},
+            "rms_norm": {"rms_norm": weights["rms_norm"]},
+            "residual": {"rms_norm": weights["rms_norm"], "residual": residual},
+            "permuted": weights,
+        }[front]
+        q, *expected = quantize_activations(x, torch.int8, affine=True, **options)
+        wide, *found = quantize_activations(x, torch.int8, affine=True, correction=correction, **options)
+        assert builders.same_bits(wide, with_sums(q, correction))
+        assert all(map(builders.same_bits, found, expected))
+
+
+def test_sums_in_a_graph_follow_what_the_input_holds_now():
+    x, correction = activations(1, 3, 4112, device="cuda"), ("bf16", 128)
+    quantize_activations(x, torch.int8, correction=correction)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = quantize_activations(x, torch.int8, correction=correction)
+    for seed in (2, 3):
+        x.copy_(activations(seed, 3, 4112))
+        graph.replay()
+        assert_same_bits(results, quantize_activations(x.cpu(), torch.int8, correction=correction))
 
 
 # ---- forms of arguments ---------------------------------------------------------------------------------------------

@@ -168,6 +168,12 @@ def quantise_into(x):
     return jitgemm.quantize_activations(x, torch.int8, scheme="block", out=out), gated
 
 
+def quantise_with_sums(x, weight):
+    correction = "bf16", 32
+    first = jitgemm.quantize_activations(x, torch.int8, correction=correction)
+    return first, jitgemm.quantize_activations(x, torch.int8, rms_norm=weight, residual=x + 1, correction=correction)
+
+
 def add_and_normalise(x, weight):
     total = x + 1
     *lhs, total = jitgemm.quantize_activations(x, E4M3, rms_norm=weight, residual=total, residual_out=total)
@@ -249,6 +255,7 @@ CALLS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "gemm into columns": (lambda: Call(gemm_into_columns, dense(group_size=32)), ROWS),
     "gemm to int8": (lambda: Call(to_int8, dense()), ROWS),
     "quantise into": (lambda: Call(quantise_into), ROWS),
+    "quantise with sums": (lambda: Call(quantise_with_sums, torch.ones(K)), ROWS),
     "add and normalise": (lambda: Call(add_and_normalise, torch.ones(K)), ROWS),
     "contiguous": (lambda: Call(contiguous, stacked(N, K), offsets()), ROWS),
     "DeepGEMM's rows": (lambda: Call(deep_gemm_s_rows, stacked(N, K)), ROWS),

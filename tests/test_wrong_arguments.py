@@ -83,14 +83,15 @@ def quantiser(**more: Any) -> dict[str, Any]:
     given = {"x": torch.ones(M, K), "dtype": torch.int8, "scheme": "tensor", "affine": True, "scale": torch.ones(1)}
     given |= {"zero": int32(0), "silu_mul": False, "gelu_mul": None, "rms_norm": torch.ones(K), "eps": 1e-6}
     given |= {"permutation": torch.arange(K).int(), "residual": torch.ones(M, K), "residual_out": torch.zeros(M, K)}
-    out = torch.zeros(M, K, dtype=torch.int8), torch.zeros(M), torch.zeros(M, dtype=torch.int32)
-    return given | {"out": out} | more
+    out = torch.zeros(M, 256, dtype=torch.int8), torch.zeros(M), torch.zeros(M, dtype=torch.int32)
+    return given | {"correction": ("bf16", 32), "out": out} | more
 
 
 def four_bits() -> dict[str, Any]:
     parts = builders.weight_parts(1, N, K, 32, zero_point=True)
     given = {"q": parts.q, "scale": parts.scale, "zero": parts.zero, "offset": torch.zeros_like(parts.scale)}
-    return given | {"permutation": torch.arange(K), "group_size": 32, "k": K, "lhs_dtype": torch.int8, "code": "int4"}
+    given |= {"permutation": torch.arange(K), "group_size": 32, "k": K, "lhs_dtype": torch.int8, "code": "int4"}
+    return given | {"correction": False}
 
 
 def combined() -> dict[str, Any]:
@@ -200,6 +201,7 @@ LEGAL: dict[str, set[str]] = {
     "bias": {"None", "double"},
     "block": {"None"},
     "clip_steps": {"1"},
+    "correction": {"None"},
     "eps": {"1", "1.5"},
     "expected_m": {"None", "1", "1.5", "10**400"},
     "expert_map": {"None", "fewer columns"},

@@ -17,6 +17,8 @@
 //
 // blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). A long row may have the CTAs of a cluster
 // (Team), if rows are so few that SMs would idle. CTAs or clusters walk the rows, each one in so many.
+//
+// What is written behind a row's codes is a policy, Sums: nothing (NoSums), or sums of groups (quantize_sums.cuh).
 #pragma once
 #include <jitgemm/ptx/barrier.cuh>
 #include <jitgemm/ptx/memory.cuh>
@@ -26,7 +28,7 @@ namespace jitgemm {
 // Run-time arguments; jitgemm/activations/plan.py fills the same layout.
 struct QuantizeArgs {
     const u8* x;               // [m][k], or [m][2k] of gates and ups
-    u8* q;                     // [m][k]
+    u8* q;                     // [m][k], with sums more columns
     float* scale;              // [m]; kBlocks: [m][blocks of 128 k] with the strides below
     i32* zero;                 // [m], affine only
     const float* given_scale;  // one element, static only
@@ -574,11 +576,41 @@ __device__ __forceinline__ void store_codes(u8* row, u32 vector, uint2 codes) {
     reinterpret_cast<uint2*>(row)[vector] = codes;
 }
 
+// Rows are their codes alone.
+struct NoSums {
+    // Whole warps call store(), with vectors side by side, and zeros for vectors that the row has not.
+    static constexpr bool kWholeWarps = false;
+
+    // A row's threads go through its vectors up to there.
+    __device__ __forceinline__ static u32 end(u32 vectors) { return vectors; }
+
+    // Writes a vector of a row of k.
+    __device__ __forceinline__ static void store(u8* row, u32, u32 vector, uint2 codes) {
+        store_codes(row, vector, codes);
+    }
+
+    // What no vector stands for. All of a row's threads call this.
+    __device__ __forceinline__ static void finish(u8*, u32, u32) {}
+};
+
+// Of codes on their way to be permuted there are no sums yet.
+template <class Config, class Sums, bool kPermuted = Config::kPermuted>
+struct Unpermuted {
+    using Type = Sums;
+};
+template <class Config, class Sums>
+struct Unpermuted<Config, Sums, true> {
+    using Type = NoSums;
+};
+
 // The thread's vectors of a row, by a permutation that is read again.
+template <class Sums>
 __device__ __forceinline__ void gather_row(const QuantizeArgs& args, const u8* permuted, u8* out) {
 #pragma unroll 1
-    for (u32 vector = threadIdx.x; vector < args.k / kVector; vector += blockDim.x) {
-        store_codes(out, vector, gather_codes(permuted, args.permutation, vector));
+    for (u32 vector = threadIdx.x; vector < Sums::end(args.k / kVector); vector += blockDim.x) {
+        uint2 codes{0, 0};
+        if (!Sums::kWholeWarps || vector < args.k / kVector) codes = gather_codes(permuted, args.permutation, vector);
+        Sums::store(out, args.k, vector, codes);
     }
 }
 
@@ -611,9 +643,10 @@ __device__ __forceinline__ u32 live_row(const QuantizeArgs& args, u32 row, u32 s
 }
 
 // Rows that fit the registers of their threads; the next row is read while one is worked on.
-template <class Config>
+template <class Config, class Sums>
 __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, const Team<Config>& team,
                                                    WarpRanges (&slots)[2], u8* permuted, u32 block, u32 blocks) {
+    using Now = typename Unpermuted<Config, Sums>::Type;
     constexpr u32 kVectors = Config::kVectors;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
     u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, step);
@@ -656,7 +689,9 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
         u8* const target = Config::kPermuted ? permuted : out;
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            if (mine(i) < vectors) store_codes(target, mine(i), quantizer.codes(y[i]));
+            uint2 codes{0, 0};
+            if (mine(i) < vectors) codes = quantizer.codes(y[i]);
+            if (Now::kWholeWarps || mine(i) < vectors) Now::store(target, args.k, mine(i), codes);
         }
         if constexpr (Config::kPermuted) {
             // Codes are permuted, not values: a byte each. The next row's codes come after the barrier of its range.
@@ -664,20 +699,24 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
             if constexpr (Config::kSourcesHeld) {
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) {
-                    if (mine(i) < vectors) store_codes(out, mine(i), gather_codes(permuted, sources[i]));
+                    uint2 codes{0, 0};
+                    if (mine(i) < vectors) codes = gather_codes(permuted, sources[i]);
+                    if (Sums::kWholeWarps || mine(i) < vectors) Sums::store(out, args.k, mine(i), codes);
                 }
             } else {
-                gather_row(args, permuted, out);
+                gather_row<Sums>(args, permuted, out);
             }
             if constexpr (Config::kRows > 1) sync_row<Config>();  // one warp's range needs no barrier
         }
+        Sums::finish(out, args.k, team.thread);
     }
 }
 
 // Longer rows are read twice, the second time from the L2; with a residual, the sum.
-template <class Config>
+template <class Config, class Sums>
 __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, const Team<Config>& team,
                                                    WarpRanges (&slots)[2], u8* permuted, u32 block, u32 blocks) {
+    using Now = typename Unpermuted<Config, Sums>::Type;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
     u32 round = 0;
     for (u32 row = live_row<Config>(args, block, blocks); row < m;
@@ -694,14 +733,18 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, con
         u8* const out = args.q + row * args.q_row_bytes;
         u8* const target = Config::kPermuted ? permuted : out;
 #pragma unroll 2
-        for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-            const Held<Config> y = transform(args, load<Config>(args, row, vector, true), row, vector, range, true);
-            store_codes(target, vector, quantizer.codes(y));
+        for (u32 vector = threadIdx.x; vector < Now::end(vectors); vector += blockDim.x) {
+            const u32 own = Now::kWholeWarps ? min(vector, vectors - 1) : vector;  // loads behind no branch overlap
+            const Held<Config> y = transform(args, load<Config>(args, row, own, true), row, own, range, true);
+            uint2 codes = quantizer.codes(y);
+            if (Now::kWholeWarps && vector >= vectors) codes = {0, 0};
+            Now::store(target, args.k, vector, codes);
         }
         if constexpr (Config::kPermuted) {
             sync_row<Config>();
-            gather_row(args, permuted, out);
+            gather_row<Sums>(args, permuted, out);
         }
+        Sums::finish(out, args.k, team.thread);
     }
 }
 
@@ -797,8 +840,8 @@ __device__ __forceinline__ void prefetch_weights(const QuantizeArgs& args, const
     }
 }
 
-// The part of CTA `block` of `blocks`, or of a cluster.
-template <class Config>
+// The part of CTA `block` of `blocks`, or of a cluster. Sums: not with kBlocks.
+template <class Config, class Sums = NoSums>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 block, u32 blocks) {
     __shared__ WarpRanges slots[2];
     extern __shared__ __align__(16) u8 permuted[];  // [kRows][k] codes, or values with kBlocks; permuted only
@@ -820,9 +863,9 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 bloc
         float* const values = reinterpret_cast<float*>(permuted) + threadIdx.y * args.k;
         quantize_blocks<Config>(args, team, slots, values, block, blocks);
     } else if constexpr (Config::kVectors > 0) {
-        quantize_held_rows<Config>(args, team, slots, row_of_codes, block, blocks);
+        quantize_held_rows<Config, Sums>(args, team, slots, row_of_codes, block, blocks);
     } else {
-        quantize_long_rows<Config>(args, team, slots, row_of_codes, block, blocks);
+        quantize_long_rows<Config, Sums>(args, team, slots, row_of_codes, block, blocks);
     }
 }
 

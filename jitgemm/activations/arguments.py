@@ -13,7 +13,7 @@ import torch
 from jitgemm.activations.kernel import most_k
 from jitgemm.activations.scheme import GELU_MULS, SCHEMES, SILU_MUL, Activation, Gate, Prologue
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Correction, ceil_div, lhs_columns
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_float, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import shapes_differ, dtype_name, statically_true
@@ -37,7 +37,7 @@ POINTERS = (
 _OUT_NAMES = "out[0]", "out[1]", "out[2]"
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""q [m, k], scale [m], or [m, ceil(k / 128)] by block, and zero [m] if affine."""
+"""q [m, k], or of `lhs_columns` with sums, scale [m], or [m, ceil(k / 128)] by block, and zero [m] if affine."""
 
 
 CODES = {name: torch_dtype(name) for name in LHS_TYPES}
@@ -175,7 +175,9 @@ def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
     return as_rows(name, tensor)
 
 
-def check_out(out: object, x: torch.Tensor, activation: Activation, gated: bool = False) -> Outputs:
+def check_out(
+    out: object, x: torch.Tensor, activation: Activation, gated: bool = False, correction: Correction | None = None
+) -> Outputs:
     """The call's `out`, as rows, for x of any number of dimensions but 0."""
     dtype, scheme, affine = activation
     expected = "(q, scale, zero)" if affine else "(q, scale)"
@@ -193,7 +195,7 @@ def check_out(out: object, x: torch.Tensor, activation: Activation, gated: bool 
         if tensor.requires_grad:
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
     q, (*lead, columns) = out[0], x.shape
-    shape = (*lead, columns // 2 if gated else columns)
+    shape = (*lead, lhs_columns(columns // 2 if gated else columns, correction))
     if shapes_differ(q.shape, shape):
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)

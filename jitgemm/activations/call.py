@@ -13,8 +13,9 @@ import torch
 
 from jitgemm.activations.arguments import CODES, POINTERS, Outputs, activation_of, as_rows, check_arguments, check_out
 from jitgemm.activations.arguments import gate_of, rows_like
+from jitgemm.activations.kernel import check_correction
 from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Prologue
-from jitgemm.kernel.formats import LHS_GROUP, ceil_div
+from jitgemm.kernel.formats import LHS_GROUP, Correction, ceil_div, lhs_columns
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import check_tensor
@@ -33,6 +34,7 @@ class _Options(TypedDict, total=False):
     eps: float
     permutation: torch.Tensor | None
     residual_out: torch.Tensor | None
+    correction: Correction | None
     out: tuple[torch.Tensor, ...] | None
 
 
@@ -59,7 +61,8 @@ def quantize_activations(
     scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False,
     gelu_mul: str | None = None, rms_norm: torch.Tensor | None = None, eps: float = 1e-6,
     permutation: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
+    residual_out: torch.Tensor | None = None, correction: Correction | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """8-bit activations for `gemm_w4a8_bf16_nt`, in one pass over x, on the current stream.
 
@@ -108,6 +111,9 @@ def quantize_activations(
             PyTorch's addition, is what is normalised, and the last result.
         residual_out: with residual: where the sum is written and what is returned, of x's shape and type, rows a
             multiple of 16 bytes apart; residual or x itself for in place; None for a new tensor.
+        correction: int8, not by block: a weight's `correction`, (type, group size), "bf16" or "fp16" and 32, 64, 128
+            or 256. The sums of q's groups, as they are written, follow a row's codes, all the weight's GEMM has to know
+            of zero points and offsets.
         out: (q, scale) or (q, scale, zero) to write to and return, shaped as below; q may have a row stride that is a
             multiple of 16 bytes, and block scales any strides.
 
@@ -115,7 +121,9 @@ def quantize_activations(
 
     Returns:
         (q, scale), or (q, scale, zero) if affine: the `lhs` of a GEMM. q is [..., k] of dtype, scale fp32 [...] and
-        zero int32 [...], for "tensor" too, where they are what was given but for NaN. By block scale is
+        zero int32 [...], for "tensor" too, where they are what was given but for NaN. With correction q's last dimension
+        is 128 (ceil(k / 128) + ceil(k / (32 group size))): codes, zeros up to a multiple of 128, and for each 32 groups
+        32 digits of their sums, rounded to the type, and 32 of what that leaves out, as bytes. By block scale is
         [..., ceil(k / 128)], column-major: rows side by side, columns m elements apart, rounded up to 4. With residual
         the sum comes last: `*lhs, hidden = quantize_activations(x, dtype, rms_norm=weight, residual=hidden)`.
 
@@ -135,17 +143,20 @@ def quantize_activations(
     if (residual is not None or total is not None) and (residual is None or through_op or x.dim() != 2):
         residual = rows_like("residual", residual, x)
         total = None if total is None else rows_like("residual_out", total, x)
-    outputs = None if out is None else check_out(out, x, activation, gate is not None)
+    if correction is not None:
+        check_correction(correction, activation.dtype, activation.block)
+    outputs = None if out is None else check_out(out, x, activation, gate is not None, correction)
     if through_op:
         for name, value in (("scale", scale), ("zero", zero), ("rms_norm", rms_norm), ("permutation", permutation)):
             if value is not None:
                 check_tensor(name, value)
         static, block = scheme == "tensor", scheme == "block"
         given = rows, dtype, static, affine, scale, zero, silu_mul, rms_norm, float(eps), permutation, block
+        behind = correction or (None, 0)
         if residual is None:
-            written = torch.ops.jitgemm.quantize_activations(*given, gelu_mul)
+            written = torch.ops.jitgemm.quantize_activations(*given, gelu_mul, *behind)
         else:
-            *written, added = torch.ops.jitgemm.add_quantize_activations(*given, residual)
+            *written, added = torch.ops.jitgemm.add_quantize_activations(*given, residual, *behind)
             total = added if total is None else total.copy_(added)
         for output, result in zip(outputs or (), written):
             if output is not None:
@@ -154,7 +165,7 @@ def quantize_activations(
         if residual is not None and total is None:
             total = rows.new_empty(rows.shape)
         prologue = Prologue(rms_norm, eps, gate, residual, total, permutation)
-        written = quantize(QuantizeCall(rows, activation, prologue, scale, zero, None, None, outputs))
+        written = quantize(QuantizeCall(rows, activation, prologue, scale, zero, None, None, outputs, correction))
     results: tuple[torch.Tensor, ...] = tuple(out) if out is not None else written if affine else written[:2]
     if out is None and x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
@@ -174,6 +185,7 @@ class QuantizeCall:
             each part rows from row_count[e] on are left alone. None: no row is.
         row_index: int32 [m]: row i of the result is row row_index[i] of x, which is not checked. None: row i.
         out: where to write, checked by `check_out`; None for new tensors.
+        correction: type and group size of the sums behind the codes; None for none.
     """
 
     x: torch.Tensor
@@ -184,6 +196,7 @@ class QuantizeCall:
     row_count: torch.Tensor | None = None
     row_index: torch.Tensor | None = None
     out: Outputs | None = None
+    correction: Correction | None = None
     pointers: ClassVar = POINTERS
 
     @property
@@ -198,6 +211,7 @@ class QuantizeCall:
         return self.row_count.shape[0] > 1 or (self.prologue.gate is None and self.row_index is None)
 
     def check(self) -> None:
+        check_correction(self.correction, self.activation.dtype, self.activation.block)
         check_arguments(
             self.x, self.activation, self.prologue, self.scale, self.zero, self.row_count, self.row_index
         )  # fmt: skip
@@ -215,7 +229,7 @@ class QuantizeCall:
         x, index, (dtype, scheme, affine) = self.x, self.row_index, self.activation
         (m, k), device = x.shape, x.device
         m, k = m if index is None else index.shape[0], k // (self.prologue[2].inputs if self.prologue[2] else 1)
-        q = torch.empty(m, k, dtype=CODES[dtype], device=device)
+        q = torch.empty(m, lhs_columns(k, self.correction), dtype=CODES[dtype], device=device)
         if scheme == "block":  # by column, as DeepGEMM has them
             shape = m, ceil_div(k, LHS_GROUP)
             scales = torch.empty_strided(shape, (1, 4 * ceil_div(m, 4)), dtype=torch.float32, device=device)
@@ -226,12 +240,12 @@ class QuantizeCall:
     def run_reference(self, operands: Operands) -> None:
         from jitgemm.activations.reference import write_reference
 
-        write_reference(self.activation, self.prologue, operands)
+        write_reference(self.activation, self.prologue, self.correction, operands)
 
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.activations.plan import prepare
 
-        return prepare(self.activation, self.prologue, self.masked, operands)
+        return prepare(self.activation, self.prologue, self.correction, self.masked, operands)
 
 
 def quantize(call: QuantizeCall) -> Outputs:
@@ -241,7 +255,7 @@ def quantize(call: QuantizeCall) -> Outputs:
     key = (
         x.numel(), call.activation, gate, eps, scale is None, zero is None, norm is None, permutation is None,
         row_count is None, row_index is None, out is None, residual is None, total is x, total is residual,
-        torch.is_grad_enabled(),
+        torch.is_grad_enabled(), call.correction,
     )  # fmt: skip
     layouts = [x] if out is None else [x, out[0], out[1]]
     layouts += [t for t in (scale, zero, norm, permutation, row_count, row_index, residual) if t is not None]
@@ -256,14 +270,15 @@ def quantize(call: QuantizeCall) -> Outputs:
 def _of_op(
     x: torch.Tensor, dtype: torch.dtype, static: bool, affine: bool, scale: torch.Tensor | None, zero: torch.Tensor | None,
     silu_mul: bool, rms_norm: torch.Tensor | None, eps: float, permutation: torch.Tensor | None, block: bool = False,
-    last: torch.Tensor | str | None = None,
+    own: torch.Tensor | str | None = None, correction: str | None = None, correction_group: int = 0,
 ) -> QuantizeCall:  # fmt: skip
-    """What an op was called with; last: residual of the one, gelu_mul of the other."""
-    residual, gelu_mul = (last, None) if isinstance(last, torch.Tensor) else (None, last)
+    """What an op was called with; own: residual of the one, gelu_mul of the other."""
+    residual, gelu_mul = (own, None) if isinstance(own, torch.Tensor) else (None, own)
     total = None if residual is None else x.new_empty(x.shape)
     activation = activation_of(dtype, "block" if block else "tensor" if static else "token", affine)
     prologue = Prologue(rms_norm, eps, gate_of(silu_mul, gelu_mul), residual, total, permutation)
-    return QuantizeCall(x, activation, prologue, scale, zero)
+    sums = None if correction is None else (correction, correction_group)
+    return QuantizeCall(x, activation, prologue, scale, zero, correction=sums)
 
 
 def _results(call: QuantizeCall, outputs: Outputs) -> tuple[torch.Tensor, ...]:
@@ -289,5 +304,12 @@ _ARGUMENTS = (
     "(Tensor x, ScalarType dtype, bool static, bool affine, Tensor? scale, Tensor? zero, bool silu_mul, "
     "Tensor? rms_norm, float eps, Tensor? permutation, bool block"
 )
-define_op(f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None) -> (Tensor, Tensor, Tensor)", _op, _fake_op)
-define_op(f"add_quantize_activations{_ARGUMENTS}, Tensor residual) -> (Tensor, Tensor, Tensor, Tensor)", _op, _fake_op)
+_SUMS = "str? correction=None, int correction_group=0"
+define_op(
+    f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None, {_SUMS}) -> (Tensor, Tensor, Tensor)", _op, _fake_op
+)
+define_op(
+    f"add_quantize_activations{_ARGUMENTS}, Tensor residual, {_SUMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _op,
+    _fake_op,
+)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, GELU_MULS, SILU_MUL, UNGATED, Gate
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
+from jitgemm.kernel.codes import GROUP_SIZES
+from jitgemm.kernel.formats import CORRECTION_TYPES, K_ALIGNMENT, Correction, ceil_div
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
@@ -63,6 +64,7 @@ class QuantizeSpec:
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
         ctas: CTAs, a cluster, that share a row.
+        correction: type and group size of the sums behind a row's codes; None for none.
     """
 
     kind, family = "quantizer", "quantize"
@@ -84,6 +86,7 @@ class QuantizeSpec:
     residual: bool = False
     masked: bool = False
     ctas: int = 1
+    correction: Correction | None = None
 
     @property
     def label(self) -> str:
@@ -96,6 +99,7 @@ class QuantizeSpec:
             parts += ["limited"] if self.limited else []
         flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
         parts += [name.replace("_", "") for name in flags if getattr(self, name)]
+        parts += ["sums{1}{0}".format(*self.correction)] if self.correction else []
         shape = f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}"
         parts.append(f"{shape}c{self.ctas}" if self.ctas > 1 else shape)
         return "-".join(parts)
@@ -107,6 +111,7 @@ class QuantizeSpec:
 def quantize_spec(
     k: int, x: str, q: str, *, affine: bool = False, static: bool = False, block: bool = False, gate: Gate | None = None,
     rms_norm: bool = False, residual: bool = False, permuted: bool = False, gathered: bool = False, masked: bool = False,
+    correction: Correction | None = None,
 ) -> QuantizeSpec:  # fmt: skip
     """The kernel for rows of k codes, whatever m is, but for few rows that several CTAs share (`spec_for_rows`).
 
@@ -132,6 +137,7 @@ def quantize_spec(
         raise ValueError(f"gate: expected neither order, limit nor alpha of {gate.kind}, got {gate}")
     if block and (static or affine):
         raise ValueError("block: expected neither a static scale nor a zero point beside it")
+    check_correction(correction, q, block)
     limit = most_k(permuted, block)
     if not K_ALIGNMENT <= k <= limit or k % K_ALIGNMENT:
         raise ValueError(f"k: expected a multiple of {K_ALIGNMENT} of at most {limit}, got {k}")
@@ -145,7 +151,7 @@ def quantize_spec(
     kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
     return QuantizeSpec(
         x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block, gathered,
-        residual, masked,
+        residual, masked, correction=correction,
     )  # fmt: skip
 
 
@@ -154,6 +160,22 @@ def quantize_specs(k: int, x: str, q: str, **options: Any) -> tuple[QuantizeSpec
     spec = quantize_spec(k, x, q, **options)
     shared = shared_spec(spec, k)
     return (spec,) if shared is None else (spec, shared)
+
+
+def check_correction(correction: object, q: str, block: bool) -> None:
+    """Raises TypeError or ValueError for sums that codes of type q, with a scale for each block or not, do not have."""
+    if correction is None:
+        return
+    if not isinstance(correction, tuple) or len(correction) != 2:
+        raise TypeError(f"correction: expected None or (type, group size), got {correction!r}")
+    name, size = correction
+    if type(name) is not str or name not in CORRECTION_TYPES or type(size) is not int or size not in GROUP_SIZES:
+        raise ValueError(
+            f"correction: expected a type of {CORRECTION_TYPES} and a group size of {GROUP_SIZES}, got {correction!r}"
+        )
+    if q != "s8" or block:
+        what = "a scale for each block" if q == "s8" else q
+        raise ValueError(f"correction: expected None unless for int8 with a scale for each token, got it beside {what}")
 
 
 def most_k(permuted: bool, block: bool) -> int:
@@ -238,9 +260,12 @@ def render_quantize(spec: QuantizeSpec) -> str:
     threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS // spec.ctas
     cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
     bounds = f"{threads}, 1" if spec.gate == "gelu" else threads  # erfc() needs more than the 32 registers of two CTAs
+    sums = ""
+    if spec.correction is not None:
+        sums = ", jitgemm::GroupSums<jitgemm::{}, {}>".format(DTYPES[spec.correction[0]].cpp_name, spec.correction[1])
     return f"""\
 // jitgemm quantiser {spec.label}
-#include <jitgemm/quantize.cuh>
+#include <jitgemm/{_header(spec)}.cuh>
 
 namespace jitgemm {{
 {render_config(spec)}
@@ -248,9 +273,13 @@ namespace jitgemm {{
 
 extern "C" __global__ void {cluster}__launch_bounds__({bounds})
 {KERNEL_NAME}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
-    jitgemm::quantize_rows<jitgemm::Config>(args, blockIdx.x / {spec.ctas}, gridDim.x / {spec.ctas});
+    jitgemm::quantize_rows<jitgemm::Config{sums}>(args, blockIdx.x / {spec.ctas}, gridDim.x / {spec.ctas});
 }}
 """
+
+
+def _header(spec: QuantizeSpec) -> str:
+    return "quantize" if spec.correction is None else "quantize_sums"
 
 
 def quantize_source(spec: QuantizeSpec) -> KernelSource:
@@ -263,12 +292,12 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     variants += [gates[spec.gate]] if spec.gate in gates else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
     common = spec.gate in ("", *gates) and (spec.order, spec.limited) == ("gate_up", False)
-    named = common and not (spec.gathered or spec.masked)
+    named = common and not (spec.gathered or spec.masked or spec.correction)
     return KernelSource(
         spec.label,
         spec.to_dict(),
         render_quantize(spec),
-        headers("quantize"),
+        headers(_header(spec)),
         OPTIONS,
         warmup=f"jitgemm warmup --shape N,K {command}" if named else "",
     )

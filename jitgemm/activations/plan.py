@@ -9,7 +9,7 @@ from jitgemm.activations.kernel import KERNEL_NAME, MAX_PERMUTED_K, QuantizeSpec
 from jitgemm.activations.kernel import quantize_spec, smem_bytes, spec_for_rows
 from jitgemm.activations.scheme import SILU_MUL, Activation, Prologue
 from jitgemm.dtypes import DTYPES
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import Correction, ceil_div
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
@@ -29,17 +29,20 @@ KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
 )  # fmt: skip
 
 
-def prepare(activation: Activation, prologue: Prologue, masked: bool, operands: Operands) -> Launch:
+def prepare(
+    activation: Activation, prologue: Prologue, correction: Correction | None, masked: bool, operands: Operands
+) -> Launch:
     """The launch for calls of these shapes, strides, dtypes and device; operands: in the order of POINTERS.
 
     The kernel may start while the kernel before it still runs: it reads and writes nothing before that has ended.
     """
     x, q, scale, _, _, _, norm, _, row_count, row_index, residual, total = operands
     assert x is not None and q is not None and scale is not None
-    (m, k), device, block, gate = q.shape, x.get_device(), activation.block, prologue.gate or SILU_MUL
+    device, block, gate = x.get_device(), activation.block, prologue.gate or SILU_MUL
+    m, k = q.shape[0], x.shape[1] // (prologue.gate.inputs if prologue.gate else 1)
     spec = quantize_spec(
         k, TYPE_NAMES[x.dtype], activation.dtype, **activation.flags, **prologue.flags, masked=masked,
-        gathered=row_index is not None,
+        gathered=row_index is not None, correction=correction,
     )  # fmt: skip
     sms = device_of(device).num_sms
     spec = spec_for_rows(spec, k, m, sms)

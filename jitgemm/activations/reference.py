@@ -12,7 +12,8 @@ import torch
 
 from jitgemm.activations.arguments import CODES, Outputs
 from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Gate, Prologue
-from jitgemm.kernel.formats import LHS_GROUP, ceil_div
+from jitgemm.dtypes import torch_dtype
+from jitgemm.kernel.formats import BLOCK_K, CORRECTION_GROUPS, LHS_GROUP, Correction, ceil_div, correction_blocks
 from jitgemm.runtime.launch import Operands
 
 MIN_SCALE = 2.0**-126
@@ -20,17 +21,21 @@ MIN_SCALE = 2.0**-126
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
-def write_reference(activation: Activation, prologue: Prologue, operands: Operands) -> None:
+def write_reference(
+    activation: Activation, prologue: Prologue, correction: Correction | None, operands: Operands
+) -> None:
     """A quantiser's call on CPU tensors; operands: in the order of `arguments.POINTERS`."""
     x, *outputs, scale, zero, _, permutation, _, row_index, _, _ = operands
     assert x is not None and outputs[0] is not None
     if permutation is not None:
         least, most = permutation.aminmax()
-        k = outputs[0].shape[1]
+        k = permutation.shape[0]
         if least < 0 or most >= k:
             raise ValueError(f"permutation: expected values 0..{k - 1}, got {int(least)}..{int(most)}")
     x = x if row_index is None else x[row_index.long()]
-    for output, result in zip(outputs, quantize_reference(x, activation, prologue, scale, zero)):
+    q, *others = quantize_reference(x, activation, prologue, scale, zero)
+    q = q if correction is None else with_sums(q, correction)
+    for output, result in zip(outputs, (q, *others)):
         if output is not None and result is not None:
             output.copy_(result)
 
@@ -74,6 +79,19 @@ def quantize_reference(
     if permutation is not None:
         q = q.view(torch.int8)[:, permutation.long()].view(dtype)
     return q, row_scale, row_zero
+
+
+def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """Codes of int8 [m, k] with the sums of their groups behind them, [m, lhs_columns]."""
+    (m, k), (name, size) = codes.shape, correction
+    groups, slots = ceil_div(k, size), correction_blocks(k, size) * CORRECTION_GROUPS
+    whole = torch.nn.functional.pad(codes, (0, groups * size - k)).view(m, groups, size)
+    sums = torch.nn.functional.pad(whole.sum(2, dtype=torch.int32).float(), (0, slots - groups))
+    high = sums.to(torch_dtype(name))
+    low = (sums - high.float()).to(high.dtype)
+    digits = torch.stack([each.view(m, -1, CORRECTION_GROUPS) for each in (high, low)], 2)
+    padding = -k % BLOCK_K
+    return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.view(m, -1).view(torch.int8)), 1)
 
 
 def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: str) -> Outputs:

@@ -19,6 +19,7 @@ from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight import e2m1, levels, terms
 from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.correction import first_type
 from jitgemm.weight.mxfp4 import pack_mxfp4
 from jitgemm.weight.nvfp4 import pack_nvfp4
 from jitgemm.weight.pack import pack_w4, pack_w8
@@ -259,12 +260,13 @@ class CanonicalWeight:
         zero = torch.full(self.scale.shape, middle, dtype=torch.uint8, device=self.q.device)
         return replace(self, q=self.q.view(torch.uint8) + middle, zero=zero)  # which wraps
 
-    def pack(self, lhs_dtype: torch.dtype | None = None) -> W4Weight | W8Weight:
+    def pack(self, lhs_dtype: torch.dtype | None = None, correction: bool | None = False) -> W4Weight | W8Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
 
         Args:
             lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None. Those of 8-bit
                 weights are of their own type.
+            correction: as `pack_w4` takes it; None for wherever it can be had.
 
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
@@ -290,7 +292,10 @@ class CanonicalWeight:
         parameters = self.regrouped(size).parameters(lambda values: values)
         if CODE_BYTES[self.code].dtype is None:
             parameters["permutation"] = self.permutation
-            return pack_w4(self.q, **parameters, group_size=size, k=self.k, lhs_dtype=lhs_dtype, code=self.code)
+            if correction is None:
+                correction = self._can_correct(lhs_dtype, size, parameters)
+            options: dict[str, Any] = dict(k=self.k, lhs_dtype=lhs_dtype, code=self.code, correction=correction)
+            return pack_w4(self.q, **parameters, group_size=size, **options)
         if self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
@@ -312,6 +317,15 @@ class CanonicalWeight:
         if not bool(((factor * row == weight.scale.float()) & (factor >= 1) & (factor <= levels.MOST)).all()):
             return None
         return weight.q, factor.to(torch.uint8), weight.zero, self.row_scale  # type: ignore[return-value]
+
+    def _can_correct(
+        self, lhs_dtype: torch.dtype | None, size: int, parameters: dict[str, torch.Tensor | None]
+    ) -> bool:
+        """Whether `pack_w4` takes correction=True."""
+        scale, zero, offset = (parameters[name] for name in ("scale", "zero", "offset"))
+        if lhs_dtype != torch.int8 or self.code != "int4" or size >= self.k or (zero is None) == (offset is None):
+            return False
+        return bool(first_type(scale, zero, offset, (...,)))  # type: ignore[arg-type]
 
     def _ordered(self, weight: W) -> W:
         """A packed weight with the permutation of this one."""

@@ -58,6 +58,7 @@ def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     if "lhs" in spec:
         scales = [str(spec.get("group_size") or "channel")]
         scales += [name for name, field in (("zero", "zero_point"), ("offset", "offset")) if spec.get(field)]
+        scales += [f"corrected in {spec['correction']}"] if spec.get("correction") else []
         out = spec.get("out", "bf16")
         tile = f"{spec.get('block_m', '?')} x {spec.get('block_n', '?')}"
         return tile, f"{spec['lhs']}{'' if out == 'bf16' else f' to {out}'}", " + ".join(scales)

@@ -21,7 +21,7 @@ from rich.text import Text
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import CODES, typed_code
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, SUMS, WeightFormat, tuned_order
+from jitgemm.kernel.formats import BLOCK_K, CORRECTION_TYPES, GROUP_SIZES, K_ALIGNMENT, SUMS, WeightFormat, tuned_order
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
@@ -32,6 +32,7 @@ LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 Lhs = Enum("Lhs", {name: name for name in LHS_TYPES}, type=str)
 RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
 """Types of scales, results and unquantised activations. Each is part of a kernel."""
+Correction = Enum("Correction", {name: name for name in CORRECTION_TYPES}, type=str)
 Sums = Enum("Sums", {name: name for name in SUMS}, type=str)
 Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
 """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
@@ -44,6 +45,8 @@ HELP = {
     "--group-size": f"Values of k that share a scale: {_GROUPS}, or k (or more), -1 or 'channel' for one per row of n.",
     "--zero-point": "Weights have integer zero points (codes 0..15) instead of signed codes -8..7.",
     "--offset": "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
+    "--correction": "Weights of pack_w4(correction=True), by the type of their factors: fp16 for zero points, bf16 for most "
+    "offsets. For int8 in groups.",
     "--bits": "Bits of a weight. With 8 it has the activations' type, --codes says nothing, and groups of 128 are taken "
     "for those of blocks, whose rows share scales.",
     "--scale-dtype": "Type of the weights' scales in the checkpoint.",
@@ -168,7 +171,7 @@ def fail(message: str, code: int) -> None:
 
 def weight_format(
     codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4,
-    mxfp4: bool = False, nvfp4: bool = False, two_level: bool = False,
+    mxfp4: bool = False, nvfp4: bool = False, two_level: bool = False, correction: str = "",
 ) -> WeightFormat:  # fmt: skip
     """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, NVFP4's to
     have scales near one another, and groups of 128 with 8 bits to be blocks, whose rows share scales.
@@ -176,7 +179,8 @@ def weight_format(
     Raises:
         ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size; MXFP4
             with another group size, 8 bits, zero points, offsets or int8 activations; NVFP4 with a group size or one of
-            these; two levels with these or e4m3 activations; several of the three.
+            these; two levels with these or e4m3 activations; several of the three. A
+            correction of other weights than of 4 bits in groups, for int8.
     """
     if two_level:
         if group_size or zero_point or offset or bits != 4 or lhs != "s8" or mxfp4 or nvfp4:
@@ -185,6 +189,12 @@ def weight_format(
                 f"--two-level: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}"
             )
         return WeightFormat(0, False, scale_type, "two_level", code="two_level")
+    if correction:
+        group = 0 if group_size >= k else group_size
+        if lhs != "s8" or bits != 4 or not group or mxfp4 or nvfp4 or two_level or (zero_point and offset):
+            expected = "--lhs int8, a --group-size below k and not both of --zero-point and --offset"
+            raise ValueError(f"--correction: expected {expected}, got --group-size {group or 'channel'}, --lhs {lhs}")
+        return WeightFormat(group, zero_point, scale_type, "s8", offset, correction=correction)
     if nvfp4:
         if group_size or zero_point or offset or bits != 4 or lhs != "e4m3" or mxfp4:
             expected = "e4m3 activations, without --group-size, --zero-point, --offset, --bits, --mxfp4"

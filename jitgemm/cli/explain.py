@@ -30,6 +30,7 @@ def explain(
     ] = None,
     zero_point: Annotated[bool, layer_option("--zero-point")] = False,
     offset: Annotated[bool, layer_option("--offset")] = False,
+    correction: Annotated[Optional[common.Correction], layer_option("--correction")] = None,
     bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
     mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
     nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
@@ -76,8 +77,9 @@ def explain(
     codes = codes or (common.Codes.tuned if nvfp4 else common.Codes.any)
     kind = common.LHS_TYPES[lhs.value]
     group = common.parse_group_size(group_size or ("channel" if nvfp4 or two_level else "128"))
+    corrected = correction.value if correction else ""
     format = common.weight_format(
-        codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4, two_level
+        codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4, two_level, corrected
     )
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")

@@ -95,6 +95,7 @@ def warmup(
         Optional[list[common.Lhs]], _shape("--lhs", " May be repeated.", metavar="TYPE", show_default="fp8")
     ] = None,
     offset: Annotated[bool, _shape("--offset")] = False,
+    correction: Annotated[Optional[common.Correction], _shape("--correction")] = None,
     block_scales: Annotated[bool, _shape("--block-scales")] = False,
     e8m0: Annotated[bool, _shape("--e8m0")] = False,
     quantizer: Annotated[
@@ -153,9 +154,9 @@ def warmup(
         raise ValueError(
             "--for, --tp, --ep and --activation are for a --model; a --shape is taken as one rank's already"
         )
-    if not shape and (lhs or offset or block_scales or e8m0 or quantizer or mxfp4 or nvfp4 or two_level):
+    if not shape and (lhs or offset or correction or block_scales or e8m0 or quantizer or mxfp4 or nvfp4 or two_level):
         raise ValueError(
-            "--lhs, --offset, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
+            "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
             "off it, but for --activation"
         )
     target = pick_device(device)
@@ -168,16 +169,18 @@ def warmup(
         orders, sizes = orders[:1], [group] if group_size else [0]
     elif mxfp4:
         orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]
+    corrected = correction.value if correction else ""
     scale_type, width = scale_dtype.value if scale_dtype else "bf16", {None: 4}.get(bits, bits)
     lhs_types = [common.LHS_TYPES[choice.value] for choice in lhs or [common.Lhs.fp8]]
     quantizers = pick_quantizers(quantizer or outs or ["bf16"], block_scales)
     groups = {LHS_GROUP if block_scales or e8m0 or flags.get("block") else 0 for _, flags in quantizers or [("", {})]}
     found: list[tuple[Any, str]] = []
     for (n, k), kind in product(map(common.parse_shape, shape or ()), lhs_types):
-        specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags)]
+        sums_of = {"correction": (corrected, group)} if corrected else {}
+        specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags, **sums_of)]
         for order, size, result, lhs_group in product(orders, sizes, outs or ["bf16"], sorted(groups)):
             format = common.weight_format(
-                order, kind, size, zero_point, scale_type, offset, k, width, mxfp4, nvfp4, two_level
+                order, kind, size, zero_point, scale_type, offset, k, width, mxfp4, nvfp4, two_level, corrected
             )
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
             more["sums"] = "f32" if len(sizes) > 1 and sums.value == "f16" and not format.f16_sums else sums.value

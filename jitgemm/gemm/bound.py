@@ -28,6 +28,16 @@ For two records that follow one another, of scales s0 and s1, fp32 gets (s0 - s1
 eight pairs' B * s0 are in the sum until they are taken off. Each step rounds that, as do s0 - s1 and the sum of the s0:
 
     loss of a step <= 2^-23 * B * (sum of |s0| of its run so far + |s of it| + |s of the next|)
+
+A weight with corrections (`jitgemm.weight.correction`) is one of codes -8..7 without zero points here, whose offsets are its
+factors f: what parts lose goes with its own scales and 16, and the two terms of a group are of their own sizes, where today's
+kernels with zero points have one. A block of 32 groups takes four tensor-core steps, two of 16 groups by two digits. Products
+of 16-bit floats are exact; a step aligns 16 of them and the sum before to the largest, which is at most S, the block's sum of
+|f * sum of activations|, and cuts off at 24 bits or more (fp32's, and perhaps more bits below them), as it does its sum:
+
+    loss of a block <= 4 * (17 + 1) * 2^-23 * S
+
+Then it is added in fp32, one more promotion.
 """
 
 from __future__ import annotations
@@ -38,10 +48,12 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import Lhs, check_sums, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.codes import CODES, Code
-from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div, correction_blocks
 from jitgemm.tensors import check_dtype, dtype_name
+from jitgemm.weight.correction import SHIFT
 from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import dequantize_groups
 
 STEP_K = 32
 """k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
@@ -57,6 +69,8 @@ PARTS = 1.5 * 2.0**23
 """What int8's sums by parts stand on, in units of operands times activations."""
 PARTS_RECORDS = 16
 """Records until it is taken off again (kPartsRun in include/jitgemm/gemm/ahead.cuh)."""
+CORRECTION = 4 * (16 + 2) * 2.0**-23
+"""What a block of corrections loses of its sum of |products| at most."""
 F16_RECORDS = 8
 """Records that are added up in f16 (kF16Run in include/jitgemm/gemm/ahead.cuh)."""
 
@@ -79,8 +93,9 @@ def gemm_w4a8_bound(
                + 2^-24 * (promotions + 4) * |x_scale| * size
 
     loss is the module docstring's, summed over the run's steps with what earlier steps may have lost added to |sum|;
-    loss1 is the same with codes of 1. Both are 0 for int8. promotions is how often a result is added to in fp32: runs,
-    twice with offsets. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|.
+    loss1 is the same with codes of 1. Both are 0 for int8; of a weight with corrections offset is its factors, and loss1
+    what their blocks lose. promotions is how often a result is added to in fp32: runs, twice with offsets, or runs and
+    blocks of corrections. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|.
     With a scale per token and 128 k, |x_scale| stands inside of the sums, as the scale of a run's 128 k.
     unit is 2^-8 for bfloat16, 2^-11 for float16 and 2^-24 for float32. Holds for every kernel and order of sums, as
     long as no intermediate fp32 number over- or underflows.
@@ -103,6 +118,7 @@ def gemm_w4a8_bound(
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(lhs)
+    x, corrects = x[:, : rhs.k], bool(rhs.format.correction)
     by_parts = sums == "f32" and x.dtype == torch.int8 and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
     x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
@@ -122,6 +138,11 @@ def gemm_w4a8_bound(
         end = min(strip + strip_step, strips)
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
         d, scale, offset = integers(rhs.packed, strip, end)
+        if corrects and offset is None:  # q - zero = (q - 8) + (8 - zero)
+            _, _, zeros, _ = rhs.rows(strip, end)
+            shifted = SHIFT - zeros.to(d)  # type: ignore[union-attr]
+            dequantize_groups(d, rhs.group_size, zero=shifted)
+            offset = scale * shifted
         d = _by_run(d, runs, run)
         two = rhs.packed.both_terms(strip, end) if rhs.format.terms > 1 else ()
         operands = [_by_run(each, runs, run) for each in two] or [d]
@@ -145,11 +166,12 @@ def gemm_w4a8_bound(
                 size, loss = torch.maximum(size, twice[0]), torch.maximum(loss, twice[1])
             if offset is not None:
                 added = _scaled(x_rows, [counts], offset * token[:, rows], code)
-                size, loss = size + added[0], loss + added[1]
+                size, loss = size + added[0], loss + added[1] + (CORRECTION * added[0] if corrects else 0)
             if by_parts:
                 loss = loss + _lost_by_parts(scale / rhs.format.parts_times) * token[:, rows][0]
             size += loss + zero[rows] * token[0, rows] * row_sum.abs()
-            promotions = runs * (1 if offset is None else 2) + ceil_div(runs, PARTS_RECORDS) * by_parts
+            more = 0 if offset is None else correction_blocks(k, rhs.group_size) if corrects else runs
+            promotions = runs + more + ceil_div(runs, PARTS_RECORDS) * by_parts
             lost[rows, columns] = loss + size * (2.0**-24 * (promotions + 4))
     return ref, lost + unit * (ref.abs() + lost) + least
 

@@ -19,7 +19,9 @@ be replayed with other routings.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +85,9 @@ def gemm_w4a8_nt(
             or one element. Or x_scale has a scale per token and 128 k, not with x_zero: fp32 [m, ceil(k / 128)], or
             powers of two, as DeepGEMM packs them in int32 [m, ceil(k / 512)] (docs/formats.md), all of any strides.
             Or unpacked, float8_e8m0fnu [m, ceil(k / 128)], which the call packs first unless rows are whole words.
-        rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 16.
+        rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 16. Where it has a `correction`, x is int8
+            with a scale per token, [m, k'] with sums of groups behind its codes, as `quantize_activations` writes them
+            for the weight's `correction`; x [m, k] works as well, and takes longer.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.
         bias: bfloat16 or fp32 [n], contiguous, or None.
@@ -325,10 +329,29 @@ def _run(
         if call.packs_scales:
             return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
         call.check()
+        if call.lacks_sums and x.is_cuda:
+            return _run(_with_sums(x, weight), x_scale, x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
             return
     launch.launch_dense(x, x_scale, x_zero, weight, out, bias)
+
+
+@lru_cache(maxsize=None)
+def _warn_of_sums(layer: str) -> None:
+    warnings.warn(
+        f"{layer or 'a weight'} has corrections, and the call adds up the groups of its activations in kernels of their "
+        "own, which takes longer: quantize_activations(..., correction=weight.correction) does so as it writes them",
+        stacklevel=4,
+    )
+
+
+def _with_sums(x: torch.Tensor, weight: AnyWeight) -> torch.Tensor:
+    """Activations [m, k] with the sums of groups that the weight's corrections multiply."""
+    from jitgemm.activations.reference import with_sums
+
+    _warn_of_sums(getattr(weight, "layer", ""))
+    return with_sums(x, weight.format.lhs_sums)  # type: ignore[arg-type]
 
 
 # ---- grouped ---------------------------------------------------------------------------------------------------------
@@ -391,6 +414,9 @@ def _run_grouped(gemm: _Call) -> None:
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
     if x_scale.dtype is torch.float8_e8m0fnu and gemm.packs_scales:
         return _run_grouped(gemm._replace(x_scale=pack_e8m0(x_scale)))
+    if weight.format.correction and x.is_cuda and gemm.lacks_sums:
+        gemm.check()
+        return _run_grouped(gemm._replace(x=_with_sums(x, weight)))
     run_prepared(key, tensors, gemm)
 
 

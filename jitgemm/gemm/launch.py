@@ -66,7 +66,7 @@ class GemmLaunch(Launch):
         device = device_of(x.get_device())
         if spec is None:
             problem = Problem(
-                gemm.expected_rows or rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
+                gemm.expected_rows or rows, n, weight.k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
                 batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32, gemm.sums,
             )  # fmt: skip
             spec = choose(problem, device) if label is None else kernel_named(label, problem, device)
@@ -152,7 +152,7 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
         lhs_stride=x_row_bytes,
         lhs_scale_stride=x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
         lhs_zero_stride=x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
-        m=out.shape[0], n=weight.n, k=weight.k, channel_scale_type=scale_type,
+        m=out.shape[0], n=weight.n, k=x.shape[1], channel_scale_type=scale_type,
         bias_type=0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number, last_rows=last_rows,
     )  # fmt: skip
     if groups is None:

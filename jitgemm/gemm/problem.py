@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, SUMS, ceil_div
+from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, SUMS, ceil_div, lhs_columns
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name, shapes_differ
 from jitgemm.tensors import statically_true
@@ -99,6 +99,12 @@ class Gemm(NamedTuple):
         return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
 
     @property
+    def lacks_sums(self) -> bool:
+        """Whether the weight has corrections, and x [m, k] no sums for them."""
+        weight = self.weight
+        return bool(weight.format.correction) and statically_true(self.x.shape[-1] == weight.k)
+
+    @property
     def sums(self) -> str:
         """What kernels may add up in, as `Problem.sums`: the weight's rows have powers of two for "f16"."""
         return "f16" if in_f16(self.weight) else "exact" if self.exact else "f32"
@@ -134,7 +140,12 @@ class Gemm(NamedTuple):
             raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
         check_plain(X, x)
         lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
-        _check_matrix(X, x, "[m, k]", k)
+        if format.correction and statically_true(x.dim() == 2 and x.shape[1] != k):
+            _check_matrix(X, x, f"[m, k = {k}], or with sums", lhs_columns(k, format.lhs_sums))
+        else:
+            _check_matrix(X, x, "[m, k]", k)
+        if format.correction and lhs_group_of(x_scale):
+            raise ValueError(f"{X_SCALE}: expected a scale per token for a weight with correction, got one per 128 k")
         m, most = x.shape[0], format.max_int8_k
         if lhs_type == "s8" and not lhs_group_of(x_scale) and k > most:
             why = "int8 with scales per channel, whose sums are 32-bit"

@@ -18,7 +18,7 @@ import torch
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import GROUPED_POINTERS, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, check_groups, check_scales
 from jitgemm.gemm.problem import check_weight, experts_of, fp32_scales, lhs_group_of, split_lhs
-from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
+from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div, lhs_columns
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
 from jitgemm.weight.parts import PackedWeight, check_packed, dequantize_groups, group_count
@@ -40,7 +40,7 @@ def gemm_w4a8_reference(
     per token and 128 k are multiplied by it first, which is exact.
 
     Args:
-        lhs: x, float8_e4m3fn or int8 [m, k], x_scale, fp32 [m], [m, 1], one element or [m, ceil(k / 128)], or e8m0 as
+        lhs: x, float8_e4m3fn or int8 [m, k] (sums behind it are not looked at), x_scale, fp32 [m], [m, 1], one element or [m, ceil(k / 128)], or e8m0 as
             `gemm_w4a8_nt` takes it, and with int8 perhaps x_zero, int32 of the first three shapes.
         rhs: a weight [n, k] on the same device.
         bias: [n], any float type, or None.
@@ -95,6 +95,7 @@ def write_reference(gemm: Gemm) -> None:
     """Into out, of checked arguments. Rows of experts are clamped to the rows of out, or of an expert."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     weight = weight if isinstance(weight, PackedWeight) else weight.packed
+    x = x[:, : weight.k]
     x_scale = fp32_scales(x_scale, weight.k)
     if groups is None:
         _write(x, x_scale, x_zero, weight, out, bias)
@@ -140,7 +141,7 @@ def _check(
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
     check_dtype(X, x.dtype, rhs.format.for_any_values.lhs_types)
-    if x.dim() != 2 or x.shape[1] != rhs.k:
+    if x.dim() != 2 or x.shape[1] not in (rhs.k, lhs_columns(rhs.k, rhs.correction)):
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
     check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)
     if bias is not None and tuple(check_tensor("bias", bias).shape) != bias_shape:

@@ -183,8 +183,8 @@ def _fused(quantiser: Node, front: Front) -> Node | None:
     wide = [name for name in ("x", "residual") if isinstance(arguments.get(name), Node)]
     values = {name: value_of(argument) for name, argument in arguments.items()}
     op = torch.ops.jitgemm.add_quantize_activations if "residual" in wide else torch.ops.jitgemm.quantize_activations
-    if "residual" in wide:
-        del arguments["gelu_mul"], values["gelu_mul"]
+    taken = [argument.name for argument in op.default._schema.arguments]
+    arguments, values = ({name: each[name] for name in taken} for each in (arguments, values))
     with quantiser.args[0].meta["val"].fake_mode:
         try:
             if outs:

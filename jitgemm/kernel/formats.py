@@ -26,12 +26,38 @@ MAX_ROWS = 2**31 - 1
 SUMS = ("f32", "f16", "exact")
 F16_OPERANDS = "e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets"
 """What may be added up in f16, for messages."""
+CORRECTION_GROUPS = 32
+"""Groups whose corrections share a block of k."""
+CORRECTION_TYPES = ("bf16", "fp16")
+"""Types of corrections' factors, and of the digits of sums that they multiply."""
+Correction = tuple[str, int]
+"""Type and group size of corrections."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def correction_blocks(k: int, group_size: int) -> int:
+    """Blocks of k that a weight with corrections, and its activations, have behind those of codes."""
+    return ceil_div(ceil_div(k, group_size), CORRECTION_GROUPS)
+
+
+def lhs_columns(k: int, correction: Correction | None) -> int:
+    """Columns of activations of k: their codes, and with corrections the sums of its groups.
+
+    ::
+
+        [0, k)                      codes; zeros up to a multiple of 128
+        128 for each 32 groups      32 high digits of their sums, then 32 low ones, of the type, two bytes each
+
+    A sum is its high digit plus its low one, exactly; behind the last group they are zeros.
+    """
+    if correction is None:
+        return k
+    return BLOCK_K * (ceil_div(k, BLOCK_K) + correction_blocks(k, correction[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +75,9 @@ class WeightFormat:
         code: name of the `Code`; "e4m3" and "int8" have no zero points and no offsets.
         strip_scales: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of 8 bits
             in groups of 128 only. The record is the same.
+        correction: "", or the type, "bf16" or "fp16", of factors in blocks behind those of the codes, which stand for zero
+            points or offsets: codes are in the order "s8" and signed, and records hold neither
+            (`jitgemm.weight.correction`).
     """
 
     group_size: int
@@ -58,6 +87,7 @@ class WeightFormat:
     offset: bool = False
     code: str = "int4"
     strip_scales: bool = False
+    correction: str = ""
 
     def __post_init__(self) -> None:
         code = CODES.get(self.code)
@@ -70,7 +100,14 @@ class WeightFormat:
             )
         if self.scale_type not in code.scale_types:
             raise ValueError(f"scale_type: expected one of {code.scale_types}, got {self.scale_type!r}")
-        if self.zero_point and not order.zero_decoders:
+        if self.correction and self.correction not in CORRECTION_TYPES:
+            raise ValueError(f"correction: expected '' or one of {CORRECTION_TYPES}, got {self.correction!r}")
+        if self.correction and (not code.offsets or self.order != "s8" or not self.group_size):
+            got = f"{self.code}, {self.order!r}, {self.group_size}"
+            raise ValueError(f"correction: expected int4 in order 's8' and in groups, got {got}")
+        if self.correction and self.zero_point and self.offset:
+            raise ValueError("correction: expected zero points or offsets, got both")
+        if self.zero_point and not self.correction and not order.zero_decoders:
             raise ValueError(
                 f"order: expected {code.orders[0].name!r} with zero points, got {self.order!r}"
                 if code.orders[0].zero_decoders
@@ -98,6 +135,7 @@ class WeightFormat:
         parts += ["z"] if self.zero_point else []
         parts += ["o"] if self.offset else []
         parts += ["b"] if self.strip_scales else []
+        parts += [f"x{self.correction}"] if self.correction else []
         return "-".join(parts if self.zero_point else [*parts, self.order])
 
     @property
@@ -124,13 +162,13 @@ class WeightFormat:
         """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without offsets,
         in groups or with exponents."""
         small = self.powers or (CODES[self.code].largest is not None and self.group_size > 0)
-        return small and not self.offset and "e4m3" in self.lhs_types
+        return small and not self.offset_rows and "e4m3" in self.lhs_types
 
     @property
     def sums_by_parts(self) -> bool:
         """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without offsets, one
         group or less a record, in int8's own order or with zero points, whose sums are large beside what that rounds."""
-        return not self.offset and self.scale_rows == 1 and self.parts_times > 0
+        return not self.offset_rows and self.scale_rows == 1 and self.parts_times > 0
 
     @property
     def parts_times(self) -> int:
@@ -159,7 +197,7 @@ class WeightFormat:
 
     def decoder(self, lhs: str) -> Decoder:
         """How kernels decode it for activations of this type."""
-        return (self._order.zero_decoders if self.zero_point else self._order.decoders)[lhs]
+        return (self._order.zero_decoders if self.zero_rows else self._order.decoders)[lhs]
 
     @property
     def lhs_types(self) -> tuple[str, ...]:
@@ -195,12 +233,12 @@ class WeightFormat:
     @property
     def zero_rows(self) -> int:
         """Rows of 64 zero points in one record; one even per channel, so that decode finds it where the codes are."""
-        return max(1, self.scale_rows) if self.zero_point else 0
+        return max(1, self.scale_rows) if self.zero_point and not self.correction else 0
 
     @property
     def offset_rows(self) -> int:
         """Rows of 64 offsets in one record."""
-        return self.scale_rows if self.offset else 0
+        return self.scale_rows if self.offset and not self.correction else 0
 
     @property
     def offsets_at(self) -> int:
@@ -283,6 +321,20 @@ class WeightFormat:
         factors = 2 * STRIP_ROWS * BLOCK_K // FACTOR_GROUP if self.factors else 0
         return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents + inner + factors
 
+    @property
+    def stored(self) -> WeightFormat:
+        """What the records of codes hold: of a weight with corrections, a symmetric one's."""
+        return replace(self, zero_point=False, offset=False, correction="") if self.correction else self
+
+    @property
+    def lhs_sums(self) -> Correction | None:
+        """`Weight.correction`: of factors, the type and the group size; None without."""
+        return (self.correction, self.group_size) if self.correction else None
+
+    def kblocks(self, k: int) -> int:
+        """Records of a strip: of k codes, and of their corrections."""
+        return ceil_div(k, BLOCK_K) + (correction_blocks(k, self.group_size) if self.correction else 0)
+
     def to_dict(self) -> dict[str, Any]:
         """Field -> value; order and code as "codes" and "bits", which cache entries and commands have."""
         names = {"order": ("codes", self.order), "code": ("bits", self.bits)}
@@ -291,21 +343,24 @@ class WeightFormat:
     @property
     def for_any_values(self) -> WeightFormat:
         """The same apart from what depends on a weight's values: codes in the order that holds all, and scales that rows
-        need not share."""
-        return replace(self, order=CODES[self.code].orders[0].name, strip_scales=False)
+        need not share. Corrections have one order."""
+        return replace(self, order="s8" if self.correction else CODES[self.code].orders[0].name, strip_scales=False)
 
     @property
     def kernel_format(self) -> WeightFormat:
-        """The format as kernels have it: they read scales per channel by a run-time type, and those of strips that share
-        them (`KernelSpec.token_rows`) lie where others do."""
-        return replace(self, scale_type=self.scale_type if self.group_size else "fp32", strip_scales=False)
+        """The format as kernels have it: they read scales per channel by a run-time type, those of strips that share
+        them (`KernelSpec.token_rows`) lie where others do, and corrections are the same for zero points and offsets."""
+        scale_type, corrects = self.scale_type if self.group_size else "fp32", bool(self.correction)
+        zero_point, offset = self.zero_point and not corrects, self.offset and not corrects
+        return replace(self, scale_type=scale_type, strip_scales=False, zero_point=zero_point, offset=offset)
 
 
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
-    match = re.fullmatch(r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-(\w+))?", name)
-    prefix, group_size, scale_type, zero_point, offset, strip, order = match.groups() if match else 7 * [None]
+    match = re.fullmatch(r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-x(bf16|fp16))?(?:-(\w+))?", name)
+    parts = match.groups() if match else 8 * [None]
+    prefix, group_size, scale_type, zero_point, offset, strip, correction, order = parts
     code = next((c for c, o in every_order() if c.prefix == (prefix or "") and o.name == (order or "any")), None)
     if match is None or (zero_point is None) == (order is None) or code is None:
         raise ValueError(
@@ -313,8 +368,8 @@ def format_named(name: str) -> WeightFormat:
             "exported with it, pack the weight and export again"
         )
     return WeightFormat(
-        int(group_size or 0), zero_point is not None, scale_type, order or "any", offset is not None, code.name,
-        strip is not None,
+        int(group_size or 0), zero_point is not None, scale_type, order or ("s8" if correction else "any"),
+        offset is not None, code.name, strip is not None, correction or "",
     )  # fmt: skip
 
 
@@ -365,8 +420,15 @@ class Problem:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.lhs not in self.format.lhs_types:
             raise ValueError(f"format: expected order 'any' or {self.lhs!r}, as lhs is, got {self.format.order!r}")
+        if self.lhs_group and self.format.correction:
+            raise ValueError(f"lhs_group: expected 0 beside a weight's correction, got {self.lhs_group}")
         if self.lhs == "s8" and not self.lhs_group and self.k > (most := self.format.max_int8_k):
             raise ValueError(f"k: expected at most {most} for int8 with scales per channel, got {self.k}")
+
+    @property
+    def lhs_columns(self) -> int:
+        """Columns of the activations as kernels multiply them, corrections' sums included."""
+        return lhs_columns(self.k, self.format.lhs_sums)
 
     @property
     def table_size(self) -> int:

@@ -61,11 +61,41 @@ struct Wgmma<{tokens}> {{
 """
 
 
+def _correction_tokens(spec: KernelSpec) -> list[int]:
+    """N of the multiplies of corrections: a half's tokens of each width, or half of them
+    (include/jitgemm/gemm/correction.cuh)."""
+    tokens = [width // spec.halves for width in multiply_widths(spec)]
+    return sorted({each // 2 if each > 128 else each for each in tokens})
+
+
+def _correction_wgmma(spec: KernelSpec, tokens: int) -> str:
+    """A multiply of corrections, of 16-bit floats."""
+    count, type = tokens // 2, {"bf16": "bf16", "fp16": "f16"}[spec.format.correction]
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return f"""\
+// d = a * b, or d += a * b: a is 64 x 16 in registers, b is {tokens} x 16 in shared memory.
+template <>
+struct CorrectionWgmma<{tokens}> {{
+    __device__ __forceinline__ static void issue(float (&d)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+        asm volatile(
+            "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+            "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{type}.{type}"
+            " {{{registers}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
+            : {outputs}
+            : {inputs}, "l"(b), "r"(i32(accumulate)));
+    }}
+}};
+"""
+
+
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
     "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
-    "bool kDebug": False, "u32 kInFlight": 1,
+    "bool kCorrects": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
 }  # fmt: skip
@@ -94,6 +124,7 @@ def _config(spec: KernelSpec, smem_bytes: int, sets: int) -> str:
         "bool kLhsE8m0": spec.lhs_e8m0,
         "bool kF16Sums": spec.sums == "f16",
         "bool kByParts": spec.sums == "parts",
+        "bool kCorrects": bool(spec.format.correction),
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),
@@ -113,10 +144,17 @@ def _config(spec: KernelSpec, smem_bytes: int, sets: int) -> str:
     decoder = fmt.decoder(spec.lhs)
     codec = {"f16": decoder.f16_codec, "parts": decoder.parts_codec}.get(spec.sums) or decoder.codec
     registers = spec.consumer_registers if spec.warpgroups > 1 else 0
+    correction = (
+        """
+    template <u32 kTokens>
+    using CorrectionWgmma = jitgemm::CorrectionWgmma<kTokens>;"""
+        if spec.format.correction
+        else ""
+    )
     return f"""\
 struct Chosen : Defaults {{
     template <u32 kTokens>
-    using Wgmma = jitgemm::Wgmma<kTokens>;
+    using Wgmma = jitgemm::Wgmma<kTokens>;{correction}
     using Codec = {codec};
 {lines}
     __device__ static constexpr u32 width(u32 index) {{
@@ -142,6 +180,10 @@ def render(spec: KernelSpec, sets: int | None = None) -> str:
     indent = ",\n" + " " * (len(KERNEL_NAME) + 1)
     addresses = ", ".join(f"&{name}" for name in (*maps, "out_map", "out_map")[:5])
     multiplies = "\n".join(_wgmma(spec, width // spec.halves) for width in multiply_widths(spec))
+    declared = ""
+    if spec.format.correction:
+        declared = "template <u32 kTokens>\nstruct CorrectionWgmma;\n"
+        multiplies += "\n" + "\n".join(_correction_wgmma(spec, tokens) for tokens in _correction_tokens(spec))
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
     return f"""\
 // jitgemm W4A8 kernel {spec.label}
@@ -150,7 +192,7 @@ def render(spec: KernelSpec, sets: int | None = None) -> str:
 namespace jitgemm {{
 template <u32 kTokens>
 struct Wgmma;
-
+{declared}
 {multiplies}}}
 
 #include <jitgemm/gemm/kernel.cuh>
@@ -190,7 +232,9 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--two-level"]
     elif fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
-    if fmt.typed:
+    if fmt.correction:
+        flags += ["--correction", fmt.correction]
+    elif fmt.typed:
         flags += ["--bits", str(fmt.bits)]
     elif not (fmt.zero_point or fmt.powers or fmt.factors):
         flags += ["--codes", "tuned" if fmt.tuned else "any"]

@@ -28,7 +28,7 @@ class KernelSpec:
         family: the template's name, by which tables have what renders and loads a spec.
         lhs: type of the activations.
         format: of the weight, as `WeightFormat.kernel_format`; its scale_type is "fp32" for per-channel kernels, which
-            read their scales by a run-time type.
+            read their scales by a run-time type. With a `correction`, k counts the blocks that correct, too.
         block_m: tokens per tile (wgmma's N over all `halves`, but with `token_rows`).
         halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves; with `token_rows` one half
             after the other, of 64 tokens each.
@@ -173,6 +173,8 @@ class KernelSpec:
             parts.append("tr")
         if self.sums != "f32":
             parts.append(self.sums)
+        if fmt.correction:
+            parts.append(f"x{fmt.correction}")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -200,7 +202,10 @@ class KernelSpec:
         ((code, order),) = names
         spec = cls(
             lhs=lhs,
-            format=WeightFormat(number("group", 0), flag("zero"), scale_type, order, flag("offset"), code),
+            format=WeightFormat(
+                number("group", 0), flag("zero"), scale_type, order, flag("offset"), code,
+                correction=found["correction"] or "",
+            ),
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
@@ -236,7 +241,8 @@ _LABEL = re.compile(
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
-    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?(?:-e(?P<experts>\d+))?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?"
+    r"(?:-x(?P<correction>bf16|fp16))?(?:-e(?P<experts>\d+))?"
     r"(?P<debug>-debug)?"
 )
 

@@ -317,6 +317,8 @@ def check_weights(w13: Any, w2: Any, inputs: int | None = None) -> int:
         if not isinstance(weight, (WeightBase, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
         counts.append(check_packed(weight, f"{name}.", experts=True, powers=True) or 0)
+        if weight.format.correction:  # no quantiser of experts writes sums
+            raise ValueError(f"{name}: expected a weight packed without correction, got {weight.format.name}")
         if counts[-1] > MAX_EXPERTS:
             raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {counts[-1]}")
     if counts[1] != counts[0]:

@@ -73,7 +73,7 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
 
 def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
     """The kernel with what costs nothing to choose."""
-    return replace(with_k_rules(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
+    return replace(with_k_rules(spec, problem.lhs_columns), lhs_e8m0=problem.lhs_e8m0)
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]:

@@ -175,7 +175,7 @@ def _norm(a: float, b: float, c: float) -> float:
 
 def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> tuple[Times, float, int]:
     """The times, the rounds of tiles and the CTAs. Of a grouped problem they are means over its routings."""
-    m, n, k = problem.m, problem.n, problem.k
+    m, n, k = problem.m, problem.n, problem.lhs_columns
     tiles = token_tiles(problem.experts, m, spec.block_m * spec.multicast_rhs)
     along_n = units_along_n(spec, n)
     clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)

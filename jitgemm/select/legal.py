@@ -242,7 +242,7 @@ and where splits of k meet experts' tables."""
 CROWDED_REGISTERS = 8
 """More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k; and
 where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
-`TALL_TOKENS` or more, and for 64 tokens whose k warpgroups share."""
+`TALL_TOKENS` or more, for 64 tokens whose k warpgroups share, and for halves with corrections: else 192 x 128 spills."""
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
 """More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, without and with zero points, from so
@@ -284,7 +284,8 @@ def registers_needed(spec: KernelSpec) -> int:
         exchanged = spec.experts > 0 and spec.scatter and spec.block_m >= EXCHANGED_TOKENS
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
-        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k)
+        corrected = bool(fmt.correction) and spec.halves > 1
+        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
         crowded = spec.experts > 0 and (spec.split_k > 1 or spec.ctas_per_sm > 1)
         rest += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
     rest += OFFSET_REGISTERS if fmt.offset else 0

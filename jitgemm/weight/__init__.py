@@ -14,6 +14,7 @@ terms      NVFP4's numbers as two FP8 terms, and its scales in records
 levels     codes in two levels as integers of 8 bits, and their factors in records
 codes      the bytes and numbers of codes, the twin of kernel/codes.py
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
+correction  factors for zero points and offsets in blocks behind those of codes, and back
 f16_sums   a weight with a power of two for each row, for kernels that add up in f16
 parts      PackedWeight, their tensors: their checks, and what sizes and group sizes there are
 state      their state dict

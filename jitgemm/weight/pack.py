@@ -12,9 +12,11 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, ceil_div, tuned_order
-from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_flag, check_int, check_plain, check_tensor, check_values
+from jitgemm.tensors import dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.correction import SHIFT, first_type, held_factors, pack_factors
 from jitgemm.weight.packed import W4Weight, W8Weight
 from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_permutation, check_sizes, expert_indices
 from jitgemm.weight.parts import format_group, group_count
@@ -31,7 +33,7 @@ _ALL = MAX_ROWS
 def pack_w4(
     q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, offset: torch.Tensor | None = None,
     permutation: torch.Tensor | None = None, group_size: int | str, k: int | None = None,
-    lhs_dtype: torch.dtype | None = None, code: str = "int4",
+    lhs_dtype: torch.dtype | None = None, code: str = "int4", correction: bool = False,
 ) -> W4Weight:  # fmt: skip
     """Pack a 4-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
@@ -60,6 +62,10 @@ def pack_w4(
             decode in half the instructions where they can (not with zero points; e4m3: where no code is -8, of any
             expert; int8: not per channel with k above 65536). None packs for both.
         code: what the codes are, a 4-bit one of `jitgemm.kernel.codes`. Of unsigned ones q is uint8.
+        correction: whether zero points or offsets, one of the two and in groups, become factors of the sums of a token's
+            groups: faster with int8 activations, whose rows then hold those sums behind their codes
+            (`Weight.correction`, docs/notes/zero-points.md). With lhs_dtype torch.int8 alone. A 16-bit float must hold
+            each factor: offsets of few bits, and zero points where scales are bf16 and not zero.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
@@ -90,6 +96,13 @@ def pack_w4(
     ]
     if not isinstance(code, str) or code not in names:
         raise ValueError(f"code: expected one of {', '.join(names)}, got {code!r}")
+    check_flag("correction", correction)
+    if correction and (lhs != "s8" or code != "int4" or (zero is None) == (offset is None)):
+        given = [name for name in ("zero", "offset") if others.get(name) is not None]
+        got = f"lhs_dtype {lhs_dtype}, code {code!r} and {' and '.join(given) or 'neither'}"
+        raise ValueError(
+            f"correction: expected int8 activations, int4 codes and either zero or offset with it, got {got}"
+        )
     group_size = check_group_size(group_size, _ALL)
     if k is not None and (k := check_int("k", k)) < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
@@ -143,6 +156,8 @@ def pack_w4(
                     parts = layout.split_canonical(q[e], False) if canonical else (q[e],)
                     if min(int(part.min()) for part in parts) < of_tuned.low:
                         tuned = format
+        if correction:
+            tuned = _corrected(replace(format, order="any"), q, scale, zero, offset)
         packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=tuned)
         sizes = n, k, group_size, tuned
         return W4Weight(packed.blocks, packed.channel_scale, *sizes, row_sum=packed.row_sum, permutation=permutation)
@@ -203,16 +218,39 @@ def pack_codes(
 ) -> PackedWeight:  # fmt: skip
     """Codes that the format holds, in its order; the arguments are `layout.pack_records`', with experts or without."""
     *lead, n, _ = q.shape
-    shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
+    shape = (*lead, layout.strips_of(n), format.kblocks(k), format.record_bytes)
     blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
     channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
+    kblocks, stored = layout.kblocks_of(k), format.stored
     for e in expert_indices(lead[0] if lead else None):
-        zeros = None if zero is None else zero[e].to(torch.uint8)
+        codes, zeros = q[e], None if zero is None else zero[e].to(torch.uint8)
         offsets = None if offset is None else offset[e]
-        layout.pack_records(blocks[e], q[e], scale[e], offsets, zeros, k=k, canonical=canonical, format=format)
+        if format.correction:
+            factors = held_factors(scale[e], zeros, offsets, format.correction)
+            pack_factors(blocks[e][:, kblocks:], factors)  # type: ignore[arg-type]
+            if zeros is not None:  # of nibbles the highest bit is all the difference
+                codes = codes ^ 0x88 if canonical else (codes.to(torch.int8) - SHIFT)
+            zeros = offsets = None
+        part = blocks[e][:, :kblocks]
+        layout.pack_records(part, codes, scale[e], offsets, zeros, k=k, canonical=canonical, format=stored)
     packed = PackedWeight(blocks, channel_scale, None, n, k, format)
     # From the tensors alone: making a weight waits for the stream.
     return packed._replace(row_sum=row_sums(packed)) if format.row_sums else packed
+
+
+def _corrected(
+    format: WeightFormat, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None
+) -> WeightFormat:
+    """The format with factors for zero points or offsets."""
+    if not format.group_size:
+        raise ValueError("correction: expected False per channel, as sums of all k have too many bits, got True")
+    if q.is_cuda and capturing(q.device):
+        raise ValueError("correction: expected False while a CUDA graph is captured, which hides values, got True")
+    type = first_type(scale, zero, offset, expert_indices(q.shape[0] if q.dim() == 3 else None))
+    if not type:
+        what = "scales times zero points" if offset is None else "offsets"
+        raise ValueError(f"correction: expected {what} that bf16 or fp16 holds 16 times of, got others")
+    return replace(format, order="s8", correction=type)
 
 
 def row_sums(packed: PackedWeight) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Correction, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout, ready
 from jitgemm.weight.codes import CODE_BYTES
@@ -33,7 +33,8 @@ class Weight(WeightBase):
     be iterated; `weight[e]` is expert e's dense weight, a view over the same memory that is settled as its whole is.
 
     Attributes:
-        blocks: uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes], contiguous, in the order `layout.py` draws.
+        blocks: uint8 [ceil(n / 64), format.kblocks(k), format.record_bytes], contiguous, in the order `layout.py` draws:
+            ceil(k / 128) records of codes for a strip, and those of its corrections.
         channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel, else None.
         row_sum: fp32 [64 * ceil(n / 64)], each row's sum of weights, which zero points of activations need; or None.
         permutation: int32 [k], or None. Column j of the packed weight is column permutation[j] of the layer's input, so
@@ -122,6 +123,7 @@ class Weight(WeightBase):
             codes += f" for {typed_code(*self.format.lhs_types)}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
+        reals += f", corrected in {self.format.correction}" if self.format.correction else ""
         if self.format.of_e2m1:
             group, codes, reals = "mxfp4" if self.format.powers else "nvfp4", "e2m1", self.format.tier
         if self.format.factors:
@@ -162,6 +164,12 @@ class Weight(WeightBase):
     def scale_dtype(self) -> torch.dtype:
         """torch.float32, torch.bfloat16 or torch.float16."""
         return torch_dtype(self.format.scale_type)
+
+    @property
+    def correction(self) -> Correction | None:
+        """What activations' rows hold sums for, as `quantize_activations` takes it: the type of the digits, "bf16" or
+        "fp16", and the group size. None for a weight that was not packed with correction=True."""
+        return self.format.lhs_sums
 
     @property
     def dtype(self) -> torch.dtype:
@@ -329,6 +337,11 @@ class Weight(WeightBase):
         fmt = self.format
         if not fmt.offset:
             return None
+        if fmt.correction:
+            out = torch.empty((*self.shape[:-1], self.groups), dtype=self.scale_dtype, device=self.device)
+            for rows, (_, _, _, offset) in self.packed.chunks():
+                out.flatten(0, -2)[rows] = offset  # type: ignore[assignment]
+            return out
         field = self.blocks[..., fmt.offsets_at : fmt.zeros_at]
         return layout.unpack_field(field, self.n, self.k, fmt.group_size, self.scale_dtype)
 

@@ -18,6 +18,7 @@ from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import e2m1, layout, levels, terms
+from jitgemm.weight.correction import SHIFT, offsets_of, unpack_factors, zeros_of
 from jitgemm.weight.ready import ReadyAt, capturing, noted
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -121,7 +122,7 @@ class PackedWeight(NamedTuple):
         # Plain values: hashing a dataclass takes longer.
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.order, fmt.offset, fmt.code,
-            fmt.strip_scales, self.blocks.device, self.row_sum is None,
+            fmt.strip_scales, fmt.correction, self.blocks.device, self.row_sum is None,
             None if self.channel_scale is None else self.channel_scale.dtype, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
@@ -180,8 +181,8 @@ class PackedWeight(NamedTuple):
             raise ValueError(f"rows: expected a dense weight, got one of {self.experts} experts; take weight[e].rows()")
         first = first_strip * STRIP_ROWS
         n = min(end_strip * STRIP_ROWS, self.n) - first
-        part, k, format = self.blocks[first_strip:end_strip], self.k, self.format
-        scale_dtype = torch_dtype(format.scale_type)
+        kblocks, k, format = layout.kblocks_of(self.k), self.k, self.format.stored
+        part, scale_dtype = self.blocks[first_strip:end_strip, :kblocks], torch_dtype(format.scale_type)
 
         def field(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
             return layout.unpack_field(part[:, :, start:stop], n, k, format.group_size, dtype)
@@ -192,7 +193,14 @@ class PackedWeight(NamedTuple):
             scale = field(format.scales_at, format.offsets_at, scale_dtype)
         zero = field(format.zeros_at, format.record_bytes, torch.uint8) if format.zero_point else None
         offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
-        return layout.unpack_codes(part, n, k, format), scale, zero, offset
+        q = layout.unpack_codes(part, n, k, format)
+        if (given := self.format).correction:
+            factor = unpack_factors(self.blocks[first_strip:end_strip, kblocks:], n, k, given)
+            if given.zero_point:
+                q, zero = (q + SHIFT).view(torch.uint8), zeros_of(factor, scale)
+            else:
+                offset = offsets_of(factor, scale)
+        return q, scale, zero, offset
 
     def chunks(self, given: bool = False) -> Iterator[tuple[slice, RowParts]]:
         """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows`, or `given_rows`, gives of
@@ -285,7 +293,9 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, po
         raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.order!r}")
     lead = () if count is None else (count,)
     rows = (*lead, layout.strips_of(n) * STRIP_ROWS)
-    shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), fmt.record_bytes)
+    shape = (*lead, layout.strips_of(n), fmt.kblocks(k), fmt.record_bytes)
+    if fmt.correction and not (fmt.zero_point or fmt.offset):
+        raise ValueError(f"{name}format: expected zero points or offsets beside a correction, got {fmt.name}")
     check_part(weight, name, "blocks", shape, torch.uint8)
     if powers and fmt.f16_sums and in_f16(weight):
         check_part(weight, name, "channel_scale", rows, torch.float32)

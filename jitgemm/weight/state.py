@@ -9,7 +9,7 @@ import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES, numbered_orders
-from jitgemm.kernel.formats import BLOCK_K, WeightFormat
+from jitgemm.kernel.formats import BLOCK_K, CORRECTION_TYPES, WeightFormat
 from jitgemm.tensors import PLAIN, check_tensor, describe
 from jitgemm.weight import layout
 from jitgemm.weight.parts import format_group
@@ -27,7 +27,7 @@ class Meta(NamedTuple):
     n: int
     k: int
     group_size: int
-    zero_point: int  # 0 or 1
+    zero_point: int  # 0 or 1; more by 2 where factors in bf16 stand for zero points or offsets, by 4 in fp16
     scale_type: int  # `DType.number`
     order: int  # `Order.number`
     offset: int  # 1 with offsets, 2 for strips' scales, which weights with offsets do not have
@@ -40,7 +40,9 @@ class Meta(NamedTuple):
     def format(self) -> WeightFormat:
         group, (code, order) = format_group(self.k, self.group_size), numbered_orders()[self.bits, self.order]
         strips, scale_type = self.offset == 2 and group == BLOCK_K, _SCALE_TYPES[self.scale_type]
-        return WeightFormat(group, bool(self.zero_point), scale_type, order.name, self.offset == 1, code.name, strips)
+        zero_point, correction = bool(self.zero_point % 2), ("", *CORRECTION_TYPES)[self.zero_point // 2]
+        offset = self.offset == 1
+        return WeightFormat(group, zero_point, scale_type, order.name, offset, code.name, strips, correction)
 
 
 def magic_of(bits: int) -> int:
@@ -52,7 +54,8 @@ def write_meta(layout_version: int, n: int, k: int, group_size: int, format: Wei
     """`meta` of a weight, on the CPU."""
     order = CODES[format.code].order(format.order).number
     numbers = DTYPES[format.scale_type].number, order, format.offset + 2 * format.strip_scales
-    meta = magic_of(format.bits), layout_version, n, k, group_size, int(format.zero_point), *numbers
+    zero_point = format.zero_point + 2 * ("", *CORRECTION_TYPES).index(format.correction)
+    meta = magic_of(format.bits), layout_version, n, k, group_size, zero_point, *numbers
     return torch.tensor(meta, dtype=torch.int64, device="cpu")
 
 
@@ -84,8 +87,8 @@ def read_state(
         raise ValueError(f"{key}: expected {count} values, got {len(values)}")
     found = Meta(*values)
     known = found.scale_type in _SCALE_TYPES and (found.bits, found.order) in numbered_orders()
-    if found.zero_point not in (0, 1) or found.offset not in (0, 1, 2) or not known:
-        what = "zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes"
+    if not 0 <= found.zero_point < 2 + 2 * len(CORRECTION_TYPES) or found.offset not in (0, 1, 2) or not known:
+        what = "zero_point 0 to 5, offset 0, 1 or 2, known scale type and codes"
         raise ValueError(f"{key}: expected {what}, got {values[5:]}")
     return found, {name: _aligned(tensors.get(prefix + name)) for name in TENSORS}
 

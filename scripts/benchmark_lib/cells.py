@@ -17,7 +17,7 @@ from typing import Any
 
 from jitgemm.cli.common import parse_shape
 from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Problem, WeightFormat, ceil_div, tuned_order
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Correction, Problem, WeightFormat, ceil_div, tuned_order
 from jitgemm.select.devices import DEVICES, DeviceSpec
 
 GEMM_SHARE = 1.5 / 1.8
@@ -253,6 +253,8 @@ class Format:
         mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
         nvfp4: the weight is NVFP4.
         two_level: groups of 128 have integer scales and zero points under one scale per row.
+        offset: an offset of the scale's type per group.
+        corrects: zero points or offsets are corrections (`pack_w4`), and activations come with sums of groups.
     """
 
     lhs: str
@@ -267,23 +269,30 @@ class Format:
     f16_sums: bool = False
     nvfp4: bool = False
     two_level: bool = False
+    offset: bool = False
+    corrects: bool = False
 
     @property
     def name(self) -> str:
         """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, e4m3_g128_f16,
-        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16, int8_2l."""
+        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16, int8_2l, int8_g128o, int8_g128z_x."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
         lhs, group = ("nvfp4", "g16") if self.nvfp4 else ("mxfp4" if self.mxfp4 else lhs, group)
         group = "2l" if self.two_level else group
         blocks = self.lhs_blocks and not self.lhs_e8m0
-        given = (self.any_codes, self.f16_sums, blocks, self.lhs_e8m0, self.batch_invariant)
+        given = (self.any_codes, self.f16_sums, self.corrects, blocks, self.lhs_e8m0, self.batch_invariant)
         switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
-        return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
+        return f"{lhs}_{group}{'z' if self.zero_point else ''}{'o' if self.offset else ''}{switches}"
 
     @property
     def sums(self) -> str:
         return "f16" if self.f16_sums else "f32"
+
+    @property
+    def correction(self) -> Correction | None:
+        """`Weight.correction`: with bf16 scales factors of zero points have 11 bits, offsets 8."""
+        return ("fp16" if self.zero_point else "bf16", self.group_size) if self.corrects else None
 
     def problem(self, m: int, n: int, k: int) -> Problem:
         """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
@@ -297,15 +306,17 @@ class Format:
         elif self.two_level:
             weight = WeightFormat(0, False, "bf16", "two_level", code="two_level")
         else:
-            codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
-            weight = WeightFormat(group, self.zero_point, "bf16", codes)
+            signed = self.corrects or not self.zero_point
+            codes = "any" if self.any_codes else tuned_order(self.lhs, group, not signed, k)
+            correction = self.correction[0] if self.correction else ""
+            weight = WeightFormat(group, self.zero_point, "bf16", codes, self.offset, correction=correction)
         return Problem(
             m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group,
             lhs_e8m0=self.lhs_e8m0, sums=self.sums,
         )  # fmt: skip
 
     def weight_bytes(self, n: int, k: int) -> float:
-        """Bytes of codes, scales and zero points; padding of tiles, and copies of a block's scale, are not counted."""
+        """Bytes of codes, scales, zero points and offsets, or of factors in their place; padding of tiles, and copies of a block's scale, are not counted."""
         if self.bits == 8:
             return n * k + 4 * (ceil_div(n, 128) * ceil_div(k, 128) if self.group_size else n)
         if self.mxfp4:
@@ -315,12 +326,13 @@ class Format:
         if self.two_level:
             return n * k / 2 + n * (2 * ceil_div(k, 128) + 2)
         groups = ceil_div(k, self.group_size) if self.group_size else 1
-        return n * k / 2 + n * groups * (3 if self.zero_point else 2)
+        each = 2 + (2 if self.offset or self.corrects else self.zero_point)
+        return n * k / 2 + n * groups * each
 
 
-SWITCHES = ("any", "f16", "b128", "b128e", "bi")
-"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `lhs_blocks`, that with
-`lhs_e8m0`, `batch_invariant`."""
+SWITCHES = ("any", "f16", "x", "b128", "b128e", "bi")
+"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `corrects`, `lhs_blocks`, that
+with `lhs_e8m0`, `batch_invariant`."""
 DEFAULT_FORMATS = (
     Format("e4m3", 128),
     Format("s8", 128),
@@ -349,6 +361,9 @@ MORE_FORMATS = (
     Format("e4m3", 32, mxfp4=True),
     Format("e4m3", 0, nvfp4=True),
     Format("s8", 0, two_level=True),
+    Format("s8", 128, True, corrects=True),
+    Format("s8", 128, offset=True),
+    Format("s8", 128, offset=True, corrects=True),
 )
 
 
@@ -362,8 +377,8 @@ def parse_format(text: str) -> Format:
     bits = 8 if name.startswith("w8_") else 4
     lhs, _, rest = name.removeprefix("w8_").partition("_")
     group, *switches = rest.split("_")
-    zero_point = group.endswith("z") and bits == 4
-    group = group.removesuffix("z") if zero_point else group
+    zero_point, offset = (group.endswith(letter) and bits == 4 for letter in "zo")
+    group = group[:-1] if zero_point or offset else group
     types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"} | (
         {"mxfp4": "e4m3", "nvfp4": "e4m3"} if bits == 4 else {}
     )
@@ -376,7 +391,10 @@ def parse_format(text: str) -> Format:
     no_any = bits == 8 or mxfp4 or nvfp4 or two_level
     known = [switch for switch in SWITCHES if switch in switches and not (no_any and switch == "any")]
     e8m0 = "b128e" in switches
-    wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and zero_point)
+    wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and (zero_point or offset))
+    corrects, by_block = "x" in switches, e8m0 or "b128" in switches
+    no_x = types.get(lhs) != "s8" or not (zero_point or offset) or group == "ch" or by_block or "any" in switches
+    wrong = wrong or (corrects and no_x) or (offset and (group == "ch" or "f16" in switches))
     f16 = "f16" in switches
     no_f16 = (
         types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or (group == "ch" and not mxfp4) or e8m0 or "b128" in switches
@@ -385,13 +403,26 @@ def parse_format(text: str) -> Format:
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
-            f"zero points, _any for codes of any activations, _f16 for e4m3's sums in f16, _b128 for activations' "
+            f"zero points or o for offsets (groups alone), _any for codes of any activations, _f16 for e4m3's sums in f16, _x for int8's corrections, _b128 for activations' "
             f"scales per 128 k, or _b128e for packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
             f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4, int8_2l for scales in two levels; got {text!r}"
         )
     invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
     return Format(
-        types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0, mxfp4, f16, nvfp4, two_level
+        types[lhs],
+        sizes[group],
+        zero_point,
+        invariant,
+        any_codes,
+        bits,
+        blocks,
+        e8m0,
+        mxfp4,
+        f16,
+        nvfp4,
+        two_level,
+        offset,
+        corrects,
     )
 
 

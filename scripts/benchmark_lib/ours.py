@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 import jitgemm
+from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.kernel.formats import Problem
+from jitgemm.kernel.formats import Problem, lhs_columns
 from jitgemm.select.choose import choose
 
 from .cells import Format
@@ -26,7 +27,8 @@ def ours(fmt: Format) -> Contestant:
     group = "groups of 16" if fmt.nvfp4 else "two levels" if fmt.two_level else group
     if fmt.bits == 8:
         weights, group = "8-bit weights", "blocks of 128 x 128" if fmt.group_size else "per channel"
-    zero = ", zero points" if fmt.zero_point else ""
+    zero = ", zero points" if fmt.zero_point else ", offsets" if fmt.offset else ""
+    zero += " as corrections" if fmt.corrects else ""
     invariant = ", batch-invariant" if fmt.batch_invariant else ""
     codes = ", codes of any activations" if fmt.any_codes else ""
     blocks = ", activations per token and 128 k" if fmt.lhs_blocks else ""
@@ -40,7 +42,8 @@ def ours(fmt: Format) -> Contestant:
 def lhs_of(fmt: Format, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if fmt.lhs_e8m0:
         return quantise_e8m0(x, LHS_DTYPES[fmt.lhs])
-    return (quantise_blocks if fmt.lhs_blocks else quantise_rows)(x, LHS_DTYPES[fmt.lhs])
+    q, scale = (quantise_blocks if fmt.lhs_blocks else quantise_rows)(x, LHS_DTYPES[fmt.lhs])
+    return (q if fmt.correction is None else with_sums(q, fmt.correction)), scale
 
 
 def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weight:
@@ -56,7 +59,17 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weigh
         return jitgemm.quantize_w8(source.weight, LHS_DTYPES[fmt.lhs], block=fmt.group_size or None)
     q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)
     lhs_dtype = None if fmt.any_codes else LHS_DTYPES[fmt.lhs]
-    return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or source.k, lhs_dtype=lhs_dtype)
+    offset = None
+    if fmt.offset:
+        draw = torch.Generator(scale.device).manual_seed(1)
+        offset = ((torch.rand(scale.shape, generator=draw, device=scale.device) - 0.5) * scale).to(scale.dtype)
+    group_size = fmt.group_size or source.k
+    weight = jitgemm.pack_w4(
+        q, scale, zero, offset=offset, group_size=group_size, lhs_dtype=lhs_dtype, correction=fmt.corrects
+    )
+    if weight.correction != fmt.correction:
+        raise Refused(f"factors of {weight.correction}, not of {fmt.correction}")
+    return weight
 
 
 def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: int) -> str:
@@ -90,7 +103,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
         return Run(
             calls=calls,
             rows=lambda rows: outs[0][rows].float(),
-            bytes=fmt.weight_bytes(source.n, source.k) + m * source.k + 2 * m * source.n,
+            bytes=fmt.weight_bytes(source.n, source.k) + m * lhs_columns(source.k, fmt.correction) + 2 * m * source.n,
             poison=lambda: [out.fill_(torch.nan) for out in outs],
             exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows, fmt.sums),
             snapshot=outs[0].clone,

@@ -158,6 +158,12 @@ u32 permuted(u32 a, u32 b, u32 selector) {
     return result;
 }
 
+// c and the products of the bytes of a and b, which have signs.
+u32 dot_of_bytes(u32 a, u32 b, u32 c) {
+    for (u32 shift = 0; shift < 32; shift += 8) c += u32(std::int8_t(a >> shift) * std::int8_t(b >> shift));
+    return c;
+}
+
 u32 packed_s8(i32 a, i32 b, u32 c) {
     auto code = [](i32 x) { return u32(x < -128 ? -128 : x > 127 ? 127 : x) & 255; };
     return c << 16 | code(a) << 8 | code(b);

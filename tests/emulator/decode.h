@@ -45,6 +45,7 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"shf.r.wrap.b32", TERNARY(u32, u32((u64(b) << 32 | a) >> (c & 31)))},
         {"shf.l.wrap.b32", TERNARY(u32, u32((u64(b) << 32 | a) << (c & 31) >> 32))},
         {"vabsdiff4.u32.u32.u32", BINARY(u32, bytewise_difference(a, b))},
+        {"dp4a.s32.s32", TERNARY(u32, dot_of_bytes(a, b, c))},
         {"prmt.b32", TERNARY(u32, permuted(a, b, c))},
         {"cvt.pack.sat.s8.s32.b32", TERNARY(u32, packed_s8(i32(a), i32(b), c))},
         {"cvt.rn.bf16x2.f32", BINARY(float, u32(to_bf16(a)) << 16 | to_bf16(b))},
@@ -148,7 +149,10 @@ void find_handler(Instruction& in) {
         if (parts[parts.size() - 2] == "e5m2") in.b = in.b == 1 && last == "e4m3" ? 3 : (fail("wgmma: " + in.opcode), 0);
         const std::string& shape = parts[4];
         in.a = std::stoul(shape.substr(shape.find('n') + 1));
-        if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != "k32") fail("wgmma: " + shape);
+        const bool half = last == "f16" || last == "bf16";
+        if (half) in.b = last == "f16" ? 4 : 5;
+        if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != (half ? "k16" : "k32"))
+            fail("wgmma: " + shape);
         return;
     }
     if (name == "stmatrix") {

@@ -7,6 +7,7 @@ from dataclasses import replace
 import builders
 import torch
 
+from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.spec import KernelSpec
@@ -18,17 +19,22 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     """Random operands of a dense kernel, out between rows and columns of other tensors."""
     f = spec.format
     parts = builders.weight_parts(
-        seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
-        codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
+        seed, n, k, f.group_size, zero_point=f.zero_point or f.correction == "fp16", scale_type=f.scale_type,
+        offset=f.offset or f.correction == "bf16", codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
+        correction=bool(f.correction),
     )  # fmt: skip
     if spec.sums == "f16" and f.scale_type == "fp32":
         parts = replace(parts, scale=parts.scale.bfloat16().float())  # which f16 holds
+    if f.correction and f.scale_type == "fp32":  # which no 16 bits hold the factors of
+        rounded = {name: getattr(parts, name) for name in ("scale", "offset") if getattr(parts, name) is not None}
+        parts = replace(parts, **{name: values.bfloat16().float() for name, values in rounded.items()})
     weight = with_powers(parts.packed) if spec.sums == "f16" else parts.packed
     zero = None
     if spec.lhs_group:
         x, scale = builders.block_lhs(seed, m, k, spec.lhs)
     elif spec.lhs == "s8":
         x, scale, zero = builders.affine_lhs(seed, m, k)
+        x = with_sums(x, f.lhs_sums) if f.correction else x
     else:
         x, scale = builders.lhs(seed, m, k, spec.lhs)
     out_type = {name: dtype for dtype, name in TYPE_NAMES.items()}[spec.out]

@@ -125,7 +125,15 @@ u16 half_step(const u8 (&a)[32], const u8 (&b)[32], u16 before) {
     return to_half(float(sum));
 }
 
-// in.a: n; in.b: 1 for e4m3, 2 for e4m3 with sums in f16, 3 for e5m2 times e4m3. {d}, {a} or descriptor, descriptor, whether d is added to
+// Element i of 32 bytes of an operand: in.b is 4 for f16, 5 for bf16.
+double sixteen_bits(const u8 (&bytes)[32], u32 i, u32 type) {
+    u16 bits;
+    std::memcpy(&bits, bytes + 2 * i, 2);
+    return type == 4 ? from_half(bits) : double(as<float>(u32(bits) << 16));
+}
+
+// in.a: n; in.b: 0 for int8, 1 for e4m3, 2 for e4m3 with sums in f16, 3 for e5m2 times e4m3, 4 for f16, 5 for bf16.
+// {d}, {a} or descriptor, descriptor, whether d is added to
 Next multiply(Warp& w, const Instruction& in, u32) {
     const u32 n = in.a, results = in.b == 2 ? n / 4 : n / 2;
     const bool floats = in.b != 0;
@@ -164,7 +172,12 @@ Next multiply(Warp& w, const Instruction& in, u32) {
             const u64 before = adds ? get(w, o[number], lane) : 0;
             if (floats) {
                 double sum = as<float>(before);
-                for (u32 i = 0; i < 32; ++i) sum += of_a[a[row][i]] * table[b[i]];
+                if (in.b >= 4) {
+                    for (u32 i = 0; i < 16; ++i)
+                        sum += sixteen_bits(a[row], i, in.b) * sixteen_bits(b, i, in.b);
+                } else {
+                    for (u32 i = 0; i < 32; ++i) sum += of_a[a[row][i]] * table[b[i]];
+                }
                 put(w, o[number], lane, bits_of(float(sum)));
             } else {
                 i32 sum = as<i32>(before);

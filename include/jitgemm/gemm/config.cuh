@@ -12,7 +12,7 @@ struct Defaults {
     static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kMulticastRhs = 1, kCtasPerSm = 1;
     static constexpr u32 kExperts = 0, kLhsGroup = 0;
     static constexpr bool kScatter = false, kTokenRows = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
-    static constexpr bool kF16Sums = false, kByParts = false;
+    static constexpr bool kF16Sums = false, kByParts = false, kCorrects = false;
     // Rules by measurement, jitgemm/kernel/tactics.py.
     static constexpr u32 kInFlight = 1, kFragmentSets = 2, kPromoteRecords = 1, kWidths = 1;
     static constexpr bool kDirectLhs = false, kPinSharedBase = false;

@@ -58,6 +58,7 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
         TileSums<Config> sums;
         const u32 tokens = tile.end_token() - tile.first_token;
         multiplicands.range = tile.range;
+        if constexpr (Config::kCorrects) multiplicands.codes_end = code_blocks<Config>(ceil_div(args.k, kBlockK));
         if constexpr (Config::kF16Sums) load_powers(multiplicands, tile, args.n);
         multiply_tokens<Config>(tokens, acc, sums, multiplicands, [&] {
             const bool copying = !waited;

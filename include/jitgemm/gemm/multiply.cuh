@@ -26,6 +26,7 @@
 // one another: a thread's sums of the tile are [half][i]. Sums in f16 are pairs, 2 i and 2 i + 1 in register i.
 #pragma once
 #include <jitgemm/gemm/ahead.cuh>
+#include <jitgemm/gemm/correction.cuh>
 
 namespace jitgemm {
 
@@ -184,7 +185,15 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     Ring<Config::kStages>& ring = of.ring;
     const u32 blocks = of.range.end - of.range.begin, stages = ceil_div(blocks, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
-    const u32 records = ceil_div(max(blocks, position.along_k) - position.along_k, Config::kWarpgroupsK);
+    auto records_of = [&](u32 blocks) {
+        return ceil_div(max(blocks, position.along_k) - position.along_k, Config::kWarpgroupsK);
+    };
+    u32 records = records_of(blocks), corrections = 0;
+    if constexpr (Config::kCorrects) {
+        corrections = records;
+        records = records_of(min(max(of.codes_end, of.range.begin), of.range.end) - of.range.begin);
+        corrections -= records;
+    }
     const u64 first_descriptor =
         k_major_descriptor(shared.lhs(0, position.along_k) + first_token_row<Config>(position, 0) * kSwizzledRow);
 
@@ -322,7 +331,20 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
             }
         }
     }
-    if (records < stages) {
+    if constexpr (Config::kCorrects) {
+        const u32 strip = position.along_n * Shared<Config>::kStripsOfWarpgroup;
+#pragma unroll 1
+        for (u32 left = corrections; left > 0; --left) {
+            const u32 stage = ring.stage;
+            barrier_wait<Config::kDebug>(shared.full(stage), ring.parity);
+            correct<Config, kWidth>(
+                acc, shared.record(stage, strip, position.along_k),
+                advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage), position);
+            release_stage(shared, stage, position);
+            ring.advance();
+        }
+    }
+    if (records + corrections < stages) {
         barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
         release_stage(shared, ring.stage, position);
         ring.advance();

@@ -21,6 +21,7 @@ struct Multiplicands {
     Ring<Config::kStages> ring;
     BlockRange range;
     float low_power, high_power;  // 2^E of the thread's rows, where sums are in f16
+    u32 codes_end;                // of k, the first block that corrects
 };
 
 // Its rows' powers, of a tile; 1 for rows that the weight does not have.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import NORM, Gate, Prologue
-from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
+from jitgemm.kernel.formats import STRIP_ROWS, Correction, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, input_rows, is_dtensor, on_parts, result_type
 from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.runtime.checks import ALIGNMENT
@@ -175,11 +175,14 @@ class FusedProjections(torch.nn.Module):
     def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
         """x [..., in_features] -> [..., width] of x's dtype, or of autocast's."""
         rows, dtype = input_rows(x, self.in_features), result_type(x)
-        lhs = self.runs[0].quantise(rows if norm else rows.to(dtype), **norm)
+        rows = rows if norm else rows.to(dtype)
+        given: dict[Correction | None, tuple[torch.Tensor, ...]] = {}
         out = torch.empty((rows.shape[0], self.width), dtype=dtype, device=x.device)
         for run in self.runs:
-            start = run.slices[0].start
-            run.multiply(lhs, out if len(self.runs) == 1 else out[:, start : start + run.out_features])
+            start, correction = run.slices[0].start, run.weight.correction
+            if correction not in given:
+                given[correction] = run.quantise(rows, **norm)
+            run.multiply(given[correction], out if len(self.runs) == 1 else out[:, start : start + run.out_features])
         return out.view(*x.shape[:-1], self.width)
 
 

@@ -77,6 +77,8 @@ class PackedExperts(Described):
                 raise TypeError(f"{name}: expected a {self.kind.__name__}, got {type(weight).__name__}")
             if weight.experts is None:
                 raise ValueError(f"{name}: expected a weight of several experts, got {weight!r}")
+            if weight.correction is not None:
+                raise ValueError(f"{name}: expected a weight packed without correction, got {weight!r}")
             if weight.permutation is not None:
                 raise ValueError(f"{name}: expected no permutation, as experts share their quantised input, got one")
         experts, hidden, inter = w13.experts, w13.k, w2.k

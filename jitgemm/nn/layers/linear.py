@@ -20,7 +20,7 @@ from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
 from jitgemm.gemm.problem import ANY
 from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
@@ -151,7 +151,7 @@ class PackedLinear(Packed):
         if not issubclass(kind.kind, cls.kind):
             expected = f"expected a layer of {cls.kind.bits} bits"
             raise ValueError(f"prefix: {expected}, got {prefix!r}, which is a {kind.__name__}'s")
-        return cls.of_parts(layer.read(target_device(device)))
+        return cls.of_parts(layer.read(target_device(device), corrects=True))
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:
@@ -214,7 +214,7 @@ class PackedLinear(Packed):
         scheme, buffers = self.scheme, self._buffers
         return quantize_activations(
             rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=buffers["input_scale"],
-            permutation=buffers["permutation"], **front,
+            permutation=buffers["permutation"], correction=self._weight.format.lhs_sums, **front,
         )  # fmt: skip
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -236,6 +236,7 @@ class PackedLinear(Packed):
         parts += [f"bias={self.bias is not None}", f"activation={self.activation!r}"]
         parts += [] if fmt.of_e2m1 else ["two levels"] if fmt.factors else [group]
         parts += ["zero points"] if fmt.zero_point else []
+        parts += [f"corrected in {fmt.correction}"] if fmt.correction else []
         parts += ["permutation"] if self.permutation is not None else []
         parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
@@ -301,7 +302,8 @@ class W4A8Linear(PackedLinear):
     def empty(
         cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
         group_size: int | str = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
-        offset: bool = False, permutation: bool = False, input_scale: bool = False, device: Device = None,
+        offset: bool = False, permutation: bool = False, input_scale: bool = False, correction: str = "",
+        device: Device = None,
     ) -> W4A8Linear:  # fmt: skip
         """A layer without values, to load a state dict into; the arguments say which tensors that one has.
 
@@ -309,10 +311,20 @@ class W4A8Linear(PackedLinear):
             bias: whether there is one, bf16; or its dtype, torch.bfloat16 or torch.float32.
             offset, permutation, input_scale: whether the weight has float offsets or act-order, and the input a static
                 scale.
+            correction: "bf16" or "fp16" for a weight packed with correction=True, by the type of its factors.
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
         """
         given = group_size, scale_dtype, activation, bias, permutation, input_scale, device
-        return cls._empty(in_features, out_features, *given, zero_point=not symmetric, offset=offset)
+        order = "s8" if correction else "any"
+        return cls._empty(
+            in_features,
+            out_features,
+            *given,
+            zero_point=not symmetric,
+            offset=offset,
+            correction=correction,
+            order=order,
+        )
 
 
 class W8A8Linear(PackedLinear):
@@ -358,7 +370,7 @@ def empty_weight(
     empty = partial(torch.empty, device=device)
     rows = (*lead, STRIP_ROWS * strips)
     return kind_of(fmt)(
-        empty((*lead, strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
+        empty((*lead, strips, fmt.kblocks(k), fmt.record_bytes), dtype=torch.uint8),
         None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
         n,
         k,

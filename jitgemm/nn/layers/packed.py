@@ -321,6 +321,8 @@ def _checked(
         either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
         got = activation_name(types[0])
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {got}")
+    if scheme.block and weight.format.correction:
+        raise ValueError(f"weight: expected one packed without correction for {activation}, got {weight!r}")
     if scheme.affine and weight.row_sum is None:
         raise ValueError(f"weight: expected row sums, which {activation} needs, got a weight without; pack it again")
     for name, tensor in (("input_scale", input_scale), ("bias", bias)):

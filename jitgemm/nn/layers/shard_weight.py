@@ -52,14 +52,15 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
     if dim == "n" and n % (world * STRIP_ROWS) == 0:
         return _with(weight, lambda tensor: tensor.chunk(world)[rank], n=n // world)
     whole_records = k % (world * max(BLOCK_K, group_size)) == 0 and k // world > group_size
-    if dim == "k" and whole_records and weight.permutation is None:
+    corrects = bool(weight.format.correction)  # records of corrections are of 32 groups
+    if dim == "k" and whole_records and weight.permutation is None and not corrects:
         k //= world
         blocks, row_sum = weight.blocks.chunk(world, 1)[rank].contiguous(), weight.row_sum
         if row_sum is not None:
             row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, weight.format))
         part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=group_size or k)
     else:
-        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype)
+        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=None if corrects else False)
     part.named(weight.layer)
     return part
 

@@ -124,6 +124,11 @@ class LayerSource:
     def lhs_dtype(self) -> torch.dtype:
         return LHS_DTYPES[self.activation]
 
+    @property
+    def correction(self) -> bool | None:
+        """As `CanonicalWeight.pack` takes it: none with a scale for each block of a token, else wherever it can be had."""
+        return False if NAMED[self.activation].block else None
+
     def canonical(self, device: torch.device, cut: Cut | tuple[str, int, int] | None = None) -> CanonicalWeight:
         """Before packing, whole or a rank's part; of a layer that has a header."""
         assert self.header is not None
@@ -131,8 +136,18 @@ class LayerSource:
         with errors_that_name(self.checkpoint, name):
             return read_header(self.checkpoint, replace(self.header, names=self.names), device, self.expert, cut)
 
-    def read(self, device: torch.device, cut: Cut | None = None, columns: tuple[int, int] | None = None) -> Parts:
+    def read(
+        self,
+        device: torch.device,
+        cut: Cut | None = None,
+        columns: tuple[int, int] | None = None,
+        corrects: bool = False,
+    ) -> Parts:
         """The layer's data, or a rank's part of it, or these columns: first, and one past the last.
+
+        Args:
+            corrects: whether the reader's quantiser writes sums of groups, so that zero points and offsets may be
+                corrections (`pack_w4`) where they can.
 
         Raises:
             ValueError: a value is out of range.
@@ -147,7 +162,8 @@ class LayerSource:
         weight = self.canonical(device, cut)
         with errors_that_name(self.checkpoint, self.prefix):
             weight = weight if columns is None else weight.columns(*columns)
-            return Parts(weight.pack(self.lhs_dtype), weight.bias, self.activation, weight.input_scale)
+            packed = weight.pack(self.lhs_dtype, self.correction if corrects else False)
+            return Parts(packed, weight.bias, self.activation, weight.input_scale)
 
     @property
     def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:

@@ -148,7 +148,7 @@ def models_ahead(
             why = "no bits, group size, zero points, scale type and codes, as its files say all that"
             why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
             raise ValueError(f"{folder}: expected {why}")
-        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, bits, order, given)
+        layers: Any = LayersOfPlan(plan, use != "vllm") if read else LayersOfFloats(model, bits, order, given)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
         for layer in made.modules():

@@ -77,9 +77,11 @@ class LayersOfPlan:
     Attributes:
         places, forms: as `Replaceable` has them, of the packed layers.
         head: the name of the output embedding.
+        corrects: as `LayerSource.read` takes it.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, corrects: bool):
+        self.corrects = corrects
         self.model, self.layers, self.checkpoint, found = plan.model, plan.layers, plan.checkpoint, plan.replaceable
         self.places, self.head = {name: found.places[name] for name in plan.layers}, found.head
         self.forms = {name: layer.form for name, layer in plan.layers.items() if layer.form is not None}
@@ -95,7 +97,9 @@ class LayersOfPlan:
                 held = {suffix: layer.names.get(suffix) for suffix in ("input_scale", "permutation")}
                 values = {suffix: full and self.checkpoint.read(full, _CPU) for suffix, full in held.items()}
             else:
-                format, weight, joined = self._packed([[layer]], cut)
+                format, weight, joined = self._packed(
+                    [[layer]], cut, correction=layer.correction if self.corrects else False
+                )
                 values = {"input_scale": joined.input_scale, "permutation": joined.permutation}
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         bias = torch.float32 if bias == torch.float16 else bias
@@ -120,14 +124,14 @@ class LayersOfPlan:
         return Look(n, k, _group_size(format, min(weight.group_size, k), k), format, experts.activation)
 
     def _packed(
-        self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1
+        self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1, correction: bool | None = False
     ) -> tuple[WeightFormat, Any, CanonicalWeight]:
         """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
         for whole in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
                 joined = concat([self._rows(layer, cut, whole, halves) for layer in parts])
-                weight = joined.pack(parts[0].lhs_dtype)
+                weight = joined.pack(parts[0].lhs_dtype, correction)
                 if not whole and all(_tells(layer, weight.format) for layer in parts):
                     return weight.format, weight, joined
                 formats.append(weight.format)
@@ -163,11 +167,16 @@ def _group_size(format: WeightFormat, given: int, k: int) -> int:
 
 def _tells(layer: LayerSource, format: WeightFormat) -> bool:
     """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8, a later
-    row's powers of two may be further apart."""
+    row's powers of two may be further apart, a later factor of corrections have more bits."""
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)
     by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())
-    if not format.complete or (format.powers and format.exponents) or (format.strip_scales and by_row):
+    if (
+        not format.complete
+        or format.correction
+        or (format.powers and format.exponents)
+        or (format.strip_scales and by_row)
+    ):
         return False
     zeros = [each.dtype for suffix, each in tensors.items() if "zero" in suffix]
     if not zeros or not scheme.zero_points or format.offset:

@@ -177,6 +177,7 @@ def _specs(
     scheme, rows, experts = parts[0].scheme, max_m, {}
     for front in fronts:
         flags = scheme.flags | front.flags | {"permuted": layer.weight.permutation is not None}
+        flags |= {"correction": layer.weight.correction}
         yield from quantize_specs(layer.weight.k, x, scheme.dtype, **flags)
     if not fronts:
         sizes, flags = (layer.hidden_dim, layer.intermediate_dim), {"affine": scheme.affine, "block": scheme.block}

@@ -1,0 +1,88 @@
+"""A weight with zero points or offsets as a symmetric one and a correction of small rank, for int8 activations.
+
+Weight (row, column) is (q - zero) * scale, or q * scale + offset: codes of -8..7 times the scale, and a factor of the row and
+group, scale * (8 - zero) or offset. Factors multiply the sums of a token's groups alone: a GEMM with as many columns as there
+are groups. Kernels take it for more blocks of k (include/jitgemm/gemm/correction.cuh); their records stand behind those of
+the codes, in units of the tensor cores' sums, and rows of activations hold the sums of groups behind their codes.
+
+A weight is packed so only if a 16-bit float holds each of its factors and they give back each zero point or offset, so
+that nothing is rounded and nothing else is kept. Sums of at most 256 codes have 16 bits, and are two digits of either type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import EllipsisType
+
+import torch
+
+from jitgemm.dtypes import torch_dtype
+from jitgemm.kernel.formats import CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, WeightFormat, ceil_div
+
+SHIFT = 8
+"""What codes of 0..15 are less in two's complement."""
+TIMES = 16.0
+"""How often operands are the codes, in the order "s8": 1 / kOutputScale of its codec."""
+
+
+def held_factors(
+    scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None, type: str
+) -> torch.Tensor | None:
+    """The factors of zero points or offsets [..., n, groups] in this type; None where it does not hold them."""
+    if offset is not None:
+        held = (offset.double() * TIMES).to(torch_dtype(type))
+        same = torch.equal(offsets_of(held, scale).double(), offset.double())
+        return held if same and torch.equal(offset.signbit(), held.signbit()) else None
+    assert zero is not None
+    factor = (scale.double() * TIMES) * (SHIFT - zero.double())
+    held = factor.to(torch_dtype(type))
+    # Of a scale of zero there are no zero points; one that is no number holds no factor.
+    fits = torch.equal(held.double(), factor) and torch.equal(zeros_of(held, scale), zero.to(torch.uint8))
+    return held if fits else None
+
+
+def zeros_of(factor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Zero points, uint8: quotients that are whole numbers, exactly."""
+    steps = factor.double() / (scale.double() * TIMES)
+    return (SHIFT - steps.nan_to_num(nan=0.0)).to(torch.uint8)
+
+
+def offsets_of(factor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Offsets, of scale's type."""
+    return (factor.double() / TIMES).to(scale.dtype)
+
+
+def pack_factors(blocks: torch.Tensor, factor: torch.Tensor) -> None:
+    """Writes the records of factors [n, groups], in the order of wgmma's A fragments, to uint8 [strips, blocks, bytes]."""
+    strips, count, _ = blocks.shape
+    n, groups = factor.shape
+    padded = factor.new_zeros(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
+    padded[:n, :groups] = factor
+    # [strip][warp][row + 8?][row] x [block][step][group + 8?][pair][of a pair]
+    parts = padded.view(strips, 4, 2, 8, count, 2, 2, 4, 2)
+    ordered = parts.permute(0, 4, 5, 1, 3, 7, 6, 2, 8).contiguous().view(strips, count, -1).view(torch.uint8)
+    blocks[..., : ordered.shape[-1]] = ordered
+    blocks[..., ordered.shape[-1] :] = 0
+
+
+def unpack_factors(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> [n, groups] in the type of `format.correction`."""
+    strips, count, _ = blocks.shape
+    values = blocks[..., : STRIP_ROWS * CORRECTION_GROUPS * 2].contiguous().view(torch_dtype(format.correction))
+    parts = values.view(strips, count, 2, 4, 8, 4, 2, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
+    rows = parts.reshape(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
+    return rows[:n, : ceil_div(k, format.group_size)].contiguous()
+
+
+def first_type(
+    scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None, parts: Iterable[int | EllipsisType]
+) -> str:
+    """The type that holds the factors of all experts, or of a dense weight; "" for none.
+
+    parts: what picks each expert's, as `jitgemm.weight.parts.expert_indices`.
+    """
+    types = list(CORRECTION_TYPES)
+    for e in parts:
+        zeros, offsets = (None if values is None else values[e] for values in (zero, offset))
+        types = [type for type in types if held_factors(scale[e], zeros, offsets, type) is not None]
+    return next(iter(types), "")
