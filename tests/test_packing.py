@@ -579,6 +579,6 @@ def test_every_code_has_its_bytes_under_the_same_names():
             assert numbers.orders.keys() == orders.keys()
             assert numbers.zero_orders.keys() == {order for order in orders if orders[order].zero_decoders}
             least = min(order.low for order in numbers.orders.values())
-            assert {order for order, held in numbers.orders.items() if held.low == least} == {
-                order for order in orders if orders[order].complete
-            }
+            holding = {order for order, held in numbers.orders.items() if held.low == least}
+            # One holds every code, and no scales that are far apart.
+            assert holding - {"near"} == {order for order in orders if orders[order].complete}
