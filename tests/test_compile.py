@@ -27,7 +27,7 @@ from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
 from jitgemm.jit.source import OPTIONS, headers
-from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
+from jitgemm.kernel.formats import CORRECTION_TYPES, GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source, render
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
@@ -379,13 +379,15 @@ def test_every_field_of_a_kernel_reaches_its_source():
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "order": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}
-    assert formats.keys() == {field.name for field in fields(WeightFormat)} - {"code", "strip_scales"}
+    assert formats.keys() == {field.name for field in fields(WeightFormat)} - {"code", "strip_scales", "correction"}
     changed = [replace(base, **{name: value}) for name, value in other.items() if name != "token_rows"]
     changed += [replace(base, format=replace(fmt, **{name: value})) for name, value in formats.items()]
     changed.append(replace(base, format=replace(fmt, code="e4m3", order="e4m3")))
     rows = replace(changed[-1], block_m=128, block_n=128, warpgroups_k=1, lhs_group=128)
     changed += [rows, replace(rows, token_rows=True)]
     changed.append(replace(base, lhs_group=128, lhs_e8m0=True))
+    int8 = replace(base, lhs="s8", format=replace(fmt, order="s8"))
+    changed += [int8, *(replace(int8, format=replace(int8.format, correction=type)) for type in CORRECTION_TYPES)]
     # Not through the label in the first line alone.
     sources = {render(spec).split("\n", 1)[1] for spec in (base, *changed)}
     assert len(sources) == len(changed) + 1
