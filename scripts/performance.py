@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "formats_h200": _benchmark(
         "e4m3_g128 e4m3_g128_f16 e4m3_g64 e4m3_g64_f16 e4m3_g32 e4m3_g32_f16 e4m3_g128z e4m3_g128z_f16 e4m3_g128_bi "
         "e4m3_g128_b128 e4m3_g128_b128e mxfp4_ch mxfp4_g128 mxfp4_g128_f16 mxfp4_g32 mxfp4_g32_f16 nvfp4_g16 "
-        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128_b128 int8_2l int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
+        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128z_x int8_g128o int8_g128o_x int8_2l int8_g128_b128 int8_2l int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
         "--m", "1,16,32,64,128,512,1024,4096",
     ),
     "w8_h200": _benchmark(
@@ -67,6 +67,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "moe_w8_h200": _benchmark(
         "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_e4m3_block_b128", "--moe", "--peer", "torch", "--rounds", "2", "--preset",
         "qwen3-30b", "--preset", "dsv3-ep8", "--preset", "mixtral", "--m", "16,128,1024,4096",
+    ),
+    "moe_mxfp4_h200": _benchmark(
+        "mxfp4_ch mxfp4_g128 mxfp4_g32 e4m3_g128", "--moe", "--peer", "hum_mxfp4", "--peer", "hum_mxfp4_b128", "--peer",
+        "hum_mxfp4_a16", "--rounds", "2", "--preset", "dsv4-flash", "--preset", "kimi-k3-ep16", "--preset", "dsv4-pro-ep8",
+        "--m", "1,16,128,1024,4096",
     ),
     "layer_h200": ("scripts/end_to_end.py", "layer"),
 }  # fmt: skip
@@ -176,6 +181,10 @@ FORMATS = {
     "int8_g64": "int8, groups of 64",
     "int8_g32": "int8, groups of 32",
     "int8_g128z": "int8, zero points",
+    "int8_g128z_x": "int8, zero points as corrections",
+    "int8_g128o": "int8, offsets",
+    "int8_g128o_x": "int8, offsets as corrections",
+    "int8_2l": "int8, two levels",
     "int8_g128_b128": "int8, activations' scales per 128 k",
 }
 W8 = {
@@ -209,6 +218,10 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "sustained": ("sustained_h200", partial(
         held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"} | TORCH)),
     "layer": ("layer_h200", partial(layers, LAYER)),
+    "experts-mxfp4": ("moe_mxfp4_h200", partial(
+        experts, {"mxfp4_ch": "a base a row", "mxfp4_g128": "a base for 128 k", "mxfp4_g32": "a scale for 32 k",
+                  "e4m3_g128": "int4, groups of 128", "hum_mxfp4": "humming, per token",
+                  "hum_mxfp4_b128": "humming, per 128 k", "hum_mxfp4_a16": "humming, bf16"})),
     "experts-w8": ("moe_w8_h200", partial(
         experts, {"w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks",
                   "w8_e4m3_block_b128": "both in blocks", "fp8row": "FP8", "bf16": "bf16"})),
