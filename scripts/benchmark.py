@@ -40,9 +40,12 @@ def benchmark(
         ),
     ] = None,
     preset: Annotated[
-        Optional[str],
+        Optional[list[str]],
         typer.Option(
-            "--preset", metavar="|".join(cells_lib.PRESETS), help="Shapes and m's by name.", show_default="llama-8b"
+            "--preset",
+            metavar="|".join(cells_lib.PRESETS),
+            help="Shapes and m's by name; with --moe it may be repeated.",
+            show_default="llama-8b",
         ),
     ] = None,
     model: Annotated[
@@ -211,6 +214,8 @@ def benchmark(
         raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
     if moe and (host or jit or shape):
         raise ValueError("--moe: expected none of --host, --jit and --shape beside it")
+    if len(preset or ()) > 1 and not moe:
+        raise ValueError(f"--preset: expected one, or --moe, got {', '.join(preset or ())}")
     if (ep > 1 or routing != "uniform") and not moe:
         raise ValueError("--ep, --routing: expected only with --moe")
     base = results_lib.read_document(baseline) if baseline is not None else None
@@ -225,9 +230,9 @@ def benchmark(
     ms = cells_lib.parse_ms(m) if m else None
     if moe:
         ms = ms or (cells_lib.MOE_QUICK_MS if quick else None)
-        cells = cells_lib.make_moe_cells([preset] if preset else [], model or (), tp, ep, ms, routing)
+        cells = cells_lib.make_moe_cells(preset or (), model or (), tp, ep, ms, routing)
     else:
-        asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
+        asked_preset = preset[0] if preset else None if shape or model else "quick" if quick else "llama-8b"
         ms = ms or (cells_lib.QUICK_MS if quick else None)
         cells = cells_lib.make_cells(shape or (), asked_preset, model or (), tp, ms)
 

@@ -65,7 +65,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--preset", "gemma-4-26b", "--m", "1,16,128,1024,4096",
     ),
     "moe_w8_h200": _benchmark(
-        "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_e4m3_block_b128", "--moe", "--peer", "torch", "--rounds", "2", "--preset",
+        "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_e4m3_block_b128", "--moe", "--peer", "torch", "--peer", "dg_fp8_block",
+        "--peer", "dg_fp8_block_masked", "--rounds", "2", "--preset",
         "qwen3-30b", "--preset", "dsv3-ep8", "--preset", "mixtral", "--m", "16,128,1024,4096",
     ),
     "moe_mxfp4_h200": _benchmark(
@@ -184,7 +185,6 @@ FORMATS = {
     "int8_g128z_x": "int8, zero points as corrections",
     "int8_g128o": "int8, offsets",
     "int8_g128o_x": "int8, offsets as corrections",
-    "int8_2l": "int8, two levels",
     "int8_g128_b128": "int8, activations' scales per 128 k",
 }
 W8 = {
@@ -224,7 +224,8 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
                   "hum_mxfp4_b128": "humming, per 128 k", "hum_mxfp4_a16": "humming, bf16"})),
     "experts-w8": ("moe_w8_h200", partial(
         experts, {"w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks",
-                  "w8_e4m3_block_b128": "both in blocks", "fp8row": "FP8", "bf16": "bf16"})),
+                  "w8_e4m3_block_b128": "both in blocks", "dg_fp8_block": "DeepGEMM", "dg_fp8_block_masked": "masked",
+                  "fp8row": "FP8", "bf16": "bf16"})),
     "experts": ("moe_h200", partial(experts, OURS | PEERS)),
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
