@@ -1,9 +1,14 @@
 """scripts/performance.py: the documentation's tables of times are those of the files in docs/performance."""
 
 import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import performance
-import pytest
 
 
 @pytest.mark.parametrize("page", performance.PAGES, ids=lambda page: page.name)
