@@ -57,7 +57,7 @@ def test_the_regret_on_held_out_problems_stays_within_its_limits(swept):
 def test_the_regret_on_fitted_problems_is_about_as_small(swept):
     known = [each.regret for each in part(swept, held=False) if each.regret is not None]
     mean, p99, worst = summary(known)
-    assert mean <= 0.018 and p99 <= 0.15 and worst <= 0.24
+    assert mean <= 0.018 and p99 <= 0.16 and worst <= 0.24
 
 
 def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
