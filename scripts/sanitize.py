@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from moe_cases import Case  # noqa: E402
 
 from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
+from jitgemm.activations.reference import with_sums  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
 from jitgemm.gemm.problem import Gemm  # noqa: E402
 from jitgemm.gemm.launch import GemmLaunch  # noqa: E402
@@ -38,6 +39,7 @@ E4M3_4, S8_4 = (128, False, "bf16", "e4m3"), (128, False, "bf16", "s8")
 LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
 E8M0 = BLOCKS | {"lhs_e8m0": True}
 STRIPS, ROWS = (128, False, "fp32", "e4m3", False, "e4m3", True), {"token_rows": True, **BLOCKS}
+CORRECTED = (128, True, "bf16", "s8", False, "int4", False, "fp16")
 F16, PARTS = {"sums": "f16"}, {"sums": "parts"}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
@@ -55,6 +57,7 @@ CASES = [
      (13, 136, 1056)),
     ("offsets", {"block_m": 32, "warpgroups_k": 1}, (64, False, "bf16", "any", True), "s8", (25, 136, 544)),
     ("offsets, groups of 32", {"block_m": 8}, (32, True, "bf16", "any", True), "e4m3", (5, 136, 544)),
+    ("zero points as corrections", {"block_m": 16, "split_k": 2}, CORRECTED, "s8", (13, 136, 1056)),
     ("zero points", {"block_m": 16, "warpgroups": 2}, G32Z, "e4m3", (21, 136, 544)),
     ("zero points, per channel", {"warpgroups_n": 3}, (builders.PER_CHANNEL, True, "bf16"), "s8", (150, 200, 544)),
     ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
@@ -125,6 +128,7 @@ def first(wanted: dict[str, Any], lhs: str, format: WeightFormat, device: Device
 def weight_of(format: tuple[Any, ...], seed: int, n: int, k: int) -> AnyWeight:
     """A random weight of a format of `CASES` or `GROUPED`."""
     fields = WeightFormat(*format).to_dict()
+    fields["correction"] = bool(fields.get("correction"))
     return builders.weight_parts(seed, n, k, fields.pop("group_size"), **fields).packed
 
 
@@ -179,6 +183,8 @@ def dense(wanted: dict[str, Any], format: tuple[Any, ...], lhs_type: str, sizes:
     spec = first(wanted, lhs_type, weight.format, devices.device_of(0))
     ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, sums=sums_of_call(spec))
     rhs = for_sums(spec, weight.to("cuda"))
+    if weight.format.correction:
+        lhs = with_sums(lhs[0], weight.format.lhs_sums), lhs[1]
     out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
     operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
     plan = GemmLaunch(operands, spec)
