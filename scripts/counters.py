@@ -68,7 +68,7 @@ def counters(
 
     \b
     Example:
-      python scripts/counters.py --format w8_e4m3_ch --format w8_int8_ch --peer torch --shape 28672,4096
+      python scripts/counters.py --format w8_e4m3_ch --format w8_int8_ch --peer fp8row --peer fp8ten --shape 28672,4096
     """
     chosen = pick([parse_format(name) for name in formats or ["w8_e4m3_ch"]], peer or ["fp8row", "fp8ten"])
     if child:

@@ -235,7 +235,7 @@ _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
-    """A page with each table between `<!-- table NAME -->` and `<!-- end -->` made anew, and a line on the run."""
+    """A page with each table between `<!-- table NAME -->` and `<!-- end -->` made again, and a line on the run."""
 
     def table(match: re.Match[str]) -> str:
         file, make = TABLES[match[2]]
@@ -292,7 +292,7 @@ def measure(
 def pages(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a page differs.")] = False,
 ) -> None:
-    """Write the tables of README and docs anew from the files in docs/performance; needs no GPU."""
+    """Write the tables of README and docs from the files in docs/performance; needs no GPU."""
     different = []
     for page in PAGES:
         text = page.read_text()

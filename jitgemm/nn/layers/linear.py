@@ -109,9 +109,10 @@ class PackedLinear(Packed):
 
     @classmethod
     def _from_linear(
-        cls, linear: torch.nn.Linear, activation: str, device: Device, quantise: Callable[..., Weight]
-    ) -> Self:
-        """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
+        cls, linear: torch.nn.Linear, activation: str, device: Device, moments: torch.Tensor | None,
+        quantise: Callable[..., Weight],
+    ) -> Self:  # fmt: skip
+        """A layer whose weight is quantise(linear.weight, lhs_dtype=..., moments=...), all on one device."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         lhs_dtype = torch_dtype(activation_named(activation).dtype)
@@ -119,7 +120,8 @@ class PackedLinear(Packed):
             raise ValueError("linear: expected a weight with data, got one on the meta device")
         device = linear.weight.device if device is None else target_device(device)
         with torch.no_grad():
-            weight = quantise(linear.weight.detach().to(device), lhs_dtype=lhs_dtype)
+            moments = None if moments is None else moments.to(device)
+            weight = quantise(linear.weight.detach().to(device), lhs_dtype=lhs_dtype, moments=moments)
             bias = None if linear.bias is None else linear.bias.detach().to(device, copy=True)
         return cls(weight, bias, activation=activation)
 
@@ -274,9 +276,8 @@ class W4A8Linear(PackedLinear):
         quantise = partial(
             quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
             positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
-            moments=None if moments is None else moments.to(linear.weight.device if device is None else device),
         )  # fmt: skip
-        return cls._from_linear(linear, activation, device, quantise)
+        return cls._from_linear(linear, activation, device, moments, quantise)
 
     @classmethod
     def from_linear_mxfp4(
@@ -284,9 +285,8 @@ class W4A8Linear(PackedLinear):
         act_order: bool = True, device: Device = None,
     ) -> W4A8Linear:  # fmt: skip
         """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
-        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
-        quantise = partial(quantize_mxfp4, moments=moments, act_order=act_order)
-        return cls._from_linear(linear, activation, device, quantise)
+        quantise = partial(quantize_mxfp4, act_order=act_order)
+        return cls._from_linear(linear, activation, device, moments, quantise)
 
     @classmethod
     def from_linear_two_level(
@@ -294,9 +294,8 @@ class W4A8Linear(PackedLinear):
         act_order: bool = True, device: Device = None,
     ) -> W4A8Linear:  # fmt: skip
         """As `from_linear`, by `quantize_w4_two_level`; activation: one of int8, others raise TypeError."""
-        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
-        quantise = partial(quantize_w4_two_level, moments=moments, act_order=act_order)
-        return cls._from_linear(linear, activation, device, quantise)
+        quantise = partial(quantize_w4_two_level, act_order=act_order)
+        return cls._from_linear(linear, activation, device, moments, quantise)
 
     @classmethod
     def empty(
@@ -346,8 +345,7 @@ class W8A8Linear(PackedLinear):
             block: None for a scale per row, 128 for one per block of 128 x 128.
             moments: as in `quantize_w8`; may be on another device.
         """
-        moments = None if moments is None else moments.to(linear.weight.device if device is None else device)
-        return cls._from_linear(linear, activation, device, partial(quantize_w8, block=block, moments=moments))
+        return cls._from_linear(linear, activation, device, moments, partial(quantize_w8, block=block))
 
     @classmethod
     def empty(
