@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "formats_h200": _benchmark(
         "e4m3_g128 e4m3_g128_f16 e4m3_g64 e4m3_g64_f16 e4m3_g32 e4m3_g32_f16 e4m3_g128z e4m3_g128z_f16 e4m3_g128_bi "
         "e4m3_g128_b128 e4m3_g128_b128e mxfp4_ch mxfp4_g128 mxfp4_g128_f16 mxfp4_g32 mxfp4_g32_f16 nvfp4_g16 "
-        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128z_x int8_g128o int8_g128o_x int8_2l int8_g128_b128 int8_2l int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
+        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128z_x int8_g128o int8_g128o_x int8_2l int8_g128_b128 int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
         "--m", "1,16,32,64,128,512,1024,4096",
     ),
     "w8_h200": _benchmark(
@@ -72,7 +72,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "moe_mxfp4_h200": _benchmark(
         "mxfp4_ch mxfp4_g128 mxfp4_g32 e4m3_g128", "--moe", "--peer", "hum_mxfp4", "--peer", "hum_mxfp4_b128", "--peer",
         "hum_mxfp4_a16", "--rounds", "2", "--preset", "dsv4-flash", "--preset", "kimi-k3-ep16", "--preset", "dsv4-pro-ep8",
-        "--m", "1,16,128,1024,4096",
+        "--preset", "gpt-oss-120b", "--m", "1,6,16,48,128,1024,4096",
     ),
     "layer_h200": ("scripts/end_to_end.py", "layer"),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 import jitgemm
 
@@ -158,13 +159,19 @@ def _fp8(source: GroupedSource, copies: int | None) -> Start:
 # ---- humming ---------------------------------------------------------------------------------------------------------
 
 
+HUMMING_K = 128
+"""Some of humming's MXFP4 kernels take multiples of it. Columns are filled up with zeros, as engines do for gpt-oss."""
+
+
 def _humming(codes: str, lhs: str, group: int, block: bool, source: GroupedSource, copies: int | None) -> Start:
-    weight = torch.stack([source.expert(i).weight for i in range(source.experts.count)])
+    zeros = -source.k % HUMMING_K if codes == "float4e2m1" else 0
+    weight = torch.stack([pad(source.expert(i).weight, (0, zeros)) for i in range(source.experts.count)])
     layer = humming_layer(weight, codes, lhs, group, block)
-    weight_bytes = humming_bytes(source.n, source.k, codes, group)
+    weight_bytes = humming_bytes(source.n, source.k + zeros, codes, group)
 
     def start(tokens: int, buffers: int) -> Run:
-        (x, scale), out = humming_lhs(source.activations(tokens), lhs, block), _out(source, tokens)
+        x, out = pad(source.activations(tokens), (0, zeros)), _out(source, tokens)
+        x, scale = humming_lhs(x, lhs, block)
         calls = [
             partial(
                 layer,
