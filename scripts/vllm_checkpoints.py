@@ -121,7 +121,7 @@ FP4_SCHEME = {
     }},
     "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"],
 }  # fmt: skip
-GPT_OSS = {
+GPT_OSS: dict[str, Any] = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -147,13 +147,13 @@ QUANTISED = {"dense": "_proj", "moe": "_proj", "moe-mxfp4": ".experts.", "gpt-os
 Drawn = dict[str, tuple[Any, Any]]
 
 
-def small(kind: str, folder: Path, names: Iterable[str]) -> Drawn:
+def small(kind: str, folder: Path, names: Iterable[str], layers: int = 4) -> Drawn:
     """One small random model, as these checkpoints and in bf16: {layer that is quantised: (codes, scales)}."""
     import torch
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    config, tensors = random_model(kind)
+    config, tensors = random_model(kind, layers)
     stacked, mxfp4 = kind == "gpt-oss", "mxfp4" in KINDS[kind] or kind == "moe-mxfp4"
     drawn: Drawn = {}
     others = {}
@@ -183,13 +183,13 @@ def small(kind: str, folder: Path, names: Iterable[str]) -> Drawn:
     return drawn
 
 
-def random_model(kind: str) -> tuple[Any, Iterator[tuple[str, Any]]]:
+def random_model(kind: str, layers: int) -> tuple[Any, Iterator[tuple[str, Any]]]:
     """Its config and its tensors in bf16, biases and attention sinks included."""
     import torch
     import transformers
 
     sizes = {
-        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 1024,
     }  # fmt: skip
     if kind == "gpt-oss":

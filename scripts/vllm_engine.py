@@ -91,8 +91,10 @@ FP8 = {
     ],
 }  # fmt: skip
 """DeepSeek-V4's: FP8 linears, of which v4-flash-moe has none, next to experts in MXFP4."""
-MXFP4 = {
-    "gpt-oss-120b": (GPT_OSS, {}, GPT_OSS),
+NO_FILE = GPT_OSS | {"modules_to_not_convert": [*GPT_OSS["modules_to_not_convert"], "attn"]}
+"""gpt-oss', with what vLLM calls the attention: there are no files whose names say it."""
+MXFP4: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gpt-oss-120b": (NO_FILE, {}, NO_FILE),
     "v4-flash-moe": (FP8, {"quantization": "deepseek_v4_fp8"}, FP4_SCHEME),
 }
 """Models whose experts are in MXFP4: vLLM's quantization_config and arguments, and jitgemm's config of the same bytes."""
@@ -165,27 +167,34 @@ def report(out: str, row: dict[str, Any]) -> None:
 
 def speed(engines: list[str], out: str, rounds: int, steps: int, start_seconds: float, seconds: float) -> None:
     """Starts all engines, then has them measure in turns."""
-    start, running = time.monotonic(), {}
-    for each in engines:
-        model, _, quant = each.partition("/")
-        log = Path(out).parent / f"{re.sub('[^a-z0-9]+', '-', each.lower()).strip('-')}.log"
-        with log.open("w") as file:
+    start = time.monotonic()
+    running: dict[str, subprocess.Popen[str]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        for each in engines:
+            model, _, quant = each.partition("/")
+            log = Path(out).parent / f"{re.sub('[^a-z0-9]+', '-', each.lower()).strip('-')}.log"
             command = [sys.executable, __file__, "engine", model, quant, out]
             command += ["--beside", str(len(engines) - 1), "--steps", str(steps)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            running[each] = subprocess.Popen(command, stderr=file, start_new_session=True, **pipes)
-    for each, engine in running.items():
-        ready = answer(engine, start + start_seconds - time.monotonic()) == STARTED
-        print(f"{each}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
-    for turn in range(rounds):
-        for size in (*DECODED, PREFILL):
-            for each, engine in running.items():
-                left = start + seconds - time.monotonic()
-                if engine.poll() is None and left > 0:
-                    print(f"round {turn + 1}, {each}: {answer(engine, left + 30, size) or 'failed'}", flush=True)
-    for engine in running.values():
-        engine.communicate()
-    if any(engine.returncode for engine in running.values()):
+            with log.open("w") as file:
+                running[each] = subprocess.Popen(command, stderr=file, start_new_session=True, **pipes)
+        for each, engine in running.items():
+            ready = answer(engine, start + start_seconds - time.monotonic()) == STARTED
+            print(f"{each}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
+        for turn in range(rounds):
+            for size in (*DECODED, PREFILL):
+                for each, engine in running.items():
+                    left = start + seconds - time.monotonic()
+                    if engine.poll() is None and left > 0:
+                        print(f"round {turn + 1}, {each}: {answer(engine, left + 30, size) or 'failed'}", flush=True)
+        for engine in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                engine.communicate(timeout=60)  # vLLM's processes hang at their end now and then
+    finally:
+        for engine in running.values():
+            end(engine)
+    if any(engine.wait() for engine in running.values()):
         sys.exit(1)
 
 
