@@ -86,7 +86,8 @@ def to_mxfp4(weight: Any) -> tuple[Any, Any]:
     groups = weight.float().unflatten(-1, (-1, MXFP4))
     exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1 - 2  # 2: the largest exponent of e2m1
     scaled = torch.ldexp(groups, -exponent[..., None])
-    codes = (scaled.abs()[..., None] - torch.tensor(E2M1)).abs().argmin(-1) + 8 * (scaled < 0)
+    between = torch.tensor(E2M1).unfold(0, 2, 1).mean(1)
+    codes = torch.bucketize(scaled.abs(), between) + 8 * (scaled < 0)
     return codes.flatten(-2).to(torch.uint8), (exponent + 127).to(torch.uint8)
 
 
