@@ -7,32 +7,44 @@
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
 'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). The plug-in is found from this checkout,
-installed or not. Experts get uniform routing: with weights of no meaning routers route alike.
+installed or not. Qwen3's experts get uniform routing: with weights of no meaning routers route alike.
 
-KIND: dense or moe. Its weights are stored as bf16, compressed-tensors and gptq; of the latter two, ONE or both are
-served by vLLM's own kernels and by jitgemm, each compiled and eager.
+MODEL: gpt-oss-120b or v4-flash-moe, DeepSeek-V4-Flash's experts in layers of Qwen3-MoE, whose attention needs no
+libraries beside vLLM; their experts in MXFP4, see vllm_made_up.py. QUANT: vllm (the kernels that vLLM picks for the
+format), one that its moe_backend names (marlin, triton, triton_unfused), humming (e4m3 activations), humming-a16;
+jitgemm, with options or without.
+
+"+sync" behind a QUANT switches vLLM's asynchronous scheduling off, which it has by default.
+
+KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that vllm_checkpoints.py lists;
+of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
-all have started they take turns, a size at a time, in three rounds: what slows the host for a while slows all of them.
-An idle engine leaves the GPU alone. OUT has the medians, and each round's figures under "rounds". For the time that
-one engine takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to OUT, too, and
-a layer's one after another.
+all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
+engine that has not started within --start-seconds is ended; after --seconds no more is asked, and what was measured by
+then is written. An idle engine leaves the GPU alone. OUT has the medians, and each round's figures under "rounds". For
+the time that one engine takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to
+OUT, too, and a layer's one after another.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from vllm_checkpoints import E4M3, FP4_SCHEME, GPT_OSS, KINDS, compressed, small
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,46 +62,87 @@ MODELS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
         "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64,
+        "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 8192,
+        "layer_types": ["sliding_attention", "full_attention"] * 18, "sliding_window": 128, "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": True,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
+    "v4-flash-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "head_dim": 128,
+        "intermediate_size": 2048, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 6, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 129280, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    },
 }  # fmt: skip
-E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+FP8 = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128], "modules_to_not_convert": [
+        f"model.layers.{i}.{name}" for i in range(43)
+        for name in (*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate")
+    ],
+}  # fmt: skip
+"""DeepSeek-V4's: FP8 linears, of which v4-flash-moe has none, next to experts in MXFP4."""
+NO_FILE = GPT_OSS | {"modules_to_not_convert": [*GPT_OSS["modules_to_not_convert"], "attn"]}
+"""gpt-oss', with what vLLM calls the attention: there are no files whose names say it."""
+MXFP4: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gpt-oss-120b": (NO_FILE, {}, NO_FILE),
+    "v4-flash-moe": (FP8, {"quantization": "deepseek_v4_fp8"}, FP4_SCHEME),
+}
+"""Models whose experts are in MXFP4: vLLM's quantization_config and arguments, and jitgemm's config of the same bytes."""
+SETS = 3
+"""Of experts, which the layers of such a model take in turn."""
+SYNC = "+sync"
 
 
-def compressed(inputs: dict[str, Any] | None, group: int = 128) -> dict[str, Any]:
-    """A compressed-tensors config of 4 bits in groups."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme}, "ignore": ["lm_head", "re:.*mlp.gate$"],
-    }  # fmt: skip
-
-
-def engine_of(quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def engine_of(model: str, quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """(quantization_config of the model, arguments of the engine)."""
-    if quant == "bf16":
-        return None, {}
-    if quant.startswith("jitgemm") and quant != "jitgemm-w4a8":
-        options = quant.partition(":")[2]
-        return {"quant_method": "jitgemm", "group_size": 128, **json.loads(options or "{}")}, {}
-    if quant == "humming":
+    if quant.endswith(SYNC):
+        config, arguments = engine_of(model, quant.removesuffix(SYNC))
+        return config, arguments | {"async_scheduling": False}
+    name, _, options = quant.partition(":")
+    if name == "humming":
         os.environ["VLLM_HUMMING_INPUT_QUANT_CONFIG"] = '{"a_dtype": "float8e4m3"}'
+    if model in MXFP4:
+        theirs, arguments, ours = MXFP4[model]
+        if name == "jitgemm":
+            return ours, {"quantization": "jitgemm", "hf_overrides": {"jitgemm": json.loads(options or "{}")}}
+        return theirs, arguments | ({} if name == "vllm" else {"moe_backend": name.removesuffix("-a16")})
+    if name == "bf16":
+        return None, {}
+    if name == "jitgemm":
+        return {"quant_method": "jitgemm", "group_size": 128, **json.loads(options or "{}")}, {}
+    if name == "humming":
         return compressed(None), {"quantization": "humming"}
-    if quant.endswith("w4a8"):
-        return compressed(E4M3), {"quantization": "jitgemm"} if quant.startswith("jitgemm") else {}
-    return None, {"quantization": quant}
+    if name.endswith("w4a8"):
+        return compressed(E4M3), {"quantization": "jitgemm"} if name.startswith("jitgemm") else {}
+    return None, {"quantization": name}
 
 
-def find_plug_in() -> None:
-    """Makes vLLM's processes find the entry point, where the package is not installed but lies here."""
+PLUG_INS = {"jitgemm": "jitgemm.vllm:register", "vllm_made_up": "vllm_made_up:register"}
+
+
+def find_plug_ins() -> None:
+    """Makes vLLM's processes find the entry points that are not installed, here."""
     from importlib.metadata import entry_points
 
-    if "jitgemm" in {each.name for each in entry_points(group="vllm.general_plugins")}:
-        return
-    folder = Path(tempfile.mkdtemp()) / "jitgemm-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: jitgemm\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text("[vllm.general_plugins]\njitgemm = jitgemm.vllm:register\n")
-    paths = [str(folder.parent), str(ROOT)]
+    there = {each.name for each in entry_points(group="vllm.general_plugins")}
+    above = Path(tempfile.mkdtemp())
+    for name, place in PLUG_INS.items():
+        if name not in there:
+            folder = above / f"{name}-0.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+            (folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {place}\n")
+    paths = [str(above), str(ROOT), str(ROOT / "scripts")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     sys.path[:0] = paths
 
@@ -112,46 +165,64 @@ def report(out: str, row: dict[str, Any]) -> None:
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def speed(engines: list[str], out: str) -> None:
+def speed(engines: list[str], out: str, rounds: int, steps: int, start_seconds: float, seconds: float) -> None:
     """Starts all engines, then has them measure in turns."""
-    running = {}
-    for each in engines:
-        model, _, quant = each.partition("/")
-        log = Path(out).parent / f"{re.sub('[^a-z0-9]+', '-', each.lower()).strip('-')}.log"
-        with log.open("w") as file:
-            command = [sys.executable, __file__, "engine", model, quant, out, "--beside", str(len(engines) - 1)]
+    start = time.monotonic()
+    running: dict[str, subprocess.Popen[str]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        for each in engines:
+            model, _, quant = each.partition("/")
+            log = Path(out).parent / f"{re.sub('[^a-z0-9]+', '-', each.lower()).strip('-')}.log"
+            command = [sys.executable, __file__, "engine", model, quant, out]
+            command += ["--beside", str(len(engines) - 1), "--steps", str(steps)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            running[each] = subprocess.Popen(command, stderr=file, **pipes)
-    for each, engine in running.items():
-        ready = answer(engine) == STARTED
-        print(f"{each}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
-    for turn in range(ROUNDS):
-        for size in (*DECODED, PREFILL):
-            for each, engine in running.items():
-                if engine.poll() is None:
-                    print(f"round {turn + 1}, {each}: {answer(engine, size) or 'failed'}", flush=True)
-    for engine in running.values():
-        engine.communicate()
-    if any(engine.returncode for engine in running.values()):
+            with log.open("w") as file:
+                running[each] = subprocess.Popen(command, stderr=file, start_new_session=True, **pipes)
+        for each, engine in running.items():
+            ready = answer(engine, start + start_seconds - time.monotonic()) == STARTED
+            print(f"{each}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
+        for turn in range(rounds):
+            for size in (*DECODED, PREFILL):
+                for each, engine in running.items():
+                    left = start + seconds - time.monotonic()
+                    if engine.poll() is None and left > 0:
+                        print(f"round {turn + 1}, {each}: {answer(engine, left + 30, size) or 'failed'}", flush=True)
+        for engine in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                engine.communicate(timeout=60)  # vLLM's processes hang at their end now and then
+    finally:
+        for engine in running.values():
+            end(engine)
+    if any(engine.wait() for engine in running.values()):
         sys.exit(1)
 
 
 STARTED = "STARTED"
-ROUNDS = 3
 DECODED = ("1", "16", "64")
 PREFILL = "prefill"
 """What a turn measures: a decode step of so many sequences, or prefill."""
 
 
-def answer(engine: subprocess.Popen[str], asked: str = "") -> str:
-    """The next line of an engine, once it was asked; empty where it ended instead."""
+def answer(engine: subprocess.Popen[str], seconds: float, asked: str = "") -> str:
+    """The next line of an engine, once it was asked; empty where it ended instead, or is ended as it takes longer."""
     assert engine.stdin is not None and engine.stdout is not None
+    limit = threading.Timer(max(seconds, 0), end, [engine])
+    limit.start()
     try:
         if asked:
             print(asked, file=engine.stdin, flush=True)
         return engine.stdout.readline().strip()
     except BrokenPipeError:
         return ""
+    finally:
+        limit.cancel()
+
+
+def end(engine: subprocess.Popen[str]) -> None:
+    """Ends an engine's processes, which are a session of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(engine.pid, signal.SIGKILL)
 
 
 def profiled_events(folder: Path) -> list[dict[str, Any]]:
@@ -202,14 +273,18 @@ def kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [whole, *sorted(rows, key=lambda row: -row["us"])]
 
 
-def engine(model: str, quant: str, out: str, beside: int) -> None:
+def engine(model: str, quant: str, out: str, beside: int, steps: int) -> None:
     """Start-up, µs a decode step, prefill tokens/s: for each line that comes in, "1", "16", "64" or "prefill"."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
-    os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    said, arguments = engine_of(quant)
+    if model in MXFP4:
+        os.environ["VLLM_ENGINE_EXPERTS"] = str(SETS)
+    else:
+        os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    said, arguments = engine_of(model, quant)
     config = MODELS[model] | ({} if said is None else {"quantization_config": said})
     config["num_hidden_layers"] = int(os.environ.get("LAYERS", config["num_hidden_layers"]))
+    memory = LITTLE_MEMORY | ({"kv_cache_memory_bytes": 3 << 30} if model in MXFP4 else {})
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(config))
 
@@ -220,12 +295,14 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
         arguments |= {"profiler_config": profile | {"torch_profiler_use_gzip": False}}
     start = time.time()
     llm = LLM(
-        model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, **LITTLE_MEMORY,
+        model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, **memory,
         enable_prefix_caching=False, max_num_batched_tokens=8192, max_num_seqs=128, disable_log_stats=True,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}, **arguments,
     )  # fmt: skip
     row: dict[str, Any] = {"model": model, "quant": quant, "start_s": round(time.time() - start, 1)}
-    row["started_beside"] = beside
+    row |= {"started_beside": beside, "layers": config["num_hidden_layers"]}
+    if model in MXFP4:
+        row["sets_of_experts"] = SETS
     print(f"started in {row['start_s']} s", file=sys.stderr)
 
     def outputs(sequences: int, tokens: int, made: int) -> list[float]:
@@ -245,7 +322,7 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
     def step_us(sequences: int) -> int:
         # Requests come in one by one, and the first ones leave first: all are there from step to step.
         outputs(sequences, 128, 3)
-        first, last = 64, 576
+        first, last = 64, 64 + steps
         times = outputs(sequences, 128, last + 8)
         return round((times[last] - times[first]) / (last - first) * 1e6)
 
@@ -275,107 +352,10 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
 # ---- logprobs --------------------------------------------------------------------------------------------------------
 
 
-GROUP = 128
-SCHEME = compressed(E4M3, GROUP)
-
-
-def by_compressed_tensors(q: Any, scale: Any) -> dict[str, Any]:
-    """A layer's tensors, packed by the library itself; it rounds the dequantised weight to the same codes again."""
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    scheme = QuantizationScheme.model_validate(SCHEME["config_groups"]["group_0"])
-    tensors = {"weight": dequantised(q, scale), "weight_scale": scale}
-    return PackedQuantizationCompressor.compress(tensors, scheme)
-
-
-def by_gptq(q: Any, scale: Any) -> dict[str, Any]:
-    """A layer's tensors by GPTQ's definition, with its zero points of 8 stored less one."""
-    import torch
-
-    def words(codes: Any) -> Any:
-        places = torch.arange(0, 32, 4)[:, None]
-        return (codes.long().unflatten(0, (-1, 8)) << places).sum(1).int()  # int32 wraps
-
-    n, k = q.shape
-    return {
-        "qweight": words(q.T + 8),
-        "qzeros": words(torch.full((n, k // GROUP), 8 - 1)).T,
-        "scales": scale.T,
-        "g_idx": torch.arange(k, dtype=torch.int32) // GROUP,
-    }
-
-
-def dequantised(q: Any, scale: Any) -> Any:
-    return (q.float() * scale.float().repeat_interleave(GROUP, 1)).bfloat16()
-
-
-GPTQ = {
-    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
-}  # fmt: skip
-CHECKPOINTS = {"compressed-tensors": (by_compressed_tensors, SCHEME), "gptq": (by_gptq, GPTQ)}
-"""What packs a layer's codes and scales, none of it jitgemm's code, and the model's quantization_config."""
-
-
-def small(kind: str, folder: Path, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """One small random model, its linears in 4 bits, as these checkpoints and in bf16: {layer: (codes, scales)}."""
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    sizes = {
-        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 1024,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    if kind == "moe":
-        more = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-        config: Any = transformers.Qwen3MoeConfig(**sizes, **more)
-    else:
-        config = transformers.LlamaConfig(**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = [type(model).__name__]
-    drawn, others = {}, {}
-    for name, tensor in one_by_one(model.state_dict()):
-        if "_proj" not in name:
-            others[name] = tensor.clone()
-            continue
-        groups = tensor.float().unflatten(1, (-1, GROUP))
-        scale = (groups.abs().amax(2) / 7).bfloat16()
-        q = (groups / scale[..., None].float()).round().clamp(-8, 7).flatten(1).to(torch.int8)
-        drawn[name.removesuffix(".weight")] = q, scale
-    plain = (lambda q, scale: {"weight": dequantised(q, scale)}, None)
-    for checkpoint, (pack, quantization) in ({"bf16": plain} | {name: CHECKPOINTS[name] for name in names}).items():
-        tensors = dict(others)
-        for layer, parts in drawn.items():
-            tensors |= {f"{layer}.{name}": tensor.contiguous() for name, tensor in pack(*parts).items()}
-        path = folder / checkpoint
-        path.mkdir()
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
-        if quantization is not None:
-            config.quantization_config = quantization
-        config.save_pretrained(path)
-    return drawn
-
-
-def one_by_one(tensors: dict[str, Any]) -> Any:
-    """A state dict with each expert's projections under names of their own, as checkpoints have them."""
-    for name, tensor in tensors.items():
-        above, _, last = name.rpartition(".")
-        if last not in ("gate_up_proj", "down_proj"):
-            yield name, tensor
-            continue
-        for e, expert in enumerate(tensor):
-            if last == "down_proj":
-                yield f"{above}.{e}.down_proj.weight", expert
-            else:
-                yield from zip((f"{above}.{e}.{part}_proj.weight" for part in ("gate", "up")), expert.chunk(2))
-
-
 def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
     """Each engine's logprobs of the same tokens, next to those of the same weights in bf16."""
     folder = Path(tempfile.mkdtemp())
-    chosen = [checkpoint] if checkpoint else list(CHECKPOINTS)
+    chosen = [checkpoint] if checkpoint else list(KINDS[kind])
     small(kind, folder, chosen)
     engines: dict[tuple[str, str], dict[str, Any]] = {("bf16", "bf16"): {}}
     for each in chosen:
@@ -434,13 +414,20 @@ def main() -> None:
     ):  # fmt: skip
         command = commands.add_parser(name)
         for argument in arguments:
-            allowed = ("dense", "moe") if argument == "kind" else None
+            allowed = list(KINDS) if argument == "kind" else None
             command.add_argument(argument, nargs="+" if argument == "engines" else None, choices=allowed)
+        if name in ("speed", "engine"):
+            command.add_argument("--steps", type=int, default=512, help="timed, of each number of sequences")
+    commands.choices["speed"].add_argument("--rounds", type=int, default=3)
+    for option in ("--start-seconds", "--seconds"):
+        commands.choices["speed"].add_argument(option, type=float, default=3600)
     commands.choices["engine"].add_argument("--beside", type=int, default=0)
     commands.choices["logprobs"].add_argument("--tp", type=int, default=1)
-    commands.choices["logprobs"].add_argument("--checkpoint", choices=CHECKPOINTS)
+    commands.choices["logprobs"].add_argument(
+        "--checkpoint", choices={name for each in KINDS.values() for name in each}
+    )
     given = vars(parser.parse_args())
-    find_plug_in()
+    find_plug_ins()
     globals()[given.pop("command")](**given)
 
 

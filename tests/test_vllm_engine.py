@@ -20,7 +20,9 @@ import jitgemm.nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
+import vllm_checkpoints  # noqa: E402
 import vllm_engine  # noqa: E402
+import vllm_made_up  # noqa: E402
 
 STANDIN = '''
 import json
@@ -73,27 +75,33 @@ class LLM:
 
 
 @pytest.fixture
-def speed(tmp_path, monkeypatch):
+def speed(tmp_path, monkeypatch, capsys):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(STANDIN)
     monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
 
-    def run(steps, **more):
-        environment = os.environ | {"STEPS": json.dumps(steps)} | more
-        engines = [f"llama8b/{quant}" for quant in steps]
-        command = [sys.executable, ROOT / "scripts" / "vllm_engine.py", "speed", *engines, tmp_path / "out.jsonl"]
-        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
+    monkeypatch.setattr(vllm_engine.signal, "signal", lambda *_: None)  # this process keeps its own
+
+    def run(steps, rounds=3, **more):
+        monkeypatch.setenv("STEPS", json.dumps(steps))
+        for name, value in more.items():
+            monkeypatch.setenv(name, value)
         out = tmp_path / "out.jsonl"
+        code = 0
+        try:
+            vllm_engine.speed([f"llama8b/{quant}" for quant in steps], str(out), rounds, 512, 300, 300)
+        except SystemExit as ended:
+            code = ended.code
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        return done, {row["quant"]: row for row in rows}
+        return code, capsys.readouterr().out, {row["quant"]: row for row in rows}
 
     return run
 
 
 def test_engines_take_turns_and_rows_have_each_rounds_figures_and_medians(speed, tmp_path):
-    done, rows = speed({"fp8": [1000, 1900, 1100], "fp8_per_block": [2000, 2800, 2200]})
-    assert done.returncode == 0, done.stderr
+    code, said, rows = speed({"fp8": [1000, 1900, 1100], "fp8_per_block": [2000, 2800, 2200]})
+    assert code == 0, said
     sizes = [each for size in (1, 16, 64) for each in (f"fp8 {size} 128", f"fp8_per_block {size} 128")]
     prefill = ["fp8 8 2048"] * 3 + ["fp8_per_block 8 2048"] * 3
     assert (tmp_path / "turns").read_text().splitlines() == 3 * (sizes + prefill)
@@ -105,19 +113,61 @@ def test_engines_take_turns_and_rows_have_each_rounds_figures_and_medians(speed,
     best = [round(8 * 2048 / (8 * (0.007 + step * 1e-6))) for step in (1000, 1100, 1100)]
     assert row["rounds"]["prefill_tokens_s"] == best and row["prefill_tokens_s"] == best[1]
     assert row["started_beside"] == 1 and {"start_s", "date", "device", "commit", "model"} <= set(row)
-    assert "round 3, llama8b/fp8: step_us_64 1100" in done.stdout
+    assert "round 3, llama8b/fp8: step_us_64 1100" in said
 
 
 def test_an_engine_that_dies_leaves_the_others_measured(speed):
-    done, rows = speed({"fp8": [1000], "fp8_per_block": [1000, -1]})
-    assert done.returncode == 1 and list(rows) == ["fp8"]
-    assert rows["fp8"]["rounds"]["step_us_1"] == [1000] * 3
-    assert "round 1, llama8b/fp8_per_block: failed" in done.stdout
+    code, said, rows = speed({"fp8": [1000], "fp8_per_block": [1000, -1]}, rounds=2)
+    assert code == 1 and list(rows) == ["fp8"]
+    assert rows["fp8"]["rounds"]["step_us_1"] == [1000] * 2
+    assert "round 1, llama8b/fp8_per_block: failed" in said
 
 
 def test_an_engine_that_does_not_make_a_token_each_step_gives_no_figure(speed):
-    done, rows = speed({"fp8": [1000]}, EVERY="2")
-    assert done.returncode == 1 and not rows and "llama8b/fp8: failed, exit code 1" in done.stdout
+    code, said, rows = speed({"fp8": [1000]}, EVERY="2")
+    assert code == 1 and not rows and "llama8b/fp8: failed, exit code 1" in said
+
+
+def test_an_engine_that_does_not_answer_is_ended():
+    engine = subprocess.Popen(
+        ["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert vllm_engine.answer(engine, 0.1, "16") == "" and engine.wait(10) != 0
+
+
+# ---- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_in_mxfp4_have_both_configs_of_the_same_experts():
+    for model, (theirs, arguments, ours) in vllm_engine.MXFP4.items():
+        assert vllm_engine.engine_of(model, "vllm") == (theirs, arguments)
+        marlin = arguments | {"moe_backend": "marlin", "async_scheduling": False}
+        assert vllm_engine.engine_of(model, "marlin+sync") == (theirs, marlin)
+        config, found = vllm_engine.engine_of(model, 'jitgemm:{"activation": "e4m3_block"}')
+        assert config == ours and found["hf_overrides"] == {"jitgemm": {"activation": "e4m3_block"}}
+
+
+def test_layers_take_experts_in_turn():
+    made = vllm_made_up.in_turn(lambda **options: options, 2)
+    layers = [made(prefix=f"layers.{i}") for i in range(5)]
+    assert [layer["prefix"] for layer in layers] == ["layers.0", "layers.1"] * 2 + ["layers.0"]
+    assert layers[0] is layers[2]
+
+
+def test_made_up_weights_have_random_bytes_near_scales_and_wide_routers():
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    for name, dtype in {"weight": torch.uint8, "weight_scale": torch.uint8, "scale": torch.float8_e8m0fnu}.items():
+        zeros = torch.zeros(64, 64, dtype=torch.uint8).view(dtype)
+        model.mlp.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+    model.mlp.gate = torch.nn.Linear(64, 64)
+    model.mlp.up = torch.nn.Linear(64, 64)
+    before = model.mlp.up.weight.clone()
+    vllm_made_up.fill(model)
+    assert len(model.mlp.weight.unique()) == 256 and 0.9 < model.mlp.gate.weight.std() < 1.1
+    for scale in (model.mlp.weight_scale, model.mlp.scale):
+        assert scale.view(torch.uint8).unique().tolist() == [118, 119, 120, 121, 122]
+    assert torch.equal(model.mlp.up.weight, before)
 
 
 # ---- logprobs --------------------------------------------------------------------------------------------------------
@@ -162,9 +212,9 @@ def library():
 def written(request, library, tmp_path_factory):
     """The folder of a model's checkpoints, and the codes and scales that were drawn for each layer."""
     folder = tmp_path_factory.mktemp(request.param)
-    drawn = vllm_engine.small(request.param, folder, vllm_engine.CHECKPOINTS)
+    drawn = vllm_checkpoints.small(request.param, folder, vllm_checkpoints.PACKED, layers=1)
     linears = 4 if request.param == "moe" else 7
-    assert len(drawn) == 4 * (linears + (3 * 16 if request.param == "moe" else 0))
+    assert len(drawn) == (linears + (3 * 16 if request.param == "moe" else 0))
     return folder, drawn
 
 
@@ -175,7 +225,7 @@ def same_weight(weight, *layers):
     return zero is None and builders.same_bits(q, codes) and builders.same_bits(scale, scales)
 
 
-@pytest.mark.parametrize("name", vllm_engine.CHECKPOINTS)
+@pytest.mark.parametrize("name", vllm_checkpoints.PACKED)
 def test_each_layer_of_a_checkpoint_loads_as_it_was_drawn(written, name):
     folder, drawn = written
     assert [
@@ -183,7 +233,7 @@ def test_each_layer_of_a_checkpoint_loads_as_it_was_drawn(written, name):
     ] == []
 
 
-@pytest.mark.parametrize("name", vllm_engine.CHECKPOINTS)
+@pytest.mark.parametrize("name", vllm_checkpoints.PACKED)
 def test_a_model_of_a_checkpoint_has_the_weights_that_were_drawn(written, name):
     import transformers
     from safetensors.torch import load_file
@@ -226,8 +276,41 @@ def test_the_file_in_bf16_holds_the_values_of_those_in_4_bits(written, library):
         assert builders.same_bits(ours + 0.0, plain[f"{layer}.weight"] + 0.0), layer
 
 
-@pytest.mark.parametrize("chosen", [(), ("--checkpoint", "gptq")])
-def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(library, tmp_path, monkeypatch, chosen):
+def configs_alone(kind, folder, names):
+    """What `small` writes, without weights: a stand-in for vLLM reads none."""
+    for name in ("bf16", *names):
+        (folder / name).mkdir()
+        quantization = vllm_checkpoints.KINDS[kind][name][1] if name != "bf16" else {}
+        (folder / name / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize("kind", ["moe-mxfp4", "gpt-oss"])
+def test_files_in_mxfp4_hold_the_values_of_that_in_bf16(tmp_path, kind):
+    """As jitgemm reads them, which is tested against the specification elsewhere."""
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    [name] = vllm_checkpoints.KINDS[kind]
+    drawn = vllm_checkpoints.small(kind, tmp_path, [name], layers=1)
+    plain = load_file(tmp_path / "bf16" / "model.safetensors")
+    packed = load_file(tmp_path / name / "model.safetensors")
+    if kind == "moe-mxfp4":
+        assert len(drawn) == 3 * 16
+        for layer in list(drawn)[:3]:
+            weight = jitgemm.load(tmp_path / name, layer, device="cpu").dequantize().bfloat16()
+            assert builders.same_bits(weight + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+        return
+    for layer, (n, k) in {"gate_up_proj": (1024, 1024), "down_proj": (1024, 512)}.items():
+        above = f"model.layers.0.mlp.experts.{layer}"
+        blocks, scales = packed[f"{above}_blocks"], packed[f"{above}_scales"]
+        assert blocks.shape == (16, n, k // 32, 16) and scales.shape == (16, n, k // 32)
+        weight = jitgemm.pack_mxfp4(blocks[3].flatten(1), scales[3], k=k).dequantize().bfloat16()
+        assert builders.same_bits(weight + 0.0, plain[above][3].T + 0.0), layer
+        assert packed[f"{above}_bias"].std() > 0.05
+
+
+@pytest.mark.parametrize("chosen", [None, "gptq"])
+def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatch, chosen):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
@@ -239,10 +322,9 @@ def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(library, tmp_path, m
     }
     says["compressed-tensors jitgemm eager"] = (-2, -3)
     monkeypatch.setenv("SAYS", json.dumps(says))
+    monkeypatch.setattr(vllm_engine, "small", configs_alone)
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, ROOT / "scripts" / "vllm_engine.py", "logprobs", "dense", out, "--tp", "2", *chosen]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    vllm_engine.logprobs("dense", str(out), 2, chosen)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["kind"] == "dense" and row["tp"] == 2 and "commit" in row for row in rows)
     failed = [(row["checkpoint"], row["engine"]) for row in rows if "failed" in row]

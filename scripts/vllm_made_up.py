@@ -1,0 +1,71 @@
+"""A plug-in of vLLM for vllm_engine.py: experts in MXFP4 without files, and layers that share them.
+
+vLLM's dummy loader leaves integers as they are. Here codes are random bytes, and scales powers of two from 2^-9 to
+2^-5. Embeddings and routers are drawn wide enough that each token has experts of its own: routing is uniform.
+
+With all layers, such a model is larger than what several engines have of one GPU. So layer i computes with the experts
+of layer i % VLLM_ENGINE_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
+layer's own. Without that variable nothing is changed. For vLLM 0.26, whose FusedMoE is a function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "VLLM_ENGINE_EXPERTS"
+ROUTED = ("embed_tokens.weight", "embedding.weight", "mlp.gate.weight", "mlp.router.weight", "experts.gate.weight")
+
+
+def register() -> None:
+    if VARIABLE not in os.environ:
+        return
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("dummy")
+    class MadeUp(DummyModelLoader):
+        def load_model(self, *args: Any, **options: Any) -> Any:
+            share(int(os.environ[VARIABLE]))
+            return super().load_model(*args, **options)
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            fill(model)
+
+
+def share(distinct: int) -> None:
+    """Has vLLM's models build so many layers of experts, and take them in turn."""
+    from vllm.model_executor.layers import fused_moe
+
+    whole = fused_moe.FusedMoE
+    for module in list(sys.modules.values()):
+        if getattr(module, "FusedMoE", None) is whole:
+            module.FusedMoE = in_turn(whole, distinct)  # type: ignore[attr-defined]
+
+
+def in_turn(make: Callable[..., Any], distinct: int) -> Callable[..., Any]:
+    made: list[Any] = []
+    calls = itertools.count()
+
+    def made_or_again(*args: Any, **options: Any) -> Any:
+        if len(made) < distinct:
+            made.append(make(*args, **options))
+        return made[next(calls) % distinct]
+
+    return made_or_again
+
+
+def fill(model: Any) -> None:
+    """Gives bytes and routing of a model their values, see above."""
+    import torch
+
+    for name, param in model.named_parameters():
+        if param.dtype in (torch.uint8, torch.int8, torch.float8_e8m0fnu):
+            raw = param.data.view(torch.uint8)
+            raw.random_(118, 123) if "scale" in name.rpartition(".")[2] else raw.random_(0, 256)
+        elif name.endswith(ROUTED):
+            param.data.normal_()
