@@ -18,6 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import typer
 
+import pictures
+
 from jitgemm.cli import common
 
 app = common.command_line()
@@ -290,9 +292,11 @@ def measure(
 @app.command()
 @common.guarded
 def pages(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a page differs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a page or a picture differs.")
+    ] = False,
 ) -> None:
-    """Write the tables of README and docs from the files in docs/performance; needs no GPU."""
+    """Write the tables and pictures of README and docs from the files in docs/performance; needs no GPU."""
     different = []
     for page in PAGES:
         text = page.read_text()
@@ -301,6 +305,12 @@ def pages(
             different.append(page.name)
             if not check:
                 page.write_text(made)
+    for name, made in pictures.made(RESULTS).items():
+        path = ROOT / "docs" / name
+        if not path.exists() or path.read_text() != made:
+            different.append(name)
+            if not check:
+                path.write_text(made)
     common.out().print(f"{'differ' if check else 'written'}: {', '.join(different) or 'none'}")
     if check and different:
         raise typer.Exit(common.FOUND)

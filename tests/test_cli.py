@@ -32,6 +32,7 @@ from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.legend import legend
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, RouteSpec, front_spec, source_of
@@ -646,6 +647,14 @@ def test_show_prints_metadata_source_or_log(run, warm):
     assert source.stdout.strip() == shown["source"].strip() and "__global__" in source.stdout
     assert "registers" in run("cache", "show", key, "--log").stdout
     assert shown["label"] in run("cache", "show", key).stdout
+
+
+@pytest.mark.nvrtc
+def test_show_takes_a_label_and_says_what_its_parts_mean(run, warm):
+    label = next(entry["label"] for entry in run("cache", "ls", "--json").json if entry["kind"] == "gemm")
+    assert run("cache", "show", label, "--json").json["label"] == label
+    shown = run("cache", "show", label).stdout
+    assert all(re.search(rf"^{part} +{re.escape(words)}$", shown, re.MULTILINE) for part, words in legend(label))
 
 
 @pytest.mark.nvrtc
