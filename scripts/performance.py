@@ -25,7 +25,7 @@ from jitgemm.cli import common
 app = common.command_line()
 
 RESULTS = ROOT / "docs" / "performance"
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/moe.md"))
+PAGES = tuple(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md"))
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
@@ -159,6 +159,40 @@ def layers(rows: dict[str, str], document: Document) -> str:
     return _rows(["tokens", *(str(count) for count in tokens)], lines)
 
 
+def choices(accuracy: Document, four: Document, eight: Document) -> str:
+    """A line a format: its error as one model shows it, and its times over those of the default, of one layer."""
+    cells: dict[int, Document] = {m: {} for m in CHOICE_MS}
+    for cell in (*eight["cells"], *four["cells"]):
+        if (cell["n"], cell["k"]) == CHOICE_LAYER and cell["m"] in cells:
+            cells[cell["m"]] |= cell["results"]
+    errors = {row["row"]: row for row in accuracy["table"]["rows"]}
+    lines = []
+    for label, bits, row, name in CHOICES:
+        times = [results[name]["us"] / results["e4m3_g128"]["us"] for results in cells.values()]
+        error = errors[row]
+        lines.append([
+            label, bits, f"{error['perplexity']:.2f}", f"{error['kl']:.3f}", f"{error['same']:.2f}",
+            *(f"{time:.2f}" for time in times),
+        ])  # fmt: skip
+    return _rows(
+        ["format", "bits a weight", "perplexity", "KL", "same token", *(f"m = {m:,}" for m in CHOICE_MS)], lines
+    )
+
+
+CHOICE_LAYER = 28672, 4096
+CHOICE_MS = 1, 16, 64, 512, 4096
+CHOICES = (
+    ("groups of 128, e4m3: the default", "4.1", "g128 calibrated", "e4m3_g128"),
+    ("groups of 64, e4m3", "4.25", "g64 calibrated", "e4m3_g64"),
+    ("groups of 32, e4m3", "4.5", "g32 calibrated", "e4m3_g32"),
+    ("groups of 128, zero points, e4m3", "4.2", "g128 calibrated, zero points", "e4m3_g128z"),
+    ("groups of 128, int8", "4.1", "g128 calibrated, int8", "int8_g128"),
+    ("groups of 32, int8", "4.5", "g32 calibrated, int8", "int8_g32"),
+    ("8 bits, e4m3", "8", "8 bits calibrated", "w8_e4m3_ch"),
+    ("8 bits, int8", "8", "8 bits calibrated, int8", "w8_int8_ch"),
+)
+"""A format's name for people, bits a weight with bf16 scales, its row of accuracy_h200.json and its contestant."""
+
 TORCH = {"fp8row": "FP8, a scale a row", "fp8ten": "FP8, a scale a tensor"}
 FORMATS = {
     "e4m3_g128": "groups of 128",
@@ -194,8 +228,6 @@ W8 = {
     "w8_e4m3_block_b128": "both in blocks", **TORCH, "fp8block": "FP8, both in blocks",
 }  # fmt: skip
 OURS = {"e4m3_g128": "e4m3", "e4m3_g128_f16": "e4m3, f16 sums", "int8_g128": "int8", "int8_ch": "int8 per channel"}
-SHORT = {(4096, 4096, 16), (4096, 4096, 64), (28672, 4096, 16), (28672, 4096, 64), (4096, 14336, 16),
-         (4096, 14336, 256), (4096, 14336, 4096)}  # fmt: skip
 HUMMING = {"hum_fp8_g128": "humming e4m3", "hum_int8_g128": "humming int8", "hum_int8_ch": "humming int8 per channel"}
 PEERS = {"hum_fp8_g128": "humming e4m3", "hum_int8_ch": "humming int8 per channel", "vllm_w4a8": "vLLM's CUTLASS",
          "fp8row": "FP8", "bf16": "bf16"}  # fmt: skip
@@ -207,9 +239,8 @@ LAYER = {
     "modules": "modules", "bf16": "modules in bf16, `torch.compile`",
 }  # fmt: skip
 
-TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
-    "first": ("h200", partial(
-        times, OURS | TORCH | {"bf16": "bf16"}, only=lambda cell: (cell["n"], cell["k"], cell["m"]) in SHORT)),
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
+    "choosing": ("accuracy_h200 formats_h200 w8_h200", choices),
     "torch": ("h200", partial(
         times, OURS | {"e4m3_g128_any": "e4m3, codes of any"} | TORCH | {"bf16": "bf16", "int8mm": "int8, no scales"})),
     "humming": ("peers_h200", partial(
@@ -232,19 +263,24 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
 }  # fmt: skip
-"""Name in a page, file of results, and what makes the table of it."""
+"""Name in a page, files of results, and what makes the table of them."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def run_of(name: str, document: Document) -> str:
+    """Device, date and commit of a file of results."""
+    environment = document.get("environment", document)
+    return f"{environment['device']}, {document['date'][:10]}, commit {str(environment['commit'])[:7]}, {name}.json"
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
     """A page with each table between `<!-- table NAME -->` and `<!-- end -->` made again, and a line on the run."""
 
     def table(match: re.Match[str]) -> str:
-        file, make = TABLES[match[2]]
-        document = json.loads((results / f"{file}.json").read_text())
-        environment = document["environment"]
-        run = f"{environment['device']}, {document['date'][:10]}, commit {str(environment['commit'])[:7]}, {file}.json"
-        return f"{match[1]}\n{make(document)}\n\n{run}\n\n{match[3]}"
+        files, make = TABLES[match[2]]
+        documents = {name: json.loads((results / f"{name}.json").read_text()) for name in files.split()}
+        runs = "; ".join(run_of(name, document) for name, document in documents.items())
+        return f"{match[1]}\n{make(*documents.values())}\n\n{runs}\n\n{match[3]}"
 
     return _MARKED.sub(table, text)
 

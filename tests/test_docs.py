@@ -194,7 +194,7 @@ def jitgemm_commands() -> list[tuple[str, str]]:
     return sorted(set(found))
 
 
-PLACEHOLDERS = {"N,K": "256,256", "M": "3", "N": "256", "K": "256", "KEY": "0", "config.json": str(ROOT / "README.md")}
+PLACEHOLDERS = {"N,K": "256,256", "M": "3", "N": "256", "K": "256", "KEY": "0", "LABEL": "0", "config.json": str(ROOT / "README.md")}
 
 
 @pytest.mark.parametrize(("page", "command"), jitgemm_commands())

@@ -1,5 +1,8 @@
 """`jitgemm.explain`, and the words for each part of a kernel's label."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ import jitgemm
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.jit.source import function_name
 from jitgemm.kernel.formats import WeightFormat
-from jitgemm.kernel.legend import legend
+from jitgemm.kernel.legend import GEMM, OTHER, legend
 from jitgemm.kernel.render import render
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, RouteSpec
@@ -104,3 +107,18 @@ def test_every_label_has_a_legend():
 def test_what_is_no_label_is_an_error():
     with pytest.raises(ValueError, match="label: expected a kernel's label such as .*, got 'e4m3-what'"):
         legend("e4m3-what")
+
+
+def described(rows) -> list[str]:
+    """The rows of a page's table."""
+    lines = []
+    for examples, pattern, text in rows:
+        if examples:
+            words = text.format(*re.fullmatch(pattern, examples.split(", ")[0]).groups())
+            lines.append(f"| {', '.join(f'`{each}`' for each in examples.split(', '))} | {words} |")
+    return lines
+
+
+def test_the_cache_s_page_has_the_legend():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "cache.md").read_text(encoding="utf-8")
+    assert [line for line in (*described(GEMM), *described(OTHER)) if line not in page.splitlines()] == []

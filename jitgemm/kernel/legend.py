@@ -9,11 +9,11 @@ import re
 
 GEMM = (
     ("e4m3, s8", r"(e4m3|s8)", "activations of type {0}; 4-bit codes in the order for both types of activations"),
-    ("fast", r"(e4m3|s8)fast", "activations of type {0}; 4-bit codes in the order that {0} decodes fastest"),
-    ("w8", r"(e4m3|s8)w8", "activations and 8-bit weights of type {0}"),
-    ("mx", r"(e4m3)mx", "activations of type {0}; MXFP4 weights"),
-    ("nv, nvnear", r"(e4m3)nv(?:near)?", "activations of type {0}; NVFP4 weights, near: a row's scales are near one another"),
-    ("tl", r"(s8)tl", "activations of type {0}; weights of two levels"),
+    ("e4m3fast, s8fast", r"(e4m3|s8)fast", "activations of type {0}; 4-bit codes in the order that {0} decodes fastest"),
+    ("e4m3w8, s8w8", r"(e4m3|s8)w8", "activations and 8-bit weights of type {0}"),
+    ("e4m3mx", r"(e4m3)mx", "activations of type {0}; MXFP4 weights"),
+    ("e4m3nv, e4m3nvnear", r"(e4m3)nv(?:near)?", "activations of type {0}; NVFP4 weights, near: a row's scales are near one another"),
+    ("s8tl", r"(s8)tl", "activations of type {0}; weights of two levels"),
     ("", r"(e4m3|s8)(\w+)", "activations of type {0}; weights of the code {1}"),
     ("channel", r"channel", "one scale per row of the weight"),
     ("g128", r"g(\d+)", "one scale per row and {0} values of k"),
@@ -27,17 +27,18 @@ GEMM = (
     ("k2x2s", r"k(\d+)x(\d+)s", "k is split among {0} warpgroups and {1} CTAs; each CTA stores its tokens"),
     ("mc2lhs", r"mc(\d+)lhs", "{0} CTAs of a cluster share their activations by multicast"),
     ("mc2rhs", r"mc(\d+)rhs", "{0} CTAs of a cluster share their weights by multicast"),
-    ("s8 behind the tile", r"s(\d+)", "a pipeline of {0} stages"),
+    ("s8", r"s(\d+)", "a pipeline of {0} stages"),
     ("c2", r"c(\d+)", "{0} CTAs per SM"),
     ("d", r"d", "the consumers copy the first activations"),
     ("ss", r"ss", "wgmma reads the weights from shared memory"),
     ("tr", r"tr", "tokens are wgmma's rows"),
-    ("f16, parts", r"(f16|parts)", "sums of groups: {0} (f16: in f16; parts: int8 groups added up unconverted)"),
+    ("f16", r"f16", "groups are added up in f16"),
+    ("parts", r"parts", "int8 groups are added up unconverted"),
     ("xfp16", r"x(bf16|fp16)", "zero points or offsets are corrections, with factors of type {0}"),
     ("e128", r"e(\d+)", "a grouped GEMM, for up to {0} experts"),
     ("debug", r"debug", "barrier waits trap instead of hanging"),
 )  # fmt: skip
-"""(as a table shows it, pattern of a part, what it says) of GEMM kernels' labels; the first pattern that fits counts."""
+"""(examples, pattern of a part, what it says) of GEMM kernels' labels; the first pattern that fits counts."""
 
 OTHER = (
     ("quantize", r"quantize", "quantises activations; then the input's type and the codes' type"),
@@ -46,7 +47,7 @@ OTHER = (
     ("bf16, fp16, fp32", r"(bf16|fp16|fp32)", "{0}"),
     ("e4m3, s8, s8z", r"(e4m3|s8)(z?)", "codes of type {0}; z: with a zero point per token"),
     ("static", r"static", "with a scale that is given"),
-    ("silumul, gelumul, …", r"(\w+)mul", "of {0}(gate) · up"),
+    ("silumul, gelumul", r"(\w+)mul", "of {0}(gate) · up"),
     ("relu2", r"relu2", "of relu(x)²"),
     ("upgate, interleaved", r"(upgate|interleaved)", "order of gate and up: {0}"),
     ("limited", r"limited", "gate and up are limited first"),
