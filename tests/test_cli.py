@@ -892,7 +892,7 @@ def test_the_module_is_the_command_and_says_its_version():
 
 
 @pytest.mark.parametrize(
-    "line", ["$JG cache ls >&-", "$JG cache clear <&-", "$JG cache info 2>&-", "$JG env >&- <&- 2>&-"]
+    "line", ["$JG cache ls >&-", "$JG cache clear --yes <&-", "$JG cache info 2>&-", "$JG env >&- <&- 2>&-"]
 )
 def test_closed_streams_are_no_error(cache_dir, line):
     done = shell(line)
@@ -964,6 +964,20 @@ def test_in_40_columns_keys_and_status_are_whole(warm):
     text = in_terminal("warmup", *LAYER, "--check", columns=40)
     for path in warm.glob("*.jgk"):
         assert re.search(rf"^\S+ +cached .*{path.stem[:12]}$", text, re.MULTILINE), text
+
+
+@pytest.mark.nvrtc
+def test_clear_needs_yes_where_nobody_can_be_asked(run, warm):
+    done = run("cache", "clear")
+    assert (done.code, done.stdout) == (2, "") and "clear: expected --yes" in done.stderr and any(warm.glob("*.jgk"))
+
+
+@pytest.mark.nvrtc
+def test_in_80_columns_labels_are_whole_and_left_out_columns_are_named(warm):
+    labels = [info.metadata["label"] for info in KernelCache([warm]).entries()]
+    text = in_terminal("cache", "ls")
+    assert all(re.search(rf"^\w+ +{label}\b", text, re.MULTILINE) for label in labels)
+    assert re.search(r"left out in 80 columns: .*tile m x n", text)
 
 
 @pytest.mark.nvrtc

@@ -55,3 +55,12 @@ def test_a_table_has_what_its_file_has(tmp_path):
     made = performance.with_tables("before\n<!-- table torch -->\nold\n<!-- end -->\nbehind\n", tmp_path)
     assert "| 64 × 128 | 1,024 | 1.50 | 12.35 | - |" in made.replace("12.34 |", "12.35 |") and "old" not in made
     assert "a GPU, 2026-01-02, commit 0123456, h200.json" in made and made.endswith("<!-- end -->\nbehind\n")
+
+
+def test_speeds_span_all_cells_of_a_range():
+    cells = [
+        {"m": m, "results": {"a": {"us": 2.0}, "b": {"us": us}, "c": {"us": None}}}
+        for m, us in ((1, 3), (9, 5), (80, 1))
+    ]
+    made = performance.speeds([("x", 0, "a", "b c")], {"few": (1, 64), "many": (65, 99)}, {"cells": cells})
+    assert made.splitlines()[-1] == "| x | 1.50 to 2.50 | 0.50 to 0.50 |"

@@ -267,10 +267,19 @@ def clear(
     dry_run: _DryRun = False,
     as_json: common.Json = False,
 ) -> None:
-    """Drop every kernel from the first folder that can be written. Asks first in a terminal."""
+    """Drop every kernel from the first folder that can be written. Asks first; without a terminal it needs --yes.
+
+    \b
+    Exit codes:
+      0  done
+      1  the answer was no
+      2  wrong arguments, or nobody to ask
+    """
     dropped = process_cache.prune(max_bytes=0, dry_run=True)
     if not dry_run:
-        if not yes and sys.stdin.isatty():
+        if not yes and (sys.stdin is None or not sys.stdin.isatty()):
+            raise ValueError("clear: expected --yes where nobody can be asked")
+        if not yes:
             typer.confirm(f"Drop {len(dropped)} kernels from {process_cache.writable_root()}?", abort=True, err=True)
         dropped = process_cache.clear()
     _report_dropped(dropped, dry_run, as_json)
