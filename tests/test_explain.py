@@ -41,6 +41,18 @@ def test_its_name_in_a_profile_is_the_functions_name_in_the_source():
     assert found.function == function_name(found.kernel) and found.function.startswith("jitgemm_e4m3")
 
 
+@pytest.mark.gpu
+def test_a_profile_shows_the_function_that_is_explained():
+    weight = builders.weight_parts(1, 256, K, 128, codes="e4m3", device="cuda").packed
+    lhs = jitgemm.quantize_activations(torch.ones(3, K, device="cuda"), torch.float8_e4m3fn)
+    out = torch.empty(3, 256, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+        torch.cuda.synchronize()
+    assert jitgemm.explain(lhs, weight, out).function in {event.key for event in profile.key_averages()}
+
+
 def test_options_of_the_call_count(monkeypatch):
     wide = explained(4096)
     assert not wide.kernel.endswith("f16") and explained(4096, sums="f16").kernel.endswith("f16")
