@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheMissError", "CompileError", "DriverError", "JitGemmError", "UnsupportedDeviceError", "W4Weight",
-    "W8Weight", "fused_experts", "fused_experts_masked", "fused_experts_reference", "fused_experts_workspace_bytes",
+    "W8Weight", "explain", "fused_experts", "fused_experts_masked", "fused_experts_reference", "fused_experts_workspace_bytes",
     "gemm_w4a8_bf16_nt", "gemm_w4a8_int8_nt", "gemm_w4a8_nt", "gemm_w4a8_reference", "gemm_w8a8_bf16_nt",
     "gemm_w8a8_nt", "load", "m_grouped_gemm_w4a8_bf16_nt_contiguous", "m_grouped_gemm_w4a8_bf16_nt_masked",
     "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",
@@ -50,6 +50,7 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous, m_grouped_gemm_w4a8_nt_masked
     from jitgemm.gemm.call import m_grouped_gemm_w8a8_bf16_nt_contiguous, m_grouped_gemm_w8a8_bf16_nt_masked
     from jitgemm.gemm.call import m_grouped_gemm_w8a8_nt_contiguous, m_grouped_gemm_w8a8_nt_masked
+    from jitgemm.gemm.explain import explain
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes

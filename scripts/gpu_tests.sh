@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests marked `gpu` and writes a note on the run, for docs/notes/log/:
-#   scripts/gpu_tests.sh NOTE.md [COMMIT] [pytest arguments]
+# Runs the tests marked `gpu` and appends a row on the run to a table, docs/notes/log/gpu-tests.md or another file:
+#   scripts/gpu_tests.sh TABLE.md [COMMIT] [pytest arguments]
 # COMMIT is asked of git when it is not given or is "-".
 #
 # Without arguments for pytest the files that have such tests are collected.
@@ -16,10 +16,10 @@ WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [ $# -lt 1 ]; then
-    say "usage: scripts/gpu_tests.sh NOTE.md [COMMIT] [pytest arguments]"
+    say "usage: scripts/gpu_tests.sh TABLE.md [COMMIT] [pytest arguments]"
     exit 2
 fi
-note="$(realpath -m "$1")"
+table="$(realpath -m "$1")"
 commit="${2:--}"
 shift $(($# < 2 ? $# : 2))
 cd "$ROOT"
@@ -57,7 +57,8 @@ done
 kill "$watch" 2>/dev/null || true
 cat "$logs"/shard-*
 
-mkdir -p "$(dirname "$note")"
-"$PYTHON" scripts/gpu_note.py "$commit" "$status" "$GPU_TESTS_FAILURES" "$logs"/shard-* >"$note"
-say "Written to $note"
+mkdir -p "$(dirname "$table")"
+[ -s "$table" ] || "$PYTHON" scripts/gpu_note.py --header >"$table"
+"$PYTHON" scripts/gpu_note.py "$commit" "$status" "$GPU_TESTS_FAILURES" "$logs"/shard-* | tee -a "$table"
+say "Appended to $table"
 exit "$status"

@@ -18,12 +18,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import typer
 
+import pictures
+
 from jitgemm.cli import common
 
 app = common.command_line()
 
 RESULTS = ROOT / "docs" / "performance"
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/moe.md"))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md")))
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
@@ -157,6 +159,74 @@ def layers(rows: dict[str, str], document: Document) -> str:
     return _rows(["tokens", *(str(count) for count in tokens)], lines)
 
 
+def speeds(rows: Sequence[tuple[str, int, str, str]], ranges: dict[str, tuple[int, int]], *documents: Document) -> str:
+    """A line a comparison and a column a range of m: from the least to the most, over all cells, of how many times as
+    fast the fastest of ours is as the fastest of the others; rows: heading, which document, names of both."""
+    lines = []
+    for label, file, ours, others in rows:
+        line = [label]
+        for first, last in ranges.values():
+            found = [
+                (_fastest(cell, ours), _fastest(cell, others))
+                for cell in documents[file]["cells"]
+                if first <= cell["m"] <= last
+            ]
+            ratios = [theirs / mine for mine, theirs in found if mine and theirs]
+            line.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+        lines.append(line)
+    return _rows(["times as fast", *ranges], lines)
+
+
+def _fastest(cell: Document, names: str) -> float | None:
+    return min((us for name in names.split() if (us := _time(cell, name))), default=None)
+
+
+def choices(accuracy: Document, four: Document, eight: Document) -> str:
+    """A line a format: its error as one model shows it, and its times over those of the default, of one layer."""
+    cells: dict[int, Document] = {m: {} for m in CHOICE_MS}
+    for cell in (*eight["cells"], *four["cells"]):
+        if (cell["n"], cell["k"]) == CHOICE_LAYER and cell["m"] in cells:
+            cells[cell["m"]] |= cell["results"]
+    errors = {row["row"]: row for row in accuracy["table"]["rows"]}
+    lines = []
+    for label, bits, row, name in CHOICES:
+        times = [results[name]["us"] / results["e4m3_g128"]["us"] for results in cells.values()]
+        error = errors[row]
+        lines.append([
+            label, bits, f"{error['perplexity']:.2f}", f"{error['kl']:.3f}", f"{error['same']:.2f}",
+            *(f"{time:.2f}" for time in times),
+        ])  # fmt: skip
+    return _rows(
+        ["format", "bits a weight", "perplexity", "KL", "same token", *(f"m = {m:,}" for m in CHOICE_MS)], lines
+    )
+
+
+CHOICE_LAYER = 28672, 4096
+CHOICE_MS = 1, 16, 64, 512, 4096
+CHOICES = (
+    ("groups of 128, e4m3: the default", "4.1", "g128 calibrated", "e4m3_g128"),
+    ("groups of 64, e4m3", "4.25", "g64 calibrated", "e4m3_g64"),
+    ("groups of 32, e4m3", "4.5", "g32 calibrated", "e4m3_g32"),
+    ("groups of 128, zero points, e4m3", "4.2", "g128 calibrated, zero points", "e4m3_g128z"),
+    ("groups of 128, int8", "4.1", "g128 calibrated, int8", "int8_g128"),
+    ("groups of 32, int8", "4.5", "g32 calibrated, int8", "int8_g32"),
+    ("8 bits, e4m3", "8", "8 bits calibrated", "w8_e4m3_ch"),
+    ("8 bits, int8", "8", "8 bits calibrated, int8", "w8_int8_ch"),
+)
+"""A format's name for people, bits a weight with bf16 scales, its row of accuracy_h200.json and its contestant."""
+
+
+def whole_layers(columns: dict[str, str], document: Document) -> str:
+    """A line a model and number of tokens, microseconds of the expert layer by mode."""
+    measured = {(row["model"], row["tokens"], row["mode"]): row["us"]["layer"] for row in document["rows"]}
+    cells = dict.fromkeys((model, tokens) for model, tokens, _ in measured)
+    rows = [
+        [model, f"{tokens:,}", *(_us(measured.get((model, tokens, mode))) for mode in columns)]
+        for model, tokens in cells
+    ]
+    return _rows(["model", "tokens", *columns.values()], rows)
+
+
 TORCH = {"fp8row": "FP8, a scale a row", "fp8ten": "FP8, a scale a tensor"}
 FORMATS = {
     "e4m3_g128": "groups of 128",
@@ -192,8 +262,6 @@ W8 = {
     "w8_e4m3_block_b128": "both in blocks", **TORCH, "fp8block": "FP8, both in blocks",
 }  # fmt: skip
 OURS = {"e4m3_g128": "e4m3", "e4m3_g128_f16": "e4m3, f16 sums", "int8_g128": "int8", "int8_ch": "int8 per channel"}
-SHORT = {(4096, 4096, 16), (4096, 4096, 64), (28672, 4096, 16), (28672, 4096, 64), (4096, 14336, 16),
-         (4096, 14336, 256), (4096, 14336, 4096)}  # fmt: skip
 HUMMING = {"hum_fp8_g128": "humming e4m3", "hum_int8_g128": "humming int8", "hum_int8_ch": "humming int8 per channel"}
 PEERS = {"hum_fp8_g128": "humming e4m3", "hum_int8_ch": "humming int8 per channel", "vllm_w4a8": "vLLM's CUTLASS",
          "fp8row": "FP8", "bf16": "bf16"}  # fmt: skip
@@ -205,9 +273,39 @@ LAYER = {
     "modules": "modules", "bf16": "modules in bf16, `torch.compile`",
 }  # fmt: skip
 
-TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
-    "first": ("h200", partial(
-        times, OURS | TORCH | {"bf16": "bf16"}, only=lambda cell: (cell["n"], cell["k"], cell["m"]) in SHORT)),
+RANGES = {"decode, m ≤ 64": (1, 64), "m = 128 and 256": (65, 256), "prefill, m ≥ 512": (257, 4096)}
+SPEEDS = (
+    ("int8 per channel, next to the fastest of PyTorch", 0, "int8_ch", "fp8row fp8ten bf16 int8mm"),
+    ("e4m3 in groups of 128, next to the fastest of PyTorch", 0, "e4m3_g128", "fp8row fp8ten bf16 int8mm"),
+    ("the same, sums in f16", 0, "e4m3_g128_f16", "fp8row fp8ten bf16 int8mm"),
+    ("e4m3 in groups of 128, next to humming's", 1, "e4m3_g128", "hum_fp8_g128"),
+    ("int8 per channel, next to humming's", 1, "int8_ch", "hum_int8_ch"),
+)
+FEW_OR_MANY = {"up to 128 tokens": (1, 128), "1,024 and 4,096 tokens": (129, 4096)}
+EXPERTS_SPEEDS = (
+    ("e4m3 in groups of 128, next to humming's", 0, "e4m3_g128", "hum_fp8_g128"),
+    ("the fastest format, next to the fastest peer", 0, " ".join(OURS), " ".join(PEERS)),
+    ("e4m3, sums in f16, next to sums in fp32", 0, "e4m3_g128_f16", "e4m3_g128"),
+    (
+        "MXFP4 with a base a row, next to the fastest of humming's",
+        1,
+        "mxfp4_ch",
+        "hum_mxfp4 hum_mxfp4_b128 hum_mxfp4_a16",
+    ),
+)
+EXPERTS_W8_SPEEDS = (
+    ("e4m3, next to FP8 of PyTorch", 0, "w8_e4m3_ch", "fp8row"),
+    ("both in blocks, next to the faster of DeepGEMM's", 0, "w8_e4m3_block_b128", "dg_fp8_block dg_fp8_block_masked"),
+)  # fmt: skip
+
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
+    "speeds": ("h200 peers_h200", partial(speeds, SPEEDS, RANGES)),
+    "experts-speeds": ("moe_h200 moe_mxfp4_h200", partial(speeds, EXPERTS_SPEEDS, FEW_OR_MANY)),
+    "experts-layer": ("moe_layer_w8_h200", partial(
+        whole_layers, {"e4m3": "4 bits, e4m3", "w8-e4m3": "8 bits, e4m3", "w8-int8": "8 bits, int8",
+                       "w8-e4m3-block": "8 bits, e4m3 in blocks"})),
+    "experts-w8-speeds": ("moe_w8_h200", partial(speeds, EXPERTS_W8_SPEEDS, FEW_OR_MANY)),
+    "choosing": ("accuracy_h200 formats_h200 w8_h200", choices),
     "torch": ("h200", partial(
         times, OURS | {"e4m3_g128_any": "e4m3, codes of any"} | TORCH | {"bf16": "bf16", "int8mm": "int8, no scales"})),
     "humming": ("peers_h200", partial(
@@ -230,19 +328,27 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
 }  # fmt: skip
-"""Name in a page, file of results, and what makes the table of it."""
+"""Name in a page, files of results, and what makes the table of them."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def run_of(document: Document) -> str:
+    """Device, date and commit of a file of results."""
+    environment = document.get("environment", document)
+    return f"{environment['device']}, {document['date'][:10]}, commit {str(environment['commit'])[:7]}"
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
     """A page with each table between `<!-- table NAME -->` and `<!-- end -->` made again, and a line on the run."""
 
     def table(match: re.Match[str]) -> str:
-        file, make = TABLES[match[2]]
-        document = json.loads((results / f"{file}.json").read_text())
-        environment = document["environment"]
-        run = f"{environment['device']}, {document['date'][:10]}, commit {str(environment['commit'])[:7]}, {file}.json"
-        return f"{match[1]}\n{make(document)}\n\n{run}\n\n{match[3]}"
+        files, make = TABLES[match[2]]
+        documents = {name: json.loads((results / f"{name}.json").read_text()) for name in files.split()}
+        runs: dict[str, list[str]] = {}
+        for name, document in documents.items():
+            runs.setdefault(run_of(document), []).append(f"{name}.json")
+        line = "; ".join(f"{run}, {' and '.join(names)}" for run, names in runs.items())
+        return f"{match[1]}\n{make(*documents.values())}\n\n{line}\n\n{match[3]}"
 
     return _MARKED.sub(table, text)
 
@@ -290,9 +396,11 @@ def measure(
 @app.command()
 @common.guarded
 def pages(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a page differs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a page or a picture differs.")
+    ] = False,
 ) -> None:
-    """Write the tables of README and docs from the files in docs/performance; needs no GPU."""
+    """Write the tables and pictures of README and docs from the files in docs/performance; needs no GPU."""
     different = []
     for page in PAGES:
         text = page.read_text()
@@ -301,6 +409,12 @@ def pages(
             different.append(page.name)
             if not check:
                 page.write_text(made)
+    for name, made in pictures.made(RESULTS).items():
+        path = ROOT / "docs" / name
+        if not path.exists() or path.read_text() != made:
+            different.append(name)
+            if not check:
+                path.write_text(made)
     common.out().print(f"{'differ' if check else 'written'}: {', '.join(different) or 'none'}")
     if check and different:
         raise typer.Exit(common.FOUND)

@@ -223,7 +223,7 @@ def test_a_slow_kernel_runs_with_one_warning_a_process(root, monkeypatch, cached
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda version: None)
     monkeypatch.setattr(driver, "load_kernel", lambda cubin, name, **_: cubin)
 
-    family = loaded.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it")
+    family = loaded.KernelFamily(lambda _: spilling_kernel(), lambda _: 0, call="it")
     said = rf"kernel spilling .*NVRTC {nvrtc_info().build} .*\d+ bytes of register spills.*report"
     with pytest.warns(RuntimeWarning, match=said) as caught:
         assert family.load("one", 0).startswith(b"\x7fELF")
@@ -244,7 +244,7 @@ def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, re
     monkeypatch.setattr(loaded.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(loaded.driver, "check_nvrtc_against_driver", lambda version: None)
     monkeypatch.setattr(loaded.driver, "load_kernel", lambda cubin, name, **_: cubin)
-    loaded.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it").load("one", 0)
+    loaded.KernelFamily(lambda _: spilling_kernel(), lambda _: 0, call="it").load("one", 0)
     assert not recwarn
 
 

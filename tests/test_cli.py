@@ -32,6 +32,7 @@ from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.legend import legend
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, RouteSpec, front_spec, source_of
@@ -649,6 +650,14 @@ def test_show_prints_metadata_source_or_log(run, warm):
 
 
 @pytest.mark.nvrtc
+def test_show_takes_a_label_and_says_what_its_parts_mean(run, warm):
+    label = next(entry["label"] for entry in run("cache", "ls", "--json").json if entry["kind"] == "gemm")
+    assert run("cache", "show", label, "--json").json["label"] == label
+    shown = run("cache", "show", label).stdout
+    assert all(re.search(rf"^{part} +{re.escape(words)}$", shown, re.MULTILINE) for part, words in legend(label))
+
+
+@pytest.mark.nvrtc
 def test_show_of_an_unknown_key_exits_3(run, warm):
     done = run("cache", "show", "not-a-key")
     assert (done.code, done.stdout) == (3, "")
@@ -883,7 +892,7 @@ def test_the_module_is_the_command_and_says_its_version():
 
 
 @pytest.mark.parametrize(
-    "line", ["$JG cache ls >&-", "$JG cache clear <&-", "$JG cache info 2>&-", "$JG env >&- <&- 2>&-"]
+    "line", ["$JG cache ls >&-", "$JG cache clear --yes <&-", "$JG cache info 2>&-", "$JG env >&- <&- 2>&-"]
 )
 def test_closed_streams_are_no_error(cache_dir, line):
     done = shell(line)
@@ -958,6 +967,20 @@ def test_in_40_columns_keys_and_status_are_whole(warm):
 
 
 @pytest.mark.nvrtc
+def test_clear_needs_yes_where_nobody_can_be_asked(run, warm):
+    done = run("cache", "clear")
+    assert (done.code, done.stdout) == (2, "") and "clear: expected --yes" in done.stderr and any(warm.glob("*.jgk"))
+
+
+@pytest.mark.nvrtc
+def test_in_80_columns_labels_are_whole_and_left_out_columns_are_named(warm):
+    labels = [info.metadata["label"] for info in KernelCache([warm]).entries()]
+    text = in_terminal("cache", "ls")
+    assert all(re.search(rf"^\w+ +{label}\b", text, re.MULTILINE) for label in labels)
+    assert re.search(r"left out in 80 columns: .*tile m x n", text)
+
+
+@pytest.mark.nvrtc
 def test_clear_asks_for_what_it_clears(warm, tmp_path, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(warm, other)
@@ -972,9 +995,9 @@ def test_clear_asks_for_what_it_clears(warm, tmp_path, monkeypatch):
 # help
 
 
-def test_readme_lists_every_environment_variable():
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"`{name}`" in readme for name in settings.VARIABLES)
+def test_a_page_lists_every_environment_variable():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert all(f"`{name}`" in page for name in settings.VARIABLES)
 
 
 @pytest.mark.parametrize(

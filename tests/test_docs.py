@@ -85,16 +85,6 @@ def layers_folder(name: str) -> None:
     Path(name, "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "w4afp8"}}))
 
 
-def mixture() -> dict[str, object]:
-    """Four experts, hidden 128, inter 128, three tokens."""
-    codes = torch.randint(-8, 8, (16, 256, 128), dtype=torch.int8)
-    return {
-        "q13": codes, "scale13": torch.full((16, 256, 1), 0.01), "q2": codes[:, :128].contiguous(),
-        "scale2": torch.full((16, 128, 1), 0.01), "x": torch.randn(3, 128, dtype=torch.bfloat16),
-        "router": torch.nn.Linear(128, 16, dtype=torch.bfloat16),
-    }  # fmt: skip
-
-
 def floats_folder(name: str) -> None:
     """A Llama with one layer of 64 × 64 Linears, in bf16."""
     transformers = pytest.importorskip("transformers")
@@ -133,7 +123,7 @@ NAMED = {
 }
 """What makes the folder that a sample names."""
 
-GIVEN = {"q13": mixture, "init_device_mesh": divided, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
+GIVEN = {"init_device_mesh": divided, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
 """What a sample with this name in it is given, as global names."""
 
 CANNOT_RUN = {'"""jitgemm_sglang.py"""': "test_sglang.py runs it, on SGLang or on stand-ins"}
@@ -194,7 +184,15 @@ def jitgemm_commands() -> list[tuple[str, str]]:
     return sorted(set(found))
 
 
-PLACEHOLDERS = {"N,K": "256,256", "M": "3", "N": "256", "K": "256", "KEY": "0", "config.json": str(ROOT / "README.md")}
+PLACEHOLDERS = {
+    "N,K": "256,256",
+    "M": "3",
+    "N": "256",
+    "K": "256",
+    "KEY": "0",
+    "LABEL": "0",
+    "config.json": str(ROOT / "README.md"),
+}
 
 
 @pytest.mark.parametrize(("page", "command"), jitgemm_commands())

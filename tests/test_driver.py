@@ -18,7 +18,7 @@ from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
-from jitgemm.jit.source import headers
+from jitgemm.jit.source import function_name, headers
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import device_of
@@ -98,8 +98,8 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
         (spec.label, name, device, smem)
         for device in (0, 1)
         for spec, name, smem in (
-            (gemm, "jitgemm_w4a8", smem_bytes(gemm)),
-            (quantizer, "jitgemm_quantize", MAX_PERMUTED_K),
+            (gemm, function_name(gemm.label), smem_bytes(gemm)),
+            (quantizer, function_name(quantizer.label), MAX_PERMUTED_K),
         )
     ]
 

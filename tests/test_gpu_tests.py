@@ -23,16 +23,29 @@ CUT = "!!! KeyboardInterrupt !!!\n= 2 failed, 10 passed, 40 deselected in 30.00s
 KILLED = "collected 9 items\n\ntests/test_a.py ..F.                  [ 44%]\ntests/test_b.py s.\nFatal Python error: Aborted\n"
 
 
-def test_a_note_counts_what_ran():
-    assert gpu_note.total([WHOLE + ENDED], "1") == "1 failed, 47 passed, 2 skipped in 62 s"
-    assert gpu_note.total([WHOLE + ENDED, WHOLE + CUT, KILLED], "124") == (
-        "4 failed, 61 passed, 3 skipped in 62 s by 3 processes (1 killed) and 41 not run, exit status 124 "
-        "(124, 137: time limit)"
-    )
-    assert gpu_note.total(["no output"], "3") == "nothing ran (1 killed)"
+def cells(texts, status="1", noted=""):
+    return dict(zip(gpu_note.COLUMNS, gpu_note.row("abc", status, noted, texts), strict=True))
 
 
-def test_a_note_names_each_failure_once(tmp_path):
+def numbers(texts, status):
+    found = cells(texts, status)
+    return [found[name] for name in ("passed", "skipped", "failed", "not run", "seconds", "remarks")]
+
+
+def test_a_row_counts_what_ran():
+    assert numbers([WHOLE + ENDED], "1") == ["47", "2", "1", "0", "62", ""]
+    cut = "1 of 3 processes killed, exit status 124"
+    assert numbers([WHOLE + ENDED, WHOLE + CUT, KILLED], "124") == ["61", "3", "4", "41", "62", cut]
+    assert numbers(["no output"], "3")[:5] == ["0", "0", "0", "0", "0"]
+
+
+def test_a_row_has_the_worst_errors_of_all_processes():
+    text = "GPU numbers: 5 outputs; worst error / bound: e4m3 {}, s8 {}; worst relative RMS: e4m3 0.999, s8 0.999\n"
+    assert cells([text.format("0.953", "0.120"), text.format("0.470", "0.997")])["error / bound"] == "0.953, 0.997"
+    assert cells(["none"])["error / bound"] == "-, -"
+
+
+def test_a_row_names_each_failure_once(tmp_path):
     texts = (
         "FAILED tests/test_a.py::b[x y] - assert 1 == 2\ntests/test_a.py:3: in b\n",
         f"{WHOLE}FAILED tests/test_a.py::b[x y] - assert 1 == 2\nERROR tests/test_a.py::c - OSError\n{ENDED}",
@@ -42,9 +55,16 @@ def test_a_note_names_each_failure_once(tmp_path):
     for path, text in zip(paths, texts):
         path.write_text(text)
     command = [sys.executable, "scripts/gpu_note.py", "abc", "1", *map(str, paths)]
-    note = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "| Commit | abc |" in note and "| Result | 2 failed, 51 passed, 3 skipped in 62 s by 2 processes" in note
-    assert note.count("- tests/test_a.py::b[x y] - assert 1 == 2") == 1 and "- tests/test_a.py::c - OSError" in note
+    row = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert row.startswith("| ") and row.endswith(" |\n") and row.count("\n") == 1
+    assert "| abc |" in row and "| tests/test_a.py::b[x y], tests/test_a.py::c, 1 of 2 processes killed |" in row
+
+
+def test_the_table_in_the_log_has_the_columns_of_a_row():
+    table = (ROOT / "docs" / "notes" / "log" / "gpu-tests.md").read_text()
+    head, _, *rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert head == f"| {' | '.join(gpu_note.COLUMNS)} |"
+    assert {line.count("|") for line in rows} == {head.count("|")}
 
 
 def test_a_run_that_is_cut_off_has_said_what_failed(tmp_path):
@@ -67,7 +87,7 @@ def test_a_run_that_is_cut_off_has_said_what_failed(tmp_path):
     run.send_signal(signal.SIGTERM)
     output = run.communicate(timeout=50)[0]
     counts, seconds = gpu_note.counts_of(output)
-    assert counts == {"failed": 1, "passed": 1, "unrun": 1} and seconds < 50, output
+    assert counts == {"failed": 1, "passed": 1, "not run": 1} and seconds < 50, output
     assert "KeyboardInterrupt" in output and "FAILED test_it.py::test_wrong" in output
 
 

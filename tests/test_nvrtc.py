@@ -80,7 +80,7 @@ except CompileError as error:
     said = python(script, CONDA_PREFIX="", CUDA_PATH="", CUDA_HOME="")
     if said.startswith("found"):
         pytest.skip(f"this machine has an NVRTC outside the wheels: {said}")
-    assert "pip install jitgemm[cu12]" in said and "jitgemm[cu13]" in said
+    assert "pip install 'jitgemm[cu12]'" in said and "'jitgemm[cu13]'" in said
     assert f"looked for in {REPOSITORY}, " in said and "LD_LIBRARY_PATH" in said
 
 

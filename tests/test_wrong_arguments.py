@@ -115,6 +115,7 @@ PUBLIC |= {
         affine=True, scale=torch.ones(1), zero=int32(0), batch_invariant=False,
         out=(torch.zeros(M, N, dtype=torch.int8), torch.zeros(M), torch.zeros(M, dtype=torch.int32)),
     ),
+    "explain": lambda: {name: value for name, value in gemm(4, FP32).items() if name not in ("bias", "kernel")},
     "gemm_w4a8_reference": lambda: dense(out_dtype=FP32),
     "m_grouped_gemm_w4a8_reference": lambda: {
         name: value for name, value in (contiguous(4, FP32) | {"out_dtype": FP32}).items()

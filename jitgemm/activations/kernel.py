@@ -18,7 +18,6 @@ from jitgemm.kernel.formats import CORRECTION_TYPES, K_ALIGNMENT, Correction, ce
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
 
-KERNEL_NAME = "jitgemm_quantize"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {name: True} for name in ("affine", "static")},
@@ -256,7 +255,9 @@ def _enumerator(name: str) -> str:
 
 
 def render_quantize(spec: QuantizeSpec) -> str:
-    """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `KERNEL_NAME`."""
+    """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `function_name` of its label."""
+    from jitgemm.jit.source import function_name
+
     threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS // spec.ctas
     cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
     bounds = f"{threads}, 1" if spec.gate == "gelu" else threads  # erfc() needs more than the 32 registers of two CTAs
@@ -272,7 +273,7 @@ namespace jitgemm {{
 }}
 
 extern "C" __global__ void {cluster}__launch_bounds__({bounds})
-{KERNEL_NAME}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
+{function_name(spec.label)}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
     jitgemm::quantize_rows<jitgemm::Config{sums}>(args, blockIdx.x / {spec.ctas}, gridDim.x / {spec.ctas});
 }}
 """

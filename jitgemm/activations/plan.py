@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jitgemm.activations.arguments import POINTERS
-from jitgemm.activations.kernel import KERNEL_NAME, MAX_PERMUTED_K, QuantizeSpec, block_dims, quantize_source
+from jitgemm.activations.kernel import MAX_PERMUTED_K, QuantizeSpec, block_dims, quantize_source
 from jitgemm.activations.kernel import quantize_spec, smem_bytes, spec_for_rows
 from jitgemm.activations.scheme import SILU_MUL, Activation, Prologue
 from jitgemm.dtypes import DTYPES
@@ -24,7 +24,7 @@ ARGUMENTS = ArgumentBlock(
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
 KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
-    KERNEL_NAME, quantize_source, smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
+    quantize_source, smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
     call="quantize_activations once with these arguments",
 )  # fmt: skip
 

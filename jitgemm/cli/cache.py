@@ -13,8 +13,10 @@ import typer
 from jitgemm import settings
 from jitgemm.cli import common
 from jitgemm.dtypes import LHS_TYPES
+from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.entry import EntryInfo
+from jitgemm.kernel.legend import legend
 
 cache_app = typer.Typer(
     help="Look into the cache of compiled kernels, check it, make it smaller.",
@@ -155,7 +157,7 @@ def _writable(root: Path) -> bool:
 @cache_app.command("show")
 @common.guarded
 def show(
-    key: Annotated[str, typer.Argument(help="A kernel's key, or the beginning of one.")],
+    key: Annotated[str, typer.Argument(metavar="KEY|LABEL", help="A kernel's key, the beginning of one, or a label.")],
     source: Annotated[bool, typer.Option("--source", help="Print the rendered CUDA source alone.")] = False,
     log: Annotated[bool, typer.Option("--log", help="Print NVRTC's log alone, registers and spills in it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metadata as JSON, source and log in it.")] = False,
@@ -165,17 +167,18 @@ def show(
     \b
     Examples:
       jitgemm cache show 3fa9
+      jitgemm cache show e4m3fast-g128-bf16-m16n64-k2x2-s8-c2
       jitgemm cache show 3fa9 --source > kernel.cu
 
     \b
     Exit codes:
       0  printed
       2  wrong arguments
-      3  no kernel with this key, or several
+      3  no kernel with this key or label, or several with the key
     """
     if source + log + as_json > 1:
         raise ValueError("--source, --log and --json: expected at most one of them")
-    entry = process_cache.read(key)
+    entry = process_cache.read(_key_of(key))
     if source or log:
         text = entry.metadata["source" if source else "log"]
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
@@ -192,6 +195,16 @@ def show(
         elif isinstance(value, list):
             shown[name] = " ".join(map(str, value))
     common.print_facts(shown)
+    sys.stdout.write("\nthe label says\n")
+    common.print_facts(dict(legend(entry.metadata["label"])))
+
+
+def _key_of(text: str) -> str:
+    """The key of the kernel of this label that was used last; other text as it is."""
+    named = [info for info in process_cache.entries() if info.ok and info.metadata["label"] == text]
+    if not named and "-" in text:
+        raise JitGemmError(f"no kernel in the cache has the label {text!r}")
+    return max(named, key=lambda info: info.last_used).key if named else text
 
 
 @cache_app.command("verify")
@@ -254,10 +267,19 @@ def clear(
     dry_run: _DryRun = False,
     as_json: common.Json = False,
 ) -> None:
-    """Drop every kernel from the first folder that can be written. Asks first in a terminal."""
+    """Drop every kernel from the first folder that can be written. Asks first; without a terminal it needs --yes.
+
+    \b
+    Exit codes:
+      0  done
+      1  the answer was no
+      2  wrong arguments, or nobody to ask
+    """
     dropped = process_cache.prune(max_bytes=0, dry_run=True)
     if not dry_run:
-        if not yes and sys.stdin.isatty():
+        if not yes and (sys.stdin is None or not sys.stdin.isatty()):
+            raise ValueError("clear: expected --yes where nobody can be asked")
+        if not yes:
             typer.confirm(f"Drop {len(dropped)} kernels from {process_cache.writable_root()}?", abort=True, err=True)
         dropped = process_cache.clear()
     _report_dropped(dropped, dry_run, as_json)

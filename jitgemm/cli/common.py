@@ -103,8 +103,6 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str, allow_nan=False) + "\n")
 
 
-_FOLDED = 36
-"""Width down to which text is folded before columns are dropped: most kernels' names fit."""
 _WHOLE = ("", "key", "status")
 """Columns of text that are never folded."""
 
@@ -112,7 +110,8 @@ _WHOLE = ("", "key", "status")
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[str] = ("kernel",), drop: Sequence[str] = ()
 ) -> Table:
-    """A borderless table that fits the terminal and cuts no text: it is folded, or its column left out. None is -.
+    """A borderless table that fits the terminal and cuts no text. Columns are left out first, and a line below names
+    them; text that is still too wide is folded. None is -.
 
     Args:
         left: columns of text, to the left; the others are numbers, to the right, and never folded.
@@ -121,13 +120,14 @@ def table(
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     folds = {column: column in left and column not in _WHOLE for column in columns}
     widths = {column: max(map(cell_len, texts)) for column, *texts in zip(columns, columns, *cells)}
-    widths |= {column: min(widths[column], _FOLDED) for column in columns if folds[column]}
     shown = list(columns)
     for column in drop:
         if sum(widths[name] + 2 for name in shown) - 2 <= out().width:
             break
         shown.remove(column)
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    missing = [column for column in columns if column not in shown]
+    caption = f"left out in {out().width} columns: {', '.join(missing)}; --json has all" if missing else None
+    made = Table(box=None, pad_edge=False, header_style="bold", caption=caption, caption_justify="left")
     for column in shown:
         justify = "left" if column in left else "right"
         made.add_column(column, justify=justify, no_wrap=not folds[column], overflow="fold")

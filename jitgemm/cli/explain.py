@@ -10,10 +10,11 @@ import typer
 from jitgemm.cli import common
 from jitgemm.cli.common import layer_option
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Problem
+from jitgemm.kernel.legend import legend
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import pick_device
 from jitgemm.select import cost
-from jitgemm.select.choose import Candidate, bands, candidates
+from jitgemm.select.choose import Candidate, bands, candidates, why
 
 _EXPERTS = "A grouped GEMM of so many weights; M tokens choose experts."
 _TOP_K = "--experts: how many of them a token chooses."
@@ -116,35 +117,13 @@ def explain(
     shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
     shared = f"two levels; {shared}" if format.factors else shared
     words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
-    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{_why(ranked)}")
+    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{why(ranked)}")
+    parts = ", ".join(f"{part}: {text}" for part, text in legend(ranked[0].kernel.label))
+    common.note(f"{ranked[0].kernel.label} is {parts}")
 
 
 def _facts(candidate: Candidate, rank: int) -> dict[str, Any]:
     kernel = candidate.kernel
-    facts = {"label": kernel.label, "chosen": rank == 0, "bound_by": _bound(candidate)}
+    facts = {"label": kernel.label, "chosen": rank == 0, "bound_by": candidate.bound_by}
     facts |= {name: getattr(candidate, name) for name in ("predicted_us", "terms", "waves", "ctas")}
     return facts | {"smem_bytes": smem_bytes(kernel), "kernel": kernel.to_dict()}
-
-
-def _bound(candidate: Candidate) -> str:
-    """The part of the prediction that takes longest; `fixed` comes on top of it whatever it is."""
-    return max((name for name in candidate.terms if name != "fixed"), key=candidate.terms.__getitem__)
-
-
-def _why(ranked: list[Candidate]) -> str:
-    """One sentence on the winner against the runner-up."""
-    winner = ranked[0]
-    if len(ranked) == 1:
-        return f"{winner.kernel.label} is the only one that fits"
-    second = ranked[1]
-    lead = second.predicted_us - winner.predicted_us
-    if lead < 0.005:
-        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared operands, then by name"
-        return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
-    reasons = [
-        f"{cost.TERMS[name]} {winner.terms[name]:.2f} us instead of {second.terms[name]:.2f}"
-        for name in dict.fromkeys((_bound(second), "fixed"))
-        if second.terms[name] - winner.terms[name] > 0.005
-    ]
-    because = f": {', '.join(reasons)}" if reasons else ""
-    return f"{winner.kernel.label} won over {second.kernel.label} by {lead:.2f} us{because}"

@@ -5,6 +5,7 @@ Files::
     call          the public calls, and their ops
     problem       a GEMM's arguments, dense or grouped, and their checks
     launch        from a checked GEMM to a launch
+    explain       which kernel a call takes, and why
     grouped       others' ways to say which rows are which expert's
     int8_out      a GEMM whose result is 8-bit again
     reference     the exact GEMM, which CPU tensors run

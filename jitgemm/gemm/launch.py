@@ -17,7 +17,7 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import GROUPED_POINTERS, POINTERS, Gemm, lhs_group_of
 from jitgemm.kernel.formats import Problem, ceil_div
-from jitgemm.kernel.render import KERNEL_NAME, kernel_source
+from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
@@ -47,7 +47,7 @@ GROUPED_ARGUMENTS = ArgumentBlock(GROUPED_POINTERS, **VALUES, **GROUP_VALUES)
 SWIZZLE_ROWS = 8
 """Rows of the copies of an expert's tile that is not whole; after so many the swizzle repeats."""
 
-KERNELS = KernelFamily(KERNEL_NAME, kernel_source, smem_bytes, call="the GEMM once with these shapes")
+KERNELS = KernelFamily(kernel_source, smem_bytes, call="the GEMM once with these shapes")
 
 
 class GemmLaunch(Launch):
@@ -61,14 +61,11 @@ class GemmLaunch(Launch):
     __slots__ = ("spec",)
 
     def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
-        x, x_scale, _, weight, out, _, groups, batch_invariant, label, _ = gemm
+        x, _, _, weight, out, _, groups, _, label, _ = gemm
         (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
         device = device_of(x.get_device())
         if spec is None:
-            problem = Problem(
-                gemm.expected_rows or rows, n, weight.k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
-                batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32, gemm.sums,
-            )  # fmt: skip
+            problem = problem_of(gemm)
             spec = choose(problem, device) if label is None else kernel_named(label, problem, device)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
 
@@ -133,6 +130,16 @@ class GemmLaunch(Launch):
         settled = settled_at is not None and settled_at == (records, blocks._version)
         if not self.run(key, settled):
             self.run(key, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
+
+
+def problem_of(gemm: Gemm) -> Problem:
+    """What the selector chooses a kernel for, of a checked GEMM."""
+    x, x_scale, _, weight, out = gemm[:5]
+    return Problem(
+        gemm.expected_rows or out.shape[0], weight.n, weight.k, TYPE_NAMES[x.dtype], weight.format,
+        TYPE_NAMES[out.dtype], gemm.batch_invariant, weight.experts or 0, lhs_group_of(x_scale),
+        x_scale.dtype == torch.int32, gemm.sums,
+    )  # fmt: skip
 
 
 def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:

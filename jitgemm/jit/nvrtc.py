@@ -29,7 +29,7 @@ _WHEELS = {
     "nvidia/cu13/lib/libnvrtc.so.13": "nvidia_cuda_nvrtc",
     "nvidia/cuda_nvrtc/lib/libnvrtc.so.12": "nvidia_cuda_nvrtc_cu12",
 }
-_INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[cu13]`"
+_INSTALL = "install it with `pip install 'jitgemm[cu12]'` or `pip install 'jitgemm[cu13]'`"
 _PROGRAM_NAME = b"jitgemm.cu"  # constant, so that no name reaches the cubin
 
 SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\b[^\n]*")

@@ -18,6 +18,11 @@ from jitgemm.jit.sass import BadCubin, Yields, apply_yields
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v")
 
 
+def function_name(label: str) -> str:
+    """A kernel's name in a profile: "jitgemm_" and its label, with underscores for hyphens."""
+    return f"jitgemm_{label.replace('-', '_')}"
+
+
 @dataclass(frozen=True)
 class KernelSource:
     """One kernel to look up or compile: all that decides its bytes, and what people call it.
@@ -39,6 +44,11 @@ class KernelSource:
     yields: Yields | None = None
     warmup: str = ""
     tighter: str = ""
+
+    @property
+    def function(self) -> str:
+        """The name of the kernel's function."""
+        return function_name(self.label)
 
     def key(self, nvrtc: NvrtcInfo) -> str:
         """Hex sha256 of everything that decides its cubin's bytes when this NVRTC compiles it.

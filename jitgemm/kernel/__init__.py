@@ -7,4 +7,5 @@ Files::
     spec     a kernel's constants, and what follows from them
     tactics  the rules that measurements set
     render   spec to source
+    legend   what the parts of a label mean
 """

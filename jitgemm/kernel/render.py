@@ -12,12 +12,10 @@ from typing import Any
 
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
-from jitgemm.jit.source import OPTIONS, KernelSource, headers
+from jitgemm.jit.source import OPTIONS, KernelSource, function_name, headers
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, spares_fragments, units_in_flight, yields
-
-KERNEL_NAME = "jitgemm_w4a8"
 
 
 def _wgmma(spec: KernelSpec, tokens: int) -> str:
@@ -169,7 +167,7 @@ static_assert(Config::kConsumerRegisters == {registers}, "spec.py and config.cuh
 
 
 def render(spec: KernelSpec, sets: int | None = None) -> str:
-    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`.
+    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `function_name` of its label.
 
     Args:
         sets: of fragments; None asks `fragment_sets`.
@@ -177,7 +175,8 @@ def render(spec: KernelSpec, sets: int | None = None) -> str:
     maps = ("lhs_map", "last_lhs_map", "out_map", *(["out_part_map", "out_row_map"] if spec.experts else []))
     parameters = [f"const __grid_constant__ jitgemm::TensorMap {name}" for name in maps]
     parameters.append(f"const __grid_constant__ jitgemm::{'GroupedArgs' if spec.experts else 'Args'} args")
-    indent = ",\n" + " " * (len(KERNEL_NAME) + 1)
+    function = function_name(spec.label)
+    indent = ",\n" + " " * (len(function) + 1)
     addresses = ", ".join(f"&{name}" for name in (*maps, "out_map", "out_map")[:5])
     multiplies = "\n".join(_wgmma(spec, width // spec.halves) for width in multiply_widths(spec))
     declared = ""
@@ -202,7 +201,7 @@ namespace jitgemm {{
 }}
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
-{KERNEL_NAME}({indent.join(parameters)}) {{
+{function}({indent.join(parameters)}) {{
     jitgemm::w4a8_gemm<jitgemm::Config>({{{addresses}}}, args);
 }}
 """

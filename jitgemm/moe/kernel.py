@@ -73,7 +73,7 @@ class CombineSpec:
 
 
 ENTRIES = {"route": "route", "front": "route_and_quantize", "combine": "combine"}
-"""The function that a family's kernel calls, and has in its name behind "jitgemm_"."""
+"""The function that a family's kernel calls."""
 
 
 def route_spec(choices: int) -> RouteSpec:
@@ -136,7 +136,9 @@ def combine_blocks(tokens: int, n: int) -> int:
 
 
 def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
-    """The CUDA source of a kernel; the entry point is named in `ENTRIES`."""
+    """The CUDA source of a kernel; the entry point is `function_name` of its label."""
+    from jitgemm.jit.source import function_name
+
     name, header = ENTRIES[spec.family], spec.family
     bounds, cluster, constants, config = str(COMBINE_THREADS), "", "jitgemm::Config", ""
     if isinstance(spec, RouteSpec):
@@ -154,7 +156,7 @@ def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
 #include <jitgemm/moe/{header}.cuh>
 
 {namespace}extern "C" __global__ void {cluster}__launch_bounds__({bounds})
-jitgemm_{name}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
+{function_name(spec.label)}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
     jitgemm::{name}<{constants}>(args);
 }}
 """

@@ -38,8 +38,7 @@ _SMEM_BYTES = {
 }
 _CALL = "the layer once with these shapes"
 FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS} | {
-    family: KernelFamily(f"jitgemm_{name}", source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL)
-    for family, name in ENTRIES.items()
+    family: KernelFamily(source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL) for family in ENTRIES
 }
 """By `family` of specs."""
 

@@ -33,13 +33,11 @@ class KernelFamily(Generic[Spec]):
     """Kernels that one template renders from specs, all that is constant in a kernel.
 
     Attributes:
-        name: of their function.
         source: renders a spec.
         smem_bytes: the most dynamic shared memory that a launch of a spec's kernel asks for.
         call: what loads a kernel when it is called once, for the error below.
     """
 
-    name: str
     source: Callable[[Spec], KernelSource]
     smem_bytes: Callable[[Spec], int]
     call: str
@@ -69,7 +67,7 @@ class KernelFamily(Generic[Spec]):
             kernel = kernels.get((spec, device))
             if kernel is None:
                 smem = self.smem_bytes(spec)
-                kernel = driver.load_kernel(entry.cubin, self.name, device=device, smem_bytes=smem)
+                kernel = driver.load_kernel(entry.cubin, source.function, device=device, smem_bytes=smem)
                 kernels[spec, device] = kernel
         return kernel
 

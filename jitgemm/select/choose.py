@@ -95,6 +95,25 @@ def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     return [replace(candidate, kernel=_as_asked(candidate.kernel, problem)) for candidate in found]
 
 
+def why(ranked: list[Candidate]) -> str:
+    """One sentence on the winner against the runner-up."""
+    winner = ranked[0]
+    if len(ranked) == 1:
+        return f"{winner.kernel.label} is the only one that fits"
+    second = ranked[1]
+    lead = second.predicted_us - winner.predicted_us
+    if lead < 0.005:
+        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared operands, then by name"
+        return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
+    reasons = [
+        f"{cost.TERMS[name]} {winner.terms[name]:.2f} us instead of {second.terms[name]:.2f}"
+        for name in dict.fromkeys((second.bound_by, "fixed"))
+        if second.terms[name] - winner.terms[name] > 0.005
+    ]
+    because = f": {', '.join(reasons)}" if reasons else ""
+    return f"{winner.kernel.label} won over {second.kernel.label} by {lead:.2f} us{because}"
+
+
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     best: tuple[float, KernelSpec] | None = None

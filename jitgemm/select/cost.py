@@ -94,6 +94,11 @@ class Candidate:
     waves: int
     ctas: int
 
+    @property
+    def bound_by(self) -> str:
+        """The part of the prediction that takes longest; `fixed` comes on top of it whatever it is."""
+        return max((name for name in self.terms if name != "fixed"), key=self.terms.__getitem__)
+
 
 class Costs(NamedTuple):
     """What a prediction needs of a kernel on a device, whatever the problem. Times in microseconds."""
