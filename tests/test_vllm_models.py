@@ -251,6 +251,10 @@ def test_deepseek_v4_s_experts_are_loaded_bit_for_bit(alone, tmp_path, monkeypat
     """Its attention has no tensors here; the shared expert is FP8 in blocks."""
     pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM's DeepSeek-V4 makes CUDA streams")
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)  # which its attention makes, and torch has not on the CPU
+    from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
+
+    for name in ("process_weights_after_loading", "_wrap_wo_a_process_weights_after_loading"):  # by vLLM's libraries
+        monkeypatch.setattr(DeepseekV4CPUAttention, name, lambda *_: None)
     config = transformers.DeepseekV4Config(
         hidden_size=256, moe_intermediate_size=INTER, num_hidden_layers=1, vocab_size=96, num_attention_heads=8, q_lora_rank=128,
         num_experts_per_tok=2, n_routed_experts=EXPERTS, o_groups=2, o_lora_rank=128, index_n_heads=8, max_position_embeddings=64,

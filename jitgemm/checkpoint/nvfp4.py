@@ -82,7 +82,7 @@ class _Nvfp4(Format):
         more = shape if scheme.form == "compressed-tensors" else {}
         if scheme.inputs is not None and scheme.inputs.num_bits == 4:
             more = more | {_OF_4_BITS[scheme.form]: stored(torch.float32, PARTS, optional=True)}
-        return _FORMS[scheme.form] | scheme.found | more | scheme.static
+        return {**_FORMS[scheme.form], **scheme.found, **more, **scheme.static}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes = self.sizes(tensors, scheme)

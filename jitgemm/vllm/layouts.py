@@ -159,8 +159,7 @@ def layout_of(
     try:
         config = translated(config, name) or {}
         method = config.get("quant_method")
-        if str(method).startswith("modelopt_"):  # what vLLM calls it, by its algorithm
-            method = "modelopt"
+        if (method := _method(method)) != config.get("quant_method"):
             config = {**config, "quant_method": method}
         if method == "w4afp8" and header.get("weight", "" if experts else "F8_E4M3") == "F8_E4M3":
             method = "fp8"
@@ -221,6 +220,11 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
             raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
         if scheme.zero_points and scheme.strategy not in ("group", "channel"):
             raise Unsupported(f"strategy: expected group or channel with zero points, got {scheme.strategy}")
+
+
+def _method(said: Any) -> Any:
+    """A quant_method as the files say it, where vLLM has put a name of its own for one of its models or algorithms."""
+    return "modelopt" if str(said).startswith("modelopt_") else "fp8" if said == "deepseek_v4_fp8" else said
 
 
 def _is_nvfp4(config: Mapping[str, Any], name: str, header: Mapping[str, str]) -> bool:
