@@ -97,9 +97,11 @@ class JitGemmConfig(QuantizationConfigMixin):
 
     Args:
         bits: 4, or 8 for a scale per row of int8 or e4m3, as `activation` says.
+        scheme: as in `quantize_`: None for integers; "mxfp4", or "two-level", whose activation is int8 where none is said.
         group_size, symmetric: of 4 bits, as in `quantize_w4`; None for what `quantize_` takes without calibration.
         scale_dtype: of 4 bits: "bfloat16", "float16" or "float32".
-        activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, or for what a quantised checkpoint says.
+        activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, for what the scheme meets, or for what a quantised
+            checkpoint says.
         lm_head: as in `quantize_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay, beside those that `quantize_` leaves alone.
         strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
@@ -115,10 +117,14 @@ class JitGemmConfig(QuantizationConfigMixin):
         symmetric: bool | None = None, scale_dtype: str = "bfloat16",
         modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
-        quant_method: str = NAME, sums: str = "f32",
+        quant_method: str = NAME, sums: str = "f32", scheme: str | None = None,
     ):  # fmt: skip
-        check_options(bits, lm_head)
+        check_options(bits, lm_head, scheme, activation)
         given = group_size, symmetric, scale_dtype
+        if scheme is not None and given != (None, None, "bfloat16"):
+            got = f"{group_size}, {symmetric}, {scale_dtype!r}"
+            wanted = f"none with scheme={scheme!r}, as they go with integers"
+            raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
         if bits == 8 and given != (None, None, "bfloat16"):
             wanted, got = "none with bits=8, a scale per row in fp32", f"{group_size}, {symmetric}, {scale_dtype!r}"
             raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
@@ -142,7 +148,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.symmetric, self.scale_dtype, self.lm_head = symmetric, scale_dtype, lm_head
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
-        self.sums = sums
+        self.sums, self.scheme = sums, scheme
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into a config.json: of a loaded model, that jitgemm reads its files, whose tensors say the rest."""
@@ -155,10 +161,10 @@ class JitGemmConfig(QuantizationConfigMixin):
     @property
     def quantising(self) -> dict[str, Any]:
         """Options of `quantised`."""
-        activation = self.activation or "e4m3"
+        activation = self.activation or ("int8" if self.scheme == "two-level" else "e4m3")
         options = {"bits": self.bits, "activation": activation, "lm_head": self.lm_head}
-        if self.bits == 8:
-            return options
+        if self.bits == 8 or self.scheme is not None:
+            return options | {"scheme": self.scheme}
         form = form_of_4_bits(activation, self.group_size, self.symmetric)
         return options | form | {"scale_dtype": getattr(torch, self.scale_dtype)}
 

@@ -207,6 +207,33 @@ def test_the_same_command_writes_the_same_bytes(run, llama, written, tmp_path):
     assert contents(tmp_path / "out") == contents(written)
 
 
+@pytest.mark.parametrize("scheme, activation", [("mxfp4", "e4m3"), ("two-level", "int8")])
+def test_a_scheme_is_written_as_its_engines_read_it(run, own_llama, tmp_path, scheme, activation):
+    for file in own_llama.glob("token*"):  # nothing to evaluate with
+        file.unlink()
+    out = tmp_path / "out"
+    facts = run(own_llama, out, "--data", "none", "--scheme", scheme, "--json").json
+    assert (facts["scheme"], facts["activation"]) == (scheme, activation)
+    loaded = emptied(out)
+    assert list(jitgemm.nn.load_(loaded, out)) == LAYERS
+    expected = quantised(own_llama, None, scheme=scheme, activation=activation, group_size=None, positive_scales=None)
+    for name in LAYERS:
+        weights = [model.get_submodule(name).weight for model in (loaded, expected)]
+        assert weights[0].format.code == weights[1].format.code == {"mxfp4": "e2m1"}.get(scheme, "two_level")
+        assert torch.equal(*(weight.dequantize() for weight in weights))
+    assert torch.equal(logits(loaded), logits(expected))
+
+
+def test_layers_that_qserve_s_tiles_do_not_hold_stay():
+    """96 columns are three tiles, 160 no group of 128 and a part."""
+    from jitgemm.cli.quantize import _filter
+
+    model, reasons = model_of("Llama", intermediate_size=160), {}
+    fits, mlp = _filter(model, reasons, "two-level"), model.model.layers[0].mlp
+    assert fits("model.layers.0.mlp.up_proj", mlp.up_proj) and not fits("model.layers.0.mlp.down_proj", mlp.down_proj)
+    assert "columns in multiples of 128, or of 32 up to there" in reasons["model.layers.0.mlp.down_proj"]
+
+
 def eight_in_order(names: list[str]) -> list[str]:
     """As the files have them."""
     return sorted(names, key=lambda name: (name.split(".")[2], PROJECTIONS.index(name.split(".", 3)[3])))
@@ -673,6 +700,18 @@ def test_a_model_with_nothing_to_quantise_says_why(run, tmp_path):
 @pytest.mark.parametrize(
     "options, code, message",
     [
+        (
+            ("--scheme", "mxfp4", "--group-size", "32"),
+            2,
+            "--group-size: expected none with --scheme mxfp4, whose groups",
+        ),
+        (("--scheme", "mxfp4", "--activation", "int8"), 2, "--activation: expected e4m3 with --scheme mxfp4, got int8"),
+        (
+            ("--scheme", "two-level", "--activation", "e4m3"),
+            2,
+            "--activation: expected int8 with --scheme two-level, got",
+        ),
+        (("--scheme", "two-level", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --scheme two-level"),
         (("--group-size", "48"), 2, "--group-size: expected one of 128, 64, 32, got 48"),
         (
             ("--group-size", "64"),

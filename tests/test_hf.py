@@ -572,6 +572,11 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
     [
         ({"bits": 6}, "bits: expected 4 or 8, got 6"),
         ({"bits": 8, "group_size": 64}, "group_size, symmetric, scale_dtype: expected none with bits=8"),
+        ({"scheme": "int4"}, "scheme: expected None or one of mxfp4, two-level, got 'int4'"),
+        ({"scheme": "mxfp4", "bits": 8}, "bits: expected 4 with scheme='mxfp4', got 8"),
+        ({"scheme": "mxfp4", "activation": "int8"}, "activation: expected float8_e4m3fn, .* got int8"),
+        ({"scheme": "two-level", "activation": "e4m3"}, "activation: expected int8, .* got float8_e4m3fn"),
+        ({"scheme": "two-level", "group_size": 64}, "group_size, symmetric, scale_dtype: expected none with scheme="),
         ({"lm_head": "fp8"}, "lm_head: expected None or one of e4m3"),
         ({"activation": "fp8"}, "activation: expected one of e4m3"),
         ({"scale_dtype": "fp8"}, "scale_dtype: expected"),
@@ -648,6 +653,19 @@ def test_floats_are_quantised_as_quantize_does(tmp_path, name):
     expected = build(name)
     quantize_(expected, **options)
     assert_same(model, expected)
+
+
+@pytest.mark.parametrize("scheme, activation", [("mxfp4", "e4m3"), ("two-level", "int8")])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_floats_are_quantised_to_a_scheme(tmp_path, name, scheme, activation):
+    floats(tmp_path, name)
+    how = hf.JitGemmConfig(scheme=scheme)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+    expected = build(name)
+    quantize_(expected, scheme=scheme, activation=activation)
+    assert_same(model, expected)
+    model.save_pretrained(tmp_path / "packed")
+    assert_same(loaded(tmp_path / "packed"), model)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

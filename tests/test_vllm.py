@@ -16,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mxfp4
+import nvfp4
 import pytest
+import test_qserve as qserve
 import torch
 from checkpoints import dequantized, words
 from safetensors.torch import save_file
@@ -75,6 +77,7 @@ def scheme(strategy="group", size=32, symmetric=True, inputs=None, format="pack-
 
 STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 CONFIGS = {
     "packed": scheme(),
@@ -85,6 +88,8 @@ CONFIGS = {
     "packed-int8": scheme(inputs=INT8),
     "int-quantized": scheme(format="int-quantized"),
     "mxfp4": scheme(format="mxfp4-pack-quantized", type="float"),
+    "nvfp4": scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float", inputs=FP4),
+    "packed-corrected": scheme(symmetric=False, inputs=INT8),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
     "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
@@ -99,12 +104,17 @@ CONFIGS = {
     "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}, "ignore": ["lm_head"]},
     "modelopt-channel": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    "modelopt-mxfp4": {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
+    "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "quark": {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
+    "qserve": {"quant_method": "qoq", "wbits": 4, "group_size": 32},
 }
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
 EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8")
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
+OF_INT8 = ("packed-corrected", "qserve")
+OF_EXPERTS = [name for name in CONFIGS if name != "qserve"]
 
 
 def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -114,13 +124,20 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
     weights = group.get("weights", {})
+    if "NVFP4" in (config.get("quant_algo") or "") or weights.get("strategy") == "tensor_group":
+        return stored_nvfp4(ct, n, k, seed)
+    if method == "qoq":
+        tensors, by_kernel = qserve.per_group(seed, n, k, 32)
+        return tensors, by_kernel.double() * tensors["s1_scales"].double()[:, None]
     floats = config.get("data_type") == "fp"
-    if floats or method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
+    of_modelopt = method == "modelopt" and "MXFP4" not in config["quant_algo"]
+    if floats or method in ("fp8", "fbgemm_fp8") or of_modelopt or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
-    if config.get("format") == "mxfp4-pack-quantized" or method == "quark":
+    if config.get("format") == "mxfp4-pack-quantized" or method in ("quark", "modelopt"):
         parts = mxfp4.parts(seed, n, k, shift=-12)
-        if method == "quark":
-            return {"weight": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
+        if method != "compressed-tensors":
+            more = static(seed if method == "modelopt" else None)
+            return {"weight": parts.canonical, "weight_scale": parts.scales} | more, parts.dequantize_fp64()
         return {"weight_packed": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]
@@ -155,6 +172,18 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     else:
         found |= {"weight": q} | ({} if zero is None else {"weight_zero_point": zero})
     return found | static(seed if group.get("input_activations") is STATIC else None), dense
+
+
+def stored_nvfp4(ct, n, k, seed):
+    """With static scales of inputs of 4 bits, and a scale of the tensor that the inverse's inverse is."""
+    parts = nvfp4.parts(seed, n, k)
+    whole = torch.tensor([2.0 ** -(seed % 5) / 64])
+    dense, more = nvfp4.Parts(parts.codes, parts.scales, whole).dequantize_fp64(), torch.tensor([seed + 1.0])
+    if ct:
+        found = {"weight_packed": parts.canonical, "weight_global_scale": whole.reciprocal()}
+        return found | {"weight_scale": parts.scales, "input_global_scale": more}, dense
+    found = {"weight": parts.canonical, "weight_scale": parts.scales, "weight_scale_2": whole.view(())}
+    return found | {"input_scale": more.view(())}, dense
 
 
 def stored_8(config, weights, n, k, seed):
@@ -343,7 +372,7 @@ def test_layers_that_the_config_leaves_out_stay():
     assert kind(gptq, "model.layers.0.self_attn.o_proj") is UnquantizedLinearMethod
 
 
-@pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4"])
+@pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4", "FP8_PB_WO"])
 def test_modelopts_config_beside_the_files_is_read(monkeypatch, quantization):
     """hf_quant_config.json, as vLLM hands it over."""
     said = {"quant_algo": quantization, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "m.*.gate*"]}
@@ -356,8 +385,8 @@ def test_modelopts_config_beside_the_files_is_read(monkeypatch, quantization):
     monkeypatch.setattr(configs, "get_quantization_config", none)
     config = made(given)
     assert kind(config, "m.0.gate") is kind(config, "lm_head") is UnquantizedLinearMethod
-    if quantization == "NVFP4":
-        with pytest.raises(ValueError, match="m.0.up: quant_algo: expected FP8 or FP8_PER_CHANNEL.* got 'NVFP4'"):
+    if quantization == "FP8_PB_WO":
+        with pytest.raises(ValueError, match="m.0.up: quant_algo: expected FP8, FP8_PER_CHANNEL.* got 'FP8_PB_WO'"):
             kind(config, "m.0.up")
         assert asked == [("modelopt", given)]
     else:
@@ -566,10 +595,10 @@ def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place):
     rows = slice(256 * place[0] // place[1], 256 * (place[0] + 1) // place[1])
     assert torch.equal(dense_of(module), torch.cat([dense[rows] for _, dense in parts]))
     assert not list(layer.parameters()) and module.weight.bits == (8 if name in EIGHT else 4)
-    if name in ("packed-static", *PER_TENSOR):
+    if name in ("packed-static", "modelopt-mxfp4", *PER_TENSOR):
         assert module.input_scale.tolist() == pytest.approx([0.03])  # the largest of both
     block = name == "fp8-blocks"
-    assert module.activation == ("e4m3_block" if block else "int8" if "int8" in name else "e4m3")
+    assert module.activation == ("e4m3_block" if block else "int8" if "int8" in name or name in OF_INT8 else "e4m3")
 
 
 @pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "gptq", "awq"])
@@ -610,7 +639,7 @@ def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch
     found = dense_of(process(layer))
     assert torch.equal(found[:128], dense) and not found[128:].any()
     assert said == ["jitgemm: no file holds m.k_proj, m.v_proj: zeros"]
-    if name in ("packed-static", *PER_TENSOR):
+    if name in ("packed-static", "modelopt-mxfp4", *PER_TENSOR):
         assert layer.jitgemm.input_scale.tolist() == pytest.approx([0.01])
     with rank(), pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files.*m.o_proj"):
         process(row(CONFIGS[name], 128, 128))
@@ -978,7 +1007,8 @@ def test_experts_are_added_up_as_the_option_says(tmp_path, kind, sums):
 
 # ---- files that lack a tensor ----------------------------------------------------------------------------------------
 
-MAY_LACK = {"weight_shape": CONFIGS, "g_idx": CONFIGS, "input_scale": PER_TENSOR}
+MAY_LACK = {"weight_shape": CONFIGS, "g_idx": CONFIGS, "input_scale": (*PER_TENSOR, "modelopt-mxfp4", "modelopt-nvfp4"),
+            "input_global_scale": CONFIGS}  # fmt: skip
 """What a layer can be read without, and in which formats."""
 
 
@@ -1020,7 +1050,7 @@ def test_a_tensor_that_no_file_holds_is_an_error_of_every_loader(name):
             process(layer)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", OF_EXPERTS)
 def test_a_tensor_of_one_expert_that_no_file_holds_is_an_error(name):
     """Of any of its layers, on the rank that has the expert."""
     tensors, _ = expert_tensors(CONFIGS[name], 4, 128, 128)
@@ -1174,9 +1204,19 @@ SAVED = {
     "static": lambda n, k: W4A8Linear(
         W4A8Linear.from_linear(floats(n, k), group_size=64).weight, input_scale=torch.tensor([0.5])
     ),
+    "mxfp4": lambda n, k: W4A8Linear.from_linear_mxfp4(floats(n, k)),
+    "nvfp4": lambda n, k: W4A8Linear(nvfp4.parts(n, n, k).packed),
+    "two levels": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k)),
+    "corrected": lambda n, k: W4A8Linear(corrected(n, k), activation="int8"),
     "8 bits": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="int8"),
     "8 bits in blocks": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="e4m3_block", block=128),
 }
+
+
+def corrected(n, k):
+    q, zero = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.randint(0, 16, (n, k // 32))
+    scale = (torch.rand(n, k // 32) + 0.5).to(BF16) / 64
+    return jitgemm.pack_w4(q, scale, zero, group_size=32, k=k, lhs_dtype=torch.int8, correction=True)
 
 
 def floats(n, k):
@@ -1353,6 +1393,9 @@ EXPERTS = {
     "zero points": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 32, symmetric=False),
     "groups of 128": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 128),
     "per channel": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), size[-1]),
+    "mxfp4": lambda *size: jitgemm.quantize_mxfp4(torch.randn(size, dtype=BF16)),
+    "nvfp4": lambda e, n, k: nvfp4.parts(n, n, k, experts=e).packed,
+    "two levels": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16)),
     "8 bits": lambda *size: jitgemm.quantize_w8(torch.randn(size, dtype=BF16), torch.float8_e4m3fn),
 }
 
@@ -1383,14 +1426,15 @@ def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, kind, order, split
     """Of 384 / 4 = 96 rows and columns, within strips and groups of 128, too."""
     gate = SILU_MUL if order == "gate_up" else Gate("swiglu_oai", order, 7.0, 1.702)
     more = {} if order == "gate_up" else {"activation": "swigluoai", "swiglu_limit": 7.0}
-    whole = packed_module(kind, gate=gate)
+    activation = "int8" if kind == "two levels" else "e4m3"
+    whole = packed_module(kind, activation, gate=gate)
     config, found = saved_experts(tmp_path, whole), []
     for number in range(size):
         with rank():
             layer = experts(config, "m.experts", (4, 128, 384), 1, **{split: (number, size)}, **more)
             layer.quant_method.process_weights_after_loading(layer)
         module = layer.jitgemm
-        assert (module.gate, module.activation) == (gate, "e4m3") and not list(layer.parameters())
+        assert (module.gate, module.activation) == (gate, activation) and not list(layer.parameters())
         found.append(module)
     w13, w2 = ([each.weight.dequantize() for each in halves] for halves in zip(*((m.w13, m.w2) for m in found)))
     expected13, expected2 = whole.w13.weight.dequantize(), whole.w2.weight.dequantize()
@@ -1508,7 +1552,7 @@ def applied(layer, x, ids, weights):
     return layer.quant_method.apply(layer, x, weights, ids, None, None)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", OF_EXPERTS)
 @pytest.mark.parametrize("split", ["whole", "tp", "ep"])
 def test_experts_of_all_ranks_add_up_to_the_dequantised_mixture(name, split):
     inter = 256 if name == "fp8-blocks" else 64

@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it
 transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+import mxfp4  # noqa: E402
 from test_vllm import CONFIGS, scheme, stored  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
@@ -189,11 +190,107 @@ def same(weight, expected, exact):
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
-@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "int-quantized", "gptq", "awq", "fp8-blocks"])
+@pytest.mark.parametrize("name", [
+    "packed", "packed-asymmetric", "packed-corrected", "int-quantized", "gptq", "awq", "fp8-blocks", "mxfp4", "quark",
+    "modelopt-mxfp4", "nvfp4", "modelopt-nvfp4", "qserve",
+])  # fmt: skip
 def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
+    if name == "qserve" and mixture:
+        pytest.skip("vLLM's loaders of experts cannot cut QServe's tiles")
     quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
     dense = save(tmp_path, quantization, mixture)
     check(loaded(tmp_path), dense)
+
+
+def gpt_oss(folder):
+    """A tiny gpt-oss as it is published, and the weights of its experts."""
+    config = transformers.GptOssConfig(
+        **SIZES | {"intermediate_size": INTER}, num_local_experts=EXPERTS, num_experts_per_tok=2, layer_types=["full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = ["GptOssForCausalLM"]
+    start = "model.layers.0.mlp.experts."
+    tensors = {
+        n: t.clone() for n, t in model.state_dict().items() if n not in (start + "gate_up_proj", start + "down_proj")
+    }
+    found = {}
+    for seed, (name, n, k) in enumerate(
+        (("gate_up", 2 * INTER, SIZES["hidden_size"]), ("down", SIZES["hidden_size"], INTER))
+    ):
+        parts = mxfp4.parts(seed, n, k, experts=EXPERTS, shift=-12)
+        tensors[f"{start}{name}_proj_blocks"] = parts.canonical.unflatten(-1, (-1, 16)).contiguous()
+        tensors[f"{start}{name}_proj_scales"] = parts.scales
+        tensors[f"{start}{name}_proj_bias"] = torch.randn(EXPERTS, n).bfloat16()
+        found[name] = parts.dequantize_fp64(), tensors[f"{start}{name}_proj_bias"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    config.save_pretrained(folder)
+    return found
+
+
+def test_gpt_oss_is_loaded_bit_for_bit_with_its_biases(alone, tmp_path):
+    found = gpt_oss(tmp_path)
+    model = loaded(tmp_path)
+    [experts] = [module.jitgemm for module in model.modules() if hasattr(module, "jitgemm")]
+    assert (experts.gate.order, experts.gate.limit, experts.activation) == ("interleaved", 7.0, "e4m3")
+    for part, name in ((experts.w13, "gate_up"), (experts.w2, "down")):
+        weight, bias = found[name]
+        assert torch.equal(part.weight.dequantize().double(), weight) and torch.equal(part.bias, bias)
+
+
+def test_deepseek_v4_s_experts_are_loaded_bit_for_bit(alone, tmp_path, monkeypatch):
+    """Its attention has no tensors here; the shared expert is FP8 in blocks."""
+    pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM's DeepSeek-V4 makes CUDA streams")
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)  # which its attention makes, and torch has not on the CPU
+    from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
+
+    for name in ("process_weights_after_loading", "_wrap_wo_a_process_weights_after_loading"):  # by vLLM's libraries
+        monkeypatch.setattr(DeepseekV4CPUAttention, name, lambda *_: None)
+    config = transformers.DeepseekV4Config(
+        hidden_size=256, moe_intermediate_size=INTER, num_hidden_layers=1, vocab_size=96, num_attention_heads=8, q_lora_rank=128,
+        num_experts_per_tok=2, n_routed_experts=EXPERTS, o_groups=2, o_lora_rank=128, index_n_heads=8, max_position_embeddings=64,
+        mlp_layer_types=["moe"], layer_types=["sliding_attention"],
+    )  # fmt: skip
+    config.architectures, config.expert_dtype = ["DeepseekV4ForCausalLM"], "fp4"
+    config.quantization_config = CONFIGS["fp8-blocks"] | {
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "ignored_layers": ["attn"],
+    }
+    config.save_pretrained(tmp_path)
+    tensors, dense = {"embed.weight": torch.zeros(96, 256, dtype=torch.bfloat16)}, {}
+    for e in range(EXPERTS):
+        for i, (name, n, k) in enumerate((("w1", INTER, 256), ("w2", 256, INTER), ("w3", INTER, 256))):
+            parts, layer = mxfp4.parts(3 * e + i, n, k, shift=-12), f"layers.0.ffn.experts.{e}.{name}"
+            tensors[f"{layer}.weight"] = parts.canonical.view(torch.int8)
+            tensors[f"{layer}.scale"] = parts.scales.view(torch.float8_e8m0fnu)
+            dense[e, name] = parts.dequantize_fp64()
+    for i, (name, n, k) in enumerate((("w1", INTER, 256), ("w2", 256, INTER), ("w3", INTER, 256))):
+        found, dense[name] = stored(CONFIGS["fp8-blocks"], n, k, seed=i)
+        powers = torch.ldexp(torch.ones(n // 128, k // 128), torch.randint(-6, -2, (n // 128, k // 128)))
+        rows = powers.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        dense[name] = found["weight"].double() * rows.double()
+        layer = f"layers.0.ffn.shared_experts.{name}"
+        tensors |= {f"{layer}.weight": found["weight"], f"{layer}.scale": powers.to(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    modules = {name: m.jitgemm for name, m in loaded(tmp_path).named_modules() if hasattr(m, "jitgemm")}
+    [experts] = [each for each in modules.values() if hasattr(each, "w13")]
+    assert experts.activation == "e4m3_block" and experts.gate.limit == config.swiglu_limit
+    for e in range(EXPERTS):
+        same(experts.w13.weight[e], torch.cat([dense[e, "w1"], dense[e, "w3"]]), True)
+        same(experts.w2.weight[e], dense[e, "w2"], True)
+    shared = {name.rpartition(".")[2]: each for name, each in modules.items() if "shared_experts" in name}
+    same(shared["gate_up_proj"].weight, torch.cat([dense["w1"], dense["w3"]]), True)
+    same(shared["down_proj"].weight, dense["w2"], True)
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])

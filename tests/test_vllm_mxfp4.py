@@ -89,11 +89,13 @@ def test_joined_linears_hold_the_files_weights(tmp_path, config, known):
     assert scale == (pytest.approx(0.05) if config is MODELOPT else None)
 
 
-def test_deepseek_v4_s_other_layers_are_fp8(tmp_path):
+@pytest.mark.parametrize("method", ["fp8", "deepseek_v4_fp8"])
+def test_deepseek_v4_s_other_layers_are_fp8(tmp_path, method):
+    """By the name in the files, and by the one that vLLM puts there for this model."""
     weight, scale = torch.randn(128, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 0.25)
     names = ("m.gate_proj", "m.up_proj")
     tensors = {"weight": weight, "weight_scale_inv": scale}
-    own = with_headers(tmp_path, V4, dict.fromkeys(names, tensors))
+    own = with_headers(tmp_path, V4 | {"quant_method": method}, dict.fromkeys(names, tensors))
     with rank():
         layer = gate_up(own, 128, 128)
         for part in (0, 1):

@@ -277,7 +277,7 @@ class CanonicalWeight:
         if self.nvfp4:
             codes, scale = self.q[:, 0::2] | self.q[:, 1::2] << 4, self.scale.view(torch.float8_e4m3fn)
             return self._ordered(pack_nvfp4(codes, scale, self.row_scale))  # type: ignore[arg-type]
-        if lhs_dtype == torch.int8 and (in_levels := self._levels()) is not None:
+        if lhs_dtype == torch.int8 and (in_levels := self.levels()) is not None:
             return self._ordered(pack_w4_two_level(*in_levels))
         if size < self.k and size not in GROUP_SIZES:
             size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
@@ -306,7 +306,7 @@ class CanonicalWeight:
             raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
         return self._ordered(pack_w8(self.q, parameters["scale"], group_size=min(size, self.k)))
 
-    def _levels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def levels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """What `pack_w4_two_level` takes of a weight whose scales are integers times `row_scale`, exactly; None of others."""
         per_channel = self.group_size >= self.k
         if self.row_scale is None or self.k > MAX_K or not (per_channel or self.group_size % FACTOR_GROUP == 0):

@@ -60,12 +60,14 @@ class TensorLayout:
         dims: `Dim`s and numbers. (PARTS,) is a single element, in a file of any number of dimensions.
         optional: whether files may lack it; as text, what an error says where columns in groups are in activation order.
         wanted: what an error says of another shape.
+        tile: (rows, elements of a row) that lie together in memory, tile by tile; None for rows.
     """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[Dim | int, ...]
     optional: bool | str = False
     wanted: str = "shape {shape}, got {got}"
+    tile: tuple[int, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,6 +98,20 @@ class TensorLayout:
         """(dimension, values to a word) of packed integers."""
         found = [(i, self.per(i)) for i in range(len(self.dims)) if self.per(i) > 1]
         return found[0] if found and not self.dtype.is_floating_point else None
+
+    def by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor [rows, elements] of tiles with its rows in memory, such that any tiles can be cut out of it."""
+        if self.tile is None:
+            return tensor
+        (n, size), (rows, each) = tensor.shape, self.tile
+        return tensor.reshape(n // rows, size // each, rows, each).transpose(1, 2).reshape(n, size)
+
+    def by_tiles(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that `by_rows` gives this one for."""
+        if self.tile is None:
+            return tensor
+        (n, size), (rows, each) = tensor.shape, self.tile
+        return tensor.reshape(n // rows, rows, size // each, each).transpose(1, 2).reshape(n, size)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape for {letter: size}."""

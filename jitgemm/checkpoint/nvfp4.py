@@ -4,7 +4,7 @@
 
     weight_packed        uint8 [n, k / 2]             compressed-tensors' nvfp4-pack-quantized
     weight_scale         float8_e4m3fn [n, k / 16]
-    weight_global_scale  fp32, one element
+    weight_global_scale  fp32, one element; in memory also [n, 1]
     weight               uint8 [n, k / 2]             ModelOpt's NVFP4, W4A16_NVFP4 and W4A8_NVFP4_FP8
     weight_scale         float8_e4m3fn [n, k / 16]
     weight_scale_2       fp32, one element
@@ -19,6 +19,7 @@ compressed-tensors 0.20.0, which the tests hold this against, and vLLM's modelop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,11 @@ _FORMS: dict[str, dict[str, TensorLayout]] = {
     "modelopt": {"weight": _CODES, "weight_scale": _SCALES, "weight_scale_2": _ONE},
 }
 """The tensors, by whose they are."""
+_WHOLE = {"compressed-tensors": "weight_global_scale", "modelopt": "weight_scale_2"}
+_BY_ROW = stored(torch.float32, N, 1)
+"""The scale of the tensor where layers are joined, each with its own."""
+_OF_4_BITS = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}
+"""The static scale of inputs of 4 bits."""
 _ALGORITHMS: dict[str, Inputs | None] = {
     "NVFP4": Inputs("float", 4, "tensor_group", SCALE_GROUP),
     "W4A16_NVFP4": Inputs(num_bits=16),
@@ -67,18 +73,24 @@ class _Nvfp4(Format):
             )
         named = "input_scale" in (headers or {})
         inputs = _of_modelopt(config, named) if form == "modelopt" else _of_compressed_tensors(config, prefix)
-        return Scheme(self.name, "nvfp4", SCALE_GROUP, inputs=inputs, form=form, settings=config)
+        name = _WHOLE[form]
+        found = {} if headers is None or math.prod(headers[name].shape) == 1 else {name: _BY_ROW}
+        return Scheme(self.name, "nvfp4", SCALE_GROUP, inputs=inputs, form=form, found=found, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         shape = {"weight_shape": stored((torch.int64, torch.int32), 2, optional=True)}
-        return _FORMS[scheme.form] | (shape if scheme.form == "compressed-tensors" else {}) | scheme.static
+        more = shape if scheme.form == "compressed-tensors" else {}
+        if scheme.inputs is not None and scheme.inputs.num_bits == 4:
+            more = more | {_OF_4_BITS[scheme.form]: stored(torch.float32, PARTS, optional=True)}
+        return {**_FORMS[scheme.form], **scheme.found, **more, **scheme.static}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes = self.sizes(tensors, scheme)
         codes, scales, name = (name for name in _FORMS[scheme.form])
-        whole = tensors[name].reshape(1).float()
-        if not bool((whole > 0) & whole.isfinite()):
-            raise ValueError(f"{name}: expected a positive, finite number, got {float(whole)}")
+        whole = tensors[name].reshape(-1).float()
+        wrong = ~((whole > 0) & whole.isfinite())
+        if bool(wrong.any()):
+            raise ValueError(f"{name}: expected a positive, finite number, got {float(whole[wrong][0])}")
         whole = whole.reciprocal() if scheme.form == "compressed-tensors" else whole
         return CanonicalWeight(
             unpack_nibbles(tensors[codes], 1), tensors[scales].view(torch.uint8), group_size=SCALE_GROUP, code="nvfp4",
@@ -88,7 +100,14 @@ class _Nvfp4(Format):
 
 def _form(names: Mapping[str, Any]) -> str | None:
     """Which of the forms the tensors, or their headers, have; None for none."""
-    return next((form for form, layout in _FORMS.items() if fits(names, layout)), None)
+    return next(
+        (
+            form
+            for form, layout in _FORMS.items()
+            if fits(names, layout) or fits(names, layout | {_WHOLE[form]: _BY_ROW})
+        ),
+        None,
+    )
 
 
 def _of_modelopt(config: Mapping[str, Any], named: bool) -> Inputs | None:

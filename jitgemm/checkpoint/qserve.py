@@ -37,16 +37,23 @@ import torch
 
 from jitgemm.checkpoint.bits import integer_zero, scaled_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_setting, setting
 from jitgemm.checkpoint.layouts import BYTES, INT8, G, K, N, TensorLayout, measure, stored
 from jitgemm.tensors import describe
 
 _TILE = 32
-_CODES = stored(BYTES, N, K / 2)
+_CODES = stored(BYTES, N, K / 2, tile=(_TILE, _TILE // 2))
+_GROUP = 128
+"""Columns of a group in every engine."""
+WRITTEN = (
+    f"rows in multiples of {_TILE}, and columns in multiples of {_GROUP}, or of {_TILE} up to there, as QServe's tiles"
+)
+METHOD = "qoq"
+"""What SGLang calls the format."""
 
 
 class _QServe(Format):
-    name = "qserve"
+    name, methods = "qserve", ("qserve", METHOD)
     also = ("s2_scales", "s2_zeros", "s1_szeros")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
@@ -54,8 +61,10 @@ class _QServe(Format):
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         check_setting(config, 4, "bits", "wbits", "w_bit")
-        form = "group" if headers is None or "s2_scales" in headers else "channel"
-        return Scheme(self.name, group_size=setting(config, "group_size"), strategy=form, zero_points=True)
+        size, whole = setting(config, "group_size"), setting(config, "group_size") == -1
+        form = "channel" if (whole if headers is None else "s2_scales" not in headers) else "group"
+        size = _GROUP if headers is None and size is None else size
+        return Scheme(self.name, group_size=size, strategy=form, zero_points=True, inputs=Inputs())
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         layout, rows, groups = {"qweight": _CODES}, stored(torch.float16, N), stored(INT8, G, N)
@@ -83,6 +92,44 @@ class _QServe(Format):
         zero = _zero_points(q, s2, s2_zero, group_size)
         weight = integer_zero(q, s2.float() * s1.float(), zero, group_size, name="-s2_zeros / s2_scales")
         return replace(weight, row_scale=tensors["s1_scales"])
+
+    def write(self, weight: CanonicalWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
+        """The tensors of a layer in two levels, with groups of 128 or one for a row, whose scale fp16 holds.
+
+        Raises:
+            ValueError: it is another, or its sizes are no multiples of the tiles'.
+        """
+        found = weight.levels()
+        if found is None:
+            raise ValueError(f"weight: expected one in two levels, got {weight.code} in groups of {weight.group_size}")
+        q, factor, zero, scale = found
+        n, k = q.shape
+        if not writes((n, k)):
+            raise ValueError(f"weight: expected {WRITTEN}, got {n} and {k}")
+        if not torch.equal(scale.half().float(), scale.float()):
+            raise ValueError(f"s1_scales: expected numbers that fp16 holds, got others, the least {float(scale.min())}")
+        product = (-zero.int() * factor.int()).to(torch.int8)  # which wraps
+
+        def tiled(values: torch.Tensor) -> torch.Tensor:
+            return values.T.unflatten(1, (-1, 4, 8)).transpose(-2, -1).flatten(1).to(torch.int8).contiguous()
+
+        return {
+            "qweight": _tiles(q), "s1_scales": scale.half(), "s2_scales": tiled(factor), "s2_zeros": tiled(product),
+        }  # fmt: skip
+
+
+def writes(sizes: tuple[int, int]) -> bool:
+    """Whether a layer of these rows and columns can be `WRITTEN`."""
+    n, k = sizes
+    return n % _TILE == 0 and k % (_TILE if k <= _GROUP else _GROUP) == 0
+
+
+def _tiles(q: torch.Tensor) -> torch.Tensor:
+    """int8 [n, k / 2] of codes uint8 [n, k]: what `_codes` reads."""
+    n, k = q.shape
+    # row / 16, row / 8 % 2, row % 8; column / 16, column % 16 / 4, column % 4
+    tiles = q.reshape(n // _TILE, 2, 2, 8, k // _TILE, 2, 4, 4).permute(0, 4, 3, 6, 5, 2, 7, 1)
+    return (tiles[..., 0] | tiles[..., 1] << 4).reshape(n, k // 2).view(torch.int8)
 
 
 def _codes(qweight: torch.Tensor) -> torch.Tensor:

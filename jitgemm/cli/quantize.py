@@ -1,4 +1,4 @@
-"""`jitgemm quantize`: a Hugging Face folder in floats as a compressed-tensors checkpoint with 4-bit weights."""
+"""`jitgemm quantize`: a Hugging Face folder in floats as a checkpoint with 4-bit weights: compressed-tensors', or QServe's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ GROUPS = (128, 64, 32)
 INPUTS = {"e4m3": "float", "int8": "int"}
 """--activation's choices, and compressed-tensors' names of them."""
 Activation = Enum("Activation", {"e4m3": "e4m3", "int8": "int8"}, type=str)
-Scheme = Enum("Scheme", {"int4": "int4", "mxfp4": "mxfp4"}, type=str)
+Scheme = Enum("Scheme", {"int4": "int4", "mxfp4": "mxfp4", "two-level": "two-level"}, type=str)
+MEETS = {"mxfp4": ("e4m3", 32), "two-level": ("int8", 128)}
+"""The schemes other than int4: what inputs are quantised to, and their groups."""
 SHOWN = 10
 """Layers in the table."""
 _BATCH = 8
@@ -40,6 +42,12 @@ _DATA = (
     "back to evaluate, the rest calibrates. none: no calibration, which costs a 4-bit model much more."
 )
 _TOKENS = "Tokens of it that calibrate, in windows of 256."
+_SCHEME = (
+    "What 4 bits are: int4, integers with a scale for each group; mxfp4, floats with a power of two for 32 columns, for "
+    "e4m3 alone; two-level, integers whose groups of 128 have an integer scale and zero point under a scale for a row, for "
+    "int8 alone, which costs prefill less than int4's groups: QServe's tensors, which vLLM loads of Linears alone."
+)
+_ACTIVATION = "What inputs of layers are quantised to, per token. Default: e4m3; int8 with --scheme two-level."
 _GROUP = (
     "Columns that share a scale. Default: 128, or 32 and zero points without calibration; less where a layer's columns "
     "are no multiple."
@@ -60,9 +68,9 @@ def quantize(
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=256, metavar="N", help=_TOKENS)] = 16384,
     activation: Annotated[
-        Activation, typer.Option("--activation", help="What inputs of layers are quantised to, per token.")
-    ] = Activation.e4m3,
-    scheme: Annotated[Scheme, typer.Option("--scheme", help="4-bit integers, or MXFP4, for e4m3 alone.")] = Scheme.int4,
+        Optional[Activation], typer.Option("--activation", help=_ACTIVATION, show_default=False)
+    ] = None,
+    scheme: Annotated[Scheme, typer.Option("--scheme", help=_SCHEME)] = Scheme.int4,
     group_size: Annotated[
         Optional[int], typer.Option("--group-size", metavar="|".join(map(str, GROUPS)), help=_GROUP, show_default=False)
     ] = None,
@@ -85,6 +93,7 @@ def quantize(
       jitgemm quantize Qwen3-30B-A3B Qwen3-W4A8 --data chats.jsonl --tokens 65536
       jitgemm quantize gemma-3-1b-it gemma-W4A8 --group-size 32 --keep-8bit AUTO
       jitgemm quantize gpt-oss-20b-BF16 gpt-oss-MXFP4 --scheme mxfp4
+      jitgemm quantize Llama-3.1-8B-Instruct Llama-3.1-8B-QServe --scheme two-level
       jitgemm quantize FOLDER OUT --activation int8 --data none --json
 
     \b
@@ -101,11 +110,19 @@ def quantize(
     """
     if group_size not in (None, *GROUPS):
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUPS))}, got {group_size}")
-    if scheme is Scheme.mxfp4 and (group_size, activation) != (None, Activation.e4m3):
-        name = "--group-size" if group_size is not None else "--activation"
-        expected = "none" if group_size is not None else "e4m3"
-        raise ValueError(f"{name}: expected {expected} with --scheme mxfp4, whose groups of 32 are e4m3's own kind")
+    inputs, groups = MEETS.get(scheme.value, ("e4m3", None))
+    inputs = inputs if activation is None else activation.value
+    if groups is not None and group_size is not None:
+        raise ValueError(
+            f"--group-size: expected none with --scheme {scheme.value}, whose groups are of {groups}, got one"
+        )
+    if groups is not None and inputs != MEETS[scheme.value][0]:
+        raise ValueError(f"--activation: expected {MEETS[scheme.value][0]} with --scheme {scheme.value}, got {inputs}")
     limit = _limit(keep_8bit)
+    if limit is not None and scheme.value == "two-level":
+        raise ValueError(
+            "--keep-8bit: expected none with --scheme two-level, as QServe's files have no layers of 8 bits"
+        )
     if limit is not None and data == "none":
         raise ValueError("--keep-8bit: expected --data other than none, which says what a layer loses")
     if out.resolve() == folder.resolve():
@@ -125,7 +142,7 @@ def quantize(
         ),
         "--data": "none" if data == "none" else _digest(text),
         "--tokens": tokens // WIDTH * WIDTH,
-        "--activation": activation.value,
+        "--activation": inputs,
         "--scheme": scheme.value,
         "--group-size": group_size,
         "--keep-8bit": limit,
@@ -140,8 +157,7 @@ def quantize(
         texts = held, None if data == "none" else text
         if data is None:
             common.note("calibrates with Python's help topics; --data FILE takes text like what the model will read")
-        mxfp4 = scheme is Scheme.mxfp4
-        facts = _run(source, unfinished, place, texts, tokens // WIDTH, activation.value, mxfp4, group_size, limit)
+        facts = _run(source, unfinished, place, texts, tokens // WIDTH, inputs, scheme.value, group_size, limit)
     except KeyboardInterrupt:
         kept, complete = unfinished.layers, (out / "config.json").is_file()
         if complete and not kept:
@@ -159,10 +175,9 @@ def quantize(
 
 def _run(
     source: Source, unfinished: Unfinished, device: torch.device, texts: tuple[str, str | None], windows: int,
-    activation: str, mxfp4: bool, group_size: int | None, limit: float | None,
+    activation: str, scheme: str, group_size: int | None, limit: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that needs the model; returns what --json prints."""
-    from jitgemm.kernel.codes import EXPONENT_GROUP
     from jitgemm.nn.quantize.evaluate import compared, log_probabilities
     from jitgemm.nn.quantize.quantize import Quantising, form_of_4_bits
     from jitgemm.nn.quantize.swap import bar
@@ -175,12 +190,12 @@ def _run(
     model = model_of(source, device)
     reasons: dict[str, str] = {}
     form, options = form_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
-    if mxfp4:
-        form, options, size = {"scheme": "mxfp4"}, {}, EXPONENT_GROUP
+    if scheme in MEETS:
+        form, options, size = {"scheme": scheme}, {}, MEETS[scheme][1]
     else:
         size = form["group_size"] = _group_size(model, group_size, form["group_size"])
     job = Quantising(
-        model, _filter(model, reasons), activation=activation, keep_8bit=limit, device=device,
+        model, _filter(model, reasons, scheme), activation=activation, keep_8bit=limit, device=device,
         calibration=None if ids is None else ids.split(_BATCH), **form, **options,
     )  # fmt: skip
     skipped = job.report.skipped | reasons
@@ -206,7 +221,7 @@ def _run(
     lost = job.report.errors | job.report.kept_8bit  # in 4 bits
     return {
         "folder": str(source.folder), "out": str(unfinished.folder), "activation": activation,
-        "scheme": "mxfp4" if mxfp4 else "int4", "group_size": size,
+        "scheme": scheme, "group_size": size,
         "tokens": 0 if ids is None else ids.numel(), "device": _name(device), "bytes_before": source.size,
         "bytes_after": written, "evaluation": evaluation,
         "layers": [
@@ -263,9 +278,10 @@ def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> 
                 common.note(f"{done} of {total} layers are quantised")
 
 
-def _filter(model: Any, reasons: dict[str, str]) -> Any:
+def _filter(model: Any, reasons: dict[str, str], scheme: str = "int4") -> Any:
     """Which modules are quantised: `quantize_`'s own choice, within the text's decoder, where columns make groups.
     reasons: gets {name: why not} of the others."""
+    from jitgemm.checkpoint import qserve
     from jitgemm.nn.quantize.replaceable import Replaceable
 
     found, decoder = Replaceable(model), _decoder(model)
@@ -276,6 +292,8 @@ def _filter(model: Any, reasons: dict[str, str]) -> Any:
             reason = f"outside of {decoder}, which reads the text"
         if reason is None and any(k % GROUPS[-1] for k in _columns(found, name, module)):
             reason = f"expected a number of columns that is a multiple of {GROUPS[-1]}"
+        if reason is None and scheme == "two-level" and not all(map(qserve.writes, _sizes(found, name, module))):
+            reason = f"expected {qserve.WRITTEN}"
         if reason is not None:
             reasons[name] = reason
         return reason is None
@@ -283,9 +301,16 @@ def _filter(model: Any, reasons: dict[str, str]) -> Any:
     return fits
 
 
-def _columns(found: Any, name: str, module: Any) -> tuple[int, ...]:
+def _sizes(found: Any, name: str, module: Any) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of a Linear, or of each of the weights that files have of an expert."""
     form = found.forms.get(name)
-    return (module.in_features,) if form is None else (form.hidden, form.inter)
+    if form is None:
+        return ((module.out_features, module.in_features),)
+    return (form.inter, form.hidden), (form.hidden, form.inter)
+
+
+def _columns(found: Any, name: str, module: Any) -> set[int]:
+    return {k for _, k in _sizes(found, name, module)}
 
 
 def _decoder(model: Any) -> str:

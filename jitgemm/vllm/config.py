@@ -279,6 +279,9 @@ class JitGemmConfig(QuantizationConfig):
         ]
         if any(each != first for each in others):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
+        if first.instead is not None and self.options["activation"] is None:
+            text = "jitgemm: the checkpoint's inputs of %s bits are quantised to 8 bits for each token, %s: static scales of them are not used"
+            logger.warning_once(text, first.scheme.inputs.num_bits, first.instead)  # type: ignore[union-attr]
         return first
 
     def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.checkpoint.compressed_tensors import for_layer
 from jitgemm.checkpoint.format import Config, Format, Scheme, setting
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
+from jitgemm.kernel.codes import SCALE_GROUP
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
-_FORMATS = ("compressed-tensors", "gptq", "awq", "w4afp8", "w8a8", "mxfp4")
+_FORMATS = ("compressed-tensors", "gptq", "awq", "w4afp8", "w8a8", "mxfp4", "nvfp4", "qserve")
 _BYTES = ("I8", "U8")
 _CALLED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 """What transformers calls the scales of FP8 per tensor."""
@@ -67,6 +70,14 @@ class Layout:
         return setting(self.config, "quant_method") in ("mxfp4", "gpt_oss_mxfp4")
 
     @property
+    def instead(self) -> str | None:
+        """The activation in place of the checkpoint's where that has less than 8 bits; None where it has not."""
+        inputs = self.scheme.inputs
+        if inputs is None or inputs.num_bits >= 8:
+            return None
+        return "int8" if inputs.type == "int" else "e4m3"
+
+    @property
     def read_config(self) -> Config:
         """The checkpoint's config, as it describes the tensors of this layout."""
         return {**(self.config or {}), "weight_block_size": [1, BLOCK]} if self.by_row else self.config
@@ -90,11 +101,15 @@ class Layout:
         if sum(widths) % 8 or k % K_ALIGNMENT:
             wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
             raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
-        size = self.scheme.group_size
-        if size % 32:
-            raise Unsupported(f"group_size: expected a multiple of 32, got {size}")
-        if size and k != whole and math.gcd(size, k) % 32:
-            raise Unsupported(f"expected columns in multiples of 32 in groups of {size} on each rank, got {k}")
+        size, least = self.scheme.group_size, 32 if self.scheme.code != "nvfp4" else SCALE_GROUP
+        if size % least:
+            raise Unsupported(f"group_size: expected a multiple of {least}, got {size}")
+        if size and k != whole and math.gcd(size, k) % least:
+            raise Unsupported(f"expected columns in multiples of {least} in groups of {size} on each rank, got {k}")
+        for name, tensor in self.tensors.items():
+            if tensor.tile is not None and any(each % tensor.tile[0] for each in (*widths, k)):
+                wanted = f"rows and columns in multiples of {tensor.tile[0]} on each rank, as {name} has them in tiles"
+                raise Unsupported(f"expected {wanted}, got {list(widths)} and {k}")
         if self.scheme.ordered and k != whole:
             raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
         apart = widths if sum(widths) != n else widths[:-1]
@@ -144,15 +159,25 @@ def layout_of(
     try:
         config = translated(config, name) or {}
         method = config.get("quant_method")
+        if (method := _method(method)) != config.get("quant_method"):
+            config = {**config, "quant_method": method}
         if method == "w4afp8" and header.get("weight", "" if experts else "F8_E4M3") == "F8_E4M3":
             method = "fp8"
         format = formats.by_method(method)
         # Next to FP8: DeepSeek-V4's experts, whose config describes its FP8 layers; ModelOpt's W4A8_MXFP4_FP8.
         if format is formats.by_name("w8a8") and _is_mxfp4(config, header):
             format = formats.by_name("mxfp4")
+        if _is_nvfp4(config, name, header):
+            format = formats.by_name("nvfp4")
+            if config.get("quant_algo") == "MIXED_PRECISION":  # which leaves it to the tensors
+                config = {**config, "quant_algo": "NVFP4" if "input_scale" in header else "W4A16_NVFP4"}
         if format is None or format.name not in _FORMATS:
             known = (method for name in _FORMATS for method in formats.by_name(name).methods)
             raise ValueError(f"quant_method: expected one of {', '.join(known)}, got {method!r}")
+        if format.name == "qserve" and experts:
+            raise ValueError(
+                "quant_method: expected linears of QServe, got experts, whose tiles vLLM's loader cannot cut"
+            )
         scheme = scheme_of(format, config, name)
     except ValueError as error:
         raise Unsupported(str(error)) from error
@@ -185,7 +210,7 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
     algorithm = str(config.get("quant_algo")).upper()
     of_8_bits = config.get("quant_method") == "modelopt" and scheme.format == "w8a8"
     if of_8_bits and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        expected = "FP8, FP8_PER_CHANNEL_PER_TOKEN or W4A8_MXFP4_FP8 of ModelOpt"
+        expected = "FP8, FP8_PER_CHANNEL_PER_TOKEN, W4A8_MXFP4_FP8 or one of NVFP4 of ModelOpt"
         raise Unsupported(f"quant_algo: expected {expected}, got {config.get('quant_algo')!r}")
     if scheme.format == "compressed-tensors":
         kind = "float" if scheme.code == "e4m3" else "int"
@@ -195,6 +220,23 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
             raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
         if scheme.zero_points and scheme.strategy not in ("group", "channel"):
             raise Unsupported(f"strategy: expected group or channel with zero points, got {scheme.strategy}")
+
+
+def _method(said: Any) -> Any:
+    """A quant_method as the files say it, where vLLM has put a name of its own for one of its models or algorithms."""
+    return "modelopt" if str(said).startswith("modelopt_") else "fp8" if said == "deepseek_v4_fp8" else said
+
+
+def _is_nvfp4(config: Mapping[str, Any], name: str, header: Mapping[str, str]) -> bool:
+    """Whether a layer is stored as NVFP4: by its tensors, or by the config where no header is known."""
+    of_modelopt = config.get("quant_method") == "modelopt"
+    if config.get("quant_method") != "compressed-tensors" and not of_modelopt:
+        return False
+    if header:
+        return "weight_global_scale" in header or (header.get("weight") in _BYTES and "weight_scale_2" in header)
+    if of_modelopt:
+        return "NVFP4" in str(config.get("quant_algo")).upper()
+    return (for_layer(config, name).get("weights") or {}).get("strategy") == "tensor_group"
 
 
 def _is_mxfp4(config: Mapping[str, object], header: Mapping[str, str]) -> bool:

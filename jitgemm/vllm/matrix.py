@@ -34,6 +34,8 @@ CHILD = "jitgemm"
 """What a layer calls the module of its packed weights."""
 AT_ONCE = 16 << 20
 """Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
+_NOT_READ = ("weight_shape", "input_global_scale")
+"""Of a file's layer, and of inputs of 4 bits, which have 8 here."""
 Marks = frozenset[tuple[int | None, int | None]]
 """(number of the joined layer, number of the expert) that loaders have written; None stands for all."""
 
@@ -69,8 +71,9 @@ class Matrix:
 
     @property
     def wanted(self) -> str | None:
-        """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says."""
-        wanted, scheme = self.config.options[self.option], self.layout.scheme
+        """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says, whose
+        inputs of less than 8 bits get 8."""
+        wanted, scheme = self.config.options[self.option] or self.layout.instead, self.layout.scheme
         codes = scheme.code if scheme.eight_bits else ""
         return wanted if wanted is None or wanted.startswith(codes) else None
 
@@ -153,6 +156,7 @@ class Matrix:
         """A file's tensor, such that the part vLLM takes is the rank's: a row for each of a block's, and touched columns."""
         layout = self.tensors[suffix]
         stacked = tensor.dim() - len(layout.dims)  # experts in front
+        tensor = layout.by_rows(tensor)
         if self.layout.by_row and suffix == "weight_scale_inv":
             n = stacked + (layout.axis("n") or 0)
             tensor = tensor.repeat_interleave(BLOCK, n)
@@ -215,9 +219,10 @@ class Matrix:
             elif suffix == "input_scale" and part not in found:
                 values.fill_(torch.nan)
             elif part in missing:
-                # Packed zero points are those of another layer, whose scales are zero here: symmetric ones stay so.
+                # What may not be zero where codes or other scales are, and packed zero points: those of another layer,
+                # so that symmetric ones stay so.
                 other = next(each for i, each in enumerate(parts) if i not in missing)
-                values.fill_(other[0, 0] if suffix == "qzeros" else 0)
+                values.fill_(other.flatten()[0] if single or suffix in ("qzeros", "s2_scales") else 0)
 
     # ---- the packed weight -------------------------------------------------------------------------------------------
 
@@ -226,7 +231,11 @@ class Matrix:
         tensors = self.take(layer)
         if self.layout.format is None:
             return self.quantised(tensors["weight"])
-        return self.source(tensors).read(next(iter(tensors.values())).device, columns=self.own)
+        # Weights that are loaded again go to the memory of the first, which have corrections or not.
+        old = layer._modules.get(CHILD)
+        correction = None if old is None else bool(old.weight.format.correction)
+        device = next(iter(tensors.values())).device
+        return self.source(tensors).read(device, columns=self.own, correction=correction)
 
     def quantised(self, weight: torch.Tensor) -> Parts:
         """A weight in floats, packed as the user's options say."""
@@ -243,7 +252,7 @@ class Matrix:
         assert self.layout.format is not None
         found = {}
         for suffix, tensor in tensors.items():
-            if suffix == "weight_shape":  # of the layer in the file
+            if suffix in _NOT_READ:
                 continue
             if suffix.endswith("g_idx"):
                 # A rank's columns in order begin with a later group; -1 says that they stand in order.
@@ -256,7 +265,7 @@ class Matrix:
             elif self.layout.tensors[suffix].dims == (PARTS,):
                 rows = torch.tensor([*self.widths] * times, device=tensor.device)
                 tensor = tensor.reshape(-1).repeat_interleave(rows)[:, None]
-            found[f"{self.layout.name}.{suffix}"] = tensor
+            found[f"{self.layout.name}.{suffix}"] = self.layout.tensors[suffix].by_tiles(tensor)
         checkpoint = Checkpoint(found, self.layout.read_config)
         return LayerSource.find(checkpoint, self.layout.name, self.wanted, self.layout.format.name)
 
@@ -290,7 +299,7 @@ class ExpertsMatrix(Matrix):
         param = torch.nn.Parameter(torch.empty((self.count, *shape), dtype=tensor.dtype), requires_grad=False)
         said = {
             "is_transposed": (tensor.axis("k", "G", "1") or 0) < (tensor.axis("n") or 0),
-            "quant_method": self.layout.scheme.strategy,
+            "quant_method": "tensor" if tensor.dims in ((PARTS,), ()) else self.layout.scheme.strategy,
             "weight_loader": self.loader(suffix, attributes["weight_loader"]),
         }
         set_weight_attrs(param, {**attributes, **said})

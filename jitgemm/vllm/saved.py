@@ -77,12 +77,21 @@ class SavedMatrix(Matrix):
         weights = []
         for parts, mine in zip(found.values(), [rows] if whole else rows.split(list(self.widths))):
             numbers = mine.flatten().long()
-            weight, none = unpacked(parts.weight).rows((numbers - 1).clamp(min=0)), (numbers == 0)[:, None]
-            weight = replace(weight, **weight.parameters(lambda values: values.masked_fill(none, 0)))
+            weight, none = unpacked(parts.weight).rows((numbers - 1).clamp(min=0)), numbers == 0
+            weight = weight if not bool(none.any()) else _without(weight, none)
             weights.append(weight if self.k == self.whole else weight.columns(*columns))
-        packed = concat(weights).pack(LHS_DTYPES[activation])
+        corrects = all(parts.weight.format.correction for parts in found.values())
+        packed = concat(weights).pack(LHS_DTYPES[activation], correction=None if corrects else False)
         scales = [parts.input_scale for parts in found.values() if parts.input_scale is not None]
         return Parts(packed, None, activation, torch.cat(scales).max().reshape(1) if scales else None)
+
+
+def _without(weight: CanonicalWeight, none: torch.Tensor) -> CanonicalWeight:
+    """The weight with zeros in the rows of `none`."""
+    if weight.powers or weight.nvfp4:  # whose scales are bytes of numbers that are not zero
+        return replace(weight, q=weight.q.masked_fill(none[:, None], 0))
+    rows = None if weight.row_scale is None else weight.row_scale.masked_fill(none, 0)
+    return replace(weight, row_scale=rows, **weight.parameters(lambda values: values.masked_fill(none[:, None], 0)))
 
 
 class SavedExperts(ExpertsMatrix):

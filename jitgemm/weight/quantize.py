@@ -186,6 +186,18 @@ def quantize_w8(
         return pack_w8(q, scale)
 
 
+def _check_given(
+    w: torch.Tensor, moments: torch.Tensor | None, act_order: bool, lhs_dtype: torch.dtype | None,
+    check_lhs: Callable[[str | None], None],
+) -> tuple[int, int]:  # fmt: skip
+    """n and k of a weight that has one type of activations, which check_lhs says."""
+    sizes = _check_weight(w)
+    check_flag("act_order", act_order)
+    check_lhs(None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES))
+    _check_moments(moments, w)
+    return sizes
+
+
 def _check_weight(w: torch.Tensor) -> tuple[int, int]:
     """n and k of a float weight that can be quantised."""
     check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.dtypes import LHS_TYPES, torch_dtype
+from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import check_dtype, check_flag, dtype_name
+from jitgemm.tensors import dtype_name
 from jitgemm.weight import e2m1
 from jitgemm.weight.gptq import gptq
 from jitgemm.weight.mxfp4 import format_of, pack_mxfp4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_finite, _check_moments, _check_weight
+from jitgemm.weight.quantize import _check_finite, _check_given
 from jitgemm.weight.search import CHUNK
 
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -48,10 +48,7 @@ def quantize_mxfp4(
         TypeError: wrong dtype, or lhs_dtype int8, which MXFP4 does not go with.
         ValueError: wrong shape, or values.
     """
-    n, k = _check_weight(w)
-    check_flag("act_order", act_order)
-    check_lhs(None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES))
-    _check_moments(moments, w)
+    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs)
     groups, grid = ceil_div(k, EXPONENT_GROUP), Powers()
     with torch.inference_mode(False), torch.no_grad():
         codes = torch.empty((*w.shape[:-1], k // 2), dtype=torch.uint8, device=w.device)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.dtypes import LHS_TYPES, torch_dtype
+from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import FACTOR_GROUP
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import check_dtype, check_flag, dtype_name
+from jitgemm.tensors import dtype_name
 from jitgemm.weight.gptq import gptq
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_finite, _check_moments, _check_weight
+from jitgemm.weight.quantize import _check_finite, _check_given
 from jitgemm.weight.search import CHUNK, Tried, _least, _squared_error, check_underflow, in_steps
 from jitgemm.weight.two_level import format_of, pack_w4_two_level
 
@@ -53,10 +53,7 @@ def quantize_w4_two_level(
         TypeError: wrong dtype, or lhs_dtype e4m3, which two levels do not go with.
         ValueError: wrong shape, or values.
     """
-    n, k = _check_weight(w)
-    check_flag("act_order", act_order)
-    check_lhs(None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES))
-    _check_moments(moments, w)
+    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs)
     groups = ceil_div(k, FACTOR_GROUP)
     with torch.inference_mode(False), torch.no_grad():
         q = torch.empty(w.shape, dtype=torch.uint8, device=w.device)

@@ -244,6 +244,18 @@ struct E2m1CodecOf {
 using E2m1Codec = E2m1CodecOf<0>;
 using E2m1LowCodec = E2m1CodecOf<8>;
 
+// A thread's part of a half of an NVFP4 record's steps: four scales of each of its two rows, and their codes.
+struct Nvfp4Half {
+    u32 bytes[2], words[4];
+
+    __device__ __forceinline__ Nvfp4Half(u32 record, u32 scales, u32 half, const Position& position) {
+        const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
+        bytes[0] = load_shared_u32(address), bytes[1] = load_shared_u32(address + 8);
+        const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
+        words[0] = codes.x, words[1] = codes.y, words[2] = codes.z, words[3] = codes.w;
+    }
+};
+
 // e2m1 codes times an e4m3 scale for each row and 16 k, NVFP4's. That has up to six significant bits, and is the sum of
 // two e5m2s: the upper three bits, and the rest. A table of sixteen bytes for each scale has the high terms of the
 // magnitudes, then the low ones. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
@@ -287,17 +299,14 @@ struct Nvfp4Codec {
     // As Int4Codec's, of both terms of a half of the record's steps. `scales` is where the record's are.
     __device__ __forceinline__ static void load(u32 (&high)[2][4], u32 (&low)[2][4], u32 record, u32 scales, u32 half,
                                                 const Position& position) {
-        const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
-        const u32 bytes[2] = {load_shared_u32(address), load_shared_u32(address + 8)};  // of the two rows
-        const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
-        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+        const Nvfp4Half own(record, scales, half, position);
 #pragma unroll
         for (u32 s = 0; s < 2; ++s)
 #pragma unroll
             for (u32 row = 0; row < 2; ++row) {
-                const u32 word = words[2 * s + row];
+                const u32 word = own.words[2 * s + row];
                 const u32 magnitudes = word & 0x77777777u;
-                const uint4 a = table(position, bytes[row], s * 2), b = table(position, bytes[row], s * 2 + 1);
+                const uint4 a = table(position, own.bytes[row], s * 2), b = table(position, own.bytes[row], s * 2 + 1);
                 const u32 sign_a = word & 0x80808080u, sign_b = word & 0x08080808u;
                 high[s][row] = permuted(a.x, a.y, magnitudes) | sign_a;
                 low[s][row] = permuted(a.z, a.w, magnitudes) | sign_a;
@@ -335,16 +344,13 @@ struct Nvfp4NearCodec {
     // As Nvfp4Codec's.
     __device__ __forceinline__ static void load(u32 (&large)[2][4], u32 (&small)[2][4], u32 record, u32 scales,
                                                 u32 half, const Position& position) {
-        const u32 address = scales + (position.warp * 8 + position.lane / 4) * 16 + half * 4;
-        const u32 bytes[2] = {load_shared_u32(address), load_shared_u32(address + 8)};  // of the two rows
-        const uint4 codes = load_shared_v4(record + half * kWarpgroupVector + position.thread * 16);
-        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+        const Nvfp4Half own(record, scales, half, position);
 #pragma unroll
         for (u32 s = 0; s < 2; ++s)
 #pragma unroll
             for (u32 row = 0; row < 2; ++row) {
-                const u32 word = words[2 * s + row], index = word & 0x77777777u;
-                const u32 a = permuted(bytes[row], 0, 0x4440 + s * 2), b = permuted(bytes[row], 0, 0x4441 + s * 2);
+                const u32 word = own.words[2 * s + row], index = word & 0x77777777u;
+                const u32 a = permuted(own.bytes[row], 0, 0x4440 + s * 2), b = permuted(own.bytes[row], 0, 0x4441 + s * 2);
                 decode(large[s][row], small[s][row], index, word, a);
                 decode(large[s][row + 2], small[s][row + 2], index >> 16, word >> 16, b);
             }

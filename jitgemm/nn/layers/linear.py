@@ -153,7 +153,7 @@ class PackedLinear(Packed):
         if not issubclass(kind.kind, cls.kind):
             expected = f"expected a layer of {cls.kind.bits} bits"
             raise ValueError(f"prefix: {expected}, got {prefix!r}, which is a {kind.__name__}'s")
-        return cls.of_parts(layer.read(target_device(device), corrects=True))
+        return cls.of_parts(layer.read(target_device(device)))
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:

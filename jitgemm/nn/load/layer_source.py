@@ -141,13 +141,12 @@ class LayerSource:
         device: torch.device,
         cut: Cut | None = None,
         columns: tuple[int, int] | None = None,
-        corrects: bool = False,
+        correction: bool | None = None,
     ) -> Parts:
         """The layer's data, or a rank's part of it, or these columns: first, and one past the last.
 
         Args:
-            corrects: whether the reader's quantiser writes sums of groups, so that zero points and offsets may be
-                corrections (`pack_w4`) where they can.
+            correction: as `CanonicalWeight.pack` takes it; of activations that have none it is False.
 
         Raises:
             ValueError: a value is out of range.
@@ -162,7 +161,7 @@ class LayerSource:
         weight = self.canonical(device, cut)
         with errors_that_name(self.checkpoint, self.prefix):
             weight = weight if columns is None else weight.columns(*columns)
-            packed = weight.pack(self.lhs_dtype, self.correction if corrects else False)
+            packed = weight.pack(self.lhs_dtype, self.correction if correction is None else correction)
             return Parts(packed, weight.bias, self.activation, weight.input_scale)
 
     @property

@@ -188,7 +188,7 @@ def make_layer(
             division.divide(name, experts)
         return experts
     cut = None if division is None else division.cut(name)
-    parts = source.read(device, cut, corrects=True)
+    parts = source.read(device, cut)
     k = parts.weight.k * (cut.world if cut is not None and cut.dim == "k" else 1)
     if k != old.in_features:
         raise ValueError(f"{name}: expected k = {old.in_features}, got {k}")

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from jitgemm.checkpoint import qserve
 from jitgemm.checkpoint.compressed_tensors import FORMAT, written_config, written_group
 from jitgemm.checkpoint.format import Scheme
 from jitgemm.checkpoint.writing import Stored, write_safetensors, written
+from jitgemm.kernel.codes import FACTOR_GROUP
 from jitgemm.nn.save.places import Places
 from jitgemm.nn.save.source import Source
 
@@ -34,8 +36,15 @@ def quantization_config(
     Args:
         inputs: "float" (e4m3) or "int", the type that they are quantised to.
         group_size, symmetric: of the layers of 4 bits.
-        scheme: "mxfp4" where these are MXFP4's.
+        scheme: "mxfp4" or "two-level" where these are.
     """
+    if scheme == "two-level":
+        return {
+            "quant_method": qserve.METHOD,
+            "wbits": 4,
+            "group_size": FACTOR_GROUP,
+            "modules_to_not_convert": places.ignore,
+        }
     layers: dict[int, list[str]] = {4: [], 8: []}
     for layer in places.layers:
         layers[places.bits(model, layer)].append(layer)
@@ -66,6 +75,7 @@ def write_folder(
         OSError: a file could not be written; the error names it.
     """
     schemes: dict[int, Scheme] = {}
+    format: Any = qserve.FORMAT if config["quant_method"] == qserve.METHOD else FORMAT
     places_of: dict[str, str] = {}
     total = 0
     for file, stored in source.shards.items():
@@ -77,8 +87,8 @@ def write_folder(
             for layer in places.instead.get(name, ()):
                 weight = places.canonical(model, layer)
                 if weight.bits not in schemes:
-                    schemes[weight.bits] = FORMAT.scheme(config, layer)
-                made = FORMAT.write(weight, schemes[weight.bits])
+                    schemes[weight.bits] = format.scheme(config, layer)
+                made = format.write(weight, schemes[weight.bits])
                 if weight.bias is not None:
                     made["bias"] = weight.bias
                 tensors |= {f"{layer}.{suffix}": value.cpu() for suffix, value in made.items()}

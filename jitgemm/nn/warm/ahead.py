@@ -148,7 +148,7 @@ def models_ahead(
             why = "no bits, group size, zero points, scale type and codes, as its files say all that"
             why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
             raise ValueError(f"{folder}: expected {why}")
-        layers: Any = LayersOfPlan(plan, use != "vllm") if read else LayersOfFloats(model, bits, order, given)
+        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, bits, order, given)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
         for layer in made.modules():
@@ -255,10 +255,10 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
             look, *others = [cuts.look(layers, each) for each in names]
             if isinstance(look, Look):
                 static = None if last == "kv_b_proj" or look.static is None else 0  # whose weight MLA reads
-                n, format = (
-                    look.n + sum(each.n for each in others),
-                    in_common([look.format, *(x.format for x in others)]),
-                )
+                n, formats = look.n + sum(each.n for each in others), [look.format, *(x.format for x in others)]
+                if len({each.correction for each in formats}) > 1:  # no type holds the factors of all
+                    formats = [replace(each, correction="") for each in formats]
+                format = in_common(formats)
                 size = format.group_size or look.k if format.powers else look.group_size
                 look = replace(look, n=n, format=format, group_size=size, static=static)
             layer: Any = look.module()

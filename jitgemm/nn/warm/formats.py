@@ -77,11 +77,9 @@ class LayersOfPlan:
     Attributes:
         places, forms: as `Replaceable` has them, of the packed layers.
         head: the name of the output embedding.
-        corrects: as `LayerSource.read` takes it.
     """
 
-    def __init__(self, plan: Plan, corrects: bool):
-        self.corrects = corrects
+    def __init__(self, plan: Plan):
         self.model, self.layers, self.checkpoint, found = plan.model, plan.layers, plan.checkpoint, plan.replaceable
         self.places, self.head = {name: found.places[name] for name in plan.layers}, found.head
         self.forms = {name: layer.form for name, layer in plan.layers.items() if layer.form is not None}
@@ -97,9 +95,7 @@ class LayersOfPlan:
                 held = {suffix: layer.names.get(suffix) for suffix in ("input_scale", "permutation")}
                 values = {suffix: full and self.checkpoint.read(full, _CPU) for suffix, full in held.items()}
             else:
-                format, weight, joined = self._packed(
-                    [[layer]], cut, correction=layer.correction if self.corrects else False
-                )
+                format, weight, joined = self._packed([[layer]], cut, correction=layer.correction)
                 values = {"input_scale": joined.input_scale, "permutation": joined.permutation}
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         bias = torch.float32 if bias == torch.float16 else bias

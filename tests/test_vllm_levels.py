@@ -1,0 +1,185 @@
+"""NVFP4, QServe and zero points as corrections in vLLM: what they have that other formats have not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_vllm import CONFIGS, dense_of, gate_up, kind, load, made, process, row, scheme, stored
+from test_vllm import vllm_is_there as vllm_is_there
+from test_vllm_mxfp4 import with_headers
+from vllm_layers import experts, rank
+
+from jitgemm.vllm import config as configs
+from jitgemm.vllm.linear import JitGemmLinearMethod
+
+
+@pytest.fixture
+def said(monkeypatch):
+    found = []
+    monkeypatch.setattr(configs.logger, "warning_once", lambda text, *given: found.append(text % given))
+    return found
+
+
+# ---- NVFP4 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt-nvfp4"])
+@pytest.mark.parametrize("known", [True, False], ids=["with headers", "without"])
+def test_joined_layers_keep_scales_of_the_tensor_of_their_own(tmp_path, name, known):
+    parts = [stored(CONFIGS[name], 64, 128, seed) for seed in (1, 2)]
+    scale = next(each for each in parts[0][0] if each in ("weight_global_scale", "weight_scale_2"))
+    assert float(parts[0][0][scale]) != float(parts[1][0][scale])
+    layers = dict(zip(("m.gate_proj", "m.up_proj"), (tensors for tensors, _ in parts)))
+    config = with_headers(tmp_path, CONFIGS[name], layers) if known else made(CONFIGS[name])
+    with rank():
+        layer = gate_up(config, 128, 64)
+        for part, (tensors, _) in enumerate(parts):
+            load(layer, tensors, part)
+        module = process(layer)
+    assert torch.equal(dense_of(module), torch.cat([dense for _, dense in parts]))
+    assert module.weight.format.inner_scales and module.activation == "e4m3" and module.input_scale is None
+
+
+def test_columns_are_cut_in_multiples_of_16():
+    tensors, dense = stored(CONFIGS["nvfp4"], 64, 224)
+    found = []
+    for number in range(2):
+        with rank(number, 2):
+            layer = row(CONFIGS["nvfp4"], 224, 64)
+            load(layer, tensors)
+        found.append(dense_of(process(layer)))
+    assert torch.equal(torch.cat(found, 1), dense)
+
+
+def test_inputs_of_4_bits_have_8_and_the_log_says_so(said):
+    assert kind(made(CONFIGS["nvfp4"]), "m.a") is JitGemmLinearMethod
+    assert said == [
+        "jitgemm: the checkpoint's inputs of 4 bits are quantised to 8 bits for each token, e4m3: static scales of them "
+        "are not used"
+    ]
+    said.clear()
+    weights_alone = scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float")
+    assert kind(made(weights_alone), "m.a") is JitGemmLinearMethod and not said
+    assert kind(made(CONFIGS["nvfp4"], {"activation": "e4m3_block"}), "m.a") is JitGemmLinearMethod and not said
+
+
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])
+def test_the_names_that_vllm_has_for_modelopts_methods_mean_the_same(method):
+    assert kind(made({"quant_method": method, "quant_algo": "NVFP4"}), "m.a") is JitGemmLinearMethod
+
+
+def test_a_mixed_checkpoint_of_modelopt_is_told_by_its_tensors(tmp_path):
+    tensors, dense = stored(CONFIGS["modelopt-nvfp4"], 64, 128)
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}
+    with rank():
+        layer = row(with_headers(tmp_path, mixed, {"m.o_proj": tensors}), 128, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+def test_a_global_scale_that_is_no_number_is_named():
+    tensors, _ = stored(CONFIGS["nvfp4"], 64, 128)
+    with rank():
+        layer = row(CONFIGS["nvfp4"], 128, 64)
+        load(layer, tensors | {"weight_global_scale": torch.zeros(1)})
+    with pytest.raises(ValueError, match="weight_global_scale: expected a positive, finite number, got 0.0.*m.o_proj"):
+        process(layer)
+
+
+# ---- QServe ----------------------------------------------------------------------------------------------------------
+
+WIDE = CONFIGS["qserve"] | {"group_size": 128}
+
+
+def test_groups_of_128_are_served_in_two_levels(monkeypatch):
+    import test_qserve
+
+    found = [test_qserve.per_group(seed, 64, 512) for seed in (1, 2)]
+    with rank():
+        layer = gate_up(WIDE, 512, 64)
+        for part, (tensors, _) in enumerate(found):
+            load(layer, tensors, part)
+        module = process(layer)
+    expected = torch.cat([q.double() * tensors["s1_scales"].double()[:, None] for tensors, q in found])
+    assert module.weight.format.factors and module.activation == "int8" and torch.equal(dense_of(module), expected)
+
+
+def test_scales_per_channel_are_told_by_the_group_size():
+    import test_qserve
+
+    tensors, expected = test_qserve.per_channel(3, torch.arange(64) % 16)
+    with rank():
+        layer = row(CONFIGS["qserve"] | {"group_size": -1}, 256, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:tp_size")
+def test_tiles_are_cut_along_both_dimensions_through_groups():
+    import test_qserve
+
+    tensors, q = test_qserve.per_group(5, 64, 384)
+    found = []
+    for number in range(2):
+        with rank(number, 2):
+            layer = row(WIDE, 384, 64)
+            load(layer, tensors)
+        found.append(dense_of(process(layer)))
+    assert torch.equal(torch.cat(found, 1), q.double() * tensors["s1_scales"].double()[:, None])
+
+
+@pytest.mark.parametrize("sizes", [(16, 128), (64, 48)], ids=["rows", "columns"])
+def test_tiles_that_a_rank_has_in_part_are_left_to_vllm_or_an_error(sizes):
+    with rank(), pytest.raises(ValueError, match="multiples of 32 on each rank, as qweight has them in tiles"):
+        row(WIDE, sizes[1], sizes[0])
+
+
+def test_experts_of_qserve_are_named():
+    with rank(), pytest.raises(ValueError, match="quant_method: expected linears of QServe, got experts"):
+        experts(made(WIDE), "m.experts", (2, 128, 128), 1)
+
+
+# ---- corrections -----------------------------------------------------------------------------------------------------
+
+
+def renewed(layer, params):
+    """The layer as vLLM has it before it loads weights again."""
+    for each in (*layer._parameters, *layer._buffers):
+        delattr(layer, each)
+    for each, param in params.items():
+        layer.register_parameter(each, param)
+
+
+@pytest.mark.parametrize("activation, corrected", [(None, "fp16"), ("int8_block", ""), ("e4m3", "")])
+def test_zero_points_are_corrections_where_int8_has_a_scale_per_token(activation, corrected):
+    tensors, dense = stored(CONFIGS["packed-corrected"], 64, 128)
+    with rank():
+        layer = row(made(CONFIGS["packed-corrected"], {"activation": activation}), 128, 64)
+        load(layer, tensors)
+        module = process(layer)
+        assert module.weight.format.correction == corrected and torch.equal(dense_of(module), dense)
+        x = torch.randn(3, 128).bfloat16()
+        expected = x.double() @ dense.T
+        assert (layer.quant_method.apply(layer, x).double() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["with", "without"])
+def test_weights_that_are_loaded_again_are_corrected_as_the_first_were(first):
+    """Of a scale of zero no factor tells a zero point."""
+    tensors, dense = stored(CONFIGS["packed-corrected"], 64, 128)
+    none = tensors | {"weight_scale": tensors["weight_scale"].clone()}
+    none["weight_scale"][3, 1] = 0
+    with rank():
+        layer = row(CONFIGS["packed-corrected"], 128, 64)
+        params = dict(layer.named_parameters())
+        load(layer, tensors if first else none)
+        module = process(layer)
+        address = module.blocks.data_ptr()
+        assert bool(module.weight.format.correction) == first
+        renewed(layer, params)
+        load(layer, none if first else tensors)
+        if first:
+            with pytest.raises(ValueError, match="correction: expected scales times zero points.*m.o_proj"):
+                process(layer)
+        else:
+            assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(module), dense)
