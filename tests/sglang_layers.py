@@ -75,7 +75,6 @@ def _standins() -> dict[str, ModuleType]:
     )}  # fmt: skip
     linears = ("LinearBase", "ReplicatedLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear")
     choices: list[str] = []
-    backend = SimpleNamespace(value="auto", is_deepep=lambda: PARALLEL.deepep)
     modules = {
         "layers.linear": {name: getattr(vllm, name) for name in linears} | {"WEIGHT_LOADER_V2_SUPPORTED": vllm.SUPPORTED},
         "layers": {"parameter": SimpleNamespace(**kinds, PerTensorScaleParameter=vllm.PerTensorScaleParameter)},
@@ -85,10 +84,7 @@ def _standins() -> dict[str, ModuleType]:
             "LinearMethodBase": method("process_weights_after_loading"), "FusedMoEMethodBase": method("get_moe_runner_backend"),
         },
         "layers.quantization.unquant": unquantized,
-        "layers.moe": {
-            "get_moe_a2a_backend": lambda: backend, "get_moe_runner_backend": lambda: SimpleNamespace(value=PARALLEL.runner),
-            "get_deepep_mode": lambda: SimpleNamespace(enable_low_latency=lambda: True),
-        },
+        "layers.moe": dict.fromkeys(("get_moe_a2a_backend", "get_moe_runner_backend", "get_deepep_mode")),
         "layers.moe.fused_moe_triton.layer": {"FusedMoE": FusedMoE},
         "layers.moe.token_dispatcher.standard": {"StandardCombineInput": SimpleNamespace},
         "layers.moe.token_dispatcher.deepep": {
@@ -113,17 +109,26 @@ ARGUMENTS = SimpleNamespace(
     chunked_prefill_size=64, max_prefill_tokens=16, dp_size=1, enable_dp_attention=False, enable_eplb=False,
     ep_num_redundant_experts=0, init_expert_location="trivial",
 )  # fmt: skip
-PARALLEL = SimpleNamespace(moe_tp_rank=0, moe_tp_size=1, moe_ep_rank=0, moe_ep_size=1, runner="auto", deepep=False)
+PARALLEL = SimpleNamespace(moe_tp_rank=0, moe_tp_size=1, moe_ep_rank=0, moe_ep_size=1)
 if not REAL:
     sys.modules.update(_standins())
 
 
 @contextmanager
-def running(rank=0, size=1, ep=False, deepep=False, **arguments):
-    """Layers that are made inside are those of a rank, of tensor or of expert parallelism, under SGLang's arguments."""
+def running(rank=0, size=1, ep=False, deepep=False, runner="auto", **arguments):
+    """Layers that are made inside are those of a rank, of tensor or of expert parallelism, under SGLang's arguments.
+
+    deepep, runner: what jitgemm's experts see of the all-to-all backend and the runner; the dispatcher is the standard one.
+    """
     place = {"moe_ep_rank": rank if ep else 0, "moe_ep_size": size if ep else 1}
     place |= {"moe_tp_rank": 0 if ep else rank, "moe_tp_size": 1 if ep else size}
     with ExitStack() as stack:
+        import pytest
+
+        patch, experts = stack.enter_context(pytest.MonkeyPatch.context()), "jitgemm.sglang.experts."
+        patch.setattr(experts + "get_moe_a2a_backend", lambda: SimpleNamespace(is_deepep=lambda: deepep))
+        patch.setattr(experts + "get_deepep_mode", lambda: SimpleNamespace(enable_low_latency=lambda: True))
+        patch.setattr(experts + "get_moe_runner_backend", lambda: SimpleNamespace(value=runner))
         if REAL:
             from sglang.srt.runtime_context import get_context, get_parallel
 
@@ -131,20 +136,12 @@ def running(rank=0, size=1, ep=False, deepep=False, **arguments):
                 f"{name}_size": size for name in ("tp", "attn_tp")
             }
             said = {"device": "cpu", "chunked_prefill_size": 64, "max_prefill_tokens": 16} | arguments
-            if deepep:
-                said |= {"moe_a2a_backend": "deepep"}
             stack.enter_context(get_context().override_server_args(**said))
             stack.enter_context(get_parallel().override(**ranks, **place))
         else:
-            import pytest
             import vllm_standin
 
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            for name, value in {
-                **place,
-                "deepep": deepep,
-                "runner": arguments.pop("moe_runner_backend", "auto"),
-            }.items():
+            for name, value in place.items():
                 patch.setattr(PARALLEL, name, value)
             for name, value in arguments.items():
                 patch.setattr(ARGUMENTS, name, value)

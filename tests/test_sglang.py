@@ -258,6 +258,8 @@ def test_what_experts_do_not_take_is_named():
         apply(layer, dispatched("standard", topk_output=object(), hidden_states=None))
     with running(), pytest.raises(ValueError, match="one by one in the files, got a model that has them stacked"):
         experts(made(None), SIZES, 2, use_weight_loader_fused=True)
+    with running(runner="deep_gemm"), pytest.raises(ValueError, match="moe_runner_backend: expected auto or triton"):
+        experts(made(None), SIZES, 2)
     with running(enable_eplb=True), pytest.raises(ValueError, match="enable_eplb: expected False"):
         experts(made(None), SIZES, 2)
     with running():

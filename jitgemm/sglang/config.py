@@ -163,11 +163,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def _folder(self) -> Path:
         if os.path.isdir(self._model):
             return Path(self._model)
-        from huggingface_hub import snapshot_download
+        from sglang.srt.model_loader.weight_utils import download_weights_from_hf
 
-        wanted = ["*.safetensors", "*.json"]
-        named = {"revision": setting("revision"), "cache_dir": setting("download_dir")}
-        return Path(snapshot_download(self._model, allow_patterns=wanted, **named))
+        return Path(
+            download_weights_from_hf(self._model, setting("download_dir"), ["*.safetensors"], setting("revision"))
+        )
 
     def _checkpoints_own(self) -> QuantizationConfig | None:
         """SGLang's config of the checkpoint, if it has one."""
