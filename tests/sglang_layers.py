@@ -73,6 +73,7 @@ def _standins() -> dict[str, ModuleType]:
         "BasevLLMParameter", "PackedvLLMParameter", "PackedColumnParameter", "ModelWeightParameter",
         "ChannelQuantScaleParameter", "RowvLLMParameter", "BlockQuantScaleParameter",
     )}  # fmt: skip
+    unquantized["UnquantizedFusedMoEMethod"].create_moe_runner = lambda self, layer, config: None
     linears = ("LinearBase", "ReplicatedLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear")
     choices: list[str] = []
     modules = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -88,6 +89,23 @@ def loader(monkeypatch):
     return loader
 
 
+@contextmanager
+def groups(folder):
+    """The process groups of one process."""
+    from sglang.srt import distributed
+    from sglang.srt.runtime_context import get_parallel
+
+    where = f"file://{folder}/store"
+    distributed.init_distributed_environment(1, 0, where, 0, "gloo")
+    distributed.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        distributed.destroy_model_parallel()
+        distributed.destroy_distributed_environment()
+        get_parallel().clear_stamp()
+
+
 @pytest.mark.parametrize("format", [None, "packed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
@@ -99,7 +117,7 @@ def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
     from sglang.srt.runtime_context import get_parallel
 
     more = {f"{each}_rank": 0 for each in ("pp", "attn_dp", "attn_cp", "moe_dp")}
-    with running(model_path=str(tmp_path), quantization="jitgemm"), get_parallel().override(**more):
+    with running(model_path=str(tmp_path), quantization="jitgemm"), get_parallel().override(**more), groups(tmp_path):
         config = ModelConfig(model_path=str(tmp_path), quantization="jitgemm", dtype="bfloat16")
         assert config.quantization == "jitgemm"
         made = loader.DefaultModelLoader(LoadConfig())

@@ -1,10 +1,11 @@
 """SGLang's plug-in: `python -m sglang.launch_server --model-path MODEL --quantization jitgemm`, found by the entry point of
 the installed package.
 
-    config   the quantisation config that SGLang asks
-    weights  what jitgemm's methods of SGLang's layers have in common: weights in floats packed one layer at a time
-    linear   the methods of SGLang's linears and of its output layer
-    experts  the method of SGLang's fused experts
+    arguments  SGLang's arguments, as they are in effect
+    config     the quantisation config that SGLang asks
+    weights    what jitgemm's methods of SGLang's layers have in common: weights in floats packed one layer at a time
+    linear     the methods of SGLang's linears and of its output layer
+    experts    the method of SGLang's fused experts
 
 What a checkpoint and a user say, the tensors of each format and their packing are those of vLLM's plug-in: its modules that
 know no engine. SGLang is imported when it calls `register`.

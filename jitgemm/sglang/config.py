@@ -13,9 +13,9 @@ from typing import Any, Self
 import torch
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from sglang.srt.runtime_context import get_context, get_server_args
 
 from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.sglang.arguments import most_tokens, setting
 from jitgemm.vllm.served import NAME, ServedModel
 from jitgemm.vllm.warm import Layers, Warmer
 
@@ -182,20 +182,3 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
                 found.apply_weight_name_mapper(mapper)
             self._theirs = found
         return self._theirs
-
-
-def setting(name: str) -> Any:
-    """One of SGLang's arguments, as it is in effect; None for one that it has not."""
-    context = get_context()
-    if hasattr(context, "config_leaf"):
-        try:
-            return context.config_leaf(name)
-        except ValueError:  # of no namespace
-            pass
-    return getattr(get_server_args(), name, None)
-
-
-def most_tokens() -> int:
-    """Of a forward pass, as the scheduler makes it: a prefill, which ranks of data-parallel attention add up."""
-    ranks = (setting("dp_size") or 1) if setting("enable_dp_attention") else 1
-    return max(setting("chunked_prefill_size") or 0, setting("max_prefill_tokens") or 0, 1) * ranks

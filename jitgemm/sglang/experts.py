@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.sglang.config import setting
+from jitgemm.sglang.arguments import setting
 from jitgemm.sglang.weights import ExpertsOneAtATime, Restoring
 from jitgemm.vllm.layouts import Unsupported
 from jitgemm.vllm.matrix import CHILD, ExpertsMatrix
