@@ -66,8 +66,9 @@ print(json.dumps([jitgemm.__file__, jitgemm.__version__, version("jitgemm"), out
 PLUG_IN = """
 from importlib.metadata import distribution
 
-[plug_in] = [each for each in distribution("jitgemm").entry_points if each.group == "vllm.general_plugins"]
-print(plug_in.name, plug_in.value, plug_in.load().__code__.co_filename)
+groups = "vllm.general_plugins", "sglang.srt.plugins"
+for plug_in in sorted(each for each in distribution("jitgemm").entry_points if each.group in groups):
+    print(plug_in.name, plug_in.value, plug_in.load().__code__.co_filename)
 """
 
 
@@ -159,10 +160,12 @@ def test_an_installed_package_brings_the_command(installed):
     assert report["cache"] and not any(Path(folder).is_relative_to(ROOT) for folder in report["cache"])
 
 
-def test_an_installed_package_brings_the_plug_in_of_vllm(installed):
-    name, value, file = run_elsewhere(installed / "python", "-c", PLUG_IN).split()
-    assert (name, value) == ("jitgemm", "jitgemm.vllm:register")
-    assert Path(file).is_relative_to(installed.parent)
+def test_an_installed_package_brings_the_plug_ins_of_engines(installed):
+    lines = run_elsewhere(installed / "python", "-c", PLUG_IN).splitlines()
+    for line, engine in zip(lines, ("sglang", "vllm"), strict=True):
+        name, value, file = line.split()
+        assert (name, value) == ("jitgemm", f"jitgemm.{engine}:register")
+        assert Path(file).is_relative_to(installed.parent)
 
 
 def test_lint_and_format_are_clean():
@@ -275,7 +278,7 @@ def test_every_third_party_import_is_a_requirement():
     third_party = imported - sys.stdlib_module_names - {"jitgemm"}
     # cuda-bindings comes with torch or an extra; torchao's tensors, and transformers' names of tensors, are recognised
     # where torchao and transformers are there. vLLM imports its plug-in, not the other way round.
-    assert third_party - {"cuda", "torchao", "transformers", "vllm"} == required
+    assert third_party - {"cuda", "sglang", "torchao", "transformers", "vllm"} == required
 
 
 # ---- the run of all tests --------------------------------------------------------------------------------------------

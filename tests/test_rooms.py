@@ -24,6 +24,7 @@ LAYERS = (
     ("moe",),
     ("nn", "graph"),
     ("hf", "deep_gemm", "vllm", "cli"),
+    ("sglang",),
 )
 """From the lowest; a package imports from lower layers and from itself, never from another of its layer."""
 LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}

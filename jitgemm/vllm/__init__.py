@@ -1,15 +1,18 @@
 """vLLM's plug-in: `vllm serve MODEL --quantization jitgemm`, found by the entry point of the installed package.
 
-    config   which layers are quantised, and how: the quantisation config that vLLM asks
-    layouts  the tensors that a layer of each checkpoint format has, and how ranks cut them
-    matrix   a weight of a layer: its tensors as vLLM's parameters, loaded by a rank, and packed
-    saved    the same in a model that jitgemm packed and saved
-    linear   the methods of vLLM's linears and of its output layer
-    experts  the method of vLLM's fused experts
-    fusion   norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
-    warm     kernels, once the last layer is packed
+    served         which layers are quantised, and how: what a checkpoint and a user say
+    layouts        the tensors that a layer of each checkpoint format has, and how ranks cut them
+    matrix         a weight of a layer: its tensors as the engine's parameters, loaded by a rank, and packed
+    saved          the same in a model that jitgemm packed and saved
+    packed_linear  a linear of an engine with a packed weight
+    warm           kernels, once the last layer is packed
+    config         the quantisation config that vLLM asks
+    linear         the methods of vLLM's linears and of its output layer
+    experts        the method of vLLM's fused experts
+    warm_graphs    what vLLM says of tokens and graphs to `warm`
+    fusion         norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
 
-vLLM is imported when it calls `register`, its layers when it builds a model.
+The first six know no engine: SGLang's plug-in is made of them, too. vLLM is imported when it calls `register`, its layers when it builds a model.
 """
 
 from __future__ import annotations

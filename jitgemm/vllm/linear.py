@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
+from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.vllm.layouts import BLOCK, Layout
-from jitgemm.vllm.matrix import CHILD, Matrix, Packing
-from jitgemm.vllm.saved import SavedMatrix
+from jitgemm.vllm.packed_linear import PackedLinearMethod
 
 
 @register_weight_loader_v2_supported_method
-class JitGemmLinearMethod(Packing, LinearMethodBase):
-    """A linear with a packed weight, activations quantised to 8 bits on the way in."""
-
-    dtype = torch.bfloat16
+class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
+    """vLLM's."""
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmLinearMethod:
@@ -33,32 +30,17 @@ class JitGemmLinearMethod(Packing, LinearMethodBase):
         self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
-        self.dtype, k = params_dtype, input_size_per_partition
-        rank = layer.tp_rank if k != input_size else 0
-        kind = Matrix if self.layout.tensors else SavedMatrix
-        self.matrices = [kind(self, output_partition_sizes, k, input_size, rank)]
+        k, rank = input_size_per_partition, layer.tp_rank if input_size_per_partition != input_size else 0
         if self.layout.scheme.strategy == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
-        self.create(layer, params_dtype, extra_weight_attrs)
+        self.place(layer, output_partition_sizes, k, input_size, rank, params_dtype, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedLinear:
-        weight, bias, activation, input_scale = parts[0]
-        if self.names[0].rpartition(".")[2] == "kv_b_proj":  # whose weight MLA takes from the product with an identity
-            input_scale = None
-        module = LINEARS[weight.bits](weight, bias, activation=activation, input_scale=input_scale)
+        module = super().module(layer, *parts)
         # Where vLLM's LoRA looks for a layer's device, and MLA for the type of its input; equal to no other weight.
         here = next(module.buffers()).new_full((1,), torch.nan, dtype=self.dtype)
         layer.register_buffer("weight", here, persistent=False)
         return module
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        module = getattr(layer, CHILD)
-        rows = input_rows(x, module.in_features)
-        out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
-        if bias is not None and bias.dtype == torch.float16:
-            bias = bias.float()
-        module.multiply(module.quantise(rows), out, bias)
-        return out.view(*x.shape[:-1], module.out_features)
 
 
 class JitGemmHeadMethod(JitGemmLinearMethod):

@@ -1,6 +1,6 @@
-"""A weight of one of vLLM's layers: the parameters that a rank loads its tensors into, and the packed weight of them.
+"""A weight of one of an engine's layers: the parameters that a rank loads its tensors into, and the packed weight of them.
 
-vLLM cuts and joins the tensors (tensor parallelism, q, k and v, gate and up); `jitgemm.checkpoint` reads the result.
+The engine cuts and joins the tensors (tensor parallelism, q, k and v, gate and up); `jitgemm.checkpoint` reads the result.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
-from vllm.model_executor import parameter as parameters
-from vllm.model_executor.utils import set_weight_attrs
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, pack_experts
@@ -29,7 +25,6 @@ from jitgemm.nn.quantize.quantize import form_of_4_bits
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
-logger = init_logger("vllm." + __name__)
 CHILD = "jitgemm"
 """What a layer calls the module of its packed weights."""
 AT_ONCE = 16 << 20
@@ -89,7 +84,7 @@ class Matrix:
         tensor = self.tensors[suffix]
         axes = {"output_dim": tensor.axis("n"), "input_dim": tensor.axis("k", "G")}
         given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
-        kind: Any
+        parameters, kind = self.config.parameter_classes, None
         if tensor.packed is not None:
             given["packed_dim"], given["packed_factor"] = tensor.packed
             kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
@@ -202,7 +197,9 @@ class Matrix:
         for suffix, param in self.params(layer).items():
             self._fill(suffix, param, missing)
         if missing:  # as k and v of layers that share others'
-            logger.warning_once("jitgemm: no file holds %s: zeros", ", ".join(names[part] for part in missing))
+            self.config.logger.warning_once(
+                "jitgemm: no file holds %s: zeros", ", ".join(names[part] for part in missing)
+            )
 
     def _fill(self, suffix: str, param: Any, missing: Sequence[int]) -> None:
         """Fills what was not loaded, which is of anything before where vLLM loads again."""
@@ -302,7 +299,8 @@ class ExpertsMatrix(Matrix):
             "quant_method": "tensor" if tensor.dims in ((PARTS,), ()) else self.layout.scheme.strategy,
             "weight_loader": self.loader(suffix, attributes["weight_loader"]),
         }
-        set_weight_attrs(param, {**attributes, **said})
+        for name, value in {**attributes, **said}.items():
+            setattr(param, name, value)
         return param
 
     def load(
@@ -414,16 +412,13 @@ class Packing:
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
         """Gives a layer its parameters."""
-        config = get_current_vllm_config_or_none()
-        self.made_up = config is not None and config.load_config.load_format == "dummy"
+        self.made_up = self.config.makes_weights_up
         with torch.device("meta") if self.uses_meta_device else nullcontext():
             for matrix in self.matrices:
                 matrix.create(layer, attributes)
         self.config.warmer.expect(layer, dtype)
-        if self.uses_meta_device:  # vLLM packs it once it is read: a model in floats never is on the GPU as a whole
-            from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-
-            initialize_online_processing(layer)
+        if self.uses_meta_device:
+            self.config.pack_once_read(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if any(param is None for matrix in self.matrices for param in matrix.params(layer).values()):
@@ -442,9 +437,7 @@ class Packing:
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""
-        from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
-
-        SKIP_MODULES.update(type(each).__name__ for each in module.modules())  # else reloaded layers lose it
+        self.config.keep(module)
         if (old := layer._modules.get(CHILD)) is None:
             layer.add_module(CHILD, module)
         else:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.model_executor import parameter as parameters
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
@@ -42,6 +41,7 @@ class SavedMatrix(Matrix):
     def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
         load = attributes["weight_loader"]
         numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
+        parameters = self.config.parameter_classes
         rows = parameters.ChannelQuantScaleParameter(data=numbers, weight_loader=load, output_dim=0)
         layer.register_parameter(_ROWS, rows)
         for suffix in [*self.parameters][1:]:
@@ -119,12 +119,12 @@ class SavedExperts(ExpertsMatrix):
     def parts(self, layer: torch.nn.Module) -> Parts:
         """This rank's experts, in their order on it."""
         device = layer._buffers.pop(self.buffer).device
-        files, prefix, count = self.config.files(), f"{self.module}.{self.part}.", layer.moe_config.num_experts
+        files, prefix, places = self.config.files(), f"{self.module}.{self.part}.", layer.expert_map
         self.found = decoded(files.read(f"{self.module}.gate", _CPU))
-        names = files.layer(prefix)
+        places = range(self.count) if places is None else places.tolist()
+        names, count = files.layer(prefix), len(places)
         if (held := files.info(names["blocks"]).shape[0]) != count:
             raise ValueError(f"{prefix}blocks: expected {count} experts, as the model has, got {held}")
-        places = range(count) if layer.expert_map is None else layer.expert_map.tolist()
         mine = sorted((e for e in range(count) if places[e] >= 0), key=lambda e: places[e])
         shared = {names[each]: files.read(names[each], _CPU) for each in ON_CPU if each in names}
         of_one = [full for full in names.values() if full not in shared]

@@ -1,0 +1,184 @@
+"""The quantisation config "jitgemm" of SGLang."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.sglang.arguments import most_tokens, setting
+from jitgemm.vllm.served import NAME, ServedModel
+from jitgemm.vllm.warm import Layers, Warmer
+
+
+class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """One that says a thing once, if asked to."""
+
+    def __init__(self, name: str):
+        super().__init__(logging.getLogger(name))
+        self._said: set[tuple[object, ...]] = set()
+
+    def warning_once(self, text: str, *given: object) -> None:
+        if (text, *given) not in self._said:
+            self._said.add((text, *given))
+            self.warning(text, *given)
+
+
+logger = Logger("sglang." + __name__)
+_JOINED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+"""The layers that SGLang's models join, most of which do not say so."""
+
+
+class JitGemmConfig(ServedModel, QuantizationConfig):
+    """What SGLang asks of `ServedModel`. Options also come from --json-model-override-args '{"jitgemm": {...}}'."""
+
+    engine, logger = "SGLang", logger
+
+    def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
+        super().__init__(checkpoint, options)
+        self.packed_modules_mapping = dict(_JOINED)
+        self.from_files = Layers()
+        self._theirs: QuantizationConfig | None = None
+        self._mappers: list[Any] = []
+        self._model = ""
+        self._set(json.loads(setting("json_model_override_args") or "{}").get(NAME) or {})
+        self.made_up = setting("load_format") == "dummy"
+        self.batch_invariant = bool(setting("enable_deterministic_inference"))
+        self.warmer = Warmer(logger)
+        self.warmer.tokens = most_tokens()
+
+    # ---- what SGLang asks of a config --------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """As `ServedModel`, from what SGLang adds to a quantization_config: the model's config and the layers it joins."""
+        given = dict(config)
+        model, joined = given.pop("hf_config", None), given.pop("packed_modules_mapping", None) or {}
+        made = super().from_config(given)
+        made.packed_modules_mapping.update(joined)
+        made._model = getattr(model, "_name_or_path", "") or setting("model_path")
+        made._read()
+        return made
+
+    def _read(self) -> None:
+        """Reads the headers of the checkpoint's files."""
+        try:
+            folder = self._folder()
+            weights_of(folder, by_index=True)  # as SGLang's loader reads them
+            found = Checkpoint(folder).headers()
+        except (OSError, ValueError) as error:
+            logger.warning("jitgemm: no headers of %s (%s): its config alone decides", self._model, error)
+            return
+        self.read_headers(found)
+
+    def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        self.packed_modules_mapping.update(mapping)
+
+    def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
+        self._mappers.append(hf_to_sglang_mapper)
+        self._in_file = hf_to_sglang_mapper.apply_dict(self._in_file)
+
+    @property
+    def weight_block_size(self) -> Any:  # type: ignore[override]
+        """The checkpoint's, by which models read layers that SGLang itself serves."""
+        return (self.checkpoint or {}).get("weight_block_size")
+
+    @property
+    def kv_cache_quant_algo(self) -> Any:
+        return getattr(self._checkpoints_own(), "kv_cache_quant_algo", None)
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    def is_linear_unquantized(self, prefix: str) -> bool:
+        """Whether a linear stays in its type."""
+        return not all(self._quantised(name, torch.nn.Module(), prefix) for name in self._names(prefix))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear or of fused experts; of attention and the like, what the checkpoint's own config has.
+
+        Raises:
+            ValueError: some of the layers that SGLang joins here are quantised and others are not, or differently.
+        """
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+        from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+
+        from jitgemm.sglang.experts import JitGemmMoEMethod
+        from jitgemm.sglang.linear import JitGemmHeadMethod, JitGemmLinearMethod
+
+        if hasattr(layer, "num_embeddings"):
+            head = type(layer).__name__ == "ParallelLMHead"
+            return self.of_embedding(layer, prefix, partial(JitGemmHeadMethod, self) if head else None)
+        if isinstance(layer, FusedMoE):
+            make = partial(JitGemmMoEMethod.of, self, layer)
+            return self.choose(layer, prefix, make, UnquantizedFusedMoEMethod, experts=True)
+        if isinstance(layer, LinearBase):
+            make = partial(JitGemmLinearMethod.of, self, layer, prefix)
+            return self.choose(layer, prefix, make, UnquantizedLinearMethod)
+        theirs = self._checkpoints_own()
+        return None if theirs is None else theirs.get_quant_method(layer, prefix)
+
+    # ---- what the methods ask ----------------------------------------------------------------------------------------
+
+    @property
+    def parameter_classes(self) -> Any:
+        """SGLang's module of parameters that cut and join themselves."""
+        from sglang.srt.layers import parameter
+
+        return parameter
+
+    @property
+    def makes_weights_up(self) -> bool:
+        """Whether SGLang calls no loaders (--load-format dummy)."""
+        return self.made_up
+
+    def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
+        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another."""
+        module.batch_invariant = self.batch_invariant  # type: ignore[assignment]
+        if new:
+            self.set_sums(name, module)
+
+    @staticmethod
+    def keep(module: torch.nn.Module) -> None:
+        """Nothing: SGLang leaves modules alone that have no method of their own."""
+
+    def files(self) -> Checkpoint:
+        """The checkpoint's files, once SGLang has them on this machine."""
+        return Checkpoint(self._folder())
+
+    def _folder(self) -> Path:
+        if os.path.isdir(self._model):
+            return Path(self._model)
+        from sglang.srt.model_loader.weight_utils import download_weights_from_hf
+
+        return Path(
+            download_weights_from_hf(self._model, setting("download_dir"), ["*.safetensors"], setting("revision"))
+        )
+
+    def _checkpoints_own(self) -> QuantizationConfig | None:
+        """SGLang's config of the checkpoint, if it has one."""
+        if self._theirs is None and self.checkpoint is not None:
+            try:
+                own = QUANTIZATION_METHODS[self.checkpoint.get("quant_method", "")]
+                found = own.from_config({**self._given, "packed_modules_mapping": self.packed_modules_mapping})
+            except Exception as error:  # whatever it asserts or does not know, jitgemm may
+                logger.warning_once("jitgemm: SGLang's own config refuses this checkpoint: %s", repr(error))
+                return None
+            for mapper in self._mappers:
+                found.apply_weight_name_mapper(mapper)
+            self._theirs = found
+        return self._theirs

@@ -1,0 +1,181 @@
+"""The method of SGLang's fused experts: packed weights, and tokens quantised to 8 bits before each of the two GEMMs.
+
+SGLang routes and its dispatcher exchanges tokens; `jitgemm.fused_experts` does the rest, for the experts of this rank, and
+`fused_experts_masked` where DeepEP's low latency has sorted them by expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe import get_deepep_mode, get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLCombineInput, DeepEPNormalCombineInput
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+
+from jitgemm.activations.scheme import Gate
+from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.layers.packed import Parts
+from jitgemm.sglang.arguments import setting
+from jitgemm.sglang.weights import ExpertsOneAtATime, Restoring
+from jitgemm.vllm.layouts import Unsupported
+from jitgemm.vllm.matrix import CHILD, ExpertsMatrix
+from jitgemm.vllm.saved import SavedExperts, one_activation
+
+_RUNNERS = ("auto", "triton")
+"""--moe-runner-backend that leaves tensors as the files have them; neither runs here."""
+
+
+class JitGemmMoEMethod(Restoring, FusedMoEMethodBase):
+    """Experts with packed weights."""
+
+    runner = None  # a direct kernel: SGLang gives it routed tokens and the numbers of this rank's experts
+
+    @classmethod
+    def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
+        """The method for a layer of SGLang's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
+        hidden, inter = layer.hidden_size, layer.intermediate_size_per_partition
+        whole, inputs = inter * layer.moe_tp_size, gate_of(layer.moe_runner_config).inputs
+        layout = config.layout(names, max(hidden, whole), layer.params_dtype, True)
+        layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
+        for k in (hidden, whole):
+            layout.check(k)
+        if layer.with_bias and layout.tensors:
+            raise Unsupported("expected experts without biases, got some with")
+        return cls(config, names, layout)
+
+    def create_weights(
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        """Raises ValueError for what would move or store packed experts otherwise than SGLang's loader finds them."""
+        check_arguments()
+        load = extra_weight_attrs["weight_loader"]
+        if self.layout.tensors and getattr(load, "__name__", "") == "weight_loader_fused":
+            raise ValueError(
+                f"{self.names[0]}: expected experts one by one in the files, got a model that has them stacked"
+            )
+        inter, ranks, rank = intermediate_size_per_partition, layer.moe_tp_size, layer.moe_tp_rank
+        whole, gate = inter * ranks, gate_of(layer.moe_runner_config)
+        places = [layer._map_global_expert_id_to_local_expert_id(e) for e in range(layer.num_experts)]
+        layer.expert_map = None if places == [*range(num_experts)] else torch.tensor(places, device="cpu")
+        kind: type[ExpertsMatrix] = ExpertsOneAtATime if self.layout.format is None else ExpertsMatrix
+        kind = kind if self.layout.tensors else SavedExperts
+        self.matrices = [
+            kind(self, "w13", num_experts, [inter] * gate.inputs, hidden_size, hidden_size, rank, whole),
+            kind(self, "w2", num_experts, [hidden_size], inter, whole, rank, hidden_size),
+        ]
+        self.create(layer, params_dtype, {"weight_loader": load})
+
+    def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
+        w13, w2 = parts
+        wanted, prefix = self.matrices[0].wanted, self.names[0].rpartition(".")[0]
+        activation = one_activation({f"{prefix}.w13": w13, f"{prefix}.w2": w2}, wanted, "activation")
+        gate = self.matrices[0].gate(gate_of(layer.moe_runner_config))
+        biases = w13.bias, w2.bias
+        module = packed_experts(w13.weight, w2.weight, *biases, gate=gate, activation=activation, top_k=layer.top_k)
+        module.batched = get_moe_a2a_backend().is_deepep() and get_deepep_mode().enable_low_latency()
+        return module
+
+    def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+        super().install(layer, module)
+        layer.deprecate_flag = True  # of DeepEPMoE: it calls this method, as FusedMoE does
+        if get_moe_a2a_backend().is_deepep():
+            block = getattr(layer, CHILD).activation == "e4m3_block"
+            codes = "fp8" if block else "bf16"
+            said = {"dispatcher_output_dtype": "bf16", "low_latency_dispatcher_output_dtype": codes}
+            layer.dispatcher.set_quant_config({**(getattr(layer.dispatcher, "quant_config", None) or {}), **said})
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        """Raises ValueError for a runner that wants weights or tokens of its own."""
+        backend = get_moe_runner_backend().value
+        if backend not in _RUNNERS:
+            raise ValueError(f"moe_runner_backend: expected {' or '.join(_RUNNERS)} with jitgemm, got {backend}")
+        self.moe_runner_config = moe_runner_config
+
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        """Runs the experts on what the dispatcher gave.
+
+        Raises ValueError for a dispatcher, or a form of its tokens, that is not served.
+        """
+        form, module = dispatch_output.format.value, getattr(layer, CHILD)
+        if form not in _FORMS:
+            raise ValueError(f"moe_a2a_backend: expected a dispatcher of {', '.join(_FORMS)}, got {form}")
+        return _FORMS[form](module, self.moe_runner_config, dispatch_output)
+
+
+def _standard(module: PackedExperts, config: Any, given: Any) -> Any:
+    """Tokens as they are, weighed and summed; experts of other ranks are -1."""
+    topk = given.topk_output
+    if not hasattr(topk, "topk_ids"):
+        raise ValueError(f"topk_output: expected experts and weights of tokens, got {type(topk).__name__}")
+    x, weights = _plain(given), topk.topk_weights
+    if config.apply_router_weight_on_input:
+        if weights.shape[1] != 1:
+            raise ValueError(f"topk_weights: expected one expert of a token to weigh the input, got {weights.shape[1]}")
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+    if config.routed_scaling_factor not in (None, 1.0):
+        weights = weights * config.routed_scaling_factor
+    return StandardCombineInput(hidden_states=module.run(x, topk.topk_ids, weights))
+
+
+def _deepep_normal(module: PackedExperts, config: Any, given: Any) -> Any:
+    """The same for tokens that other ranks sent. The model scales the combined output."""
+    out = module.run(_plain(given), given.topk_ids, given.topk_weights)
+    return DeepEPNormalCombineInput(hidden_states=out, topk_ids=given.topk_ids, topk_weights=given.topk_weights)
+
+
+def _deepep_low_latency(module: PackedExperts, config: Any, given: Any) -> Any:
+    """Tokens sorted by expert, [experts, max_m, hidden], as e4m3 with a scale for each token and 128 columns or in the
+    model's type; the combine weighs and sums."""
+    x, scale = given.hidden_states, given.hidden_states_scale
+    out = torch.empty(x.shape, dtype=config.params_dtype if scale is not None else x.dtype, device=x.device)
+    live, expected = given.masked_m[: module.num_experts].to(torch.int32), min(given.expected_m, x.shape[1])
+    module.run_batched(x if scale is None else (x, scale), out, live, expected)
+    return DeepEPLLCombineInput(hidden_states=out, topk_ids=given.topk_ids, topk_weights=given.topk_weights)
+
+
+_FORMS = {"standard": _standard, "deepep_normal": _deepep_normal, "deepep_ll": _deepep_low_latency}
+"""SGLang's DispatchOutputFormat: what runs the experts."""
+
+
+def _plain(given: Any) -> torch.Tensor:
+    """Tokens in the model's type. Raises ValueError for quantised ones."""
+    x, scale = given.hidden_states, given.hidden_states_scale
+    if scale is not None or not isinstance(x, torch.Tensor):
+        raise ValueError(
+            "hidden_states: expected tokens in the model's type (--deepep-dispatcher-output-dtype bf16), got codes"
+        )
+    return x
+
+
+def gate_of(config: Any) -> Gate:
+    """The gate of SGLang's MoeRunnerConfig. Raises Unsupported for one that jitgemm has not."""
+    kind, gated = config.activation, config.is_gated
+    limit, alpha = config.gemm1_clamp_limit, config.gemm1_alpha
+    if getattr(config, "gemm1_beta", None) not in (None, 1, 1.0):
+        raise Unsupported(f"gemm1_beta: expected 1, got {config.gemm1_beta}")
+    if config.no_combine:
+        raise Unsupported("no_combine: expected False, got True")
+    if kind == "silu" and gated and alpha is not None:
+        order = "interleaved" if config.gate_up_interleaved else "gate_up"
+        return Gate("swiglu_oai", order, math.inf if limit is None else limit, alpha)
+    if kind == "silu" and gated and limit is not None:
+        return Gate("swiglu_step", limit=limit)
+    if kind in ("silu", "gelu", "gelu_tanh") and gated and alpha is None:
+        return Gate(kind, limit=math.inf if config.swiglu_limit is None else config.swiglu_limit)
+    if kind == "situ" and gated:
+        return Gate(kind, limit=math.inf if limit is None else limit, alpha=4.0 if alpha is None else alpha)
+    if kind == "relu2" and not gated:
+        return Gate(kind)
+    known = "silu, gelu, gelu_tanh or situ with gates, or relu2 without"
+    raise Unsupported(f"activation: expected {known}, got {kind} {'with' if gated else 'without'} gates")
+
+
+def check_arguments() -> None:
+    """Raises ValueError for arguments of SGLang's by which it moves experts' tensors itself."""
+    for name, plain in (("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial")):
+        if (given := setting(name)) not in (None, plain):
+            raise ValueError(f"{name}: expected {plain} with jitgemm's packed experts, got {given}")

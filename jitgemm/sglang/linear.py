@@ -1,0 +1,94 @@
+"""The methods of SGLang's linears and of its output layer: a packed weight, activations quantised to 8 bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from jitgemm.sglang.weights import OneAtATime, Restoring
+from jitgemm.vllm.layouts import BLOCK, Layout, Unsupported
+from jitgemm.vllm.packed_linear import PackedLinearMethod
+
+ABSORBED = "kv_b_proj"
+"""The layer whose weight MLA's attention takes apart, before it is packed."""
+
+
+class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
+    """SGLang's.
+
+    Attributes:
+        prefix: what SGLang calls the layer.
+        quant_config: says to SGLang's loaders how many rows a block has.
+    """
+
+    prefix = ""
+    quant_config = SimpleNamespace(weight_block_size=[BLOCK, BLOCK])
+
+    @classmethod
+    def of(cls, config: Any, layer: torch.nn.Module, prefix: str, names: list[str]) -> JitGemmLinearMethod:
+        """The method for a layer of SGLang's, which does not know yet how it is cut.
+
+        Raises Unsupported for one that jitgemm cannot read."""
+        if prefix.rpartition(".")[2] == ABSORBED:
+            raise Unsupported("the attention takes its weight apart")
+        layout = config.layout(names, layer.input_size, layer.params_dtype)
+        layout.check(layer.input_size)
+        method = cls(config, names, layout)
+        method.prefix = prefix
+        return method
+
+    def create_weights(
+        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        """Gives a layer its parameters; hands a layer that jitgemm cannot serve as it is cut to SGLang's own method."""
+        widths, k = output_partition_sizes, input_size_per_partition
+        try:
+            self.layout = self.layout.cut(widths, output_size, k, input_size)
+        except Unsupported as reason:
+            method = self.instead(layer, reason)
+            if type(method).__name__ not in WEIGHT_LOADER_V2_SUPPORTED:
+                extra_weight_attrs["weight_loader"] = layer.weight_loader
+            layer.quant_method = method
+            sizes = k, widths, input_size, output_size, params_dtype
+            return method.create_weights(layer, *sizes, **extra_weight_attrs)
+        attributes = {"weight_loader": extra_weight_attrs["weight_loader"]}
+        self.kind = OneAtATime if self.layout.format is None else PackedLinearMethod.kind
+        rank = rank_of(layer) if k != input_size else 0
+        self.place(layer, widths, k, input_size, rank, params_dtype, attributes)
+
+    def instead(self, layer: torch.nn.Module, reason: Unsupported) -> Any:
+        """SGLang's own method. Raises ValueError where it has none for the checkpoint."""
+        theirs = self.config._checkpoints_own()
+        if theirs is None and (self.config.saved or self.config.checkpoint is not None):
+            raise ValueError(f"{self.prefix}: {reason}") from reason
+        text = "jitgemm: SGLang's own kernels serve layers such as %s: %s"
+        self.config.logger.warning_once(text, self.prefix, str(reason))
+        return UnquantizedLinearMethod() if theirs is None else theirs.get_quant_method(layer, self.prefix)
+
+
+class JitGemmHeadMethod(JitGemmLinearMethod):
+    """The output layer in 8 bits, quantised once it is loaded, or packed in the files; a tied embedding keeps its weight.
+
+    Rows that fill up a rank's are zeros.
+    """
+
+    option = "lm_head"
+
+    def __init__(self, config: Any, names: list[str], layout: Layout):
+        super().__init__(config, names, layout)
+        self.prefix = names[0]
+
+    def check(self, layer: torch.nn.Module) -> None:
+        """Nothing: a draft model's files may lack an output layer, which it takes from another model."""
+
+
+def rank_of(layer: torch.nn.Module) -> int:
+    """Which part of a row-parallel layer's columns this process has."""
+    group = getattr(layer, "tp_group", None)
+    return getattr(layer, "tp_rank", 0) if group is None else group.rank_in_group

@@ -1,0 +1,322 @@
+"""What a checkpoint and a user say of the layers of a model that an engine serves: which are quantised, and how.
+
+A checkpoint's own config and the headers of its files decide; what jitgemm has no reader for is left to the engine's own
+config of that checkpoint, with a warning. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import translate
+from functools import cache
+from typing import Any, Self
+
+import torch
+
+from jitgemm.activations.scheme import activation_named
+from jitgemm.checkpoint.gptq import FORMAT as GPTQ
+from jitgemm.kernel.formats import SUMS
+from jitgemm.nn.layers.packed import check_sums_of
+from jitgemm.nn.layers.sums import set_sums
+from jitgemm.nn.quantize.replaceable import ROUTERS
+from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
+
+NAME = "jitgemm"
+
+_OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "activation": (None, lambda value: value is None or activation_named(value), ""),
+    "lm_head": (None, lambda value: value in (None, "e4m3", "int8"), "e4m3, int8 or None"),
+    "bits": (4, lambda value: value in (4, 8), "4 or 8"),
+    "group_size": (None, lambda size: size is None or type(size) is int and (size > 0 or size == -1),
+                   "a positive integer, or -1 for one group a row"),
+    "symmetric": (None, lambda value: value is None or isinstance(value, bool), "true or false"),
+    "sums": ("f32", lambda value: value in SUMS, ", ".join(SUMS)),
+    "ignore": ((), lambda value: _patterns("ignore", value) is not None, ""),
+}  # fmt: skip
+"""What a user may say: what it is otherwise, a check, and what that expects."""
+_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class ServedModel:
+    """What `--quantization jitgemm` means for a model.
+
+    Args:
+        checkpoint: the quantization_config of a quantised checkpoint; None for a model in floats, whose linears and
+            experts are quantised while it is loaded.
+        options: a mapping with any of
+
+            - activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, or e4m3;
+            - sums: "f16" or "exact", what kernels of 4-bit weights may add up in, as for `gemm_w4a8_nt`; "f32" otherwise;
+            - lm_head: "e4m3" or "int8": the output layer in 8 bits, a scale per row; None leaves it in its type;
+            - of a model in floats: bits (4, or 8 with a scale per row), group_size (-1 or k and more: per channel) and
+              symmetric, as `quantize_w4` takes them, None as in `quantize_` without calibration; ignore, names, parts of names or "re:" and an expression of layers
+              that stay.
+
+    Attributes:
+        engine, logger: how messages call the engine, and its logger.
+        warmer: is told of each layer that is made (`expect`) and packed (`packed`).
+        saved: whether the files hold layers that jitgemm packed.
+        packed_modules_mapping: {layer of the engine's: the layers that it joins}.
+
+    Raises:
+        ValueError: an option is not known or wrong, or the checkpoint's names of layers that it leaves out are.
+    """
+
+    engine: str
+    logger: Any
+    warmer: Any
+    packed_modules_mapping: Mapping[str, list[str]]
+
+    def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
+        super().__init__()
+        self._given = checkpoint
+        nested = (checkpoint or {}).get("quantization")  # of ModelOpt's hf_quant_config.json
+        self.checkpoint = checkpoint if nested is None else {"quant_method": "modelopt", **checkpoint, **nested}
+        said = self.checkpoint or {}
+        self._left_out = [each for key in _LEFT_OUT for each in _patterns(key, said.get(key) or [])]
+        _patterns("dynamic", ["re:" + rule.removeprefix("-:").removeprefix("+:") for rule in said.get("dynamic") or ()])
+        self.options: dict[str, Any] = {name: default for name, (default, _, _) in _OPTIONS.items()}
+        self._set(options or {})
+        self.saved = False  # whether the files hold layers that jitgemm packed
+        self._headers: dict[str, dict[str, str]] = {}  # {layer: {suffix: safetensors' dtype}}
+        self._in_file: dict[str, str] = {}  # what the files call the layers that the engine renames
+
+    def _set(self, options: Mapping[str, Any]) -> None:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"jitgemm: expected options by name, got {options!r}")
+        unknown = set(options) - set(_OPTIONS)
+        if unknown:
+            raise ValueError(f"jitgemm: expected the options {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}")
+        for name, value in options.items():
+            _, fits, expected = _OPTIONS[name]
+            if not fits(value):
+                raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        self.options |= options
+        if (activation := self.options["activation"]) is not None and self.options["bits"] == 4:
+            check_sums_of(self.options["sums"], activation)
+
+    # ---- what every engine asks of a config ------------------------------------------------------------------------------
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """From a model's quantization_config: that of a checkpoint, or {"quant_method": "jitgemm", options}.
+
+        The latter may hold the former under "checkpoint".
+        """
+        if config.get("quant_method") != NAME:
+            return cls(config)
+        said = {name: value for name, value in config.items() if name != "quant_method"}
+        return cls(said.pop("checkpoint", None), said)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Takes over any checkpoint for whose model the user asked for jitgemm, and no other."""
+        return NAME if user_quant == NAME else None
+
+    def read_headers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes in the headers of the checkpoint's files, as safetensors has them."""
+        for name, info in found.items():
+            layer, _, suffix = name.rpartition(".")
+            if layer:  # none of __metadata__
+                self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
+        self._in_file = {layer: layer for layer in self._headers}
+        self.saved = any(_packed(found) for found in self._headers.values())
+
+    def choose(
+        self, layer: torch.nn.Module, prefix: str, make: Callable[[list[str]], Any], plain: Callable[[], Any],
+        experts: bool = False,
+    ) -> Any:  # fmt: skip
+        """The method of a linear, or of a layer's experts.
+
+        Args:
+            prefix: what the engine calls it.
+            make: the method for what the files call its layers, or Unsupported.
+            plain: the engine's own of a layer in floats.
+
+        Raises:
+            ValueError: some of the layers that are joined here are quantised and others are not, or differently.
+        """
+        names, joined = self._experts_names(prefix) if experts else (self._names(prefix),) * 2
+        quantised = {name: self._quantised(name, layer, prefix) for name in joined}
+        if len(set(quantised.values())) > 1:
+            one_of_each = dict({each: (name, each) for name, each in quantised.items()}.values())
+            raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got such as {one_of_each}")
+        theirs = None
+        if all(quantised.values()):
+            try:
+                return make(names)
+            except Unsupported as reason:
+                theirs = self._checkpoints_own()
+                if theirs is None and (self.saved or self.checkpoint is not None):
+                    raise ValueError(f"{prefix}: {reason}") from reason
+                text = "jitgemm: %s's own kernels serve layers such as %s: %s"
+                self.logger.warning_once(text, self.engine, prefix, str(reason))
+        return plain() if theirs is None else theirs.get_quant_method(layer, prefix)
+
+    def of_embedding(self, layer: torch.nn.Module, prefix: str, make: Callable[..., Any] | None) -> Any:
+        """The method of an embedding or an output layer; None for one that stays in its type.
+
+        Args:
+            make: the method for the names in the files and a `Layout`; None for an embedding.
+
+        Raises:
+            ValueError: the checkpoint has quantised it, and the engine has no config that reads it.
+        """
+        names = self._names(prefix)
+        header = self._headers.get(names[0], {})
+        given = self.saved or self.checkpoint is not None
+        if not (given and header and self._quantised(names[0], layer)):
+            ours = make is not None and self.options["lm_head"] is not None
+            return make(names, floats(torch.get_default_dtype())) if ours else None
+        if make is not None and self.saved:
+            return make(names, Layout())
+        theirs = self._checkpoints_own()
+        method = None if theirs is None else theirs.get_quant_method(layer, prefix)
+        if method is None:
+            raise ValueError(
+                f"{prefix}: expected its weight in floats, or a config of {self.engine}'s that reads it, got "
+                f"{', '.join(header)}"
+            )
+        text = "jitgemm: %s's own kernels serve %s, which the checkpoint has quantised"
+        self.logger.warning_once(text, self.engine, prefix)
+        return method
+
+    def _checkpoints_own(self) -> Any:
+        """The engine's config of the checkpoint, if it has one."""
+        raise NotImplementedError
+
+    # ---- what the methods ask ----------------------------------------------------------------------------------------
+
+    def layout(self, names: Iterable[str], k: int, dtype: torch.dtype, experts: bool = False) -> Layout:
+        """How layers that the engine joins, or those of an expert, are stored; k: columns on all ranks.
+
+        Raises:
+            Unsupported: jitgemm has no reader for them.
+            ValueError: their configs differ.
+        """
+        if self.saved:
+            return Layout()
+        if self.checkpoint is None:
+            return floats(dtype)
+        if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
+            text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"
+            self.logger.warning_once(text, bound)
+        first, *others = [
+            layout_of(self.checkpoint, name, k, dtype, self._headers.get(name, {}), experts) for name in names
+        ]
+        if any(each != first for each in others):
+            raise ValueError(
+                f"{', '.join(names)}: expected one way of quantising layers that {self.engine} joins, got several"
+            )
+        if first.instead is not None and self.options["activation"] is None:
+            text = "jitgemm: the checkpoint's inputs of %s bits are quantised to 8 bits for each token, %s: static scales of them are not used"
+            self.logger.warning_once(text, first.scheme.inputs.num_bits, first.instead)  # type: ignore[union-attr]
+        return first
+
+    def set_sums(self, name: str, module: torch.nn.Module) -> None:
+        """Sets what a layer of jitgemm.nn may add up in as the user says."""
+        for part, why in set_sums({name: module}, self.options["sums"]).items():
+            self.logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
+
+    def suffixes(self, names: Iterable[str]) -> list[str]:
+        """What the files hold of layers except their biases, which the engine loads."""
+        return sorted({suffix for name in names for suffix in self._headers[name]} - {"bias"})
+
+    # ---- names and rules ---------------------------------------------------------------------------------------------
+
+    def _names(self, prefix: str) -> list[str]:
+        """What the files call the layers that the engine joins into one."""
+        above, dot, last = prefix.rpartition(".")
+        parts = [above + dot + part for part in self.packed_modules_mapping.get(last, ())]
+        for names in (parts, [prefix]):
+            if any(name in self._in_file for name in names):
+                return [self._in_file.get(name, name) for name in names]
+        return parts or [prefix]
+
+    def _experts_names(self, prefix: str) -> tuple[list[str], list[str]]:
+        """What the files call one expert's layers, or those of all that jitgemm packed; and the layers of all experts.
+
+        Raises:
+            ValueError: the files have them in a form that the engine's models do not load.
+        """
+        module = prefix.removesuffix(".routed_experts")
+        start = module + "."
+        below = {own[len(start) :]: name for own, name in self._in_file.items() if own.startswith(start)}
+        every = [name for rest, name in below.items() if rest.partition(".")[0].isdigit()]
+        if any(_packed(self._headers[name]) for name in every):
+            raise ValueError(
+                f"{prefix}: expected packed experts as one module has them all, got some that are packed one by one; "
+                "serve the checkpoint that they were made from"
+            )
+        stacked = self._headers.get(self._in_file.get(module, ""), {})
+        if "gate_up_proj_scale_inv" in stacked and self.checkpoint and not self.checkpoint.get("weight_block_size"):
+            raise ValueError(
+                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with one "
+                f"for each expert, which {self.engine}'s models do not load"
+            )
+        names = [name for rest, name in below.items() if rest.startswith("0.")]
+        if not names and self.saved:
+            names = [below[part] for part in ("w13", "w2") if part in below]
+        names = names or [f"{start}0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        return names, every or names
+
+    def _quantised(self, name: str, layer: torch.nn.Module, prefix: str = "") -> bool:
+        """Whether a layer is quantised in the checkpoint, or is to be where nothing is.
+
+        Args:
+            prefix: what the engine calls it, by which a user may leave it out, too.
+        """
+        if self.saved:
+            return _packed(self._headers.get(name, ()))
+        if self.checkpoint is None:
+            sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
+            router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
+            ignored = _patterns("ignore", self.options["ignore"])
+            return not router and not any(each.match(called) for each in ignored for called in (name, prefix))
+        if name in self._headers:
+            found = self._headers[name]
+            return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
+        return not any(each.match(name) for each in self._left_out) and GPTQ.left_out(self.checkpoint, name) is None
+
+
+def _packed(suffixes: Iterable[str]) -> bool:
+    """Whether these are the tensors of a layer that jitgemm packed."""
+    return {"blocks", "meta"} <= set(suffixes)
+
+
+def _patterns(key: str, rules: Any) -> list[re.Pattern[str]]:
+    """Of rules that mean layers: by an expression behind "re:", a pattern of names, or whole parts of them.
+
+    Raises ValueError for other rules.
+    """
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, str) for rule in rules):
+        raise ValueError(f"{key}: expected a list of names, got {rules!r}")
+    return [_pattern(key, rule) for rule in rules]
+
+
+@cache
+def _pattern(key: str, rule: str) -> re.Pattern[str]:
+    parts = rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}"
+    expression = rule.removeprefix("re:") if rule.startswith("re:") else parts
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{key}: expected a regular expression, got {expression!r}: {error}") from error

@@ -1,0 +1,149 @@
+"""Whole models of SGLang's, made and loaded by its own loader: a Llama and a Qwen3-MoE in floats and as a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: scripts/sglang_contract.sh runs it")
+
+from safetensors.torch import save_file  # noqa: E402
+from sglang_layers import BF16, running  # noqa: E402
+from test_vllm import CONFIGS, dense_of, stored  # noqa: E402
+
+import jitgemm.sglang  # noqa: E402
+
+SIZES = dict(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=256, max_position_embeddings=128, tie_word_embeddings=False, torch_dtype="bfloat16", hidden_act="silu",
+)  # fmt: skip
+MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+
+
+def linears(name):
+    """{layer's name: its rows and columns}."""
+    found = {}
+    for i in range(2):
+        for each, n in (("q_proj", 128), ("k_proj", 64), ("v_proj", 64), ("o_proj", 128)):
+            found[f"model.layers.{i}.self_attn.{each}"] = n, 128
+        parts = [f"experts.{e}." for e in range(4)] if name == "qwen3_moe" else [""]
+        inter = 64 if name == "qwen3_moe" else 256
+        for part in parts:
+            for each, size in (("gate_proj", (inter, 128)), ("up_proj", (inter, 128)), ("down_proj", (128, inter))):
+                found[f"model.layers.{i}.mlp.{part}{each}"] = size
+    return found
+
+
+def written(folder, name, format):
+    """Writes a model; returns {layer: the weight that it stands for}."""
+    import json
+
+    tensors, dense = {}, {}
+    for seed, (layer, (n, k)) in enumerate(linears(name).items()):
+        if format is None:
+            weight = (torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8).to(BF16)
+            tensors[f"{layer}.weight"], dense[layer] = weight, weight.double()
+        else:
+            parts, dense[layer] = stored(CONFIGS[format], n, k, seed)
+            tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in parts.items()}
+    plain = {"model.norm.weight": (128,), "model.embed_tokens.weight": (256, 128), "lm_head.weight": (256, 128)}
+    for i in range(2):
+        plain |= {f"model.layers.{i}.{each}_layernorm.weight": (128,) for each in ("input", "post_attention")}
+        if name == "qwen3_moe":
+            plain[f"model.layers.{i}.mlp.gate.weight"] = 4, 128
+            plain |= {f"model.layers.{i}.self_attn.{each}_norm.weight": (32,) for each in "qk"}
+    tensors |= {each: torch.ones(size, dtype=BF16) for each, size in plain.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantised = (
+        {} if format is None else {"quantization_config": {**CONFIGS[format], "ignore": ["lm_head", "re:.*gate$"]}}
+    )
+    (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[name], **quantised}), encoding="utf-8")
+    return dense
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    """SGLang's, which looks for the two models alone, and takes rotary embeddings from PyTorch."""
+    absent = ModuleType("vllm")
+    absent._custom_ops = SimpleNamespace(rotary_embedding=None, silu_and_mul=None)
+    monkeypatch.setitem(sys.modules, "vllm", absent)
+    monkeypatch.setitem(sys.modules, "vllm._custom_ops", absent._custom_ops)
+    from sglang.srt.model_loader import loader
+
+    def architecture(config):
+        name = config.hf_config.architectures[0]
+        return getattr(importlib.import_module(f"sglang.srt.models.{config.hf_config.model_type}"), name), name
+
+    monkeypatch.setattr(loader, "get_model_architecture", architecture)
+    return loader
+
+
+@contextmanager
+def groups(folder):
+    """The process groups of one process."""
+    from sglang.srt import distributed
+    from sglang.srt.runtime_context import get_parallel
+
+    where = f"file://{folder}/store"
+    distributed.init_distributed_environment(1, 0, where, 0, "gloo")
+    distributed.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        distributed.destroy_model_parallel()
+        distributed.destroy_distributed_environment()
+        get_parallel().clear_stamp()
+
+
+@pytest.mark.parametrize("format", [None, "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
+    jitgemm.sglang.register()
+    dense = written(tmp_path, name, format)
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_parallel
+
+    more = {f"{each}_rank": 0 for each in ("pp", "attn_dp", "attn_cp", "moe_dp")}
+    with running(model_path=str(tmp_path), quantization="jitgemm"), get_parallel().override(**more), groups(tmp_path):
+        config = ModelConfig(model_path=str(tmp_path), quantization="jitgemm", dtype="bfloat16")
+        assert config.quantization == "jitgemm"
+        made = loader.DefaultModelLoader(LoadConfig())
+        model = made.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+        layer = model.model.layers[1]
+        qkv = torch.cat([dense[f"model.layers.1.self_attn.{each}_proj"] for each in "qkv"])
+        found, close = dense_of(layer.self_attn.qkv_proj.jitgemm), 0.15 if format is None else 0.0
+        assert (found - qkv).norm() <= close * qkv.norm()
+        x = torch.randn(5, 128, dtype=BF16)
+        part = "model.layers.1.mlp."
+        if name == "llama":
+            g, u, d = (dense[f"{part}{each}_proj"] for each in ("gate", "up", "down"))
+            hidden = layer.mlp.gate_up_proj(x)[0]
+            expected = x.double() @ torch.cat([g, u]).T
+            assert (hidden.double() - expected).norm() < 0.15 * expected.norm()
+        else:
+            from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+            ids, weights = (
+                torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [1, 3]], dtype=torch.int32),
+                torch.full((5, 2), 0.5),
+            )
+            out = layer.mlp.experts(x, StandardTopKOutput(weights, ids, torch.zeros(5, 4))).double()
+            expected = torch.zeros(5, 128, dtype=torch.float64)
+            for t in range(5):
+                for e in ids[t].tolist():
+                    g, u, d = (dense[f"{part}experts.{e}.{each}_proj"] for each in ("gate", "up", "down"))
+                    expected[t] += 0.5 * d @ (torch.nn.functional.silu(g @ x[t].double()) * (u @ x[t].double()))
+            assert (out - expected).norm() < 0.25 * expected.norm()
