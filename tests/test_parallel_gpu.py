@@ -112,8 +112,8 @@ def divided_experts(mesh, kind: str) -> None:
     assert near(layer(*given), whole(*given))
 
 
-def both_exchanges(mesh, kind: str, most: int, **options):
-    """Layers of the same experts whose tokens go by collectives and by kernels, and the whole layer."""
+def both_exchanges(mesh, kind: str, most: int) -> list[torch.nn.Module]:
+    """Layers of the same experts whose tokens go by collectives, and by kernels."""
     whole = layer_of_experts(kind).cuda()
     styles = [ExpertParallel(input_layouts=Shard(0), max_tokens=most, exchange=each) for each in EXCHANGES]
     return [parallelize_module(copy.deepcopy(whole), mesh, style) for style in styles]
@@ -183,8 +183,7 @@ def nvlink_says_what_is_wrong(mesh) -> None:
     assert builders.same_bits(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.bfloat16) for kind in EXPERTS), ("int8", torch.float32)])
 def test_experts_over_nvlink_give_the_collectives_bits(both, kind, dtype):
     both(nvlink_is_the_collectives, kind, dtype)
 
