@@ -29,7 +29,6 @@ GATHER_M = 4
 GEMM, which copies row by row then: a layer takes 1 to 2 % less at 4 rows, half as long at 32, a third at 128."""
 FRONT_THREADS = 512
 COMBINE_THREADS = 128
-GATHER_THREADS = 256
 MAX_RANKS = 8
 """Of one host: what `Head` in include/jitgemm/moe/ranks.cuh has room for."""
 _VECTOR = 8
@@ -112,9 +111,11 @@ class CollectSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
-    """The kernel that gathers quantised tokens; nothing of it is a compile-time constant."""
+    """Everything that is a compile-time constant of a kernel that gathers quantised tokens: threads of a CTA."""
 
     kind, family, label = "routing", "gather", "gather"
+
+    threads: int = 256
 
 
 ENTRIES = {
@@ -207,7 +208,7 @@ def render(spec: RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec
         bounds, config, ctas = f"{FRONT_THREADS}, 1", render_config(spec.quantizer), spec.ctas
         constants += [str(spec.ctas), str(spec.debug).lower()]
     elif isinstance(spec, GatherSpec):
-        bounds, constants = str(GATHER_THREADS), []
+        bounds, constants = str(spec.threads), []
     else:
         types = {"Row": spec.row, "Out": spec.out} if isinstance(spec, CombineSpec) else {"Row": spec.row}
         lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]

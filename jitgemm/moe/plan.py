@@ -13,7 +13,7 @@ from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COLLECT_POINTERS, COMBINE_POINTERS, DISPATCH_POINTERS, FRONT_POINTERS
 from jitgemm.moe.arguments import GATHER_POINTERS, ROUTE_POINTERS
-from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, GATHER_THREADS, MAX_EXPERTS
+from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, MAX_EXPERTS
 from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CollectSpec, CombineSpec, DispatchSpec, FrontSpec, GatherSpec
 from jitgemm.moe.kernel import combine_blocks, route_launch, route_smem_bytes, route_spec, route_threads, source_of
 from jitgemm.runtime import driver
@@ -123,9 +123,10 @@ def prepare_gather(
 ) -> Launch:
     """For codes and scales of one shape. It waits for the kernel before it, as does the next."""
     device = codes.get_device()
-    kernel = FAMILIES["gather"].load(GatherSpec(), device)
+    spec = GatherSpec()
+    kernel = FAMILIES["gather"].load(spec, device)
     driver.use_context(device)
-    resident = max(1, driver.resident_ctas(kernel, GATHER_THREADS, 0))
+    resident = max(1, driver.resident_ctas(kernel, spec.threads, 0))
     block = scale.dim() == 2
     values = {
         "scale_block_stride": scale.stride(1) if block else 0,
@@ -133,8 +134,8 @@ def prepare_gather(
         "k": codes.shape[1],
         "blocks": scale.shape[1] if block else 1,
     }
-    grid = min(ceil_div(row_index.shape[0], GATHER_THREADS // 32), resident * device_of(device).num_sms)
-    return Launch(kernel, GATHER_ARGUMENTS, values, grid=grid, threads=(GATHER_THREADS, 1), smem_bytes=0)
+    grid = min(ceil_div(row_index.shape[0], spec.threads // 32), resident * device_of(device).num_sms)
+    return Launch(kernel, GATHER_ARGUMENTS, values, grid=grid, threads=(spec.threads, 1), smem_bytes=0)
 
 
 def prepare_dispatch(
