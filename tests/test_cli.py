@@ -599,7 +599,7 @@ def test_a_kernel_is_described_by_tile_types_and_scales(spec, shown):
         (front_spec(8, 256, "bf16", "e4m3", False), ("-", "bf16 to e4m3", "token")),
         (front_spec(8, 256, "bf16", "s8", True), ("-", "bf16 to s8", "token + zero")),
         (CombineSpec("bf16", "fp16"), ("-", "bf16 to fp16", "-")),
-        (dispatch_spec(8, 256, "bf16", "s8", True), ("-", "bf16 to s8", "token + zero")),
+        (dispatch_spec(8, 256, "bf16", "s8", affine=True, block=False), ("-", "bf16 to s8", "token + zero")),
         (CollectSpec("bf16"), ("-", "bf16 to bf16", "-")),
         (GatherSpec(), ("-", "-", "-")),
     ],

@@ -200,8 +200,8 @@ class _Dispatch(NamedTuple):
 
         layout, tokens = self.buffer.layout, max(self.x.shape[0], 1)
         choices, (dtype, _, affine) = layout.world * tokens * layout.top_k, layout.activation
-        block, x = layout.activation.block, TYPE_NAMES[self.x.dtype]
-        spec = dispatch_spec(choices, layout.k, x, dtype, affine, block, settings.debug())
+        flags = {"affine": affine, "block": layout.activation.block, "debug": settings.debug()}
+        spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], dtype, **flags)
         assert isinstance(spec, DispatchSpec)
         return prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
 

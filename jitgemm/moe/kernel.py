@@ -143,7 +143,7 @@ def front_spec(choices: int, k: int, x: str, q: str, affine: bool, block: bool =
 
 
 def dispatch_spec(
-    choices: int, k: int, x: str, q: str, affine: bool, block: bool, debug: bool = False
+    choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, debug: bool = False
 ) -> DispatchSpec | None:
     """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
     front = front_spec(1, k, x, q, affine, block)
