@@ -21,9 +21,7 @@ from jitgemm.moe.route import combine_reference, gather, route_reference
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-WORLD, EXPERTS, TOP_K, K, N = 3, 2, 3, 160, 1032
-"""N is of more than one CTA's columns."""
-ALL = WORLD * EXPERTS
+EXPERTS, TOP_K, K, MOST = 2, 3, 160, 6
 
 
 @pytest.fixture
@@ -34,115 +32,114 @@ def emulator(monkeypatch) -> Emulator:
 class Ranks:
     """The ranks' buffers, in one address space."""
 
-    def __init__(self, emulator: Emulator, max_tokens: int, dtype: torch.dtype, kind: str):
+    def __init__(self, emulator: Emulator, world: int, n: int, dtype: torch.dtype, kind: str):
         codes, scheme, affine = {
             "e4m3": (torch.float8_e4m3fn, "token", False),
             "int8 affine": (torch.int8, "token", True),
             "block": (torch.float8_e4m3fn, "block", False),
         }[kind]
-        layout = Layout(0, WORLD, max_tokens, K, N, TOP_K, dtype, activation_of(codes, scheme, affine))
+        layout = Layout(0, world, MOST, K, n, TOP_K, dtype, activation_of(codes, scheme, affine))
         size = layout.offsets["end"]
-        memory = [torch.empty(size + 256, dtype=torch.uint8) for _ in range(WORLD)]
+        memory = [torch.empty(size + 256, dtype=torch.uint8) for _ in range(world)]
         own = [each[-each.data_ptr() % 256 :][:size] for each in memory]
         peers = torch.tensor([each.data_ptr() for each in own])
-        self.buffers = [Buffer(replace(layout, rank=rank), own[rank], peers) for rank in range(WORLD)]
+        self.buffers = [Buffer(replace(layout, rank=rank), own[rank], peers) for rank in range(world)]
         for buffer in self.buffers:
             buffer.clear()
         emulator.others = own
+        self.world, self.n, self.dtype, self.call = world, n, dtype, 0
 
-    def head(self, rank: int) -> torch.Tensor:
-        """The words of `Head`."""
-        return self.buffers[rank].own[:256].view(torch.int32)
+    def arrived(self, rank: int) -> torch.Tensor:
+        return self.buffers[rank].own[: 4 * self.world].view(torch.int32)
+
+    def counts(self, rank: int) -> torch.Tensor:
+        """Of the call's parity."""
+        start = 8 * MAX_RANKS * (self.call % 2) + 4 * MAX_RANKS
+        return self.buffers[rank].own[start : start + 8 * self.world].view(torch.int64)
+
+    def calls(self, rank: int) -> torch.Tensor:
+        start = 8 * 2 * MAX_RANKS + 4 * MAX_RANKS
+        return self.buffers[rank].own[start : start + 8].view(torch.int64)
 
     def results(self, rank: int) -> torch.Tensor:
-        layout = self.buffers[rank].layout
-        part = self.buffers[rank]._part("results", "end")
-        return part[: layout.slots * N * layout.dtype.itemsize].view(layout.dtype).view(WORLD, -1, N)
+        return self.buffers[rank]._part("results", "end")
 
     def dispatch(self, given: list[tuple[torch.Tensor, ...]]) -> list:
-        most = self.buffers[0].layout.max_tokens
-        due = (int(self.head(0)[3 * MAX_RANKS]) + 1) * most
-        for rank in range(WORLD):
-            arrived = self.head(rank)[:WORLD].clone()
-            self.head(rank)[:WORLD] = due
-            dispatch(*given[rank], self.buffers[rank], EXPERTS)
-            arrived[rank] += most
-            assert self.head(rank)[rank] == due + most
-            self.head(rank)[:WORLD] = arrived
-        assert all((self.head(rank)[:WORLD] == due).all() for rank in range(WORLD))
-        routed = [dispatch(*given[rank], self.buffers[rank], EXPERTS) for rank in range(WORLD)]
-        for rank in range(WORLD):
-            self.head(rank)[:WORLD] = due
-        return routed
+        """A rank is told that those behind it have no tokens and are through; all but the last run again."""
+        self.call += 1
+        due = self.call * MOST
+        for rank in range(self.world):
+            self.counts(rank)[rank + 1 :] = self.call << 24
+            self.arrived(rank)[rank + 1 :] = due
+            routed = dispatch(*given[rank], self.buffers[rank], EXPERTS)
+            for other in range(self.world):
+                assert self.arrived(other)[rank] == due + MOST * (other < rank)
+                self.arrived(other)[rank] = due
+        again = [dispatch(*given[rank], self.buffers[rank], EXPERTS) for rank in range(self.world - 1)]
+        for rank in range(self.world):
+            self.arrived(rank)[:] = due
+        return [*again, routed]
 
-    def collect(self, rows: list[torch.Tensor], routed: list, counts: list[int]) -> list[torch.Tensor]:
-        def once(rank: int) -> torch.Tensor:
+    def collect(self, rows: list[torch.Tensor], routed: list, counts: tuple[int, ...]) -> list[torch.Tensor]:
+        """A rank finds zeros of those behind it; all but the last run again."""
+        for rank in range(self.world):
+            self.results(rank).zero_()
+        outs = []
+        for rank in (*range(self.world), *range(self.world - 1)):
             routing, sent = routed[rank]
-            out = torch.full((counts[rank], N), 3.0, dtype=rows[rank].dtype)
-            return collect(rows[rank], routing.inverse, sent, out, self.buffers[rank], EXPERTS)
-
-        for rank in range(WORLD):
-            self.results(rank).zero_()  # has all come
-        for rank in range(WORLD):
-            once(rank)
-        outs = [once(rank) for rank in range(WORLD)]
-        for rank in range(WORLD):
-            self.head(rank)[3 * MAX_RANKS] -= 1  # each ran twice
-            self.buffers[rank]._part("results", "end").fill_(0xFF)
-        return outs
+            outs.append(torch.full((counts[rank], self.n), 3.0, dtype=self.dtype))
+            collect(rows[rank], routing.inverse, sent, outs[-1], self.buffers[rank], EXPERTS)
+        for rank in range(self.world):
+            assert self.calls(rank) == self.call + (rank < self.world - 1)
+            self.calls(rank).fill_(self.call)
+            self.results(rank).fill_(0xFF)
+        return [*outs[self.world :], outs[self.world - 1]]
 
 
-def tokens_of(seed: int, count: int, dtype: torch.dtype, id_type: torch.dtype) -> tuple[torch.Tensor, ...]:
+def tokens_of(seed: int, count: int, experts: int, dtype: torch.dtype, id_type: torch.dtype) -> tuple[torch.Tensor, ...]:
     draw = builders.generator(seed)
     x = torch.randn(count, K, generator=draw).to(dtype)
-    ids = torch.rand(count, ALL, generator=draw).argsort(1)[:, :TOP_K].to(id_type)
+    ids = torch.rand(count, experts, generator=draw).argsort(1)[:, :TOP_K].to(id_type)
     if count > 1:
-        ids[0], ids[1, 0] = torch.tensor([-1, ALL, 77]), -1
+        ids[0], ids[1, 0] = torch.tensor([-1, experts, 77]), -1
         if id_type == torch.int64:
             ids[1, 1] = (1 << 32) + 1
     return x, ids.contiguous(), torch.rand(count, TOP_K, generator=draw).bfloat16()
 
 
 CASES = [
-    pytest.param("e4m3", torch.bfloat16, torch.int32, (5, 3, 0), id="e4m3"),
-    pytest.param("int8 affine", torch.float16, torch.int64, (1, 6, 2), id="int8 affine"),
-    pytest.param("block", torch.float32, torch.int32, (0, 0, 4), id="block"),
+    pytest.param("e4m3", torch.bfloat16, torch.int32, 1032, [(3, 2, 0), (0, 1, 4)], id="e4m3, 3 ranks, 2 calls, wide"),
+    pytest.param("int8 affine", torch.float16, torch.int64, 64, [(2, 3)], id="int8 affine"),
+    pytest.param("block", torch.float32, torch.int32, 64, [(0, 3)], id="block"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "id_type", "counts"), CASES)
-def test_tokens_go_to_the_ranks_of_their_experts_and_back(emulator, kind, dtype, id_type, counts):
-    ranks = Ranks(emulator, 6, dtype, kind)
-    for turn in range(2):
-        if turn:
-            counts = counts[::-1]
-        given = [tokens_of(10 * turn + rank, counts[rank], dtype, id_type) for rank in range(WORLD)]
+@pytest.mark.parametrize(("kind", "dtype", "id_type", "n", "turns"), CASES)
+def test_tokens_go_to_the_ranks_of_their_experts_and_back(emulator, kind, dtype, id_type, n, turns):
+    world = len(turns[0])
+    ranks, all_experts = Ranks(emulator, world, n, dtype, kind), world * EXPERTS
+    for turn, counts in enumerate(turns):
+        given = [tokens_of(10 * turn + r, counts[r], all_experts, dtype, id_type) for r in range(world)]
         routed = ranks.dispatch(given)
-        ids = torch.cat([each[1] for each in given]).long()
-        slots = torch.cat([rank * 6 + torch.arange(counts[rank]) for rank in range(WORLD)])
-        outs: list[torch.Tensor] = [torch.zeros(len(slots), N) for _ in range(2)]
-        rows, parts = [], []
-        for rank in range(WORLD):
-            routing, sent = routed[rank]
-            local = torch.where((ids >= 0) & (ids < ALL), ids - rank * EXPERTS, -1)
+        x, ids, weights = (torch.cat(parts) for parts in zip(*given))
+        slots = torch.cat([rank * MOST + torch.arange(counts[rank]) for rank in range(world)])
+        codes = quantize(QuantizeCall(x, ranks.buffers[0].layout.activation))
+        rows, sums = [], torch.zeros(len(slots), n)
+        for rank, (routing, sent) in enumerate(routed):
+            local = torch.where((ids >= 0) & (ids < all_experts), ids.long() - rank * EXPERTS, -1)
             expected = route_reference(local, EXPERTS, None)
             used = int(expected.offsets[-1])
-            assert sent.tolist() == list(counts)
+            assert sent.tolist() == [*counts, ranks.call % 2]
             assert torch.equal(routing.offsets, expected.offsets)
             assert torch.equal(routing.row_index[:used].long(), slots[expected.row_index[:used].long()])
             assert torch.equal(routing.inverse[slots], expected.inverse)
 
             wanted = ((local >= 0) & (local < EXPERTS)).any(1)
-            codes = quantize(QuantizeCall(torch.cat([each[0] for each in given]), ranks.buffers[0].layout.activation))
             for found, made in zip(ranks.buffers[rank].lhs, codes):
                 assert builders.same_bits(found[slots][wanted].view(made.dtype), made[wanted])
-            rows.append(torch.randn(max(used, 1), N, generator=builders.generator(rank)).to(dtype))
-            weights = torch.cat([each[2] for each in given])
-            parts.append(combine_reference(rows[rank], expected.inverse, weights, None).to(dtype))
-        outs = ranks.collect(rows, routed, list(counts))
-        sums = torch.zeros(len(slots), N)
-        for part in parts:
-            sums += part.float()
+            rows.append(torch.randn(max(used, 1), n, generator=builders.generator(rank)).to(dtype))
+            sums += combine_reference(rows[rank], expected.inverse, weights, None).to(dtype).float()
+        outs = ranks.collect(rows, routed, counts)
         for out, expected_out in zip(outs, sums.to(dtype).split(list(counts))):
             near = {torch.float32: 1e-6}.get(dtype, 2**-7)  # fp64 above, rounded once
             assert torch.allclose(out.float(), expected_out.float(), rtol=near, atol=near)

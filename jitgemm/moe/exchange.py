@@ -68,7 +68,7 @@ class Layout:
             "codes": self.slots * self.k,
             "scale": 4 * scales,
             "zero": 4 * self.slots * self.activation.affine,
-            "ids": 4 * self.slots * self.top_k,
+            "ids": 2 * 8 * self.slots * self.top_k,  # stamped, of two calls
             "weights": 4 * self.slots * self.top_k,
             "results": self.slots * self.n * self.dtype.itemsize,
         }
@@ -138,7 +138,8 @@ def dispatch(
         experts: of a rank.
 
     Returns:
-        (Routing of all ranks' tokens by slot, int32 [world]: tokens of each rank). The tokens are `buffer.lhs`.
+        (Routing of all ranks' tokens by slot, int32 [world + 1]: tokens of each rank, and the parity of the call). The
+        tokens are `buffer.lhs`.
     """
     call = _Dispatch(x, topk_ids, topk_weights, buffer, experts)
     key = "dispatch", buffer.layout, experts
@@ -189,7 +190,7 @@ class _Dispatch(NamedTuple):
             new(self.experts + 1, dtype=torch.int32),
             new(choices, dtype=torch.int32),
             new((layout.slots, layout.top_k), dtype=torch.int32),
-            new(layout.world, dtype=torch.int32),
+            new(layout.world + 1, dtype=torch.int32),
         )  # fmt: skip
 
     def run_reference(self, operands: Operands) -> None:

@@ -15,7 +15,7 @@ namespace jitgemm {
 struct CollectArgs {
     const u8* rows;      // [..][n] of Config::kRow
     const i32* inverse;  // [slots][top_k]: row of each choice, negative where it is another rank's
-    const u32* counts;   // [world]: tokens of each rank
+    const u32* counts;   // [world + 1]: tokens of each rank, and the parity of the call
     const u64* peers;    // [world]: addresses of the ranks' buffers
     u8* out;             // [tokens][n] of Config::kRow
     u64 out_row_bytes;
@@ -38,24 +38,26 @@ __device__ __forceinline__ Vector<kType> rounded(const float (&values)[kVector])
     return result;
 }
 
-// Another rank's part, once it is here; its place is empty behind this.
+// Another rank's part, as much of it as is here.
+template <RealType kType>
+__device__ __forceinline__ void look_at_part(const u8* place, Vector<kType>& part) {
+#pragma unroll
+    for (u32 i = 0; i < Vector<kType>::kBytes / 16; ++i) load_shared_by_ranks(place + 16 * i, part.words + 4 * i);
+}
+
+// The rest of a part that was looked at, once it is here; its place is empty behind this.
 template <RealType kType, bool kDebug>
-__device__ __forceinline__ Vector<kType> take_part(u8* place) {
-    Vector<kType> part;
+__device__ __forceinline__ void take_part(u8* place, Vector<kType>& part) {
 #pragma unroll
     for (u32 i = 0; i < Vector<kType>::kBytes / 16; ++i) {
-        u32 words[4];
+        u32* const words = part.words + 4 * i;
         Patience<kDebug> patience;
-        while (true) {
-            load_shared_by_ranks(place + 16 * i, words);
-            if (words[0] != kAbsent && words[1] != kAbsent && words[2] != kAbsent && words[3] != kAbsent) break;
+        while (words[0] == kAbsent || words[1] == kAbsent || words[2] == kAbsent || words[3] == kAbsent) {
             patience.spend();
+            load_shared_by_ranks(place + 16 * i, words);
         }
         reinterpret_cast<uint4*>(place)[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) part.words[4 * i + j] = words[j];
     }
-    return part;
 }
 
 template <class Config, bool kDebug>
@@ -91,22 +93,29 @@ __device__ __forceinline__ void collect(const CollectArgs& args) {
             store_vector<kRow>(place(peers[rank], args.rank, token - all.starts[rank], vector), sum);
     }
 
-    const i32* const ids = reinterpret_cast<const i32*>(own + args.ids_at);
+    const u64 choices = u64(args.world) * args.max_tokens * args.top_k;
+    const u64* const ids = reinterpret_cast<const u64*>(own + args.ids_at) + args.counts[args.world] * choices;
     for (u32 work = blockIdx.x; work < args.tokens * parts; work += gridDim.x) {
         const u32 token = work / parts, vector = work % parts * kCombineThreads + threadIdx.x;
         const u32 slot = args.rank * u32(args.max_tokens) + token;
         const u32 ranks = ranks_of(args.top_k, args.experts, args.world, [&](u32 i) -> u32 {
-            return ids[u64(slot) * args.top_k + i] + args.rank * args.experts;
+            return u32(ids[u64(slot) * args.top_k + i]) & kStampedNone;
         });
         float part[kVector] = {}, sum[kVector] = {};
         add_choices<kRow>(args.rows, args.inverse, weights, kFp32, slot, args.top_k, vector, vectors, part);
         if (vector >= vectors) continue;
-        for (u32 rank = 0; rank < args.world; ++rank) {
-            if (!(ranks >> rank & 1)) continue;
-            const Vector<kRow> values = rank == args.rank ? rounded<kRow>(part)
-                                                          : take_part<kRow, kDebug>(place(own, rank, token, vector));
+        Vector<kRow> parts[kMaxRanks];  // all on their way at once
 #pragma unroll
-            for (u32 i = 0; i < kVector; ++i) sum[i] = __fadd_rn(sum[i], values.value(i));
+        for (u32 rank = 0; rank < kMaxRanks; ++rank) {
+            if (ranks >> rank & 1) look_at_part<kRow>(place(own, rank, token, vector), parts[rank]);
+        }
+#pragma unroll
+        for (u32 rank = 0; rank < kMaxRanks; ++rank) {
+            if (!(ranks >> rank & 1)) continue;
+            if (rank == args.rank) parts[rank] = rounded<kRow>(part);
+            else take_part<kRow, kDebug>(place(own, rank, token, vector), parts[rank]);
+#pragma unroll
+            for (u32 i = 0; i < kVector; ++i) sum[i] = __fadd_rn(sum[i], parts[rank].value(i));
         }
         store_vector<kRow>(args.out + token * args.out_row_bytes + vector * kBytes, sum);
     }

@@ -5,8 +5,8 @@
 //
 // A call is dispatch (dispatch.cuh), the GEMMs, collect (collect.cuh). Why nobody overwrites what is yet to be read:
 //
-//   counts    twice, by parity of calls: a rank dispatches call e + 2 once it has had every rank's dispatch of e + 1,
-//             which each sends when it is done with e
+//   counts,   twice, by parity of calls: a rank dispatches call e + 2 once it has had every rank's dispatch of e + 1,
+//   choices   which each sends when it is done with e
 //   tokens    a rank overwrites its tokens of call e when their results have come back: they have been read
 //   results   are sent in call e + 1 behind the dispatch of their tokens, by a rank that has taken those of e
 #pragma once
@@ -20,9 +20,17 @@ constexpr u32 kAbsent = 0xffffffffu;  // a word of a result that has not come: n
 // jitgemm/moe/exchange.py leaves HEAD_BYTES for it.
 struct Head {
     u32 arrived[kMaxRanks];    // by rank that sends: max_tokens more with each call
-    u32 counts[2][kMaxRanks];  // by parity of the call and rank that sends: its tokens
-    u32 calls;                 // that are over
+    u64 counts[2][kMaxRanks];  // by parity of the call and rank that sends: its tokens, stamped
+    u64 calls;                 // that are over
 };
+
+// A value in a word that says of which call it is, so that it needs no flag: who waits for it reads the word again.
+constexpr u32 kStampAt = 24;
+constexpr u32 kStampedNone = (1u << kStampAt) - 1;  // larger than any expert
+
+__device__ __forceinline__ void store_stamped(u64* address, u64 call, u32 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(call << kStampAt | value) : "memory");
+}
 
 // Debug builds trap where others wait for ever: about 20 s, as another rank may be compiling.
 template <bool kDebug>
@@ -34,6 +42,17 @@ struct Patience {
         }
     }
 };
+
+template <bool kDebug>
+__device__ __forceinline__ u32 load_stamped(const u64* address, u64 call) {
+    Patience<kDebug> patience;
+    while (true) {
+        u64 word;
+        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+        if (word >> kStampAt == call) return u32(word) & kStampedNone;
+        patience.spend();
+    }
+}
 
 __device__ __forceinline__ u32 load_acquire(const u32* address) {
     u32 value;
@@ -47,7 +66,7 @@ __device__ __forceinline__ void add_release(u32* address, u32 value) {
 }
 
 // 16 bytes that another GPU may be writing, a word at a time.
-__device__ __forceinline__ void load_shared_by_ranks(const u8* source, u32 (&words)[4]) {
+__device__ __forceinline__ void load_shared_by_ranks(const u8* source, u32* words) {
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(source)
