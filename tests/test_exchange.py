@@ -96,7 +96,9 @@ class Ranks:
         return [*outs[self.world :], outs[self.world - 1]]
 
 
-def tokens_of(seed: int, count: int, experts: int, dtype: torch.dtype, id_type: torch.dtype) -> tuple[torch.Tensor, ...]:
+def tokens_of(
+    seed: int, count: int, experts: int, dtype: torch.dtype, id_type: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     draw = builders.generator(seed)
     x = torch.randn(count, K, generator=draw).to(dtype)
     ids = torch.rand(count, experts, generator=draw).argsort(1)[:, :TOP_K].to(id_type)

@@ -112,9 +112,15 @@ def divided_experts(mesh, kind: str) -> None:
     assert near(layer(*given), whole(*given))
 
 
-def both_exchanges(mesh, kind: str, most: int) -> list[torch.nn.Module]:
-    """Layers of the same experts whose tokens go by collectives, and by kernels."""
+def both_exchanges(mesh, kind: str, most: int, seed: int | None = None) -> list[torch.nn.Module]:
+    """Layers of the same experts whose tokens go by collectives, and by kernels; with a seed, of other weights."""
     whole = layer_of_experts(kind).cuda()
+    if seed is not None:
+        order = torch.randperm(whole.num_experts, generator=builders.generator(seed)).cuda()
+        for part in (whole.w13, whole.w2):
+            for buffer in part.buffers():
+                if buffer.shape[:1] == order.shape:
+                    buffer.copy_(buffer[order].clone())
     styles = [ExpertParallel(input_layouts=Shard(0), max_tokens=most, exchange=each) for each in EXCHANGES]
     return [parallelize_module(copy.deepcopy(whole), mesh, style) for style in styles]
 
@@ -137,21 +143,26 @@ def nvlink_is_the_collectives(mesh, kind: str, dtype: torch.dtype) -> None:
 
 
 def nvlink_replays(mesh) -> None:
-    """Two layers of one buffer in a graph; tokens change from replay to replay, and ranks start apart."""
+    """Two layers that share a buffer, in a graph; tokens change from replay to replay, and ranks start apart."""
     rank = mesh.get_local_rank()
-    collectives, nvlink = both_exchanges(mesh, "e4m3", 40)
+    pairs = both_exchanges(mesh, "e4m3", 40), both_exchanges(mesh, "e4m3", 40, seed=1)
+    collectives, nvlink = zip(*pairs)
     x, ids, weights = tokens_of(rank, 20, torch.bfloat16)
 
-    def chain(layer: torch.nn.Module) -> torch.Tensor:
-        return layer(layer(x, ids, weights), ids.flip(1).contiguous(), weights)
+    def chain(layers: tuple[torch.nn.Module, ...]) -> torch.Tensor:
+        first, second = layers
+        return second(first(x, ids, weights), ids.flip(1).contiguous(), weights)
 
     eager = [chain(collectives), chain(nvlink)]
     assert builders.same_bits(*eager)
+    assert not torch.equal(nvlink[0](x, ids, weights), nvlink[1](x, ids, weights))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain(nvlink)
     results, expected = [], []
     given = [tokens_of(rank, 20, torch.bfloat16, seed) for seed in range(100)]
+    for _, those, _ in given[1::3]:  # no rank sends a token
+        those.copy_(those % nvlink[0].num_experts + rank * nvlink[0].num_experts)
     for turn, each in enumerate(given):
         for target, source in zip((x, ids, weights), each):
             target.copy_(source)

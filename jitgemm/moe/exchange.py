@@ -26,6 +26,8 @@ from jitgemm.tensors import TYPE_NAMES
 
 HEAD_BYTES = 256
 """In front of a buffer: `Head` in include/jitgemm/moe/ranks.cuh."""
+MOST_CHOICES = 2**24
+"""Of all ranks' tokens: words of ids and counts have 24 bits for a value, `kStampAt` in the same header."""
 _ALIGNMENT = 256
 
 

@@ -174,6 +174,16 @@ def layer_specs(
     )
 
 
+def exchange_specs(
+    k: int, x: str, q: str, *, affine: bool = False, block: bool = False, debug: bool = False
+) -> tuple[DispatchSpec | GatherSpec | CollectSpec, ...]:
+    """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
+    dispatches = (
+        dispatch_spec(choices, k, x, q, affine=affine, block=block, debug=debug) for choices in (1, ONE_CTA_CHOICES + 1)
+    )
+    return *filter(None, dispatches), GatherSpec(), CollectSpec(x, debug)
+
+
 def route_launch(threads: int, ctas: int, choices: int, experts: int, global_experts: int) -> tuple[int, int]:
     """(choices of a warp, bytes of shared memory of a CTA) of `ctas` CTAs of so many threads."""
     warps = threads // 32

@@ -38,26 +38,24 @@ __device__ __forceinline__ Vector<kType> rounded(const float (&values)[kVector])
     return result;
 }
 
-// Another rank's part, as much of it as is here.
-template <RealType kType>
-__device__ __forceinline__ void look_at_part(const u8* place, Vector<kType>& part) {
-#pragma unroll
-    for (u32 i = 0; i < Vector<kType>::kBytes / 16; ++i) load_shared_by_ranks(place + 16 * i, part.words + 4 * i);
-}
-
-// The rest of a part that was looked at, once it is here; its place is empty behind this.
+// Another rank's part, once it is here; its place is empty behind this.
 template <RealType kType, bool kDebug>
-__device__ __forceinline__ void take_part(u8* place, Vector<kType>& part) {
+__device__ __forceinline__ Vector<kType> take_part(u8* place) {
+    Vector<kType> part;
 #pragma unroll
     for (u32 i = 0; i < Vector<kType>::kBytes / 16; ++i) {
-        u32* const words = part.words + 4 * i;
+        u32 words[4];
         Patience<kDebug> patience;
-        while (words[0] == kAbsent || words[1] == kAbsent || words[2] == kAbsent || words[3] == kAbsent) {
-            patience.spend();
+        while (true) {
             load_shared_by_ranks(place + 16 * i, words);
+            if (words[0] != kAbsent && words[1] != kAbsent && words[2] != kAbsent && words[3] != kAbsent) break;
+            patience.spend();
         }
         reinterpret_cast<uint4*>(place)[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) part.words[4 * i + j] = words[j];
     }
+    return part;
 }
 
 template <class Config, bool kDebug>
@@ -74,9 +72,12 @@ __device__ __forceinline__ void collect(const CollectArgs& args) {
     if (threadIdx.x < 32) all.set(threadIdx.x < args.world ? args.counts[threadIdx.x] : 0, u32(args.max_tokens));
     __syncthreads();
 
-    u8* const own = peers[args.rank];
-    if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<Head*>(own)->calls += 1;
-    const u8* const weights = own + args.weights_at;
+    auto own = [&] { return peers[args.rank]; };  // again where it is needed: registers are short
+    auto add_choices_of = [&](u32 slot, u32 vector, float (&sum)[kVector]) {
+        const u8* const weights = own() + args.weights_at;
+        return add_choices<kRow>(args.rows, args.inverse, weights, kFp32, slot, args.top_k, vector, vectors, sum);
+    };
+    if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<Head*>(own())->calls += 1;
     auto place = [&](u8* buffer, u32 rank, u32 token, u32 vector) {
         const u64 row = u64(rank) * args.max_tokens + token;
         return buffer + args.results_at + (row * vectors + vector) * kBytes;
@@ -87,35 +88,30 @@ __device__ __forceinline__ void collect(const CollectArgs& args) {
         const u32 rank = all.rank_of(token);
         if (rank == args.rank) continue;
         float sum[kVector] = {};
-        const u32 slot = all.slot(token);
-        if (add_choices<kRow>(args.rows, args.inverse, weights, kFp32, slot, args.top_k, vector, vectors, sum) &&
-            vector < vectors)
+        if (add_choices_of(all.slot(token), vector, sum) && vector < vectors)
             store_vector<kRow>(place(peers[rank], args.rank, token - all.starts[rank], vector), sum);
     }
 
     const u64 choices = u64(args.world) * args.max_tokens * args.top_k;
-    const u64* const ids = reinterpret_cast<const u64*>(own + args.ids_at) + args.counts[args.world] * choices;
-    for (u32 work = blockIdx.x; work < args.tokens * parts; work += gridDim.x) {
+    const u64* const ids = reinterpret_cast<const u64*>(own() + args.ids_at) + args.counts[args.world] * choices;
+    // From the CTA on that had nothing to do there where all tokens are a turn of the grid.
+    const u32 first = all.starts[args.rank] * parts % gridDim.x;
+    const u32 begin = blockIdx.x < first ? blockIdx.x + gridDim.x - first : blockIdx.x - first;
+    for (u32 work = begin; work < args.tokens * parts; work += gridDim.x) {
         const u32 token = work / parts, vector = work % parts * kCombineThreads + threadIdx.x;
         const u32 slot = args.rank * u32(args.max_tokens) + token;
         const u32 ranks = ranks_of(args.top_k, args.experts, args.world, [&](u32 i) -> u32 {
             return u32(ids[u64(slot) * args.top_k + i]) & kStampedNone;
         });
         float part[kVector] = {}, sum[kVector] = {};
-        add_choices<kRow>(args.rows, args.inverse, weights, kFp32, slot, args.top_k, vector, vectors, part);
+        add_choices_of(slot, vector, part);
         if (vector >= vectors) continue;
-        Vector<kRow> parts[kMaxRanks];  // all on their way at once
-#pragma unroll
-        for (u32 rank = 0; rank < kMaxRanks; ++rank) {
-            if (ranks >> rank & 1) look_at_part<kRow>(place(own, rank, token, vector), parts[rank]);
-        }
-#pragma unroll
-        for (u32 rank = 0; rank < kMaxRanks; ++rank) {
+        for (u32 rank = 0; rank < args.world; ++rank) {
             if (!(ranks >> rank & 1)) continue;
-            if (rank == args.rank) parts[rank] = rounded<kRow>(part);
-            else take_part<kRow, kDebug>(place(own, rank, token, vector), parts[rank]);
+            const Vector<kRow> values = rank == args.rank ? rounded<kRow>(part)
+                                                          : take_part<kRow, kDebug>(place(own(), rank, token, vector));
 #pragma unroll
-            for (u32 i = 0; i < kVector; ++i) sum[i] = __fadd_rn(sum[i], parts[rank].value(i));
+            for (u32 i = 0; i < kVector; ++i) sum[i] = __fadd_rn(sum[i], values.value(i));
         }
         store_vector<kRow>(args.out + token * args.out_row_bytes + vector * kBytes, sum);
     }

@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_release(u32* address, u32 value) {
 }
 
 // 16 bytes that another GPU may be writing, a word at a time.
-__device__ __forceinline__ void load_shared_by_ranks(const u8* source, u32* words) {
+__device__ __forceinline__ void load_shared_by_ranks(const u8* source, u32 (&words)[4]) {
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(source)

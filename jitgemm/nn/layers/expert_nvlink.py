@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from jitgemm.errors import CacheMissError
 from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.exchange import Buffer, Layout, most_hidden, run_exchanged
+from jitgemm.moe.exchange import MOST_CHOICES, Buffer, Layout, most_hidden, run_exchanged
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.tensors import dtype_name
 
@@ -43,6 +43,11 @@ def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) 
     if layout.k > most_hidden():
         raise ValueError(
             f"hidden_states: expected at most {most_hidden()} columns for exchange='nvlink', got {layout.k}"
+        )
+    if layout.slots * layout.top_k > MOST_CHOICES:
+        raise ValueError(
+            f"max_tokens: expected at most {MOST_CHOICES // (layout.world * layout.top_k)} for exchange='nvlink', "
+            f"{layout.world} ranks and {layout.top_k} choices, got {layout.max_tokens}"
         )
     mine = socket.gethostname(), replace(layout, rank=0), dtype_name(layout.dtype)
     ranks: list[tuple[str, Layout, str]] = [mine] * layout.world
