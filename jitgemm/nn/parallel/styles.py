@@ -114,12 +114,12 @@ class ExpertParallel(ParallelStyle):
             `all_gather_into_tensor`, whatever experts they choose: nothing waits for the device, and CUDA graphs
             capture it. A rank with more tokens raises ValueError, and the others wait for it. For decoding, and for
             few ranks: with R of them a token travels R - 1 times instead of once to each rank that it needs.
-        exchange: "collectives", as above, or "nvlink", with max_tokens: kernels write tokens and results straight into
-            the memory of the other ranks, 2 to 8 of one host, which have experts of a token's choice. The same bits for
-            two ranks. The first call with new shapes makes buffers, in which all ranks take part, outside of a CUDA
-            graph; layers share them, so calls of a group follow one another on one stream, in the same order on every
-            rank. With JITGEMM_DEBUG=1 a rank that waits for another one for long traps. CPU tensors are exchanged by
-            collectives.
+        exchange: "collectives", as above, or "nvlink", with max_tokens: kernels write tokens and results into the memory
+            of the other ranks, 2 to 8 of one host. A token goes to the ranks that have experts of its choice. Two ranks
+            get the bits of "collectives". The first call with new shapes makes buffers; all ranks take part in it, and it
+            raises CacheMissError while a CUDA graph is captured. Layers share the buffers, so the calls of a group run
+            on one stream, in the same order on every rank. With JITGEMM_DEBUG=1 a kernel traps that waits long for
+            another rank. CPU tensors are exchanged by collectives.
     """
 
     def __init__(
