@@ -296,7 +296,9 @@ def measured_exchanges() -> dict[int, tuple[float, float]]:
     rows = [row for row in measured_experts() if row["activation"] == "e4m3"]
     experts = MODELS["Qwen3-30B-A3B"].experts
     assert experts is not None
-    parts = {t: experts_us(t, experts.count // WORLD) / experts_us(t, experts.count) for t in (r["tokens"] for r in rows)}
+    parts = {
+        t: experts_us(t, experts.count // WORLD) / experts_us(t, experts.count) for t in (r["tokens"] for r in rows)
+    }
     return {row["tokens"]: (parts[row["tokens"]] * row["one_us"], row["nvlink_us"]) for row in rows}
 
 

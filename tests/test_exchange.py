@@ -18,6 +18,7 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.moe.exchange import Buffer, Layout, collect, dispatch
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.moe.route import combine_reference, gather, route_reference
+from jitgemm.nn.layers.expert_nvlink import _new_buffer
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -156,3 +157,16 @@ def test_tokens_are_gathered_in_the_order_of_rows(emulator, kind):
     index = torch.tensor([3, 3, 0, 6, 5, 999], dtype=torch.int32)
     for part, gathered in zip(lhs, gather(lhs, index, torch.tensor([5], dtype=torch.int32)), strict=True):
         assert builders.same_bits(gathered[:5], part[index[:5].long()])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"k": 16400}, "hidden_states: expected at most 16384 columns for exchange='nvlink', got 16400"),
+        ({"max_tokens": 2**19 + 1}, "max_tokens: expected at most 524288 for exchange='nvlink', 4 ranks and 8 choices"),
+    ],
+)
+def test_sizes_that_buffers_cannot_have_raise(sizes, words):
+    layout = Layout(0, 4, 16, 2048, 2048, 8, torch.bfloat16, activation_of(torch.float8_e4m3fn, "token", False))
+    with pytest.raises(ValueError, match=words):
+        _new_buffer(replace(layout, **sizes), None, torch.device("cuda"))

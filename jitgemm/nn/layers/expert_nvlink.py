@@ -35,11 +35,6 @@ def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) 
     """A buffer of each rank of the group, which waits for the others."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    if torch.cuda.is_current_stream_capturing():
-        raise CacheMissError(
-            "exchange: the ranks have no buffers for these shapes yet, and making them now would break the CUDA graph "
-            "being captured: call the layer once with these shapes before the capture, on every rank"
-        )
     if layout.k > most_hidden():
         raise ValueError(
             f"hidden_states: expected at most {most_hidden()} columns for exchange='nvlink', got {layout.k}"
@@ -48,6 +43,11 @@ def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) 
         raise ValueError(
             f"max_tokens: expected at most {MOST_CHOICES // (layout.world * layout.top_k)} for exchange='nvlink', "
             f"{layout.world} ranks and {layout.top_k} choices, got {layout.max_tokens}"
+        )
+    if torch.cuda.is_current_stream_capturing():
+        raise CacheMissError(
+            "exchange: the ranks have no buffers for these shapes yet, and making them now would break the CUDA graph "
+            "being captured: call the layer once with these shapes before the capture, on every rank"
         )
     mine = socket.gethostname(), replace(layout, rank=0), dtype_name(layout.dtype)
     ranks: list[tuple[str, Layout, str]] = [mine] * layout.world
