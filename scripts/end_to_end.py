@@ -365,11 +365,12 @@ def ep(
       one GPU      the whole layer and a rank's tokens
       shared       all ranks have these tokens, and an all-reduce sums what they make of them
       all on one   the whole layer and the tokens of all ranks
-      own          every rank has tokens of its own, which travel, as many as max_tokens
+      own          every rank has tokens of its own, which travel by NCCL, as many as max_tokens
+      nvlink       the same with exchange="nvlink", by kernels over NVLink
       any          the same for any number of tokens, for which the host waits: as it launches that
     All but the last in CUDA graphs.
 
-    First outputs are compared with the whole layer's.
+    First outputs are compared with the whole layer's, and nvlink's bits with own's.
 
     \b
     Examples:
@@ -404,7 +405,7 @@ def ep(
     document = _about(sizes, device, versions) | {"ranks": ranks}
     with tempfile.TemporaryDirectory(prefix="jitgemm-") as folder:
         document["rows"] = on_ranks(ranks, folder, device, time_experts, sizes, names, counts, seed)
-    agree = all(row["difference"] <= EXPERTS_DIFFERENCE for row in document["rows"])
+    agree = all(row["difference"] <= EXPERTS_DIFFERENCE and row["same_bits"] for row in document["rows"])
     _finish(document, start, as_json, _print_ep, agree)
 
 
@@ -834,12 +835,15 @@ def _print_ep(document: dict[str, Any]) -> None:
         f"{model['experts']} experts, {model['top_k']} of a token, hidden {model['hidden']}, intermediate "
         f"{model['intermediate']}, groups of {model['group_size']}, on {document['ranks']} x {document['device']}\n"
     )
-    keys = ("one_us", "shared_us", "one_all_us", "own_us", "any_us")
+    keys = ("one_us", "shared_us", "one_all_us", "own_us", "nvlink_us", "any_us")
     rows = [
-        (row["activation"], row["tokens"], *(f"{row[key]:.1f}" for key in keys), f"{row['difference']:.1e}")
+        (
+            row["activation"], row["tokens"], *(f"{row[key]:.1f}" if key in row else None for key in keys),
+            f"{row['difference']:.1e}",
+        )
         for row in document["rows"]
-    ]
-    columns = ("", "tokens", "one GPU", "shared", "all on one", "own", "any", "difference")
+    ]  # fmt: skip
+    columns = ("", "tokens", "one GPU", "shared", "all on one", "own", "nvlink", "any", "difference")
     out.print(common.table(columns, rows, left=("",)))
     out.print(f"us of a layer; tokens of a rank; {document['seconds']:.0f} s.")
     _print_caveat(document)

@@ -2,15 +2,18 @@
 """What a layer takes on several GPUs and nodes: a simulation, no measurement. `python scripts/parallel_cost.py --help`.
 
 Pure functions over frozen dataclasses. GEMMs are the selector's predictions for an H200; quantisers a line through
-docs/performance/quantize_h200.json; collectives a latency and bytes over a rate, which two measured points calibrate.
+docs/performance/quantize_h200.json; collectives a latency and bytes over a rate, which two measured points calibrate;
+so are the kernels that exchange tokens over NVLink, by two points of docs/performance/parallel_h200.json.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -42,9 +45,8 @@ NETWORK, NETWORK_SHARE = 50e3, 0.8
 """InfiniBand NDR, 400 Gb/s for each GPU; and the part of it that transfers reach, assumed."""
 STEP_US, NETWORK_STEP_US = 0.47, 2.7
 """A step of a ring over NVLink and between nodes, as NCCL's own tuner takes them (src/graph/tuning.cc, ring, LL)."""
-HOST_US = 2100.0
-"""What the host takes for a layer of experts that exchanges any number of tokens, which no CUDA graph captures:
-`any_us` of docs/performance/parallel_h100.json, the least of them."""
+MEASURED_EXPERTS = Path(__file__).resolve().parent.parent / "docs" / "performance" / "parallel_h200.json"
+"""Qwen3-30B-A3B's experts on one GPU and divided between two, in microseconds: `scripts/end_to_end.py ep`."""
 
 
 def _all_reduce_bytes(ranks: int, nbytes: float) -> float:
@@ -81,6 +83,11 @@ class Cluster:
         if ranks == 1:
             return 0.0
         return START_US + 2 * (ranks - 1) * STEP_US + _all_reduce_bytes(ranks, nbytes) / self.nvlink
+
+    def exchange_us(self, ranks: int, nbytes: float) -> float:
+        """Kernels of every rank of a node write so many bytes, there and back together, to each other one."""
+        start, share = exchange_figures()
+        return start + (ranks - 1) * nbytes / (share * self.nvlink)
 
     def all_to_all_us(self, ranks: int, nbytes: float) -> float:
         """Every rank sends so many bytes to each other one; both kinds of links carry theirs at once."""
@@ -165,7 +172,7 @@ MODELS = {
 class Cost:
     """Microseconds of one layer; wait: for the host, behind all that the device does.
 
-    `rows` is how tokens travel to experts: "max_tokens" or "any", as ExpertParallel's; "" where they do not.
+    `rows` is how tokens travel to experts: "nvlink", "max_tokens" or "any", as ExpertParallel's; "" where they do not.
     """
 
     gemm_us: float
@@ -200,8 +207,8 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
     """A decoder layer on `gpus` GPUs, of which every `tp` share m tokens and divide attention and dense layers.
 
     Experts are divided among all GPUs. Where they are those of one group, all have the same tokens, and sums are
-    all-reduced; else each rank sends its m / tp tokens and gets bf16 back, by what is faster: all tokens to all ranks,
-    or each to its experts' ranks, which the host has to launch.
+    all-reduced; else each rank sends its m / tp tokens and gets bf16 back, by what is fastest: kernels within a node,
+    all tokens to all ranks, or each to its experts' ranks, which the host has to launch.
 
     Args:
         code_bytes: of an activation that travels to an expert: 1 for codes, 2 for bf16.
@@ -238,8 +245,11 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
             goes, there, back = exchanged(model, gpus, code_bytes)
             everywhere = sum(cluster.all_to_all_us(gpus, tokens * each) for each in (there, back))
             wanted = sum(cluster.all_to_all_us(gpus, goes * tokens * each) for each in (0, there, back))
-            launched = max(wanted, HOST_US - gemm - quantise - collective)
-            if everywhere <= launched:
+            launched = max(wanted, host_us() - gemm - quantise - collective)
+            over_nvlink = cluster.exchange_us(gpus, goes * tokens * (there + back)) if gpus <= node else math.inf
+            if over_nvlink <= min(everywhere, launched):
+                rows_go, collective = "nvlink", collective + over_nvlink
+            elif everywhere <= launched:
                 rows_go, collective = "max_tokens", collective + everywhere
             else:
                 rows_go, collective, wait = "any", collective + wanted, launched - wanted
@@ -254,6 +264,54 @@ def exchanged(model: Model, gpus: int, code_bytes: int = 1) -> tuple[float, int,
     goes = 1 - math.comb(others, experts.top_k) / math.comb(experts.count, experts.top_k)
     there = model.hidden * code_bytes + (4 if code_bytes == 1 else 0) + 8 * experts.top_k  # scale; choices and weights
     return goes, there, 2 * model.hidden
+
+
+def experts_us(tokens: int, experts: int) -> float:
+    """So many of Qwen3-30B-A3B's experts on a GPU, with as many choices as these tokens have."""
+    model = MODELS["Qwen3-30B-A3B"]
+    assert model.experts is not None
+    rows, inter = tokens * model.experts.top_k, model.experts.inter
+    us = gemm_us(rows, 2 * inter, model.hidden, experts) + gemm_us(rows, model.hidden, inter, experts)
+    return us + quantise_us(tokens, model.hidden) + quantise_us(rows, inter, 5)
+
+
+@cache
+def measured_experts() -> list[dict[str, Any]]:
+    return json.loads(MEASURED_EXPERTS.read_text())["rows"]
+
+
+@cache
+def host_us() -> float:
+    """What the host takes for a layer that exchanges any number of tokens, which no CUDA graph captures: the least."""
+    return min(row["any_us"] for row in measured_experts())
+
+
+@cache
+def measured_exchanges() -> dict[int, tuple[float, float]]:
+    """By tokens of each of two ranks: microseconds of a rank's experts alone, and with the exchange over NVLink.
+
+    The first is a measured layer of all experts on one GPU with as many choices, times what the selector predicts for
+    half of the experts over what it predicts for all.
+    """
+    rows = [row for row in measured_experts() if row["activation"] == "e4m3"]
+    experts = MODELS["Qwen3-30B-A3B"].experts
+    assert experts is not None
+    parts = {
+        t: experts_us(t, experts.count // WORLD) / experts_us(t, experts.count) for t in (r["tokens"] for r in rows)
+    }
+    return {row["tokens"]: (parts[row["tokens"]] * row["one_us"], row["nvlink_us"]) for row in rows}
+
+
+@cache
+def exchange_figures() -> tuple[float, float]:
+    """(start_us, share): of an exchange by kernels, and its rate over that of collectives, by the outer two points."""
+    measured = measured_exchanges()
+    few, many = min(measured), max(measured)
+    least, most = (with_it - without for without, with_it in (measured[few], measured[many]))
+    goes, there, back = exchanged(MODELS["Qwen3-30B-A3B"], WORLD)
+    a_token = goes * (there + back)
+    rate = (many - few) * a_token / (most - least)
+    return least - few * a_token / rate, rate / Cluster().nvlink
 
 
 def mlp_us(m: int) -> tuple[float, float]:
@@ -316,8 +374,8 @@ def simulate(
 
     No figure of the table is measured. GEMMs are the selector's predictions (e4m3, groups of 128), quantisers a line
     through measured times, collectives start + steps + bytes / rate, after the library's own: two all-reduces of bf16 a
-    dense layer; tokens to experts as 8-bit codes, back as bf16, all to all ranks or each where it is wanted, whichever
-    is faster. Left out: attention itself, routing, experts that are chosen more often than others, and overlap of GEMMs
+    dense layer; tokens to experts as 8-bit codes, back as bf16: by kernels over NVLink within a node, all to all ranks, or
+    each where it is wanted, whichever is fastest. Left out: attention itself, routing, experts that are chosen more often than others, and overlap of GEMMs
     and collectives.
 
     \b
@@ -346,7 +404,9 @@ def simulate(
     rows = list(rows_of([MODELS[name] for name in model or MODELS], cluster, ms, layouts))
     if as_json:
         calibration = {m: dict(zip(("measured_us", "predicted_us"), (MEASURED[m], mlp_us(m)))) for m in MEASURED}
-        figures = {"start_us": START_US, "step_us": STEP_US, "network_step_us": NETWORK_STEP_US, "host_us": HOST_US}
+        figures = {"start_us": START_US, "step_us": STEP_US, "network_step_us": NETWORK_STEP_US, "host_us": host_us()}
+        start, share = exchange_figures()
+        figures |= {"exchange_start_us": start, "exchange_share": share}
         common.print_json(
             {"simulated": True, "cluster": asdict(cluster), **figures, "calibration": calibration, "rows": rows}
         )

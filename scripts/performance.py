@@ -25,7 +25,10 @@ from jitgemm.cli import common
 app = common.command_line()
 
 RESULTS = ROOT / "docs" / "performance"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md", "parallel.md")),
+)
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
@@ -77,6 +80,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--preset", "gpt-oss-120b", "--m", "1,6,16,48,128,1024,4096",
     ),
     "layer_h200": ("scripts/end_to_end.py", "layer"),
+    "parallel_h200": ("scripts/end_to_end.py", "ep"),
 }  # fmt: skip
 """File of results, and the command that writes it."""
 
@@ -227,6 +231,19 @@ def whole_layers(columns: dict[str, str], document: Document) -> str:
     return _rows(["model", "tokens", *columns.values()], rows)
 
 
+def divided(columns: dict[str, str], document: Document) -> str:
+    """A line for each activation and number of a rank's tokens."""
+    rows = [[row["activation"], f"{row['tokens']:,}", *(_us(row[key]) for key in columns)] for row in document["rows"]]
+    return _rows(["activations", "tokens of a rank", *columns.values()], rows)
+
+
+def simulated(_: Document) -> str:
+    """What scripts/parallel_cost.py prints."""
+    command = [sys.executable, "scripts/parallel_cost.py"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return "\n".join(["```", *(line.rstrip() for line in printed.splitlines()), "```"])
+
+
 TORCH = {"fp8row": "FP8, a scale a row", "fp8ten": "FP8, a scale a tensor"}
 FORMATS = {
     "e4m3_g128": "groups of 128",
@@ -327,6 +344,10 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts": ("moe_h200", partial(experts, OURS | PEERS)),
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
+    "experts-divided": ("parallel_h200", partial(
+        divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us": "collectives",
+                  "nvlink_us": "nvlink", "any_us": "any number"})),
+    "simulated": ("parallel_h200", simulated),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -365,7 +386,8 @@ def measure(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
-    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes.
+    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes, and two H200s for
+    parallel_h200.
 
     A run that fails is named, and the others go on.
     """

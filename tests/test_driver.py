@@ -170,6 +170,9 @@ ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),
     pytest.param("jitgemm/moe/front.cuh", "FrontArgs", experts.FRONT_ARGUMENTS, id="route and quantise"),
     pytest.param("jitgemm/moe/combine.cuh", "CombineArgs", experts.COMBINE_ARGUMENTS, id="combine"),
+    pytest.param("jitgemm/moe/gather.cuh", "GatherArgs", experts.GATHER_ARGUMENTS, id="gather"),
+    pytest.param("jitgemm/moe/dispatch.cuh", "DispatchArgs", experts.DISPATCH_ARGUMENTS, id="dispatch"),
+    pytest.param("jitgemm/moe/collect.cuh", "CollectArgs", experts.COLLECT_ARGUMENTS, id="collect"),
 ]
 
 

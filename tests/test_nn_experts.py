@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import builders
 import pytest
@@ -12,10 +13,11 @@ from small_models import same_state
 
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
-from jitgemm.moe.kernel import layer_specs
+from jitgemm.moe.kernel import dispatch_spec, exchange_specs, layer_specs
 from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.packed import LHS_DTYPES
+from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.nn.warm import warm
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
@@ -234,6 +236,24 @@ def test_warmup_compiles_routing_quantisers_and_grouped_gemms_once(monkeypatch, 
     compiled = warmup(model, 1, dtype=torch.float16, device="h200")
     assert len(compiled) == len(set(compiled)) and set(compiled) == needed(layer, 2, "fp16", "s8", True)
     assert warmup(model, 1, dtype=torch.float16, device="h200") == []
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_warm_up_has_the_kernels_between_ranks_where_tokens_go_over_nvlink(monkeypatch, debug):
+    monkeypatch.setenv("JITGEMM_DEBUG", str(int(debug)))
+    layer = experts(GATES["gpt-oss"], "int8_affine")
+
+    def specs() -> set:
+        return {spec for spec, *_ in warm.kernels(layer, 8, [torch.float16], "h200") if spec.kind != "gemm"}
+
+    whole = specs()
+    layer.split = ExpertSharding(None, 0, 2, E, exchanges=True, max_tokens=8)
+    assert specs() == whole
+    layer.split = replace(layer.split, nvlink=True)
+    between = specs() - whole
+    assert between == set(exchange_specs(HIDDEN, "fp16", "s8", affine=True, debug=debug)) and len(between) == 4
+    for choices in (1, 2048, 2049, 10**6):
+        assert dispatch_spec(choices, HIDDEN, "fp16", "s8", affine=True, block=False, debug=debug) in between
 
 
 def test_the_warm_ups_rows_are_those_of_all_choices(monkeypatch):

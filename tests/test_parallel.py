@@ -6,6 +6,7 @@ import copy
 import functools
 import subprocess
 import sys
+from dataclasses import replace
 
 import builders
 import pytest
@@ -298,6 +299,7 @@ def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
             assert (out - expected).abs().max() <= error * expected.abs().max()
             assert not out[3].any()
         assert builders.same_bits(fixed(x, ids.clamp(max=9).int() if tokens == 5 else ids, weights), out)
+        fixed.split = replace(fixed.split, nvlink=not fixed.split.nvlink)  # the CPU's tokens go by collectives, too
     with pytest.raises(ValueError, match="hidden_states: expected at most max_tokens = 24 tokens, got 25"):
         fixed(*of_rank(rank, 25, dtype))
     same = copy.deepcopy(whole)
@@ -310,6 +312,12 @@ def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
         (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(1)), "expected Replicate"),
         (copy.deepcopy(whole), ExpertParallel(max_tokens=24), "max_tokens: expected None without"),
         (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(0), max_tokens=0), "max_tokens: expected a number"),
+        (
+            copy.deepcopy(whole),
+            ExpertParallel(input_layouts=Shard(0), exchange="nvlink"),
+            "max_tokens: expected a number",
+        ),
+        (copy.deepcopy(whole), ExpertParallel(exchange="nccl"), "exchange: expected one of"),
     ):
         with pytest.raises(ValueError, match=words):
             parallelize_module(module, mesh, style)

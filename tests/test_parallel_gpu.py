@@ -13,7 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
+from jitgemm.errors import CacheMissError
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
+from jitgemm.nn.parallel.styles import EXCHANGES
 
 pytestmark = pytest.mark.gpu
 
@@ -108,6 +110,101 @@ def divided_experts(mesh, kind: str) -> None:
     layer = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel())
     given = [each.cuda() for each in of_rank(0, 9, torch.bfloat16)]
     assert near(layer(*given), whole(*given))
+
+
+def both_exchanges(mesh, kind: str, most: int, seed: int | None = None) -> list[torch.nn.Module]:
+    """Layers of the same experts whose tokens go by collectives, and by kernels; with a seed, of other weights."""
+    whole = layer_of_experts(kind).cuda()
+    if seed is not None:
+        order = torch.randperm(whole.num_experts, generator=builders.generator(seed)).cuda()
+        for part in (whole.w13, whole.w2):
+            for buffer in part.buffers():
+                if buffer.shape[:1] == order.shape:
+                    buffer.copy_(buffer[order].clone())
+    styles = [ExpertParallel(input_layouts=Shard(0), max_tokens=most, exchange=each) for each in EXCHANGES]
+    return [parallelize_module(copy.deepcopy(whole), mesh, style) for style in styles]
+
+
+def tokens_of(rank: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    return [each[:tokens].cuda() for each in of_rank(rank + 2 * seed, max(tokens, 5), dtype)]
+
+
+def nvlink_is_the_collectives(mesh, kind: str, dtype: torch.dtype) -> None:
+    rank = mesh.get_local_rank()
+    collectives, nvlink = both_exchanges(mesh, kind, 300)
+    for counts in ((1, 1), (9, 6), (5, 0), (0, 5), (300, 260), (0, 0)):
+        given = tokens_of(rank, counts[rank], dtype)
+        expected = collectives(*given)
+        for _ in range(3):  # back to back
+            out = nvlink(*given)
+        assert out.shape == expected.shape and out.dtype == dtype
+        # GEMMs are chosen for as many tokens as the rank's own, in both.
+        assert builders.same_bits(out, expected), counts
+
+
+def nvlink_replays(mesh) -> None:
+    """Two layers that share a buffer, in a graph; tokens change from replay to replay, and ranks start apart."""
+    rank = mesh.get_local_rank()
+    pairs = both_exchanges(mesh, "e4m3", 40), both_exchanges(mesh, "e4m3", 40, seed=1)
+    collectives, nvlink = zip(*pairs)
+    x, ids, weights = tokens_of(rank, 20, torch.bfloat16)
+
+    def chain(layers: tuple[torch.nn.Module, ...]) -> torch.Tensor:
+        first, second = layers
+        return second(first(x, ids, weights), ids.flip(1).contiguous(), weights)
+
+    eager = [chain(collectives), chain(nvlink)]
+    assert builders.same_bits(*eager)
+    assert not torch.equal(nvlink[0](x, ids, weights), nvlink[1](x, ids, weights))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(nvlink)
+    results, expected = [], []
+    given = [tokens_of(rank, 20, torch.bfloat16, seed) for seed in range(100)]
+    for _, those, _ in given[1::3]:  # no rank sends a token
+        those.copy_(those % nvlink[0].num_experts + rank * nvlink[0].num_experts)
+    for turn, each in enumerate(given):
+        for target, source in zip((x, ids, weights), each):
+            target.copy_(source)
+        if turn % 10 == rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        results.append(out.clone())
+    for each in given:
+        for target, source in zip((x, ids, weights), each):
+            target.copy_(source)
+        expected.append(chain(collectives))
+    for turn, (found, wanted) in enumerate(zip(results, expected)):
+        assert builders.same_bits(found, wanted), turn
+
+
+def nvlink_says_what_is_wrong(mesh) -> None:
+    _, nvlink = both_exchanges(mesh, "int8", 8)
+    given = tokens_of(mesh.get_local_rank(), 5, torch.bfloat16)
+    with pytest.raises(CacheMissError, match="call the layer once with these shapes before the capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            nvlink(*given)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="hidden_states: expected at most max_tokens = 8 tokens, got 9"):
+        nvlink(*tokens_of(0, 9, torch.bfloat16))
+    dtype = (torch.bfloat16, torch.float32)[mesh.get_local_rank()]
+    with pytest.raises(ValueError, match="exchange: expected Layout.* on every rank"):
+        nvlink(*tokens_of(0, 5, dtype))
+    first, second = nvlink(*given), nvlink(*given)
+    assert builders.same_bits(first, second)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.bfloat16) for kind in EXPERTS), ("int8", torch.float32)])
+def test_experts_over_nvlink_give_the_collectives_bits(both, kind, dtype):
+    both(nvlink_is_the_collectives, kind, dtype)
+
+
+def test_experts_over_nvlink_replay(both):
+    both(nvlink_replays)
+
+
+def test_experts_over_nvlink_say_what_is_wrong(both):
+    both(nvlink_says_what_is_wrong)
 
 
 @pytest.mark.parametrize("kind", EXPERTS)

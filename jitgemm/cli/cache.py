@@ -37,7 +37,10 @@ _SORTS = {
 """--sort's choices."""
 _METADATA = {"label": "", "spec": {}, "registers": 0, "spill_bytes": 0, "created": 0, "seconds": 0, "serialised": ""}
 """What --json prints of an entry's metadata, and what stands for it where that cannot be read."""
-_KINDS = {"quantize": "quantizer", "route": "routing", "combine": "routing"}
+_KINDS = {
+    "quantize": "quantizer",
+    **dict.fromkeys(("route", "combine", "gather", "dispatch", "collect"), "routing"),
+}
 
 
 def entry_dict(info: EntryInfo) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def kind_of(label: str) -> str:
 
 def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     """(tile, types, scales) for people: 16 x 64, e4m3, 128 + zero of a GEMM; -, bf16 to s8, token + zero of a
-    quantiser, also of one that routes, too; -, bf16 to bf16, - of combining; - alone of routing."""
+    quantiser, also of one that routes, too; -, bf16 to bf16, - of combining; - alone of routing and gathering."""
     if "lhs" in spec:
         scales = [str(spec.get("group_size") or "channel")]
         scales += [name for name, field in (("zero", "zero_point"), ("offset", "offset")) if spec.get(field)]
@@ -69,8 +72,8 @@ def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
         scale = "tensor" if quantizer.get("static") else "block" if quantizer.get("block") else "token"
         return "-", f"{quantizer['x']} to {quantizer['q']}", f"{scale} + zero" if quantizer.get("affine") else scale
     if "row" in spec:
-        return "-", f"{spec['row']} to {spec['out']}", "-"
-    return ("-", "-", "-") if "ctas" in spec else ("?", "?", "?")
+        return "-", f"{spec['row']} to {spec.get('out', spec['row'])}", "-"
+    return ("-", "-", "-") if {"ctas", "threads"} & spec.keys() else ("?", "?", "?")
 
 
 def _print_entries(entries: list[EntryInfo], as_json: bool) -> str:

@@ -51,6 +51,33 @@ COMBINE_POINTERS = (
     Pointer("out", "out", ALIGNMENT, written=True, in_place=("addend",)),
 )
 """What a launch has addresses of, in the order of `CombineArgs` in include/jitgemm/moe/combine.cuh."""
+GATHER_POINTERS = (
+    Pointer("codes", "lhs[0]", ALIGNMENT),
+    Pointer("scale", "lhs[1]", 4),
+    Pointer("zero", "lhs[2]", 4),
+    Pointer("row_index", "row_index", 4),
+    Pointer("row_count", "row_count", 4),
+    Pointer("out_codes", "q", ALIGNMENT, written=True),
+    Pointer("out_scale", "scale", 4, written=True),
+    Pointer("out_zero", "zero", 4, written=True),
+)
+"""What a launch has addresses of, in the order of `GatherArgs` in include/jitgemm/moe/gather.cuh."""
+DISPATCH_POINTERS = (
+    Pointer("x", "x", ALIGNMENT),
+    Pointer("ids", "topk_ids", 4),
+    Pointer("weights", "topk_weights"),
+    Pointer("peers", "peers", 8),
+    *(Pointer(name, name, 4, written=True) for name in ("offsets", "row_index", "inverse", "counts")),
+)
+"""What a launch has addresses of, in the order of `DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
+COLLECT_POINTERS = (
+    Pointer("rows", "rows", ALIGNMENT),
+    Pointer("inverse", "inverse", 4),
+    Pointer("counts", "counts", 4),
+    Pointer("peers", "peers", 8),
+    Pointer("out", "out", ALIGNMENT, written=True),
+)
+"""What a launch has addresses of, in the order of `CollectArgs` in include/jitgemm/moe/collect.cuh."""
 
 _WEIGHTS = tuple(
     Pointer(None, f"{name}.{part}", alignment)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,15 +17,15 @@ from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import ANY, Lhs, check_sums, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, check_sums
 from jitgemm.gemm.call import contiguous, for_sums
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
-from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_out, check_weights
+from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.kernel import GATHER_M
-from jitgemm.moe.route import combine, route, route_and_quantize
+from jitgemm.moe.route import combine, gather, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -201,39 +201,54 @@ def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expect
     """
     if expected_m is None:
         expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
-    (offsets, gather, inverse), lhs = _sorted(call, sent, expected_m)
-    hidden, rows = _workspace(call)
+    routing, lhs = _sorted(call, sent, expected_m)
+    combine(multiply(call, routing, lhs, expected_m), routing.inverse, call.topk_weights, out, addend=call.addend)
+
+
+def multiply(call: ExpertsCall, routing: Sorted, lhs: Lhs, expected_m: float) -> torch.Tensor:
+    """What both GEMMs make of tokens: [choices, n], a row for each choice that is not skipped. Of x only the type counts."""
+    offsets, gather, inverse = routing
+    hidden, rows = _workspace(call, inverse.numel())
     rest = expected_m, call.batch_invariant, None, "exact" if call.exact else "f32"
     contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, *rest)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
     contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, *rest)
-    combine(rows, inverse, call.topk_weights, out, addend=call.addend)
+    return rows
 
 
-def _sorted(
-    call: ExpertsCall, sent: Lhs | None, expected_m: float
-) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], Lhs]:
-    """Routing and tokens for the first GEMM: a `Routing`, its row_index None where the tokens are in the rows' order."""
-    few = expected_m < GATHER_M
-    if few and sent is None:
+class Sorted(NamedTuple):
+    """A `Routing`, its row_index None where the tokens are in the rows' order."""
+
+    offsets: torch.Tensor
+    gather: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def sort_sent(routing: Routing, sent: Lhs, expected_m: float) -> tuple[Sorted, Lhs]:
+    """Quantised tokens for the first GEMM: it gathers few rows itself."""
+    if expected_m < GATHER_M:
+        return Sorted(*routing), sent
+    offsets, index, inverse = routing
+    return Sorted(offsets, None, inverse), gather(sent, index, offsets[-1:])
+
+
+def _sorted(call: ExpertsCall, sent: Lhs | None, expected_m: float) -> tuple[Sorted, Lhs]:
+    """Routing and tokens for the first GEMM."""
+    if expected_m < GATHER_M and sent is None:
         tokens = QuantizeCall(call.x, call.activation)
         routing, codes = route_and_quantize(tokens, call.topk_ids, call.experts, call.expert_map)
-        return routing, lhs_of(codes)
-    offsets, index, inverse = routing = route(call.topk_ids, call.experts, expert_map=call.expert_map)
-    if sent is None:
-        codes = quantize(QuantizeCall(call.x, call.activation, row_count=offsets[-1:], row_index=index))
-    elif few:
-        return routing, sent
-    else:
-        rows = index.long().clamp(0, call.x.shape[0] - 1)  # indices behind the last row say nothing
-        x, scale, zero = split_lhs(sent)
-        codes = take_rows(x, rows), scale[rows], None if zero is None else zero[rows]
-    return (offsets, None, inverse), lhs_of(codes)
+        return Sorted(*routing), lhs_of(codes)
+    routing = route(call.topk_ids, call.experts, expert_map=call.expert_map)
+    if sent is not None:
+        return sort_sent(routing, sent, expected_m)
+    offsets, index, inverse = routing
+    codes = quantize(QuantizeCall(call.x, call.activation, row_count=offsets[-1:], row_index=index))
+    return Sorted(offsets, None, inverse), lhs_of(codes)
 
 
-def _workspace(call: ExpertsCall) -> list[torch.Tensor]:
+def _workspace(call: ExpertsCall, choices: int) -> list[torch.Tensor]:
     """Where the GEMMs write. The first one's result is gone when the second writes."""
-    choices, widths = call.topk_ids.numel(), (call.w13.n, call.w2.n)
+    widths = call.w13.n, call.w2.n
     memory = torch.empty(choices * max(widths), dtype=call.x.dtype, device=call.x.device)
     return [memory[: choices * n].view(choices, n) for n in widths]
 

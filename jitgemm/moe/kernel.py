@@ -29,6 +29,8 @@ GATHER_M = 4
 GEMM, which copies row by row then: a layer takes 1 to 2 % less at 4 rows, half as long at 32, a third at 128."""
 FRONT_THREADS = 512
 COMBINE_THREADS = 128
+MAX_RANKS = 8
+"""Of one host: what `Head` in include/jitgemm/moe/ranks.cuh has room for."""
 _VECTOR = 8
 
 
@@ -72,7 +74,58 @@ class CombineSpec:
         return f"combine-{self.row}-{self.out}"
 
 
-ENTRIES = {"route": "route", "front": "route_and_quantize", "combine": "combine"}
+@dataclass(frozen=True, slots=True)
+class DispatchSpec:
+    """Everything that is a compile-time constant of a kernel that sends tokens to other ranks and routes theirs.
+
+    Attributes:
+        quantizer: its constants.
+        ctas: CTAs that share the routing, 1 or `CLUSTER`.
+        debug: waits for other ranks trap after a spin limit instead of hanging.
+    """
+
+    kind, family = "routing", "dispatch"
+
+    quantizer: QuantizeSpec
+    ctas: int
+    debug: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"dispatch-{self.quantizer.label}-c{self.ctas}{'-debug' * self.debug}"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectSpec:
+    """Everything that is a compile-time constant of a kernel that sums over ranks: the type of rows and result."""
+
+    kind, family = "routing", "collect"
+
+    row: str
+    debug: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"collect-{self.row}{'-debug' * self.debug}"
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSpec:
+    """Everything that is a compile-time constant of a kernel that gathers quantised tokens: threads of a CTA."""
+
+    kind, family, label = "routing", "gather", "gather"
+
+    threads: int = 256
+
+
+ENTRIES = {
+    "route": "route",
+    "front": "route_and_quantize",
+    "combine": "combine",
+    "dispatch": "dispatch",
+    "gather": "gather",
+    "collect": "collect",
+}
 """The function that a family's kernel calls."""
 
 
@@ -87,6 +140,14 @@ def front_spec(choices: int, k: int, x: str, q: str, affine: bool, block: bool =
     if choices > ONE_CTA_CHOICES or not vectors:
         return None
     return FrontSpec(QuantizeSpec(x, q, vectors, affine, block=block))
+
+
+def dispatch_spec(
+    choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, debug: bool = False
+) -> DispatchSpec | None:
+    """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
+    front = front_spec(1, k, x, q, affine, block)
+    return None if front is None else DispatchSpec(front.quantizer, route_spec(choices).ctas, debug)
 
 
 def layer_specs(
@@ -113,6 +174,16 @@ def layer_specs(
     )
 
 
+def exchange_specs(
+    k: int, x: str, q: str, *, affine: bool = False, block: bool = False, debug: bool = False
+) -> tuple[DispatchSpec | GatherSpec | CollectSpec, ...]:
+    """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
+    dispatches = (
+        dispatch_spec(choices, k, x, q, affine=affine, block=block, debug=debug) for choices in (1, ONE_CTA_CHOICES + 1)
+    )
+    return *filter(None, dispatches), GatherSpec(), CollectSpec(x, debug)
+
+
 def route_launch(threads: int, ctas: int, choices: int, experts: int, global_experts: int) -> tuple[int, int]:
     """(choices of a warp, bytes of shared memory of a CTA) of `ctas` CTAs of so many threads."""
     warps = threads // 32
@@ -135,21 +206,28 @@ def combine_blocks(tokens: int, n: int) -> int:
     return tokens * ceil_div(n, _VECTOR * COMBINE_THREADS)
 
 
-def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
+def render(spec: RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec) -> str:
     """The CUDA source of a kernel; the entry point is `function_name` of its label."""
     from jitgemm.jit.source import function_name
 
     name, header = ENTRIES[spec.family], spec.family
-    bounds, cluster, constants, config = str(COMBINE_THREADS), "", "jitgemm::Config", ""
+    bounds, constants, config, ctas = str(COMBINE_THREADS), ["jitgemm::Config"], "", 1
     if isinstance(spec, RouteSpec):
-        bounds, constants = "1024, 1", str(spec.ctas)
-        cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
+        bounds, constants, ctas = "1024, 1", [str(spec.ctas)], spec.ctas
     elif isinstance(spec, FrontSpec):
         bounds, config = f"{FRONT_THREADS}, 1", render_config(spec.quantizer)
+    elif isinstance(spec, DispatchSpec):
+        bounds, config, ctas = f"{FRONT_THREADS}, 1", render_config(spec.quantizer), spec.ctas
+        constants += [str(spec.ctas), str(spec.debug).lower()]
+    elif isinstance(spec, GatherSpec):
+        bounds, constants = str(spec.threads), []
     else:
-        types = {"Row": spec.row, "Out": spec.out}
+        types = {"Row": spec.row, "Out": spec.out} if isinstance(spec, CombineSpec) else {"Row": spec.row}
         lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
         config = f"struct Config {{\n{''.join(lines)}}};"
+        constants += [str(spec.debug).lower()] if isinstance(spec, CollectSpec) else []
+    cluster = f"__cluster_dims__({ctas}, 1, 1) " if ctas > 1 else ""
+    arguments = f"<{', '.join(constants)}>" if constants else ""
     namespace = f"namespace jitgemm {{\n{config}\n}}\n\n" if config else ""
     return f"""\
 // jitgemm {spec.label}
@@ -157,7 +235,7 @@ def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
 
 {namespace}extern "C" __global__ void {cluster}__launch_bounds__({bounds})
 {function_name(spec.label)}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
-    jitgemm::{name}<{constants}>(args);
+    jitgemm::{name}{arguments}(args);
 }}
 """
 

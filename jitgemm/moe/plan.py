@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,15 +11,19 @@ from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS
-from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, MAX_EXPERTS, MAX_GLOBAL_EXPERTS
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, combine_blocks, route_launch, route_smem_bytes
-from jitgemm.moe.kernel import route_spec, route_threads, source_of
+from jitgemm.moe.arguments import COLLECT_POINTERS, COMBINE_POINTERS, DISPATCH_POINTERS, FRONT_POINTERS
+from jitgemm.moe.arguments import GATHER_POINTERS, ROUTE_POINTERS
+from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, MAX_EXPERTS
+from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CollectSpec, CombineSpec, DispatchSpec, FrontSpec, GatherSpec
+from jitgemm.moe.kernel import combine_blocks, route_launch, route_smem_bytes, route_spec, route_threads, source_of
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
+
+if TYPE_CHECKING:
+    from jitgemm.moe.exchange import Layout
 
 _ROUTE_VALUES = dict.fromkeys(("choices", "top_k", "experts", "global_experts", "run", "id_bytes"), "I")
 ROUTE_ARGUMENTS = ArgumentBlock(ROUTE_POINTERS, **_ROUTE_VALUES)
@@ -30,11 +34,27 @@ COMBINE_ARGUMENTS = ArgumentBlock(
     COMBINE_POINTERS, addend_row_bytes="Q", out_row_bytes="Q", tokens="I", top_k="I", n="I", weights_type="i"
 )
 """`CombineArgs` in include/jitgemm/moe/combine.cuh."""
+GATHER_ARGUMENTS = ArgumentBlock(GATHER_POINTERS, scale_block_stride="Q", out_scale_block_stride="Q", k="I", blocks="I")
+"""`GatherArgs` in include/jitgemm/moe/gather.cuh."""
+DISPATCH_ARGUMENTS = ArgumentBlock(
+    DISPATCH_POINTERS, x_row_bytes="Q", codes_at="Q", scale_at="Q", zero_at="Q", ids_at="Q", weights_at="Q",
+    scale_block_stride="Q", id_bytes="Q", m="I", k="I", top_k="I", experts="I", rank="I", world="I", max_tokens="I",
+    weights_type="i",
+)  # fmt: skip
+"""`DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
+COLLECT_ARGUMENTS = ArgumentBlock(
+    COLLECT_POINTERS, out_row_bytes="Q", ids_at="Q", weights_at="Q", results_at="Q", max_tokens="Q", tokens="I",
+    top_k="I", n="I", experts="I", rank="I", world="I",
+)  # fmt: skip
+"""`CollectArgs` in include/jitgemm/moe/collect.cuh."""
 
 _SMEM_BYTES = {
     "route": route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
     "front": route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
     "combine": 0,
+    "dispatch": route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, 0),
+    "gather": 0,
+    "collect": 0,
 }
 _CALL = "the layer once with these shapes"
 FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS} | {
@@ -95,3 +115,78 @@ def prepare_combine(
     }
     grid = min(combine_blocks(tokens, n), resident * device_of(device).num_sms)
     return Launch(kernel, COMBINE_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
+
+
+def prepare_gather(
+    codes: torch.Tensor, scale: torch.Tensor, row_index: torch.Tensor, out_scale: torch.Tensor
+) -> Launch:
+    """For codes and scales of one shape. It waits for the kernel before it, as does the next."""
+    device = codes.get_device()
+    spec = GatherSpec()
+    kernel = FAMILIES["gather"].load(spec, device)
+    driver.use_context(device)
+    resident = max(1, driver.resident_ctas(kernel, spec.threads, 0))
+    block = scale.dim() == 2
+    values = {
+        "scale_block_stride": scale.stride(1) if block else 0,
+        "out_scale_block_stride": out_scale.stride(1) if block else 0,
+        "k": codes.shape[1],
+        "blocks": scale.shape[1] if block else 1,
+    }
+    grid = min(ceil_div(row_index.shape[0], spec.threads // 32), resident * device_of(device).num_sms)
+    return Launch(kernel, GATHER_ARGUMENTS, values, grid=grid, threads=(spec.threads, 1), smem_bytes=0)
+
+
+def prepare_dispatch(
+    spec: DispatchSpec, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Layout, experts: int
+) -> Launch:  # fmt: skip
+    """For tokens of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
+    (m, k), device = x.shape, x.get_device()
+    kernel = FAMILIES["dispatch"].load(spec, device)
+    smem = route_smem_bytes(FRONT_THREADS // 32, experts, 0)
+    resident = _resident(kernel, device, FRONT_THREADS, smem, spec.ctas)
+    senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), resident - spec.ctas)
+    values = {
+        "x_row_bytes": row_bytes(x),
+        **{f"{name}_at": layout.offsets[name] for name in ("codes", "scale", "zero", "ids", "weights")},
+        "scale_block_stride": layout.scale_block_stride,
+        "id_bytes": topk_ids.element_size(),
+        "m": m,
+        "k": k,
+        "top_k": layout.top_k,
+        "experts": experts,
+        "rank": layout.rank,
+        "world": layout.world,
+        "max_tokens": layout.max_tokens,
+        "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
+    }
+    threads = FRONT_THREADS, 1
+    return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
+
+
+def prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, layout: Layout, experts: int) -> Launch:
+    """For results of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
+    tokens, device = out.shape[0], rows.get_device()
+    kernel = FAMILIES["collect"].load(spec, device)
+    values = {
+        "out_row_bytes": row_bytes(out),
+        **{f"{name}_at": layout.offsets[name] for name in ("ids", "weights", "results")},
+        "max_tokens": layout.max_tokens,
+        "tokens": tokens,
+        "top_k": layout.top_k,
+        "n": layout.n,
+        "experts": experts,
+        "rank": layout.rank,
+        "world": layout.world,
+    }
+    grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
+    grid = min(grid, _resident(kernel, device, COMBINE_THREADS, 0, 1))
+    return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
+
+
+def _resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int, cluster: int) -> int:
+    """CTAs of a kernel that a device holds at once, a multiple of its clusters."""
+    driver.use_context(device)
+    if cluster > 1:
+        return cluster * driver.resident_clusters(kernel, cluster, threads, smem)
+    return max(1, driver.resident_ctas(kernel, threads, smem)) * device_of(device).num_sms

@@ -11,12 +11,14 @@ import torch
 
 from jitgemm.activations.arguments import Outputs
 from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.gemm.problem import Lhs, split_lhs
 from jitgemm.gemm.reference import round_fp64
-from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS, Routing
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.arguments import check_combining, check_routing
 from jitgemm.moe.kernel import FrontSpec, front_spec
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
-from jitgemm.tensors import TYPE_NAMES
+from jitgemm.tensors import TYPE_NAMES, take_rows
 
 
 def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | None = None) -> Routing:
@@ -113,6 +115,59 @@ class _Front(NamedTuple):
         from jitgemm.moe.plan import prepare_front
 
         return prepare_front(self.spec, self.tokens.x, *self.routing)
+
+
+def gather(lhs: Lhs, row_index: torch.Tensor, row_count: torch.Tensor) -> Lhs:
+    """Quantised tokens [.., k] in the order of row_index [m], each as often as it is in there.
+
+    Args:
+        lhs: as a quantiser makes it, codes contiguous; unchecked, as is the rest.
+        row_index: int32 [m], contiguous.
+        row_count: int32 [1]: rows from there on are undefined.
+    """
+    codes, scale, zero = split_lhs(lhs)
+    call = _Gather(codes, scale, zero, row_index, row_count)
+    made = run_prepared(("gather", zero is None), [codes, scale, row_index], call)[5:]
+    return tuple(each for each in made if each is not None)  # type: ignore[return-value]
+
+
+class _Gather(NamedTuple):
+    """A call of `gather`; a `runtime.launch.Call`."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    row_index: torch.Tensor
+    row_count: torch.Tensor
+    pointers = GATHER_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return self.row_index.shape[0] == 0
+
+    def check(self) -> None:
+        pass
+
+    def operands(self) -> Operands:
+        codes, scale, zero, index, _ = self
+        m = index.shape[0]
+        if scale.dim() == 2:  # by block: by column, as quantisers have them
+            scales = scale.new_empty(4 * ceil_div(m, 4) * scale.shape[1])
+            scales = scales.as_strided((m, scale.shape[1]), (1, 4 * ceil_div(m, 4)))
+        else:
+            scales = scale.new_empty(m)
+        return *self, codes.new_empty(m, codes.shape[1]), scales, None if zero is None else zero.new_empty(m)
+
+    def run_reference(self, operands: Operands) -> None:
+        rows = self.row_index.long().clamp(0, self.codes.shape[0] - 1)  # indices behind the last row say nothing
+        for source, target in zip(self[:3], operands[5:], strict=True):
+            if source is not None and target is not None:
+                target.copy_(take_rows(source, rows))
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.moe.plan import prepare_gather
+
+        return prepare_gather(self.codes, self.scale, self.row_index, operands[6])  # type: ignore[arg-type]
 
 
 def combine(

@@ -63,8 +63,9 @@ def time_experts(
     Returns:
         activation, tokens; one_us: the whole layer, `tokens` of them on one GPU; shared_us: divided, all ranks with these
         tokens; one_all_us: the whole layer, all ranks' tokens on one GPU; own_us: divided, each rank with tokens of its
-        own, as many as max_tokens; all these in CUDA graphs; any_us: the same for any number of tokens, as the host
-        launches it; difference: relative, the largest of divided outputs from the whole layer's.
+        own, as many as max_tokens; nvlink_us: the same with exchange="nvlink", on a GPU; all these in CUDA graphs; any_us:
+        the same for any number of tokens, as the host launches it; difference: relative, the largest of divided outputs
+        from the whole layer's; same_bits: whether own and nvlink gave the same.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -91,9 +92,11 @@ def time_experts(
             all_ranks = [_routed(sizes, ranks * count, device, draw) for _ in range(ROUTINGS)]
             first, here = slice(count), slice(rank * count, (rank + 1) * count)
             fixed = divided(ExpertParallel(input_layouts=Shard(0), max_tokens=count))
-            difference = 0.0
+            nvlink = divided(ExpertParallel(input_layouts=Shard(0), max_tokens=count, exchange="nvlink"))
+            difference, same_bits = 0.0, True
             for given in all_ranks:
                 exact = whole(*given).float()
+                same_bits &= torch.equal(*(layer(*(each[here] for each in given)) for layer in (fixed, nvlink)))
                 for layer, part in ((shared, first), (fixed, here), (any_number, here)):
                     found = layer(*(each[part] for each in given)).float()
                     difference = max(difference, float((found - exact[part]).norm() / exact[part].norm()))
@@ -106,13 +109,16 @@ def time_experts(
                 "shared_us": graphs(calls(shared, first)),
                 "one_all_us": graphs(calls(whole, slice(None))),
                 "own_us": graphs(calls(fixed, here)),
+                **({"nvlink_us": graphs(calls(nvlink, here))} if gpu else {}),
                 "any_us": Launched(calls(any_number, here), torch.cuda.synchronize if gpu else lambda: None),
             }
             times = of_slowest(timed, QUICK_ROUNDS if gpu else 1, REPLAYS if gpu else 1)
-            differences: list[Any] = [None] * ranks
-            dist.all_gather_object(differences, difference)
-            rows.append({"activation": activation, "tokens": count} | times | {"difference": max(differences)})
-        del whole, shared, any_number, fixed
+            found_on: list[Any] = [None] * ranks
+            dist.all_gather_object(found_on, (difference, same_bits))
+            differences, bits = zip(*found_on)
+            agreement = {"difference": max(differences), "same_bits": all(bits)}
+            rows.append({"activation": activation, "tokens": count} | times | agreement)
+        del whole, shared, any_number, fixed, nvlink
     return rows
 
 

@@ -103,6 +103,7 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"createpolicy.fractional.L2::evict_unchanged.b64", nothing},
         {"cp.async.cg.shared.global", copy_async},
         {"cp.async.ca.shared.global", copy_async},
+        {"red.release.sys.global.add.u32", add_to_memory},
         {"cp.async.wait_all", copy_wait_all},
         {"cp.async.wait_group", copy_wait_group},
         {"cp.async.commit_group", copy_commit},

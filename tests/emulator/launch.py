@@ -151,11 +151,13 @@ class Emulator:
     Attributes:
         launched: labels of the kernels, in the order of their launches.
         seed: of the order in which warps run and copies arrive.
+        others: tensors that kernels know the addresses of from memory.
     """
 
     def __init__(self, seed: int = 1):
         self.launched: list[str] = []
         self.seed = seed
+        self.others: list[torch.Tensor] = []
         self.memory: list[tuple[int, int]] = []
 
     def launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[Any]:
@@ -196,7 +198,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     def run(self: Any, addresses: Any, dependent: bool, tensors: Any = None) -> bool:
         if tensors is None:  # to see every launch's tensors
             return False
-        emulator.memory = [extent(each) for each in tensors if each is not None]
+        emulator.memory = [extent(each) for each in (*tensors, *emulator.others) if each is not None]
         return real_run(self, addresses, dependent, tensors)
 
     # Launches that are made ready here run nowhere else.

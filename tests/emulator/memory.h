@@ -55,6 +55,19 @@ Next store(Warp& w, const Instruction& in, u32 lanes) {
     return Next::kOn;
 }
 
+// red.add of 32 bits in global memory: [to], value.
+Next add_to_memory(Warp& w, const Instruction& in, u32 lanes) {
+    each(lanes, [&](u32 l) {
+        u8* to = w.machine->global(get(w, in.operands[0], l), 4);
+        check_waited(w, 1u << l, "adds to global memory");
+        u32 sum;
+        std::memcpy(&sum, to, 4);
+        sum += get<u32>(w, in.operands[1], l);
+        std::memcpy(to, &sum, 4);
+    });
+    return Next::kOn;
+}
+
 // cp.async: to shared memory, from global memory, bytes, of which so many are read and the others zero.
 Next copy_async(Warp& w, const Instruction& in, u32 lanes) {
     each(lanes, [&](u32 l) {

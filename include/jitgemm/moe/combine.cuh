@@ -35,10 +35,47 @@ __device__ __forceinline__ void store_vector(u8* target, const float (&values)[k
     }
 }
 
+// sum += the token's choices of one vector of columns, weighed; whether there is any. The whole warp calls this, also where
+// rows have no such vector.
+template <RealType kRow>
+__device__ __forceinline__ bool add_choices(const u8* rows, const i32* inverse, const u8* weights, i32 weights_type,
+                                            u32 token, u32 top_k, u32 vector, u32 vectors, float (&sum)[kVector]) {
+    const u32 lane = threadIdx.x % 32;
+    const bool inside = vector < vectors;
+    bool any = false;
+    for (u32 from = 0; from < top_k; from += 32) {
+        const u32 choice = token * top_k + from + lane, count = min(top_k - from, 32u);
+        const i32 my_row = lane < count ? inverse[choice] : -1;
+        const float my_weight = lane < count ? load_real(weights, choice, weights_type) : 0.0f;
+        for (u32 first = 0; first < count; first += 8) {
+            i32 row[8];
+            Vector<kRow> values[8];
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) {
+                row[i] = __shfl_sync(kAllLanes, my_row, first + i);
+                any |= row[i] >= 0;
+                if (row[i] >= 0 && inside) {
+                    const u64 at = u64(row[i]) * vectors + vector;
+                    values[i] = load_vector<kRow>(rows + at * Vector<kRow>::kBytes);
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) {
+                const float weight = __shfl_sync(kAllLanes, my_weight, first + i);
+                if (row[i] >= 0) {
+#pragma unroll
+                    for (u32 j = 0; j < kVector; ++j) sum[j] = __fmaf_rn(weight, values[i].value(j), sum[j]);
+                }
+            }
+        }
+    }
+    return any;
+}
+
 template <class Config>
 __device__ __forceinline__ void combine(const CombineArgs& args) {
-    constexpr u32 kRowVectorBytes = Vector<Config::kRow>::kBytes, kOutVectorBytes = Vector<Config::kOut>::kBytes;
-    const u32 lane = threadIdx.x % 32, vectors = args.n / kVector, parts = ceil_div(vectors, kCombineThreads);
+    constexpr u32 kOutVectorBytes = Vector<Config::kOut>::kBytes;
+    const u32 vectors = args.n / kVector, parts = ceil_div(vectors, kCombineThreads);
 
     // The rows are the grid's before; inverse and weights may be of grids before that one, whose every thread waited for
     // them: its end is theirs, and what they wrote is seen behind this wait.
@@ -55,31 +92,8 @@ __device__ __forceinline__ void combine(const CombineArgs& args) {
 #pragma unroll
             for (u32 i = 0; i < kVector; ++i) sum[i] = addend.value(i);
         }
-        for (u32 from = 0; from < args.top_k; from += 32) {
-            const u32 choice = token * args.top_k + from + lane, count = min(args.top_k - from, 32u);
-            const i32 my_row = lane < count ? args.inverse[choice] : -1;
-            const float my_weight = lane < count ? load_real(args.weights, choice, args.weights_type) : 0.0f;
-            for (u32 first = 0; first < count; first += 8) {
-                i32 row[8];
-                Vector<Config::kRow> values[8];
-#pragma unroll
-                for (u32 i = 0; i < 8; ++i) {
-                    row[i] = __shfl_sync(kAllLanes, my_row, first + i);
-                    if (row[i] >= 0 && inside) {
-                        const u64 at = u64(row[i]) * vectors + vector;
-                        values[i] = load_vector<Config::kRow>(args.rows + at * kRowVectorBytes);
-                    }
-                }
-#pragma unroll
-                for (u32 i = 0; i < 8; ++i) {
-                    const float weight = __shfl_sync(kAllLanes, my_weight, first + i);
-                    if (row[i] >= 0) {
-#pragma unroll
-                        for (u32 j = 0; j < kVector; ++j) sum[j] = __fmaf_rn(weight, values[i].value(j), sum[j]);
-                    }
-                }
-            }
-        }
+        add_choices<Config::kRow>(args.rows, args.inverse, args.weights, args.weights_type, token, args.top_k, vector,
+                                  vectors, sum);
         if (inside) store_vector<Config::kOut>(args.out + token * args.out_row_bytes + vector * kOutVectorBytes, sum);
     }
 }

@@ -69,21 +69,31 @@ struct RouteShared {
           map(reinterpret_cast<i32*>(first + args.experts)) {}
 };
 
-// A choice as it lies in memory; kNoExpert for what 32 bits do not hold, and from `end` on.
-__device__ __forceinline__ u32 load_id(const RouteArgs& args, u32 choice, u32 end) {
-    if (choice >= end) return kNoExpert;
-    const u32* const ids = reinterpret_cast<const u32*>(args.ids);
-    if (args.id_bytes == 4) return ids[choice];
-    return ids[2 * u64(choice) + 1] == 0 ? ids[2 * u64(choice)] : kNoExpert;
+// An id of 4 or 8 bytes; kNoExpert for what 32 bits do not hold.
+__device__ __forceinline__ u32 load_id(const u8* ids, u64 id_bytes, u64 at) {
+    const u32* const words = reinterpret_cast<const u32*>(ids);
+    if (id_bytes == 4) return words[at];
+    return words[2 * at + 1] == 0 ? words[2 * at] : kNoExpert;
 }
+
+// Choices as they lie in memory, without gaps: where each one does, its token, and its id.
+struct AllChoices {
+    u32 top_k;
+
+    __device__ __forceinline__ u32 token(u32 choice) const { return choice / top_k; }
+    __device__ __forceinline__ u32 place(u32 choice) const { return choice; }
+    __device__ __forceinline__ u32 id(const RouteArgs& args, u32 choice) const {
+        return load_id(args.ids, args.id_bytes, choice);
+    }
+};
 
 __device__ __forceinline__ u32 expert_of(const RouteArgs& args, const RouteShared& shared, u32 id) {
     if (args.expert_map != nullptr) id = id < args.global_experts ? shared.map[id] : kNoExpert;
     return id < args.experts ? id : kNoExpert;
 }
 
-template <u32 kCtas>
-__device__ __forceinline__ void route(const RouteArgs& args) {
+template <u32 kCtas, class Choices>
+__device__ __forceinline__ void route(const RouteArgs& args, const Choices& choices) {
     extern __shared__ u32 base[];
     __shared__ u32 warp_sums[32];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -98,7 +108,8 @@ __device__ __forceinline__ void route(const RouteArgs& args) {
     for (u32 i = threadIdx.x; i < busy * args.experts; i += blockDim.x) shared.counts[i] = 0;
     wait_for_previous_grid();
 
-    u32 next = load_id(args, begin + lane, end);
+    auto id_of = [&](u32 choice) { return choice < end ? choices.id(args, choice) : kNoExpert; };
+    u32 next = id_of(begin + lane);
     if (args.expert_map != nullptr) {
         for (u32 i = threadIdx.x; i < args.global_experts; i += blockDim.x) shared.map[i] = args.expert_map[i];
     }
@@ -106,7 +117,7 @@ __device__ __forceinline__ void route(const RouteArgs& args) {
 
     for (u32 i = begin; i < end; i += 32) {
         const u32 expert = expert_of(args, shared, next);
-        next = load_id(args, i + 32 + lane, end);
+        next = id_of(i + 32 + lane);
         const u32 peers = __match_any_sync(kEveryLane, expert);
         if (expert != kNoExpert && lane == __ffs(peers) - 1) counts[expert] += __popc(peers);
         __syncwarp();
@@ -163,20 +174,25 @@ __device__ __forceinline__ void route(const RouteArgs& args) {
     }
     if (rank == 0 && threadIdx.x == 0) args.offsets[args.experts] = sum_before;
 
-    next = load_id(args, begin + lane, end);
+    next = id_of(begin + lane);
     for (u32 i = begin; i < end; i += 32) {
         const u32 expert = expert_of(args, shared, next), choice = i + lane;
-        next = load_id(args, choice + 32, end);
+        next = id_of(choice + 32);
         const u32 peers = __match_any_sync(kEveryLane, expert);
         u32 row = kNoExpert;
         if (expert != kNoExpert) row = shared.first[expert] + counts[expert] + __popc(peers & ((1u << lane) - 1));
         __syncwarp();
         if (expert != kNoExpert && lane == __ffs(peers) - 1) counts[expert] += __popc(peers);
         __syncwarp();
-        if (expert != kNoExpert) args.row_index[row] = choice / args.top_k;
-        if (choice < end) args.inverse[choice] = row;
+        if (expert != kNoExpert) args.row_index[row] = choices.token(choice);
+        if (choice < end) args.inverse[choices.place(choice)] = row;
     }
     if constexpr (kCtas > 1) sync_ctas<kCtas>();  // no CTA leaves while another may read its totals
+}
+
+template <u32 kCtas>
+__device__ __forceinline__ void route(const RouteArgs& args) {
+    route<kCtas>(args, AllChoices{args.top_k});
 }
 
 }  // namespace jitgemm

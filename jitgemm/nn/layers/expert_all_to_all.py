@@ -27,9 +27,16 @@ def exchange(call: ExpertsCall, split: ExpertSharding) -> torch.Tensor:
         TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
     """
     call.check()
-    if split.max_tokens is None:
+    tokens, most = call.topk_ids.shape[0], split.max_tokens
+    if most is None:
         return _sent_where_wanted(call, split)
-    return _sent_to_all(call, split, split.max_tokens)
+    if tokens > most:
+        raise ValueError(f"hidden_states: expected at most max_tokens = {most} tokens, got {tokens}")
+    if split.nvlink and call.x.is_cuda:
+        from jitgemm.nn.layers.expert_nvlink import sent_by_kernels  # with torch's symmetric memory
+
+        return sent_by_kernels(call, split, most)
+    return _sent_to_all(call, split, most)
 
 
 def _sent_where_wanted(call: ExpertsCall, split: ExpertSharding) -> torch.Tensor:
@@ -69,8 +76,6 @@ def _sent_to_all(call: ExpertsCall, split: ExpertSharding, most: int) -> torch.T
     no work.
     """
     tokens = call.topk_ids.shape[0]
-    if tokens > most:
-        raise ValueError(f"hidden_states: expected at most max_tokens = {most} tokens, got {tokens}")
     records = _Records.of(call)
     sent = records.bytes
     if tokens < most:

@@ -105,6 +105,7 @@ class ExpertSharding(Sharding):
         experts: of a rank; rank r has experts r * experts to (r + 1) * experts - 1.
         exchanges: whether every rank has tokens of its own, or all have the same.
         max_tokens: of a rank in a call, where that is known; None: as many as there are.
+        nvlink: kernels write tokens into the other ranks' memory; else collectives send them.
     """
 
     rank: int
@@ -112,6 +113,7 @@ class ExpertSharding(Sharding):
     experts: int
     exchanges: bool
     max_tokens: int | None = None
+    nvlink: bool = False
 
     @property
     def mine(self) -> range:

@@ -15,11 +15,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 from jitgemm.nn.quantize.swap import UNFUSE, Fused
+
+EXCHANGES = ("collectives", "nvlink")
+"""How tokens of each rank's own get to experts on others."""
 
 
 class _Divides(ParallelStyle):
@@ -110,12 +114,20 @@ class ExpertParallel(ParallelStyle):
             `all_gather_into_tensor`, whatever experts they choose: nothing waits for the device, and CUDA graphs
             capture it. A rank with more tokens raises ValueError, and the others wait for it. For decoding, and for
             few ranks: with R of them a token travels R - 1 times instead of once to each rank that it needs.
+        exchange: "collectives", as above, or "nvlink", with max_tokens: kernels write tokens and results into the memory
+            of the other ranks, 2 to 8 of one host. A token goes to the ranks that have experts of its choice. Two ranks
+            get the bits of "collectives". The first call with new shapes makes buffers; all ranks take part in it, and it
+            raises CacheMissError while a CUDA graph is captured. Layers share the buffers, so the calls of a group run
+            on one stream, in the same order on every rank. With JITGEMM_DEBUG=1 a kernel traps that waits long for
+            another rank. CPU tensors are exchanged by collectives.
     """
 
-    def __init__(self, *, input_layouts: Placement | None = None, max_tokens: int | None = None):
+    def __init__(
+        self, *, input_layouts: Placement | None = None, max_tokens: int | None = None, exchange: str = "collectives"
+    ):
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
-        self.max_tokens = max_tokens
+        self.max_tokens, self.exchange = max_tokens, exchange
 
     def sharding_of(self, name: str, experts: int, mesh: DeviceMesh) -> ExpertSharding:
         """What this rank has of so many experts. Raises ValueError for ranks or arguments that cannot be."""
@@ -126,10 +138,18 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"max_tokens: expected None without input_layouts=Shard(0), got {most!r}")
         if most is not None and (not isinstance(most, int) or most < 1):
             raise ValueError(f"max_tokens: expected a number from 1 on, or None, got {most!r}")
+        nvlink = self.exchange == "nvlink"
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange: expected one of {EXCHANGES}, got {self.exchange!r}")
+        if nvlink and most is None:
+            raise ValueError("max_tokens: expected a number for exchange='nvlink', got None")
         rank, world = rank_of(mesh)
         if experts % world:
             raise ValueError(f"{name}: expected a number of experts that {world} ranks divide, got {experts}")
-        return ExpertSharding(mesh.get_group(), rank, world, experts // world, self.input_layouts == Shard(0), most)
+        if nvlink and world > MAX_RANKS:
+            raise ValueError(f"exchange: expected at most {MAX_RANKS} ranks for 'nvlink', got {world}")
+        split = mesh.get_group(), rank, world, experts // world
+        return ExpertSharding(*split, self.input_layouts == Shard(0), most, nvlink)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedExperts):

@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.fuse.fuse import block_lists, fuse_
 from jitgemm.nn.fuse.fused import in_common
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.quantize import form_of_4_bits
@@ -154,7 +156,16 @@ def models_ahead(
         for layer in made.modules():
             if isinstance(layer, PACKED):
                 layer.batch_invariant = batch_invariant
+            if isinstance(layer, PackedExperts) and 1 < ep <= MAX_RANKS and use != "vllm":
+                layer.split = _over_nvlink(layer, rank % ep, ep)
         yield made
+
+
+def _over_nvlink(layer: PackedExperts, rank: int, world: int) -> Any:
+    """How ranks without a process group share a layer's experts, where kernels may exchange tokens."""
+    from jitgemm.nn.layers.sharding import ExpertSharding  # half a second of torch.distributed
+
+    return ExpertSharding(None, rank, world, layer.num_experts, exchanges=True, nvlink=True)  # type: ignore[arg-type]
 
 
 class _Cuts:

@@ -19,7 +19,8 @@ from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
+from jitgemm.moe.kernel import CollectSpec, CombineSpec, DispatchSpec, FrontSpec, GatherSpec, RouteSpec
+from jitgemm.moe.kernel import exchange_specs, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.experts import PackedExperts
@@ -31,7 +32,7 @@ from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
-Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
+Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec
 MOST_TOP_K = 16
 """Experts of a token where a layer does not say: no model that we know takes more."""
 
@@ -150,7 +151,7 @@ def kernels(
         kind = [
             (x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme, x.call_sums) for x in parts
         ]
-        own = fronts or (layer.gate, layer.top_k, layer.batched)
+        own = fronts or (layer.gate, layer.top_k, layer.batched, _over_nvlink(layer))
         if (key := (*kind, own, layer.batch_invariant, where)) in seen:
             continue
         seen.add(key)
@@ -182,6 +183,8 @@ def _specs(
     if not fronts:
         sizes, flags = (layer.hidden_dim, layer.intermediate_dim), {"affine": scheme.affine, "block": scheme.block}
         yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
+        if _over_nvlink(layer):
+            yield from exchange_specs(layer.hidden_dim, x, scheme.dtype, **flags, debug=settings.debug())
         rows, experts = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K)), {"experts": layer.num_experts}
     group = LHS_GROUP if scheme.block else 0
     for part, weight in ((part, part.weight) for part in parts):
@@ -189,6 +192,10 @@ def _specs(
         options = {"batch_invariant": layer.batch_invariant, "lhs_group": group} | experts
         for each in _sums_of(part, sums):
             yield from kernels_for(*sizes, out=x, sums=each, **options)
+
+
+def _over_nvlink(layer: PackedExperts) -> bool:
+    return layer.split is not None and layer.split.nvlink
 
 
 def _sums_of(part: Packed, sums: str | None) -> tuple[str, ...]:

@@ -1,0 +1,120 @@
+// What kernels on several GPUs share: a buffer of each rank, of one layout, which every rank of the host writes to.
+//
+// A rank's buffer holds a Head, what tokens of every rank are sent as, and results of this rank's tokens of every rank.
+// Rows of tokens are slots: token t of rank s has slot s * max_tokens + t in the buffer of each rank that it is sent to.
+//
+// A call is dispatch (dispatch.cuh), the GEMMs, collect (collect.cuh). Why nobody overwrites what is yet to be read:
+//
+//   counts,   twice, by parity of calls: a rank dispatches call e + 2 once it has had every rank's dispatch of e + 1,
+//   choices   which each sends when it is done with e
+//   tokens    a rank overwrites its tokens of call e when their results have come back: they have been read
+//   results   are sent in call e + 1 behind the dispatch of their tokens, by a rank that has taken those of e
+#pragma once
+#include <jitgemm/ptx/barrier.cuh>
+
+namespace jitgemm {
+
+constexpr u32 kMaxRanks = 8;
+constexpr u32 kAbsent = 0xffffffffu;  // a word of a result that has not come: no arithmetic has it, as its NaN is another
+
+// jitgemm/moe/exchange.py leaves HEAD_BYTES for it.
+struct Head {
+    u32 arrived[kMaxRanks];    // by rank that sends: max_tokens more with each call
+    u64 counts[2][kMaxRanks];  // by parity of the call and rank that sends: its tokens, stamped
+    u64 calls;                 // that are over
+};
+
+// A value in a word that says of which call it is, so that it needs no flag: who waits for it reads the word again.
+constexpr u32 kStampAt = 24;
+constexpr u32 kStampedNone = (1u << kStampAt) - 1;  // larger than any expert
+
+__device__ __forceinline__ void store_stamped(u64* address, u64 call, u32 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(call << kStampAt | value) : "memory");
+}
+
+// Debug builds trap where others wait for ever: about 20 s, as another rank may be compiling.
+template <bool kDebug>
+struct Patience {
+    u32 spins = 0;
+    __device__ __forceinline__ void spend() {
+        if constexpr (kDebug) {
+            if (++spins == 1u << 25) __trap();
+        }
+    }
+};
+
+template <bool kDebug>
+__device__ __forceinline__ u32 load_stamped(const u64* address, u64 call) {
+    Patience<kDebug> patience;
+    while (true) {
+        u64 word;
+        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+        if (word >> kStampAt == call) return u32(word) & kStampedNone;
+        patience.spend();
+    }
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// Adds; what this thread, and others before a barrier, have written to any GPU is seen by whoever sees the sum.
+__device__ __forceinline__ void add_release(u32* address, u32 value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// 16 bytes that another GPU may be writing, a word at a time.
+__device__ __forceinline__ void load_shared_by_ranks(const u8* source, u32 (&words)[4]) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(source)
+                 : "memory");
+}
+
+// The tokens of all ranks, counted through without gaps, and their slots.
+struct AllTokens {
+    u32 starts[kMaxRanks + 1];  // the first of each rank; behind the last one, how many there are
+    u32 max_tokens;
+
+    __device__ __forceinline__ u32 rank_of(u32 token) const {
+        u32 rank = 0;
+#pragma unroll
+        for (u32 other = 1; other < kMaxRanks; ++other) rank += token >= starts[other];
+        return rank;
+    }
+    __device__ __forceinline__ u32 slot(u32 token) const {
+        const u32 rank = rank_of(token);
+        return rank * max_tokens + token - starts[rank];
+    }
+    __device__ __forceinline__ u32 tokens() const { return starts[kMaxRanks]; }
+
+    // By a whole warp: lane r has the tokens of rank r, 0 from the last rank on.
+    __device__ __forceinline__ void set(u32 count, u32 most) {
+        const u32 lane = threadIdx.x % 32;
+#pragma unroll
+        for (u32 distance = 1; distance < kMaxRanks; distance *= 2) {
+            const u32 before = __shfl_up_sync(0xffffffffu, count, distance);
+            if (lane >= distance) count += before;
+        }
+        if (lane < kMaxRanks) starts[lane + 1] = count;
+        if (lane == 0) starts[0] = 0, max_tokens = most;
+    }
+};
+
+// The ranks that have experts of a token's choice, a bit each. A whole warp calls this; id(i) is choice i's, and -1 or
+// another that no rank has where it is skipped.
+template <class Id>
+__device__ __forceinline__ u32 ranks_of(u32 top_k, u32 experts, u32 world, Id id) {
+    u32 ranks = 0;
+    for (u32 i = threadIdx.x % 32; i < top_k; i += 32) {
+        const u32 expert = id(i);
+        if (expert < world * experts) ranks |= 1u << expert / experts;
+    }
+    u32 all;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(all) : "r"(ranks));
+    return all;
+}
+
+}  // namespace jitgemm

@@ -1,0 +1,237 @@
+"""Tokens to the ranks of their experts and results back, by kernels alone: two launches around a layer's GEMMs.
+
+The ranks' buffers and the GPUs that reach them are the caller's; here they are addresses. See
+`include/jitgemm/moe/ranks.cuh` for what lies where and who waits for whom.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from jitgemm import settings
+from jitgemm.activations.arguments import CODES
+from jitgemm.activations.scheme import Activation
+from jitgemm.gemm.problem import Lhs
+from jitgemm.kernel.formats import LHS_GROUP, ceil_div
+from jitgemm.moe.arguments import COLLECT_POINTERS, DISPATCH_POINTERS, ExpertsCall, Routing
+from jitgemm.moe.call import multiply, sort_sent
+from jitgemm.moe.kernel import FRONT_THREADS, CollectSpec, DispatchSpec, dispatch_spec
+from jitgemm.runtime.launch import Launch, Operands, run_prepared
+from jitgemm.tensors import TYPE_NAMES
+
+HEAD_BYTES = 256
+"""In front of a buffer: `Head` in include/jitgemm/moe/ranks.cuh."""
+MOST_CHOICES = 2**24
+"""Of all ranks' tokens: words of ids and counts have 24 bits for a value, `kStampAt` in the same header."""
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank's buffer has room for, and where.
+
+    Attributes:
+        rank, world: this rank, and how many.
+        max_tokens: of a rank in a call.
+        k, n, top_k: of tokens, of results, and choices of a token.
+        dtype: of x and of results.
+        activation: how tokens are quantised, by token or by block.
+    """
+
+    rank: int
+    world: int
+    max_tokens: int
+    k: int
+    n: int
+    top_k: int
+    dtype: torch.dtype
+    activation: Activation
+
+    @property
+    def slots(self) -> int:
+        """Tokens of all ranks."""
+        return self.world * self.max_tokens
+
+    @property
+    def scale_block_stride(self) -> int:
+        """From a block's scales to the next one's, as `QuantizeCall.new_outputs` lays them out."""
+        return 4 * ceil_div(self.slots, 4)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """By part: where it begins, in bytes; "end": of the buffer."""
+        scales = ceil_div(self.k, LHS_GROUP) * self.scale_block_stride if self.activation.block else self.slots
+        parts = {
+            "codes": self.slots * self.k,
+            "scale": 4 * scales,
+            "zero": 4 * self.slots * self.activation.affine,
+            "ids": 2 * 8 * self.slots * self.top_k,  # stamped, of two calls
+            "weights": 4 * self.slots * self.top_k,
+            "results": self.slots * self.n * self.dtype.itemsize,
+        }
+        sizes = [_ALIGNMENT * ceil_div(size, _ALIGNMENT) for size in parts.values()]
+        return dict(zip((*parts, "end"), itertools.accumulate(sizes, initial=HEAD_BYTES)))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A rank's buffer, and where the others' are.
+
+    Attributes:
+        own: uint8 [layout.offsets["end"]], aligned to 256 bytes.
+        peers: int64 [world] on the device: addresses of all ranks' buffers.
+        keep: whatever has to live as long.
+    """
+
+    layout: Layout
+    own: torch.Tensor
+    peers: torch.Tensor
+    keep: object = None
+    lhs: Lhs = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout, (dtype, _, affine) = self.layout, self.layout.activation
+        codes = self._part("codes", "scale")[: layout.slots * layout.k].view(CODES[dtype]).view(layout.slots, layout.k)
+        scale = self._part("scale", "zero").view(torch.float32)
+        if layout.activation.block:
+            shape = layout.slots, ceil_div(layout.k, LHS_GROUP)
+            scale = scale.as_strided(shape, (1, layout.scale_block_stride))
+        else:
+            scale = scale[: layout.slots]
+        zero = (self._part("zero", "ids").view(torch.int32)[: layout.slots],) if affine else ()
+        object.__setattr__(self, "lhs", (codes, scale, *zero))
+
+    def _part(self, name: str, behind: str) -> torch.Tensor:
+        return self.own[self.layout.offsets[name] : self.layout.offsets[behind]]
+
+    def clear(self) -> None:
+        """As it is before the first call, on the current stream; ranks wait for one another behind that."""
+        self.own.zero_()
+        self._part("results", "end").fill_(0xFF)
+
+
+def run_exchanged(call: ExpertsCall, buffer: Buffer) -> torch.Tensor:
+    """What all ranks' experts make of this rank's tokens; every rank calls it, also without tokens.
+
+    Args:
+        call: checked, of at most `layout.max_tokens` tokens; w13, w2 and biases of this rank's experts, topk_ids count
+            those of all. No addend, no expert_map.
+    """
+    layout = buffer.layout
+    routing, counts = dispatch(call.x, call.topk_ids, call.topk_weights, buffer, call.experts)
+    # As if all ranks had as many tokens as this one.
+    expected_m = max(call.topk_ids.shape[0], 1) * layout.top_k / call.experts
+    rows = multiply(call, *sort_sent(routing, buffer.lhs, expected_m), expected_m)
+    return collect(rows, routing.inverse, counts, call.x.new_empty((call.x.shape[0], layout.n)), buffer, call.experts)
+
+
+def dispatch(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, buffer: Buffer, experts: int
+) -> tuple[Routing, torch.Tensor]:
+    """Sends tokens, and routes those that come; unchecked.
+
+    Args:
+        x, topk_ids, topk_weights: of `fused_experts`; ids count the experts of all ranks.
+        experts: of a rank.
+
+    Returns:
+        (Routing of all ranks' tokens by slot, int32 [world + 1]: tokens of each rank, and the parity of the call). The
+        tokens are `buffer.lhs`.
+    """
+    call = _Dispatch(x, topk_ids, topk_weights, buffer, experts)
+    key = "dispatch", buffer.layout, experts
+    made = run_prepared(key, [x, topk_ids, topk_weights], call)[4:]
+    return Routing(*made[:3]), made[3]  # type: ignore[arg-type,return-value]
+
+
+def collect(
+    rows: torch.Tensor, inverse: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, buffer: Buffer, experts: int
+) -> torch.Tensor:  # fmt: skip
+    """out [tokens, n] = the sum over ranks of what their experts made of this rank's tokens; unchecked.
+
+    A rank's part is rounded to the type of rows, the sum is fp32, in the order of ranks, and rounded once.
+
+    Args:
+        rows: [.., n] of `layout.dtype`: this rank's choices.
+        inverse, counts: of `dispatch`.
+    """
+    call = _Collect(rows, inverse, counts, out, buffer, experts)
+    run_prepared(("collect", buffer.layout, experts), [rows, out], call)
+    return out
+
+
+def most_hidden() -> int:
+    """The largest k that `dispatch` takes."""
+    return 4 * 8 * FRONT_THREADS
+
+
+class _Dispatch(NamedTuple):
+    """A call of `dispatch`; a `runtime.launch.Call`. Also without tokens others wait for it."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    buffer: Buffer
+    experts: int
+    pointers = DISPATCH_POINTERS
+    empty = False
+
+    def check(self) -> None:
+        pass
+
+    def operands(self) -> Operands:
+        layout, new = self.buffer.layout, self.buffer.peers.new_empty
+        choices = layout.slots * layout.top_k
+        return (
+            self.x, self.topk_ids, self.topk_weights, self.buffer.peers,
+            new(self.experts + 1, dtype=torch.int32),
+            new(choices, dtype=torch.int32),
+            new((layout.slots, layout.top_k), dtype=torch.int32),
+            new(layout.world + 1, dtype=torch.int32),
+        )  # fmt: skip
+
+    def run_reference(self, operands: Operands) -> None:
+        raise AssertionError("CPU tensors are exchanged by collectives")
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.moe.plan import prepare_dispatch
+
+        layout, tokens = self.buffer.layout, max(self.x.shape[0], 1)
+        choices, (dtype, _, affine) = layout.world * tokens * layout.top_k, layout.activation
+        flags = {"affine": affine, "block": layout.activation.block, "debug": settings.debug()}
+        spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], dtype, **flags)
+        assert isinstance(spec, DispatchSpec)
+        return prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
+
+
+class _Collect(NamedTuple):
+    """A call of `collect`; a `runtime.launch.Call`. Also without tokens others wait for it."""
+
+    rows: torch.Tensor
+    inverse: torch.Tensor
+    counts: torch.Tensor
+    out: torch.Tensor
+    buffer: Buffer
+    experts: int
+    pointers = COLLECT_POINTERS
+    empty = False
+
+    def check(self) -> None:
+        pass
+
+    def operands(self) -> Operands:
+        return self.rows, self.inverse, self.counts, self.buffer.peers, self.out
+
+    def run_reference(self, operands: Operands) -> None:
+        raise AssertionError("CPU tensors are exchanged by collectives")
+
+    def prepare(self, operands: Operands) -> Launch:
+        from jitgemm.moe.plan import prepare_collect
+
+        spec = CollectSpec(TYPE_NAMES[self.rows.dtype], settings.debug())
+        return prepare_collect(spec, self.rows, self.out, self.buffer.layout, self.experts)
