@@ -83,7 +83,8 @@ class JitGemmConfig(QuantizationConfig):
         self.from_files = Layers()
         self._theirs: QuantizationConfig | None = None
         self._mappers: list[Any] = []
-        self._model: tuple[Any, ...] = ("",)
+        self._model: tuple[Any, ...] = ("", None, None)  # its name, config and revision
+        self._place: tuple[Any, str] | None = None
         self.saved = False  # whether the files hold layers that jitgemm packed
         self._headers: dict[str, dict[str, str]] = {}  # {layer: {suffix: safetensors' dtype}}
         self._in_file: dict[str, str] = {}  # what the files call the layers that vLLM renames
@@ -168,7 +169,7 @@ class JitGemmConfig(QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
-        Drops experts that jitgemm packed, which are read from the files. Raises ValueError where vLLM loads them again.
+        Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again.
         """
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
@@ -181,10 +182,10 @@ class JitGemmConfig(QuantizationConfig):
             return found
         from vllm.model_executor.models.utils import WeightsMapper
 
-        from jitgemm.vllm.saved import LOADED_ONCE, read_before
+        from jitgemm.vllm.saved import read_again
 
-        if any(map(read_before, self.from_files)):
-            raise ValueError(LOADED_ONCE)
+        for layer in self.from_files:
+            read_again(layer)
         names = re.compile(rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$")
         dropped = WeightsMapper(orig_to_new_regex={names: None})
         return dropped if found is None else found | dropped
@@ -260,6 +261,13 @@ class JitGemmConfig(QuantizationConfig):
 
     # ---- what the methods ask ----------------------------------------------------------------------------------------
 
+    @property
+    def loads_biases(self) -> bool:
+        """Whether vLLM's model calls the loaders of experts' biases. That of gpt-oss does so for its own format alone, and
+        what is quantised while loaded has models that copy them by themselves."""
+        gpt_oss = getattr(self._model[1], "model_type", "") == "gpt_oss"
+        return self.checkpoint is not None and not gpt_oss
+
     def layout(self, names: Iterable[str], k: int, dtype: torch.dtype, experts: bool = False) -> Layout:
         """How layers that vLLM joins, or those of an expert, are stored; k: columns on all ranks.
 
@@ -270,6 +278,10 @@ class JitGemmConfig(QuantizationConfig):
         if self.saved:
             return Layout()
         if self.checkpoint is None:
+            logger.info_once(
+                "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
+                "makes loses less"
+            )
             return floats(dtype)
         if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
             text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"
@@ -290,9 +302,19 @@ class JitGemmConfig(QuantizationConfig):
         for part, why in set_sums({name: module}, self.options["sums"]).items():
             logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
 
+    def reads_files_for(self, layer: torch.nn.Module) -> None:
+        """Notes a layer whose weights are read from the files, and what vLLM says where they are: `reload_weights` may
+        change it."""
+        self.from_files.add(layer)
+        config = get_current_vllm_config_or_none()
+        if self._place is None and config is not None and config.model_config is not None:
+            self._place = config.model_config, config.model_config.model
+
     def files(self) -> Checkpoint:
         """The checkpoint's files, once vLLM has them on this machine."""
         name, _, revision = self._model
+        if self._place is not None and self._place[0].model != self._place[1]:
+            name, revision = self._place[0].model, None
         if not os.path.isdir(name):
             from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 

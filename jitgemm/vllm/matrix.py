@@ -280,7 +280,7 @@ class ExpertsMatrix(Matrix):
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
 
     def add_bias(self, dtype: torch.dtype) -> None:
-        """Gives the experts biases, which the files hold in one tensor."""
+        """Gives the experts biases."""
         self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_bias"
         self.more = ("bias",)
 
@@ -290,7 +290,7 @@ class ExpertsMatrix(Matrix):
         param = torch.nn.Parameter(torch.empty((self.count, *shape), dtype=tensor.dtype), requires_grad=False)
         said = {
             "is_transposed": (tensor.axis("k", "G", "1") or 0) < (tensor.axis("n") or 0),
-            "quant_method": self.layout.scheme.strategy,
+            "quant_method": "channel" if suffix == "bias" else self.layout.scheme.strategy,
             "weight_loader": self.loader(suffix, attributes["weight_loader"]),
         }
         set_weight_attrs(param, {**attributes, **said})
@@ -318,6 +318,11 @@ class ExpertsMatrix(Matrix):
                 return param.data.copy_(tensor)
             raise ValueError(f"{weight_name}: expected shape {list(param.shape)}, got {list(tensor.shape)}")
         own = weight_name.replace(self.layout.called.get(suffix, suffix), suffix)
+        if suffix == "bias":  # vLLM's loaders before 0.33 know no biases: cut like a scale per row
+            own = f"{self.part}_weight_scale"
+            tensor = (
+                tensor if self.part == "w13" or self.rank == 0 else torch.zeros_like(tensor)
+            )  # ranks' results are summed
         return load(param, self.shares(suffix, tensor), own, *where, **named)
 
     def marks(
