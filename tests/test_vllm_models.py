@@ -482,4 +482,7 @@ def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
         assert torch.equal(without, inner.jitgemm.run(x, ids, weights))
         for each in (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked):
             each.normal_()
-        assert not torch.equal(inner.quant_method.apply(*call), without)
+        adapted = inner.quant_method.apply(*call)
+        assert not torch.equal(adapted, without)
+    with pytest.raises(ValueError, match="reload_weights: expected a model without LoRA on experts"):
+        reload(model, config, tmp_path)

@@ -80,7 +80,7 @@ class JitGemmConfig(QuantizationConfig):
         self.options: dict[str, Any] = {name: default for name, (default, _, _) in _OPTIONS.items()}
         self._set(options or {})
         self.warmer = Warmer()
-        self.from_files = Layers()
+        self.from_files, self.adapted = Layers(), Layers()
         self._theirs: QuantizationConfig | None = None
         self._mappers: list[Any] = []
         self._model: tuple[Any, ...] = ("", None, None)  # its name, config and revision
@@ -169,8 +169,14 @@ class JitGemmConfig(QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
-        Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again.
+        Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again. Raises
+        ValueError where it does so with LoRA on experts.
         """
+        if any(hasattr(layer.quant_method, "old_quant_method") for layer in self.adapted):
+            raise ValueError(
+                "reload_weights: expected a model without LoRA on experts, whose weights vLLM does not load again behind "
+                "its adapters, got one with"
+            )
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
         packed = {

@@ -136,6 +136,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         if self.moe.is_lora_enabled:  # where vLLM's LoRA looks for the device, and for what it gives a modular kernel
             layer.register_buffer("w13_weight", packed.w13.blocks, persistent=False)
             layer.register_buffer("w2_weight", packed.w2.blocks, persistent=False)
+            self.config.adapted.add(layer)
         if self.moe_kernel is None:
             self.moe_kernel = self._modular_kernel(layer)
 

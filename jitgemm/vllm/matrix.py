@@ -280,7 +280,6 @@ class ExpertsMatrix(Matrix):
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
 
     def add_bias(self, dtype: torch.dtype) -> None:
-        """Gives the experts biases."""
         self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_bias"
         self.more = ("bias",)
 
@@ -299,11 +298,8 @@ class ExpertsMatrix(Matrix):
     def load(
         self, load: Any, suffix: str, param: Any, tensor: torch.Tensor, weight_name: str, *where: Any, **named: Any
     ) -> Any:
-        """Tells vLLM's loader, which goes by names, its own name of a parameter that is called otherwise. Of gpt-oss'
-        stacked experts vLLM's model has cut the rank's part.
-
-        Raises ValueError for an activation order.
-        """
+        """Tells vLLM's loader, which goes by names, its own name of a parameter. Of gpt-oss' stacked experts vLLM's model
+        has cut the rank's part. Raises ValueError for an activation order."""
         if suffix.endswith("g_idx"):
             k = tensor.shape[-1]
             order = torch.arange(k, device=tensor.device) // (self.layout.scheme.group_size or k)

@@ -182,8 +182,7 @@ class SavedExperts(ExpertsMatrix):
 def read_again(layer: torch.nn.Module) -> None:
     """Reads experts again if vLLM wants to load a layer again that has some, into the same memory."""
     if CHILD in layer._modules and "w13_from_files" in layer._buffers:
-        method: Any = layer.quant_method  # vLLM wraps it for LoRA
-        getattr(method, "old_quant_method", method).process_weights_after_loading(layer)
+        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
 
 
 def one_activation(found: Mapping[str, Parts], wanted: str | None, option: str) -> str:
