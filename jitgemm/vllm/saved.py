@@ -47,38 +47,39 @@ class SavedMatrix(Matrix):
             ((part, _),) = self.marks(loaded_weight, *shard, **shards)
             mine = param.data if part is None else param.data[part : part + 1]
             mine.copy_(torch.ones_like(mine))
-            if not param.is_meta:
-                param.kept = getattr(param, "kept", {}) | {part: (loaded_weight, shard, shards)}
+            if param.is_meta:
+                return
+            param.kept = getattr(param, "kept", {}) | {part: loaded_weight}
+            if suffix == "meta":
+                if not hasattr(param, "row_numbers"):
+                    param.row_numbers = self.rows_of(param)
+                n = Weight.sizes_of(loaded_weight)[0]
+                self.cut(param.row_numbers, torch.arange(1, n + 1, dtype=torch.int32)[:, None], *shard, **shards)
 
         return kept
 
-    def numbers(self, layer: torch.nn.Module, metas: Mapping[Any, tuple[torch.Tensor, Any, Any]]) -> torch.Tensor:
-        """The numbers, in the files' layers, of a rank's rows: 1 for the first, 0 for rows that none has."""
-        data = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
-        rows: Any = parameters.ChannelQuantScaleParameter(data=data, weight_loader=self.cut, output_dim=0)
-        if hasattr(layer, "tp_rank"):
-            rows.tp_rank, rows.tp_size = layer.tp_rank, layer.tp_size
-        for meta, shard, shards in metas.values():
-            n = Weight.sizes_of(meta)[0]
-            self.cut(rows, torch.arange(1, n + 1, dtype=torch.int32)[:, None], *shard, **shards)
-        return rows.data
+    def rows_of(self, param: Any) -> Any:
+        """For the numbers, in the files' layers, of a rank's rows: 1 for the first, 0 for rows that none has."""
+        numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
+        rows: Any = parameters.ChannelQuantScaleParameter(data=numbers, weight_loader=self.cut, output_dim=0)
+        for name in {"tp_rank", "tp_size"} & vars(param).keys():  # which vLLM sets where ranks have the same
+            setattr(rows, name, getattr(param, name))
+        return rows
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         params = self.params(layer)
         kept = {suffix: getattr(param, "kept", {}) for suffix, param in params.items()}
-        device = params["blocks"].device
-        rows = self.numbers(layer, kept["meta"]).to(device)
+        rows, device = getattr(params.get("meta"), "row_numbers", None), params["blocks"].device
+        rows = torch.zeros(sum(self.widths), 1) if rows is None else rows.data.to(device)
         if CHILD in layer._modules and self.config.from_files:
-            self._check_files({part: tensor for part, (tensor, *_) in kept["blocks"].items()})
+            self._check_files(kept["blocks"])
         self.take(layer)
-        for param in params.values():
-            param.__dict__.pop("kept", None)
         whole = all(None in parts for parts in kept.values() if parts)  # one layer, or one that the files have joined
         names = {None: self.names[0]} if whole else dict(enumerate(self.names))
         found = {}
         for part, name in names.items():
             prefix = name + "."
-            tensors = {prefix + suffix: parts[part][0].to(device) for suffix, parts in kept.items() if part in parts}
+            tensors = {prefix + suffix: parts[part].to(device) for suffix, parts in kept.items() if part in parts}
             found[name] = state_dict_parts(tensors, prefix)
         activation = one_activation(found, self.wanted, self.option)
         columns = self.rank * self.k, (self.rank + 1) * self.k
