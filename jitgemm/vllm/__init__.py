@@ -6,6 +6,8 @@
     saved    the same in a model that jitgemm packed and saved
     linear   the methods of vLLM's linears and of its output layer
     experts  the method of vLLM's fused experts
+    lora     adapters' products added between the steps of experts
+    eplb     packed experts as rows that vLLM moves between ranks
     fusion   norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
     warm     kernels, once the last layer is packed
 
