@@ -60,7 +60,8 @@ END
 fi
 say "vLLM $version, $("$venv/bin/python" --version)"
 status=0
-"$venv/bin/python" -m pytest tests/test_vllm.py tests/test_vllm_gates.py tests/test_vllm_mxfp4.py tests/test_vllm_levels.py "$@" || status=$?
+"$venv/bin/python" -m pytest tests/test_vllm.py tests/test_vllm_experts.py tests/test_vllm_gates.py tests/test_vllm_mxfp4.py \
+    tests/test_vllm_levels.py "$@" || status=$?
 "$venv/bin/python" -m pytest tests/test_vllm_models.py "$@" || status=$?
 "$venv/bin/python" -m pytest tests/test_vllm_graphs.py "$@" || status=$?
 exit "$status"

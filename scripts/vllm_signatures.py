@@ -24,6 +24,7 @@ BASES = (
     LAYERS + "linear:LinearMethodBase",
     LAYERS + "fused_moe:FusedMoEMethodBase",
     LAYERS + "fused_moe:FusedMoEExpertsModular",
+    LAYERS + "fused_moe.experts.lora_experts_mixin:LoRAExpertsMixin",
 )
 """What the plug-in derives from: all methods are written down."""
 CLASSES = {
@@ -44,6 +45,7 @@ FUNCTIONS = (
     LAYERS + "quantization:register_quantization_config",
     LAYERS + "quantization:get_quantization_config",
     LAYERS + "fused_moe.all2all_utils:maybe_make_prepare_finalize",
+    LAYERS + "fused_moe.prepare_finalize:make_moe_prepare_and_finalize_no_dp_ep",
     LAYERS + "fused_moe.modular_kernel:FusedMoEKernel",
     LAYERS + "fused_moe.modular_kernel:FusedMoEKernel.apply",
     LAYERS + "fused_moe.config:fp8_w8a8_moe_quant_config",

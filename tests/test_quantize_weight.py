@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jitgemm
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.search import MIN_CLIP, clip_ratios
@@ -309,3 +310,28 @@ W = torch.zeros(8, 64)
 def test_wrong_arguments_are_named(arguments, options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         quantize_w4(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        lambda w: quantize_w4(w, 32),
+        lambda w: quantize_w4(w, 128, symmetric=False),
+        lambda w: quantize_w4(w, 128, lhs_dtype=torch.float8_e4m3fn),
+        lambda w: jitgemm.quantize_w8(w, torch.int8),
+        jitgemm.quantize_mxfp4,
+        jitgemm.quantize_w4_two_level,
+    ],
+    ids=["groups", "zero-points", "e4m3", "8-bits", "mxfp4", "two-levels"],
+)
+def test_a_weight_does_not_depend_on_pytorch_s_default_type(quantise):
+    """vLLM loads models under the model's type."""
+    w = weight(1, 128, 256).bfloat16()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(quantise(w).state_dict())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[0][name].view(torch.uint8), found[1][name].view(torch.uint8)) for name in found[0])

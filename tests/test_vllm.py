@@ -251,10 +251,13 @@ def dense_of(module) -> torch.Tensor:
 def test_what_is_overridden_has_vllms_signature(ours, version):
     bases = VERSIONS[version]["bases"]
     own = [each for each in ours.__mro__ if each.__module__.startswith("jitgemm")]
-    [path] = [path for path in bases if path.endswith(f":{ours.__mro__[len(own)].__name__}")]
+    by_name = {path.partition(":")[2]: described for path, described in bases.items()}
+    theirs = {}
+    for each in reversed(ours.__mro__[len(own) :]):
+        theirs |= by_name.get(each.__name__, {})
     members = {name: member for each in reversed(own) for name, member in vars(each).items()}
     checked = 0
-    for name, described in bases[path].items():
+    for name, described in theirs.items():
         head, _, rest = described.partition("(")
         assert "abstract" not in head or name in members, f"{name} is abstract in vLLM"
         if name not in members or name == "__init__":
@@ -263,8 +266,8 @@ def test_what_is_overridden_has_vllms_signature(ours, version):
         function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
         stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
         mine = [stars.get(each.kind, "") + each.name for each in inspect.signature(function).parameters.values()]
-        theirs = [part.partition("=")[0] for part in rest[:-1].split(", ") if part]
-        assert [each for each in mine if each != "self"] == [each for each in theirs if each != "self"], name
+        expected = [part.partition("=")[0] for part in rest[:-1].split(", ") if part]
+        assert [each for each in mine if each != "self"] == [each for each in expected if each != "self"], name
         checked += 1
     assert checked >= 3
 
@@ -1329,9 +1332,6 @@ def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
             load(layer, layers[name].state_dict(), part)
         with pytest.raises(ValueError, match="activation: expected int8_affine, as m.up_proj was saved, got e4m3"):
             process(layer)
-        meta = torch.nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-        with pytest.raises(ValueError, match="m.gate_proj: expected a model that jitgemm saved .* got reload_weights"):
-            layer.quant_method.matrices[0].keep()(meta, torch.zeros(1))
 
 
 class ParallelLMHead(torch.nn.Module):

@@ -106,9 +106,9 @@ def save(folder, quantization, mixture, format_of=lambda layer: None, change=dic
     return dense
 
 
-def save_packed(folder, mixture=False, head=False):
+def save_packed(folder, mixture=False, head=False, seed=1):
     """A model that jitgemm quantised, and the weights that its layers hold."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     config = config_of(mixture)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantize_(model, group_size=128)
@@ -133,7 +133,8 @@ def loaded(folder, **options):
     return loaded_with_config(folder, **options)[0]
 
 
-def loaded_with_config(folder, **options):
+def loaded_with_config(folder, change=lambda config: None, **options):
+    """A model and vLLM's config; change: given the config before the model is made."""
     args = EngineArgs(
         model=str(folder),
         quantization="jitgemm",
@@ -143,6 +144,7 @@ def loaded_with_config(folder, **options):
         **options,
     )
     config = args.create_engine_config()
+    change(config)
     with set_current_vllm_config(config):
         return get_model(vllm_config=config), config
 
@@ -324,18 +326,6 @@ def test_an_output_layer_that_jitgemm_packed_is_loaded_bit_for_bit(alone, tmp_pa
     assert model.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_a_model_with_experts_that_jitgemm_saved_is_loaded_once(alone, tmp_path):
-    """vLLM would leave the old experts, with a warning."""
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    save_packed(tmp_path, True)
-    model, config = loaded_with_config(tmp_path)
-    with set_current_vllm_config(config):
-        initialize_layerwise_reload(model)
-        with pytest.raises(ValueError, match="expected a model that jitgemm saved to be loaded once"):
-            model.load_weights(load_file(tmp_path / "model.safetensors").items())
-
-
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, mixture):
@@ -348,25 +338,83 @@ def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, mi
     assert kinds == {("int8", "cpu")}
 
 
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
-@pytest.mark.parametrize("name", ["packed", "packed-tensor", "gptq", "fp8", "fp8-blocks"])
-def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_path, name, mixture):
+def reload(model, config, folder, change=dict):
+    """As `reload_weights` of vLLM's model runner; change: the files' tensors."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
-    for folder in ("first", "second"):
-        (tmp_path / folder).mkdir()
-    save(tmp_path / "first", quantization, mixture)
-    model, config = loaded_with_config(tmp_path / "first")
-    modules = [m.jitgemm for m in model.modules() if hasattr(m, "jitgemm")]
-    addresses = [each.data_ptr() for module in modules for each in module.buffers()]
-    dense = save(tmp_path / "second", quantization, mixture, seed=100)
+    config.model_config.model = str(folder)
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
-        model.load_weights(load_file(tmp_path / "second" / "model.safetensors").items())
+        model.load_weights(change(load_file(folder / "model.safetensors")).items())
         finalize_layerwise_reload(model, config.model_config)
-    assert [each.data_ptr() for module in modules for each in module.buffers()] == addresses
-    check(model, dense)
+
+
+def packed_buffers(model):
+    """All tensors of packed weights, by name: memory that CUDA graphs hold."""
+    modules = {name: m.jitgemm for name, m in model.named_modules() if hasattr(m, "jitgemm")}
+    return {f"{name}.{key}": buffer for name, module in modules.items() for key, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["packed", "packed-tensor", "gptq", "fp8", "fp8-blocks", "floats", "saved"])
+def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_path, name, mixture):
+    def write(folder, number):
+        folder.mkdir()
+        if name == "saved":
+            return save_packed(folder, mixture, seed=number + 1)
+        config = None if name == "floats" else CONFIGS[name]
+        more = {"ignore": ["lm_head"]} if "config_groups" in (config or {}) else {}
+        torch.manual_seed(number)
+        return save(folder, config and config | more, mixture, seed=100 * number)
+
+    write(tmp_path / "first", 0)
+    model, config = loaded_with_config(tmp_path / "first")
+    addresses = {key: buffer.data_ptr() for key, buffer in packed_buffers(model).items()}
+    dense = write(tmp_path / "second", 1)
+    reload(model, config, tmp_path / "second")
+    assert {key: buffer.data_ptr() for key, buffer in packed_buffers(model).items()} == addresses
+    check(model, dense, exact=name != "floats")
+
+
+def test_experts_that_jitgemm_saved_are_not_mixed_with_weights_from_elsewhere(alone, tmp_path):
+    """As a trainer hands them over: experts would stay those of the files."""
+    for number, folder in enumerate(("first", "second")):
+        (tmp_path / folder).mkdir()
+        save_packed(tmp_path / folder, True, seed=number)
+    model, config = loaded_with_config(tmp_path / "first")
+    others = load_file(tmp_path / "second" / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="reload_weights: expected a path for a model with experts that jitgemm packed"
+    ):
+        reload(model, config, tmp_path / "first", lambda tensors: others)
+
+
+@pytest.mark.parametrize("name", ["packed", "floats", "saved"])
+def test_a_model_comes_back_from_sleep(alone, tmp_path, name):
+    """Level 2 discards what is on the GPU but for buffers, which vLLM keeps; then all is loaded again."""
+    if name == "saved":
+        save_packed(tmp_path, True)
+    else:
+        save(tmp_path, CONFIGS[name] | {"ignore": ["lm_head"]} if name == "packed" else None, True)
+    model, config = loaded_with_config(tmp_path)
+    kept = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    assert {f"{key}" for key in packed_buffers(model)} <= {key.replace(".jitgemm.", ".") for key in kept}
+    experts = next(m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
+    torch.manual_seed(2)
+    x, ids = torch.randn(5, SIZES["hidden_size"], dtype=torch.bfloat16), torch.randint(0, EXPERTS, (5, 2)).int()
+    weights = torch.rand(5, 2)
+    before = experts.quant_method.apply(experts, x, weights, ids, None, None)
+    norm = model.model.norm.weight.clone()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.view(torch.uint8).fill_(0xFF) if tensor.dim() else tensor.data.fill_(-1)
+    for key, buffer in model.named_buffers():
+        buffer.data.copy_(kept[key])
+    assert torch.equal(experts.quant_method.apply(experts, x, weights, ids, None, None), before)
+    for tensor in packed_buffers(model).values():  # reload_weights alone brings them, too
+        tensor.view(torch.uint8).fill_(0xFF)
+    reload(model, config, tmp_path)
+    assert torch.equal(experts.quant_method.apply(experts, x, weights, ids, None, None), before)
+    assert torch.equal(model.model.norm.weight, norm)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -451,3 +499,87 @@ def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
         else:
             expected, joined = dense[layer], torch.cat(found, 1)
         assert torch.equal(joined, expected), layer
+
+
+# ---- experts that move, experts with adapters ------------------------------------------------------------------------
+
+
+def balanced(config):
+    """--enable-eplb with two redundant experts, which vLLM's arguments take on a GPU alone."""
+    config.parallel_config.enable_eplb = True
+    config.parallel_config.eplb_config.num_redundant_experts = 2
+
+
+def rank_that_rebalances(rank, folder):
+    """In a process of its own: results of experts before vLLM moves them, and after."""
+    with process_group(folder / "store", rank, 2):
+        model = loaded(folder, change=balanced, tensor_parallel_size=2, enable_expert_parallel=True)
+        from vllm.distributed import get_ep_group
+        from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
+        from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
+
+        layer = next(m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
+        rows = list(layer.get_expert_weights())
+        physical = torch.tensor([[0, 1, 2, 3, 0, 1]]), torch.tensor([[2, 3, 1, 0, 3, 2]])
+        held = [
+            {part: each.weight.dequantize() for part, each in (("w13", m.w13), ("w2", m.w2))} for m in [layer.jitgemm]
+        ]
+        addresses = [row.data_ptr() for row in rows]
+        group = get_ep_group()
+        buffers = [torch.empty_like(row) for row in rows]
+        communicator = TorchDistNcclEplbCommunicator(group.cpu_group)
+        rearrange_expert_weights_inplace(*physical, [rows], buffers, group.cpu_group, communicator)
+        held += [{"w13": layer.jitgemm.w13.weight.dequantize(), "w2": layer.jitgemm.w2.weight.dequantize()}]
+        assert [row.data_ptr() for row in layer.get_expert_weights()] == addresses
+        torch.save(held, folder / f"moved{rank}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", ["packed", "fp8", "saved"])
+def test_experts_that_vllm_moves_between_ranks_stay_whole(tmp_path, name):
+    """Four experts and two redundant ones on two ranks, rearranged by vLLM's own function."""
+    if name == "saved":
+        dense = save_packed(tmp_path, True)
+    else:
+        dense = save(tmp_path, CONFIGS[name] | ({"ignore": ["lm_head"]} if name == "packed" else {}), True)
+    torch.multiprocessing.spawn(rank_that_rebalances, (tmp_path,), 2)
+    ranks = [torch.load(tmp_path / f"moved{number}") for number in range(2)]
+    [start] = {key.partition(".experts.")[0] for key in dense if ".experts." in key}
+    down = torch.stack([dense[f"{start}.experts.{e}.down_proj"] for e in range(EXPERTS)])
+    for moment, order in enumerate(([0, 1, 2, 3, 0, 1], [2, 3, 1, 0, 3, 2])):
+        found = torch.cat([rank[moment]["w2"] for rank in ranks]).double()
+        assert torch.equal(found, down[order])
+
+
+def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
+    """Its own class around a layer of a model: what it asks of the method, the kernel and the layer."""
+    from test_vllm_experts import Kernels
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, True)
+    model, config = loaded_with_config(tmp_path, enable_lora=True, max_loras=1, max_lora_rank=8)
+    init_workspace_manager(torch.device("cpu"))
+    runner = model.model.layers[0].mlp.experts
+    with set_current_vllm_config(config):
+        layer = FusedMoEWithLoRA(runner)
+        layer.create_lora_weights(1, LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16))
+        layer.set_mapping(Kernels(EXPERTS))
+        for each in (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked):
+            each.normal_(std=0.1)
+        inner = runner.routed_experts
+        x, ids, weights = (
+            torch.randn(5, SIZES["hidden_size"]).bfloat16(),
+            torch.randint(0, EXPERTS, (5, 2)),
+            torch.rand(5, 2),
+        )
+        call = (inner, x, weights, ids.int(), None, None)
+        without = inner.quant_method.apply(*call)
+        assert torch.equal(without, inner.jitgemm.run(x, ids, weights))
+        for each in (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked):
+            each.normal_()
+        adapted = inner.quant_method.apply(*call)
+        assert not torch.equal(adapted, without)
+    with pytest.raises(ValueError, match="reload_weights: expected a model without LoRA on experts"):
+        reload(model, config, tmp_path)

@@ -95,20 +95,21 @@ def _platform_of_a_gpu():
 
 
 def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **options: Any) -> torch.nn.Module:
-    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), all2all, activation, more of the
-    config of experts, others."""
+    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), all2all, activation, eplb: so many
+    redundant experts, more of the config of experts, others."""
     from vllm.model_executor.layers.fused_moe import MoEActivation, RoutedExperts
 
     count, hidden, inter = sizes
     (tp_rank, tp_size), (ep_rank, ep_size) = options.pop("tp", (0, 1)), options.pop("ep", (0, 1))
     activation, has_bias = options.pop("activation", "silu"), options.pop("has_bias", False)
     backend = options.pop("all2all", None)  # of as many data-parallel ranks as there are of experts
-    pads, more = options.pop("pads", 1), options.pop("more", {})
+    pads, more, redundant = options.pop("pads", 1), options.pop("more", {}), options.pop("eplb", None)
+    logical, count = count, count + (redundant or 0)
     manager = ExpertMap(count, ep_rank, ep_size)
     said = dict(
         num_experts=count, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inter,
         num_local_experts=manager.local_num_experts, activation=MoEActivation(activation), has_bias=has_bias,
-        **more,
+        num_logical_experts=logical, **({"is_lora_enabled": False} | more),
     )  # fmt: skip
     if REAL:
         from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -121,17 +122,19 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
         place = FusedMoEParallelConfig(
             **ranks,
             use_ep=ep_size > 1,
-            pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend=backend or "allgather_reducescatter", enable_eplb=False,
+            pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend=backend or "allgather_reducescatter",
+            enable_eplb=redundant is not None,
         )  # fmt: skip
         with _platform_of_a_gpu() if ungated else nullcontext():
             moe: Any = FusedMoEConfig(
-                **said, moe_parallel_config=place, num_logical_experts=count, device="cpu", in_dtype=torch.bfloat16,
+                **said, moe_parallel_config=place, device="cpu", in_dtype=torch.bfloat16,
                 routing_method=RoutingMethodType.Default,
             )  # fmt: skip
     else:
         place = SimpleNamespace(
-            tp_rank=tp_rank, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads
-        )
+            tp_rank=tp_rank, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads,
+            enable_eplb=redundant is not None,
+        )  # fmt: skip
         moe = SimpleNamespace(**said, moe_parallel_config=place, intermediate_size_per_partition=inter // tp_size)
     if REAL and backend:  # whose package is not there
         import pytest

@@ -253,6 +253,51 @@ class FusedMoEKernel:
         return output
 
 
+class NoExchange:
+    """One rank's tokens as they are."""
+
+    activation_format = property(lambda self: FusedMoEActivationFormat.Standard)
+
+    def prepare(self, a1, topk_weights, topk_ids, num_experts, expert_map, on_input, quant_config, defer):
+        return a1 * topk_weights.to(a1.dtype) if on_input else a1, None, None, None, None
+
+    def finalize(self, output, fused_expert_output, topk_weights, topk_ids, on_input, reduce):
+        assert type(reduce).__name__ == "TopKWeightAndReduceNoOP"
+        output.copy_(fused_expert_output)
+
+
+class LoRAExpertsMixin:
+    """Hands what the experts have, and what vLLM's layer of adapters has set, to its kernels."""
+
+    _lora_context: Any = None
+
+    def set_lora_context(self, ctx):
+        self._lora_context = ctx
+
+    @staticmethod
+    def supports_lora():
+        return True
+
+    def apply_w13_lora(
+        self, lora_context, *, y, x, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, add_inputs=True
+    ):  # fmt: skip
+        ctx = lora_context
+        return ctx.punica_wrapper.add_lora_w13(
+            y, x, ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked, topk_ids, topk_weights, expert_map, w1, w2,
+            num_tokens, top_k_num,
+        )  # fmt: skip
+
+    def apply_w2_lora(
+        self, lora_context, *, y, x, topk_weights, sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora,
+        token_lora_mapping, num_tokens, w1, w2, top_k_num, add_inputs=True,
+    ):  # fmt: skip
+        ctx = lora_context
+        ctx.punica_wrapper.add_lora_w2(
+            y, x, ctx.w2_lora_a_stacked, ctx.w2_lora_b_stacked, topk_weights, sorted_token_ids_lora, expert_ids_lora,
+            num_tokens_post_padded_lora, token_lora_mapping, num_tokens, w1, w2, top_k_num,
+        )  # fmt: skip
+
+
 class BatchedPrepareAndFinalize:
     """One rank's tokens, sorted by those of its experts, and their results weighed and summed."""
 
@@ -347,7 +392,7 @@ def install() -> dict[str, ModuleType]:
 
     def logger(name):
         found = logging.getLogger(name)
-        found.warning_once = found.warning
+        found.warning_once, found.info_once = found.warning, found.info
         return found
 
     kinds = {"PerTensorScaleParameter": PerTensorScaleParameter}
@@ -396,6 +441,10 @@ def install() -> dict[str, ModuleType]:
             "maybe_make_prepare_finalize": lambda moe, quant_config, tables=None: None
         },
         LAYERS + "fused_moe.modular_kernel": {"FusedMoEKernel": FusedMoEKernel},
+        LAYERS + "fused_moe.experts.lora_experts_mixin": {"LoRAExpertsMixin": LoRAExpertsMixin},
+        LAYERS + "fused_moe.prepare_finalize": {
+            "make_moe_prepare_and_finalize_no_dp_ep": lambda use_monolithic: NoExchange()
+        },
         LAYERS + "fused_moe.prepare_finalize.batched": {"BatchedPrepareAndFinalize": BatchedPrepareAndFinalize},
         LAYERS + "fused_moe.topk_weight_and_reduce": {
             name: type(name, (), {}) for name in ("TopKWeightAndReduceNoOP", "TopKWeightAndReduceDelegate")

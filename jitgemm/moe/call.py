@@ -8,7 +8,7 @@ be replayed with other routings.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""
+Adapt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def fused_experts(
@@ -190,7 +191,10 @@ def _run(call: ExpertsCall) -> torch.Tensor:
     return out
 
 
-def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expected_m: float | None = None) -> None:
+def launch(
+    call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expected_m: float | None = None,
+    adapt: Adapt | None = None,
+) -> None:  # fmt: skip
     """The launches of a checked call, of at least one token.
 
     Args:
@@ -198,22 +202,31 @@ def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expect
         sent: the tokens, quantised [tokens, k], as other ranks send them. Of `call.x` nothing is read then; it has the
             results' type and as many rows.
         expected_m: rows of an expert, as far as the host knows; None for what topk_ids say.
+        adapt: given the first GEMM's result and the inverse of `route`, before the gate: may change that result in place,
+            and returns the addend in the place of `call.addend`.
     """
     if expected_m is None:
         expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
     routing, lhs = _sorted(call, sent, expected_m)
-    combine(multiply(call, routing, lhs, expected_m), routing.inverse, call.topk_weights, out, addend=call.addend)
+    rows, addend = multiply(call, routing, lhs, expected_m, adapt)
+    combine(rows, routing.inverse, call.topk_weights, out, addend=addend)
 
 
-def multiply(call: ExpertsCall, routing: Sorted, lhs: Lhs, expected_m: float) -> torch.Tensor:
-    """What both GEMMs make of tokens: [choices, n], a row for each choice that is not skipped. Of x only the type counts."""
+def multiply(
+    call: ExpertsCall, routing: Sorted, lhs: Lhs, expected_m: float, adapt: Adapt | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What both GEMMs make of tokens, [choices, n], a row for each choice that is not skipped, and what is added to it.
+
+    Of x only the type counts; adapt: as for `launch`.
+    """
     offsets, gather, inverse = routing
     hidden, rows = _workspace(call, inverse.numel())
     rest = expected_m, call.batch_invariant, None, "exact" if call.exact else "f32"
     contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, *rest)
+    addend = call.addend if adapt is None else adapt(hidden, inverse)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
     contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, *rest)
-    return rows
+    return rows, addend
 
 
 class Sorted(NamedTuple):

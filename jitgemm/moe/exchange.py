@@ -126,7 +126,7 @@ def run_exchanged(call: ExpertsCall, buffer: Buffer) -> torch.Tensor:
     routing, counts = dispatch(call.x, call.topk_ids, call.topk_weights, buffer, call.experts)
     # As if all ranks had as many tokens as this one.
     expected_m = max(call.topk_ids.shape[0], 1) * layout.top_k / call.experts
-    rows = multiply(call, *sort_sent(routing, buffer.lhs, expected_m), expected_m)
+    rows, _ = multiply(call, *sort_sent(routing, buffer.lhs, expected_m), expected_m)
     return collect(rows, routing.inverse, counts, call.x.new_empty((call.x.shape[0], layout.n)), buffer, call.experts)
 
 

@@ -28,9 +28,15 @@ class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
         self._said: set[tuple[object, ...]] = set()
 
     def warning_once(self, text: str, *given: object) -> None:
+        self._once(logging.WARNING, text, *given)
+
+    def info_once(self, text: str, *given: object) -> None:
+        self._once(logging.INFO, text, *given)
+
+    def _once(self, level: int, text: str, *given: object) -> None:
         if (text, *given) not in self._said:
             self._said.add((text, *given))
-            self.warning(text, *given)
+            self.log(level, text, *given)
 
 
 logger = Logger("sglang." + __name__)
@@ -155,6 +161,15 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     @staticmethod
     def keep(module: torch.nn.Module) -> None:
         """Nothing: SGLang leaves modules alone that have no method of their own."""
+
+    @staticmethod
+    def logical_experts(layer: torch.nn.Module) -> int:
+        """Experts of the model."""
+        return layer.num_experts
+
+    def reads_files_for(self, layer: torch.nn.Module) -> None:
+        """Notes a layer whose weights are read from the files."""
+        self.from_files.add(layer)
 
     def files(self) -> Checkpoint:
         """The checkpoint's files, once SGLang has them on this machine."""

@@ -11,6 +11,8 @@
     experts        the method of vLLM's fused experts
     warm_graphs    what vLLM says of tokens and graphs to `warm`
     fusion         norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
+    lora           adapters' products added between the steps of experts
+    eplb           packed experts as rows that vLLM moves between ranks
 
 The first six know no engine: SGLang's plug-in is made of them, too. vLLM is imported when it calls `register`, its layers when it builds a model.
 """

@@ -33,10 +33,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__(checkpoint, options)
         self.warmer = GraphWarmer(logger)
-        self.from_files = Layers()
+        self.from_files, self.adapted = Layers(), Layers()
         self._theirs: QuantizationConfig | None = None
         self._mappers: list[Any] = []
-        self._model: tuple[Any, ...] = ("",)
+        self._model: tuple[Any, ...] = ("", None, None)  # its name, config and revision
+        self._place: tuple[Any, str] | None = None
 
     # ---- what vLLM asks of a config ----------------------------------------------------------------------------------
 
@@ -67,8 +68,14 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
-        Drops experts that jitgemm packed, which are read from the files. Raises ValueError where vLLM loads them again.
+        Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again. Raises
+        ValueError where it does so with LoRA on experts.
         """
+        if any(hasattr(layer.quant_method, "old_quant_method") for layer in self.adapted):
+            raise ValueError(
+                "reload_weights: expected a model without LoRA on experts, whose weights vLLM does not load again behind "
+                "its adapters, got one with"
+            )
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
         packed = {
@@ -80,10 +87,10 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             return found
         from vllm.model_executor.models.utils import WeightsMapper
 
-        from jitgemm.vllm.saved import LOADED_ONCE, read_before
+        from jitgemm.vllm.saved import read_again
 
-        if any(map(read_before, self.from_files)):
-            raise ValueError(LOADED_ONCE)
+        for layer in self.from_files:
+            read_again(layer)
         names = re.compile(rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$")
         dropped = WeightsMapper(orig_to_new_regex={names: None})
         return dropped if found is None else found | dropped
@@ -128,6 +135,18 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     # ---- what the methods ask ----------------------------------------------------------------------------------------
 
     @property
+    def loads_biases(self) -> bool:
+        """Whether vLLM's model calls the loaders of experts' biases. That of gpt-oss does so for its own format alone, and
+        what is quantised while loaded has models that copy them by themselves."""
+        gpt_oss = getattr(self._model[1], "model_type", "") == "gpt_oss"
+        return self.checkpoint is not None and not gpt_oss
+
+    @staticmethod
+    def logical_experts(layer: torch.nn.Module) -> int:
+        """Experts of the model, each counted once: EPLB has some of them several times."""
+        return layer.moe_config.num_logical_experts
+
+    @property
     def parameter_classes(self) -> Any:
         """vLLM's module of parameters that cut and join themselves."""
         from vllm.model_executor import parameter
@@ -161,9 +180,19 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         if new:
             self.set_sums(name, module)
 
+    def reads_files_for(self, layer: torch.nn.Module) -> None:
+        """Notes a layer whose weights are read from the files, and what vLLM says where they are: `reload_weights` may
+        change it."""
+        self.from_files.add(layer)
+        config = get_current_vllm_config_or_none()
+        if self._place is None and config is not None and config.model_config is not None:
+            self._place = config.model_config, config.model_config.model
+
     def files(self) -> Checkpoint:
         """The checkpoint's files, once vLLM has them on this machine."""
         name, _, revision = self._model
+        if self._place is not None and self._place[0].model != self._place[1]:
+            name, revision = self._place[0].model, None
         if not os.path.isdir(name):
             from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 

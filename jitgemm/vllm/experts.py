@@ -1,8 +1,8 @@
 """The method of vLLM's fused experts: packed weights, and tokens quantised to 8 bits before each of the two GEMMs.
 
 vLLM routes; `jitgemm.fused_experts` does the rest, for the experts of this rank. Where data-parallel ranks exchange
-tokens, it does so inside a modular kernel of vLLM; backends that sort them by expert (DeepEP low latency, NIXL) get
-`fused_experts_masked`.
+tokens, and where experts have LoRAs, it does so inside a modular kernel of vLLM; backends that sort tokens by expert
+(DeepEP low latency, NIXL) get `fused_experts_masked`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import math
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
     FusedMoEMethodBase,
 )
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
@@ -24,10 +26,13 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.packed import Parts
+from jitgemm.vllm.eplb import expert_rows, movable
 from jitgemm.vllm.layouts import BLOCK, Unsupported
+from jitgemm.vllm.lora import run_adapted
 from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Packing
 from jitgemm.vllm.saved import SavedExperts, one_activation
 
+logger = init_logger("vllm." + __name__)
 _GATES = {
     "silu": ("silu", "gate_up"),
     "gelu": ("gelu", "gate_up"),
@@ -56,9 +61,21 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
         for k in (hidden, whole):
             layout.check(k)
-        if moe.has_bias and layout.tensors and not layout.biases:
-            raise Unsupported("expected experts without biases, got some with")
+        if moe.has_bias and layout.tensors and not (layout.biases or config.loads_biases):
+            raise Unsupported(
+                "expected experts with biases in a quantised checkpoint, and of gpt-oss in its own format, as vLLM's models "
+                "call no loaders for others; got some"
+            )
         return cls(config, names, layout, moe)
+
+    @property
+    def supports_eplb(self) -> bool:
+        return True
+
+    @property
+    def _moves(self) -> bool:
+        """Whether vLLM moves experts between ranks."""
+        return bool(self.moe.moe_parallel_config.enable_eplb)
 
     def create_weights(
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
@@ -78,10 +95,14 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         self.create(layer, params_dtype, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
-        w13, w2 = parts
+        w13, w2 = (each._replace(weight=movable(each.weight)) if self._moves else each for each in parts)
         wanted, prefix = self.matrices[0].wanted, self.names[0].rpartition(".")[0]
         activation = one_activation({f"{prefix}.w13": w13, f"{prefix}.w2": w2}, wanted, "activation")
-        gate = self.matrices[0].gate(self._gate(layer))
+        gate = self.matrices[0].gate(expected := self._gate(layer))
+        if self.moe.is_lora_enabled and gate.order != expected.order:
+            raise ValueError(
+                f"{prefix}.gate: expected order {expected.order} with LoRA, as vLLM's adapters have it, got {gate.order}"
+            )
         module = packed_experts(
             w13.weight, w2.weight, w13.bias, w2.bias, gate=gate, activation=activation, top_k=layer.top_k
         )
@@ -105,7 +126,17 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+        if self._moves and module.sums == "f16":
+            text = "jitgemm: %s is added up in fp32, as experts move between ranks (EPLB), and f16 may not hold their scales"
+            logger.warning_once(text, self.names[0].rpartition(".")[0])
+            module.sums = "f32"
         super().install(layer, module)
+        packed = getattr(layer, CHILD)
+        layer.get_expert_weights = lambda: expert_rows(packed)
+        if self.moe.is_lora_enabled:  # where vLLM's LoRA looks for the device, and for what it gives a modular kernel
+            layer.register_buffer("w13_weight", packed.w13.blocks, persistent=False)
+            layer.register_buffer("w2_weight", packed.w2.blocks, persistent=False)
+            self.config.adapted.add(layer)
         if self.moe_kernel is None:
             self.moe_kernel = self._modular_kernel(layer)
 
@@ -126,12 +157,15 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
         from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+        from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepare_and_finalize_no_dp_ep
 
         backend = self.moe.moe_parallel_config.all2all_backend
         if backend in ("passthrough", "moonep"):
             raise ValueError(f"all2all_backend: expected one that exchanges tokens around the experts, got {backend}")
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, layer._expert_routing_tables())
+        if exchange is None and self.moe.is_lora_enabled:
+            exchange = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
         if exchange is None:
             return None
         given = getattr(layer, CHILD), self.moe, self.moe_quant_config
@@ -173,7 +207,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         return module.run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
 
 
-class JitGemmExperts(FusedMoEExpertsModular):
+class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
     """The experts of a layer as a modular kernel of vLLM: tokens in the standard format, weighed and summed."""
 
     def __init__(self, module: PackedExperts, moe_config: Any, quant_config: Any, *batch: int):
@@ -241,6 +275,9 @@ class JitGemmExperts(FusedMoEExpertsModular):
             return
         if apply_router_weight_on_input:  # which vLLM has done
             topk_weights = torch.ones_like(topk_weights)
+        if self._lora_context is not None:
+            run_adapted(self, output, hidden_states, topk_weights, topk_ids, expert_map)
+            return
         self.module.run(hidden_states, topk_ids, topk_weights, expert_map=expert_map, out=output)
 
 
@@ -253,6 +290,10 @@ class JitGemmBatchedExperts(JitGemmExperts):
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
+
+    @staticmethod
+    def supports_lora() -> bool:
+        return False
 
     @property
     def expects_unquantized_inputs(self) -> bool:

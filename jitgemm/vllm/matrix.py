@@ -286,7 +286,6 @@ class ExpertsMatrix(Matrix):
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
 
     def add_bias(self, dtype: torch.dtype) -> None:
-        """Gives the experts biases, which the files hold in one tensor."""
         self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_bias"
         self.more = ("bias",)
 
@@ -296,7 +295,11 @@ class ExpertsMatrix(Matrix):
         param = torch.nn.Parameter(torch.empty((self.count, *shape), dtype=tensor.dtype), requires_grad=False)
         said = {
             "is_transposed": (tensor.axis("k", "G", "1") or 0) < (tensor.axis("n") or 0),
-            "quant_method": "tensor" if tensor.dims in ((PARTS,), ()) else self.layout.scheme.strategy,
+            "quant_method": "channel"
+            if suffix == "bias"
+            else "tensor"
+            if tensor.dims in ((PARTS,), ())
+            else self.layout.scheme.strategy,
             "weight_loader": self.loader(suffix, attributes["weight_loader"]),
         }
         for name, value in {**attributes, **said}.items():
@@ -306,11 +309,8 @@ class ExpertsMatrix(Matrix):
     def load(
         self, load: Any, suffix: str, param: Any, tensor: torch.Tensor, weight_name: str, *where: Any, **named: Any
     ) -> Any:
-        """Tells vLLM's loader, which goes by names, its own name of a parameter that is called otherwise. Of gpt-oss'
-        stacked experts vLLM's model has cut the rank's part.
-
-        Raises ValueError for an activation order.
-        """
+        """Tells vLLM's loader, which goes by names, its own name of a parameter. Of gpt-oss' stacked experts vLLM's model
+        has cut the rank's part. Raises ValueError for an activation order."""
         if suffix.endswith("g_idx"):
             k = tensor.shape[-1]
             order = torch.arange(k, device=tensor.device) // (self.layout.scheme.group_size or k)
@@ -325,6 +325,11 @@ class ExpertsMatrix(Matrix):
                 return param.data.copy_(tensor)
             raise ValueError(f"{weight_name}: expected shape {list(param.shape)}, got {list(tensor.shape)}")
         own = weight_name.replace(self.layout.called.get(suffix, suffix), suffix)
+        if suffix == "bias":  # vLLM's loaders before 0.33 know no biases: cut like a scale per row
+            own = f"{self.part}_weight_scale"
+            tensor = (
+                tensor if self.part == "w13" or self.rank == 0 else torch.zeros_like(tensor)
+            )  # ranks' results are summed
         return load(param, self.shares(suffix, tensor), own, *where, **named)
 
     def marks(

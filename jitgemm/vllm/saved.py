@@ -3,7 +3,7 @@
 A packed weight is opaque to vLLM's loaders. Of linears and the output layer each joined layer's tensors are kept as the
 files have them; once all are there, they are unpacked, cut and joined like a checkpoint's, and packed again, exactly.
 Which rows a rank has of each, vLLM's own loader says: it cuts their numbers. Experts, for whose names vLLM's models have
-no place, are read from the files, a rank's own alone.
+no place, are read from the files, a rank's own alone; `reload_weights` reads them again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Matrix
 from jitgemm.weight.packed import Weight
 
-_ROWS = "rows"
-"""The parameter of the numbers, in the files' layers, of a rank's rows: 1 for the first, 0 for rows that none has."""
 _CPU = torch.device("cpu")
-LOADED_ONCE = (
-    "expected a model that jitgemm saved to be loaded once, got reload_weights; weights that change are loaded again from "
-    "the checkpoint before packing"
-)
 
 
 class SavedMatrix(Matrix):
@@ -36,41 +30,58 @@ class SavedMatrix(Matrix):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self.parameters = {suffix: suffix for suffix in (_ROWS, *self.config.suffixes(self.names))}
+        self.parameters = {suffix: suffix for suffix in self.config.suffixes(self.names)}
 
     def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-        load = attributes["weight_loader"]
-        numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
-        parameters = self.config.parameter_classes
-        rows = parameters.ChannelQuantScaleParameter(data=numbers, weight_loader=load, output_dim=0)
-        layer.register_parameter(_ROWS, rows)
-        for suffix in [*self.parameters][1:]:
-            keep = self.keep(load, rows) if suffix == "meta" else self.keep()
-            layer.register_parameter(suffix, parameters.BasevLLMParameter(data=torch.empty(0), weight_loader=keep))
+        self.cut = attributes["weight_loader"]
+        for suffix in self.parameters:
+            # A number for each layer in the files: when vLLM loads again, it counts numbers that are written.
+            empty = torch.empty(len(self.names), dtype=torch.uint8)
+            made = self.config.parameter_classes.BasevLLMParameter(data=empty, weight_loader=self.keep(suffix))
+            layer.register_parameter(suffix, made)
 
-    def keep(self, load: Callable[..., Any] | None = None, rows: Any = None) -> Callable[..., Any]:
-        """A loader that keeps the files' tensors by the layers that are joined; of `meta` cuts the rows' numbers."""
+    def keep(self, suffix: str) -> Callable[..., Any]:
+        """A loader that keeps the files' tensors by the layers that are joined."""
 
         def kept(param: Any, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> None:
-            if param.is_meta:
-                raise ValueError(f"{self.names[0]}: {LOADED_ONCE}")
             ((part, _),) = self.marks(loaded_weight, *shard, **shards)
+            mine = param.data if part is None else param.data[part : part + 1]
+            mine.copy_(torch.ones_like(mine))
+            if param.is_meta:
+                return
             param.kept = getattr(param, "kept", {}) | {part: loaded_weight}
-            if load is not None:
+            if suffix == "meta":
+                if not hasattr(param, "row_numbers"):
+                    param.row_numbers = self.rows_of(param)
                 n = Weight.sizes_of(loaded_weight)[0]
-                load(rows, torch.arange(1, n + 1, dtype=torch.int32)[:, None], *shard, **shards)
+                self.cut(param.row_numbers, torch.arange(1, n + 1, dtype=torch.int32)[:, None], *shard, **shards)
 
         return kept
 
+    def rows_of(self, param: Any) -> Any:
+        """For the numbers, in the files' layers, of a rank's rows: 1 for the first, 0 for rows that none has."""
+        numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
+        rows: Any = self.config.parameter_classes.ChannelQuantScaleParameter(
+            data=numbers, weight_loader=self.cut, output_dim=0
+        )
+        for name in {"tp_rank", "tp_size"} & vars(param).keys():  # which vLLM sets where ranks have the same
+            setattr(rows, name, getattr(param, name))
+        return rows
+
     def parts(self, layer: torch.nn.Module) -> Parts:
-        kept = {suffix: getattr(param, "kept", {}) for suffix, param in self.params(layer).items() if suffix != _ROWS}
-        rows = self.take(layer)[_ROWS]
+        params = self.params(layer)
+        kept = {suffix: getattr(param, "kept", {}) for suffix, param in params.items()}
+        rows, device = getattr(params.get("meta"), "row_numbers", None), params["blocks"].device
+        rows = torch.zeros(sum(self.widths), 1) if rows is None else rows.data.to(device)
+        if CHILD in layer._modules and self.config.from_files:
+            self._check_files(kept["blocks"])
+        self.take(layer)
         whole = all(None in parts for parts in kept.values() if parts)  # one layer, or one that the files have joined
         names = {None: self.names[0]} if whole else dict(enumerate(self.names))
         found = {}
         for part, name in names.items():
             prefix = name + "."
-            tensors = {prefix + suffix: parts[part].to(rows.device) for suffix, parts in kept.items() if part in parts}
+            tensors = {prefix + suffix: parts[part].to(device) for suffix, parts in kept.items() if part in parts}
             found[name] = state_dict_parts(tensors, prefix)
         activation = one_activation(found, self.wanted, self.option)
         columns = self.rank * self.k, (self.rank + 1) * self.k
@@ -84,6 +95,17 @@ class SavedMatrix(Matrix):
         packed = concat(weights).pack(LHS_DTYPES[activation], correction=None if corrects else False)
         scales = [parts.input_scale for parts in found.values() if parts.input_scale is not None]
         return Parts(packed, None, activation, torch.cat(scales).max().reshape(1) if scales else None)
+
+    def _check_files(self, blocks: Mapping[Any, torch.Tensor]) -> None:
+        """Raises ValueError for weights that are loaded again from elsewhere than the files, where experts are read."""
+        files = self.config.files()
+        for part, tensor in blocks.items():
+            name = f"{self.names[part or 0]}.blocks"
+            if not torch.equal(files.read(name, tensor.device), tensor):
+                raise ValueError(
+                    f"reload_weights: expected a path for a model with experts that jitgemm packed, which are read from "
+                    f"files, got another {name} than theirs"
+                )
 
 
 def _without(weight: CanonicalWeight, none: torch.Tensor) -> CanonicalWeight:
@@ -106,7 +128,7 @@ class SavedExperts(ExpertsMatrix):
 
     def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
         layer.register_buffer(self.buffer, torch.empty(1), persistent=False)
-        self.config.from_files.add(layer)
+        self.config.reads_files_for(layer)
 
     def params(self, layer: torch.nn.Module) -> dict[str, Any]:
         return {self.buffer: layer._buffers.get(self.buffer)}
@@ -118,14 +140,17 @@ class SavedExperts(ExpertsMatrix):
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         """This rank's experts, in their order on it."""
-        device = layer._buffers.pop(self.buffer).device
+        device, packed = layer._buffers.pop(self.buffer).device, layer._modules.get(CHILD)
+        if packed is not None:  # where vLLM loads again, and the layer is on the meta device
+            device = getattr(packed, self.part).blocks.device
         files, prefix, places = self.config.files(), f"{self.module}.{self.part}.", layer.expert_map
         self.found = decoded(files.read(f"{self.module}.gate", _CPU))
         places = range(self.count) if places is None else places.tolist()
-        names, count = files.layer(prefix), len(places)
+        names, count = files.layer(prefix), self.config.logical_experts(layer)
         if (held := files.info(names["blocks"]).shape[0]) != count:
             raise ValueError(f"{prefix}blocks: expected {count} experts, as the model has, got {held}")
-        mine = sorted((e for e in range(count) if places[e] >= 0), key=lambda e: places[e])
+        # Some are there several times under EPLB, in the order in which vLLM begins.
+        mine = [e % count for e in sorted((e for e in range(len(places)) if places[e] >= 0), key=lambda e: places[e])]
         shared = {names[each]: files.read(names[each], _CPU) for each in ON_CPU if each in names}
         of_one = [full for full in names.values() if full not in shared]
         size, ranks = (len(self.widths) * self.rows, self.whole), self.rows // self.widths[0] * (self.whole // self.k)
@@ -164,9 +189,10 @@ class SavedExperts(ExpertsMatrix):
         return weight.rows(pairs.flatten())
 
 
-def read_before(layer: torch.nn.Module) -> bool:
-    """Whether vLLM wants to load experts again that were read from the files."""
-    return CHILD in layer._modules and "w13_from_files" in layer._buffers
+def read_again(layer: torch.nn.Module) -> None:
+    """Reads experts again if vLLM wants to load a layer again that has some, into the same memory."""
+    if CHILD in layer._modules and "w13_from_files" in layer._buffers:
+        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
 
 
 def one_activation(found: Mapping[str, Parts], wanted: str | None, option: str) -> str:

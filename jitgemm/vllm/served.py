@@ -215,6 +215,10 @@ class ServedModel:
         if self.saved:
             return Layout()
         if self.checkpoint is None:
+            self.logger.info_once(
+                "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
+                "makes loses less"
+            )
             return floats(dtype)
         if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
             text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"

@@ -128,7 +128,9 @@ class Rows:
 
     def scales(self, w: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(scale, zeros), fp32 of w's groups; a search would gain nothing: codes are much finer than inputs' weights."""
-        scale = w.abs().amax(-1) / torch.tensor(self.largest, device=w.device)  # by a tensor: see `_least`
+        scale = w.abs().amax(-1) / torch.tensor(
+            self.largest, dtype=torch.float32, device=w.device
+        )  # by a tensor: see `_least`
         return scale, torch.zeros_like(scale)
 
     def round_(self, steps: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
@@ -147,7 +149,7 @@ def _least(w: torch.Tensor, values: list[float], tried: Callable[[torch.Tensor],
             they count, each [count, *groups]. Several values at a time where groups are few, which saves launches.
     """
     # By a tensor: torch on a GPU multiplies with a number's reciprocal instead of dividing.
-    every = torch.tensor(values, device=w.device).view(-1, *[1] * (w.dim() - 1))
+    every = torch.tensor(values, dtype=torch.float32, device=w.device).view(-1, *[1] * (w.dim() - 1))
     best: list[torch.Tensor] = []
     for part in every.split(max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // max(1, w.numel()))):
         candidates = list(tried(part))

@@ -13,8 +13,8 @@ import torch
 
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.gemm.problem import Lhs
-from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.call import fused_experts
+from jitgemm.moe.arguments import ExpertsCall, check_call_once
+from jitgemm.moe.call import Adapt, fused_experts, launch
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
 from jitgemm.nn.layers.linear import input_rows, is_dtensor, result_type
@@ -143,17 +143,31 @@ class PackedExperts(Described):
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
-            call = ExpertsCall(
-                *given, ids, weights, self.gate, w13.scheme, bias13=w13.bias, bias2=w2.bias,
-                batch_invariant=self.batch_invariant, exact=self.sums == "exact",
-            )  # fmt: skip
-            return exchange(call, split)
+            return exchange(self._call(rows, ids, weights), split)
         if split is not None:
             options["expert_map"] = split.expert_map(rows.device)
         out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(w13, w2), **options)
         if split is not None:
             split.sum(out)
         return out
+
+    def run_adapted(
+        self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert_map: torch.Tensor | None,
+        out: torch.Tensor, adapt: Adapt,
+    ) -> None:  # fmt: skip
+        """`run` into out, with `adapt` of `jitgemm.moe.call.launch` between the GEMMs; on one rank."""
+        call = self._call(rows, ids.contiguous(), weights.contiguous())
+        call.expert_map, call.out = expert_map, out
+        check_call_once(call)
+        if rows.shape[0]:
+            launch(call, out, adapt=adapt)
+
+    def _call(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ExpertsCall:
+        w13, w2 = self.w13, self.w2
+        return ExpertsCall(
+            rows.contiguous(), w13.operand, w2.operand, ids, weights, self.gate, w13.scheme, bias13=w13.bias,
+            bias2=w2.bias, batch_invariant=self.batch_invariant, exact=self.sums == "exact",
+        )  # fmt: skip
 
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
         """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
