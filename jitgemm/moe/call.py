@@ -22,7 +22,7 @@ from jitgemm.gemm.call import contiguous, for_sums
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation
-from jitgemm.moe.kernel import GATHER_M
+from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M
 from jitgemm.moe.route import combine, gather, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor
@@ -239,7 +239,7 @@ class Sorted(NamedTuple):
 
 def sort_sent(routing: Routing, sent: Lhs, expected_m: float) -> tuple[Sorted, Lhs]:
     """Quantised tokens for the first GEMM: it gathers few rows itself."""
-    if expected_m < GATHER_M:
+    if expected_m < GATHER_SENT_M:
         return Sorted(*routing), sent
     offsets, index, inverse = routing
     return Sorted(offsets, None, inverse), gather(sent, index, offsets[-1:])

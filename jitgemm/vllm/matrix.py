@@ -35,6 +35,11 @@ Marks = frozenset[tuple[int | None, int | None]]
 """(number of the joined layer, number of the expert) that loaders have written; None stands for all."""
 
 
+_ANOTHERS = ("qzeros", "s2_scales", "weight_global_scale", "weight_scale_2")
+"""What a joined layer of zeros takes of another one: packed zero points, so that symmetric ones stay so, and what may not
+be zero, as other scales are."""
+
+
 class Matrix:
     """The weight of a linear: of one layer, or of several one below the other.
 
@@ -216,10 +221,8 @@ class Matrix:
             elif suffix == "input_scale" and part not in found:
                 values.fill_(torch.nan)
             elif part in missing:
-                # What may not be zero where codes or other scales are, and packed zero points: those of another layer,
-                # so that symmetric ones stay so.
                 other = next(each for i, each in enumerate(parts) if i not in missing)
-                values.fill_(other.flatten()[0] if single or suffix in ("qzeros", "s2_scales") else 0)
+                values.fill_(other.flatten()[0] if suffix in _ANOTHERS else 0)
 
     # ---- the packed weight -------------------------------------------------------------------------------------------
 
