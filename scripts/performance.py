@@ -27,7 +27,7 @@ app = common.command_line()
 RESULTS = ROOT / "docs" / "performance"
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md", "parallel.md")),
+    *(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md", "parallel.md", "vllm.md")),
 )
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -231,6 +231,29 @@ def whole_layers(columns: dict[str, str], document: Document) -> str:
     return _rows(["model", "tokens", *columns.values()], rows)
 
 
+VLLM_MODELS = {
+    "llama8b": "Llama-3-8B", "gpt-oss-120b": "gpt-oss-120b, MXFP4", "v4-flash-moe": "DeepSeek-V4-Flash's experts, MXFP4",
+    "qwen3-30b": "Qwen3-30B-A3B",
+}  # fmt: skip
+VLLM_ENGINES = {
+    "fp8": "FP8, per tensor", "humming": "humming, e4m3 activations", "marlin": "Marlin, bf16 activations",
+    "vllm": "vLLM's choice", "jitgemm": "jitgemm", "jitgemm-w4a8": "jitgemm", 'jitgemm:{"sums": "f16"}': "jitgemm, sums in f16",
+    'jitgemm:{"group_size": -1}': "jitgemm, a scale per row",
+    "fp8+sync": "FP8, host and GPU in turn", "jitgemm+sync": "jitgemm, host and GPU in turn",
+}  # fmt: skip
+
+
+def engines(document: Document) -> str:
+    """A line a model and engine: microseconds a decode step by sequences, and tokens a second of prefill."""
+    columns = ("step_us_1", "step_us_16", "step_us_64", "prefill_tokens_s")
+    rows = [
+        [VLLM_MODELS[row["model"]], VLLM_ENGINES[row["quant"]], *(f"{row[key]:,}" for key in columns)]
+        for row in document["rows"]
+        if all(key in row for key in columns)
+    ]
+    return _rows(["model", "engine", "1 sequence", "16", "64", "prefill, tokens/s"], rows)
+
+
 def divided(columns: dict[str, str], document: Document) -> str:
     """A line for each activation and number of a rank's tokens."""
     rows = [[row["activation"], f"{row['tokens']:,}", *(_us(row[key]) for key in columns)] for row in document["rows"]]
@@ -348,6 +371,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us": "collectives",
                   "nvlink_us": "nvlink", "any_us": "any number"})),
     "simulated": ("parallel_h200", simulated),
+    "vllm": ("vllm_h200", engines),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
