@@ -23,8 +23,8 @@ LAYERS = (
     ("gemm",),
     ("moe",),
     ("nn", "graph"),
-    ("hf", "deep_gemm", "vllm", "cli"),
-    ("sglang",),
+    ("hf", "deep_gemm", "serving", "cli"),
+    ("vllm", "sglang"),
 )
 """From the lowest; a package imports from lower layers and from itself, never from another of its layer."""
 LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}

@@ -45,8 +45,8 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
 )
 from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
 
+from jitgemm.serving import warm  # noqa: E402
 from jitgemm.vllm import config as configs  # noqa: E402
-from jitgemm.vllm import warm  # noqa: E402
 from jitgemm.vllm.config import JitGemmConfig  # noqa: E402
 from jitgemm.vllm.experts import JitGemmBatchedExperts, JitGemmExperts, JitGemmMoEMethod  # noqa: E402
 from jitgemm.vllm.linear import JitGemmLinearMethod  # noqa: E402
@@ -1612,7 +1612,7 @@ def test_experts_of_sizes_in_multiples_of_16(name):
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_experts_that_are_packed_together_hold_what_each_of_them_does(monkeypatch, at_once):
     """AWQ's experts of two ranks, of which some have zero points that make their codes signed."""
-    monkeypatch.setattr("jitgemm.vllm.matrix.AT_ONCE", at_once)
+    monkeypatch.setattr("jitgemm.serving.experts_matrix.AT_ONCE", at_once)
     tensors, dense = expert_tensors(CONFIGS["awq"], 6, 64, 64)
     for proj in SHARDS:
         q = tensors[4, proj]["scales"].T.double().repeat_interleave(32, 1)
@@ -1664,7 +1664,7 @@ def test_an_expert_that_no_file_holds_is_an_error(name, suffix):
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_static_input_scales_of_experts_may_be_anything(monkeypatch, name, at_once):
     """Calibration that no token of an expert came by leaves 0, or none."""
-    monkeypatch.setattr("jitgemm.vllm.matrix.AT_ONCE", at_once)
+    monkeypatch.setattr("jitgemm.serving.experts_matrix.AT_ONCE", at_once)
     tensors, dense = expert_tensors(CONFIGS[name], 3, 64, 64)
     tensors[1, "up_proj"]["input_scale"].zero_()
     del tensors[2, "down_proj"]["input_scale"]

@@ -105,7 +105,7 @@ def test_deepseek_v4_s_other_layers_are_fp8(tmp_path, method):
 
 
 def test_quark_s_other_types_are_left_to_vllm():
-    from jitgemm.vllm.layouts import Unsupported, layout_of
+    from jitgemm.serving.layouts import Unsupported, layout_of
 
     config = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
     with pytest.raises(Unsupported, match="global_quant_config: expected weights of dtype 'fp4', got 'fp8_e4m3'"):

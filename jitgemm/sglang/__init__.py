@@ -7,8 +7,8 @@ the installed package.
     linear     the methods of SGLang's linears and of its output layer
     experts    the method of SGLang's fused experts
 
-What a checkpoint and a user say, the tensors of each format and their packing are those of vLLM's plug-in: its modules that
-know no engine. SGLang is imported when it calls `register`.
+What a checkpoint and a user say, the tensors of each format and their packing are `jitgemm.serving`'s. SGLang is imported
+when it calls `register`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def register() -> None:
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.server_args import add_quantization_method_choices
 
+    from jitgemm.serving.served import NAME
     from jitgemm.sglang.config import JitGemmConfig
-    from jitgemm.vllm.served import NAME
 
     if NAME in QUANTIZATION_METHODS:
         return

@@ -15,9 +15,9 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.serving.served import NAME, ServedModel
+from jitgemm.serving.warm import Layers, Warmer
 from jitgemm.sglang.arguments import most_tokens, setting
-from jitgemm.vllm.served import NAME, ServedModel
-from jitgemm.vllm.warm import Layers, Warmer
 
 
 class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]

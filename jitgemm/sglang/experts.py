@@ -18,11 +18,12 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.packed import Parts
+from jitgemm.serving.experts_matrix import ExpertsMatrix
+from jitgemm.serving.layouts import Unsupported
+from jitgemm.serving.matrix import CHILD
+from jitgemm.serving.saved import SavedExperts, one_activation
 from jitgemm.sglang.arguments import setting
 from jitgemm.sglang.weights import ExpertsOneAtATime, Restoring
-from jitgemm.vllm.layouts import Unsupported
-from jitgemm.vllm.matrix import CHILD, ExpertsMatrix
-from jitgemm.vllm.saved import SavedExperts, one_activation
 
 _RUNNERS = ("auto", "triton")
 """--moe-runner-backend that leaves tensors as the files have them; neither runs here."""

@@ -10,9 +10,9 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
+from jitgemm.serving.layouts import BLOCK, Layout, Unsupported
+from jitgemm.serving.packed_linear import PackedLinearMethod
 from jitgemm.sglang.weights import OneAtATime, Restoring
-from jitgemm.vllm.layouts import BLOCK, Layout, Unsupported
-from jitgemm.vllm.packed_linear import PackedLinearMethod
 
 ABSORBED = "kv_b_proj"
 """The layer whose weight MLA's attention takes apart, before it is packed."""

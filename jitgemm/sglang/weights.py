@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Matrix, Packing, written
+from jitgemm.serving.experts_matrix import ExpertsMatrix
+from jitgemm.serving.matrix import CHILD, Matrix, Packing, written
 
 
 class Restoring(Packing):

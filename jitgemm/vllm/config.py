@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint.files import Checkpoint, weights_of
-from jitgemm.vllm.served import NAME, ServedModel
-from jitgemm.vllm.warm import Layers
+from jitgemm.serving.served import NAME, ServedModel
+from jitgemm.serving.warm import Layers
 from jitgemm.vllm.warm_graphs import GraphWarmer
 
 logger = init_logger("vllm." + __name__)
@@ -87,7 +87,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             return found
         from vllm.model_executor.models.utils import WeightsMapper
 
-        from jitgemm.vllm.saved import read_again
+        from jitgemm.serving.saved import read_again
 
         for layer in self.from_files:
             read_again(layer)

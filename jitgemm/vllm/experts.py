@@ -26,11 +26,12 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.packed import Parts
+from jitgemm.serving.experts_matrix import ExpertsMatrix
+from jitgemm.serving.layouts import BLOCK, Unsupported
+from jitgemm.serving.matrix import CHILD, Packing
+from jitgemm.serving.saved import SavedExperts, one_activation
 from jitgemm.vllm.eplb import expert_rows, movable
-from jitgemm.vllm.layouts import BLOCK, Unsupported
 from jitgemm.vllm.lora import run_adapted
-from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Packing
-from jitgemm.vllm.saved import SavedExperts, one_activation
 
 logger = init_logger("vllm." + __name__)
 _GATES = {

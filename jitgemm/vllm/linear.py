@@ -9,8 +9,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.vllm.layouts import BLOCK, Layout
-from jitgemm.vllm.packed_linear import PackedLinearMethod
+from jitgemm.serving.layouts import BLOCK, Layout
+from jitgemm.serving.packed_linear import PackedLinearMethod
 
 
 @register_weight_loader_v2_supported_method

@@ -9,7 +9,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
-from jitgemm.vllm.warm import Warmer
+from jitgemm.serving.warm import Warmer
 
 
 class GraphWarmer(Warmer):

@@ -1,6 +1,6 @@
-"""How a checkpoint stores a layer that vLLM cuts and joins: the tensors of its format, as vLLM's parameters need them.
+"""How a checkpoint stores a layer that an engine cuts and joins: the tensors of its format, as parameters need them.
 
-What the codes mean is the business of `jitgemm.checkpoint`, which reads what vLLM has cut and joined. Knows no vLLM.
+What the codes mean is the business of `jitgemm.checkpoint`, which reads what the engine has cut and joined.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jitgemm.kernel.formats import SUMS
 from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
-from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
+from jitgemm.serving.layouts import Layout, Unsupported, floats, layout_of
 
 NAME = "jitgemm"
 

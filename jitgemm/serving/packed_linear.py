@@ -10,8 +10,8 @@ import torch
 
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.vllm.matrix import CHILD, Matrix, Packing
-from jitgemm.vllm.saved import SavedMatrix
+from jitgemm.serving.matrix import CHILD, Matrix, Packing
+from jitgemm.serving.saved import SavedMatrix
 
 
 class PackedLinearMethod(Packing):

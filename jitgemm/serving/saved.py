@@ -19,7 +19,8 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.nn.layers.gate import decoded
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.nn.layers.shard_weight import unpacked
-from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Matrix
+from jitgemm.serving.experts_matrix import ExpertsMatrix
+from jitgemm.serving.matrix import CHILD, Matrix
 from jitgemm.weight.packed import Weight
 
 _CPU = torch.device("cpu")
