@@ -1,4 +1,4 @@
-"""What all tests share: tests marked `gpu` are skipped, with the reason, where there is no Hopper GPU."""
+"""What all tests share. Where there is no Hopper GPU, one `gpu` test of a file skips with the reason, for all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 import os
 import signal
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -98,11 +99,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=sum(shards, []))
     if not any("gpu" in item.keywords for item in items):
         return
-    reason = None if config.getoption("--emulate") else no_gpu_reason()
-    if reason is not None:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    reason = None if config.getoption("--emulate") or config.option.collectonly else no_gpu_reason()
+    if reason is None:
+        return
+    kept, dropped = [], {}
+    for item in items:
+        if not item.get_closest_marker("gpu"):
+            kept.append(item)
+        elif item.path in dropped:
+            dropped[item.path].append(item)
+        else:  # skips for all of its file: to set thousands of tests up for nothing takes half a minute
+            kept.append(item)
+            dropped[item.path] = []
+            item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = kept
+    config.hook.pytest_deselected(items=sum(dropped.values(), []))
+
+
+@pytest.fixture
+def compiles_well(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """compiles_well(kernels, spill_bytes=0): the largest tile compiles without more spills than that, --all-kernels: all."""
+    from jitgemm.kernel.render import kernel_source
+
+    def check(kernels: Iterable[Any], spill_bytes: int = 0) -> None:
+        kernels = list(dict.fromkeys(kernels))
+        if not request.config.getoption("all_kernels"):
+            kernels = [max(kernels, key=lambda spec: spec.block_m * spec.block_n)]
+        for spec in kernels:
+            built = kernel_source(spec).compile()
+            assert built.spill_bytes <= spill_bytes and not built.serialised, spec.label
+
+    return check
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from jitgemm.gemm.problem import fp32_scales, pack_e8m0
 from jitgemm.gemm.problem import Groups
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import Problem, WeightFormat
-from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import promote_records
 from jitgemm.select.choose import choose, kernel_named, kernels_for
@@ -335,15 +334,11 @@ def test_int8_per_channel_has_no_limit_of_k():
 
 
 @pytest.mark.parametrize("lhs, fmt", [("e4m3", (128, False, "bf16", "e4m3")), ("s8", (32, True, "bf16"))])
-def test_a_kernel_compiles(lhs, fmt):
-    from jitgemm.jit.nvrtc import compile_cubin
-
+def test_a_kernel_compiles(lhs, fmt, compiles_well):
     kernels = legal_kernels(lhs, WeightFormat(*fmt), H200, experts=64, lhs_group=128)
     dense = replace(kernels[0], experts=0)
-    for spec in (kernels[0], dense, replace(kernels[0], lhs_e8m0=True), replace(dense, lhs_e8m0=True)):
-        source = kernel_source(spec)
-        built = compile_cubin(source.source, source.headers, source.options, name=source.label)
-        assert built.spill_bytes == 0 and not built.serialised
+    for spec in (kernels[0], replace(dense, lhs_e8m0=True)):
+        compiles_well([spec])
 
 
 # ---- what a launch is given -----------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def child(script: str, root: Path, user: int | None = None, first: str = "", **v
     """A process that runs `first` and then `script` with `cache`, `request` and `root` ready."""
     prelude = f"""
 {first}
+import jitgemm_cli  # as the command: without torch, which takes a second or two
 import hashlib, os, resource, signal, sys, threading, time, warnings
 from pathlib import Path
 from tiny_kernel import tiny_kernel
@@ -298,30 +299,6 @@ def test_a_new_schema_changes_the_key(monkeypatch):
     assert cache_key("s", {}, (), INFO) != before
 
 
-def test_two_checkouts_give_the_same_key(tmp_path):
-    pytest.importorskip("jitgemm.kernel.render")
-    script = """
-from jitgemm.kernel.formats import WeightFormat
-from jitgemm.kernel.render import kernel_source
-from jitgemm.jit.nvrtc import nvrtc_info
-from jitgemm.kernel.spec import KernelSpec
-kernel = kernel_source(KernelSpec("s8", WeightFormat(64, True, "fp16"), block_m=32, block_n=128, stages=3))
-print(kernel.key(nvrtc_info()))
-"""
-    keys = set()
-    for name in ("one", "a longer name/two"):
-        checkout = tmp_path / name
-        for part in ("jitgemm", "include"):
-            shutil.copytree(REPOSITORY / part, checkout / part, ignore=shutil.ignore_patterns("__pycache__"))
-        environment = {**os.environ, "PYTHONPATH": str(checkout)}
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=checkout, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        keys.add(done.stdout)
-    assert len(keys) == 1
-
-
 @pytest.mark.parametrize(
     "variables", [{"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "en_US.ISO-8859-1"}, {"LC_ALL": "C.UTF-8"}]
 )
@@ -355,7 +332,8 @@ def test_headers_in_folders_are_found(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     script = "from jitgemm.jit.source import headers; print(*headers('outer'))"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = f"import jitgemm_cli; {script}"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["jitgemm/a/b/inner.cuh", "jitgemm/outer.cuh"], done.stderr
 
@@ -774,6 +752,7 @@ def test_in_a_checkout_that_one_may_not_write_the_users_folder_is_used():
         (folder / "pyproject.toml").write_text('[project]\nname = "jitgemm"\n')
         for part in ("jitgemm", "include"):
             shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPOSITORY / "jitgemm_cli.py", folder)
         (folder / "tests").mkdir()
         shutil.copy(REPOSITORY / "tests" / "tiny_kernel.py", folder / "tests")
         (folder / "home").mkdir()

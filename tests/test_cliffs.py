@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
+
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "cliffs.py"
@@ -180,8 +182,9 @@ def test_the_document_holds_every_time_with_its_limit_and_kernel():
 # the command
 
 
-def script(*argv: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=120)
+def script(*argv: object) -> SimpleNamespace:
+    done = CliRunner().invoke(cliffs.app, [*map(str, argv)])
+    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
 
 
 def test_help_teaches_by_example():

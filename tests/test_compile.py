@@ -6,6 +6,7 @@ Needs NVRTC, no GPU. A sample by seed is compiled once, two at a time, into one 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from jitgemm.errors import CompileError
 from jitgemm.jit import sass
 from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.entry import Entry
-from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
+from jitgemm.jit.nvrtc import SERIALISED, compile_cubin, nvrtc_info
 from jitgemm.jit.source import OPTIONS, headers
 from jitgemm.kernel.formats import CORRECTION_TYPES, GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source, render
@@ -106,7 +107,7 @@ BLOCK_SCALES = [KernelSpec.from_label(label) for label in (
     "s8w8-g128-bf16-b128e-m128n192-s4-ss-tr", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr-e64",
 )]  # fmt: skip
 """Activations with a scale per token and 128 k, which other warps copy one by one."""
-DRAWN, DRAWN_SHAPES = 72, 12
+DRAWN, DRAWN_SHAPES = 40, 8
 """Kernels that are compiled by default, and shapes of wgmma whose PTX is read; --all-kernels takes all of them."""
 
 
@@ -284,6 +285,7 @@ def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
 # ---- the same everywhere --------------------------------------------------------------------------------------------
 
 RENDER = """
+import jitgemm_cli  # without torch
 import hashlib, json, sys
 from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.render import kernel_source
@@ -321,25 +323,22 @@ def result(process: subprocess.Popen) -> tuple[str, dict[str, str]]:
 
 def test_rendering_is_the_same_in_every_process():
     specs = [*LLAMA[::4], *SAMPLE[::3]]
-    processes = [start(REPOSITORY, specs, hash_seed=seed) for seed in ("1", "77")]
-    (_, first), (_, second) = map(result, processes)
-    assert first == second and len(first) == len(specs)
+    _, there = result(start(REPOSITORY, specs, hash_seed="77"))
+    sources = [kernel_source(spec) for spec in specs]
+    here = {each.key(nvrtc_info()): hashlib.sha256(each.source.encode()).hexdigest() for each in sources}
+    assert there == here and len(here) == len(specs)
 
 
-def test_two_checkouts_have_the_same_keys_and_cubins(compiled, tmp_path):
-    specs = [spec for spec in (LLAMA[0], LLAMA[-1], SAMPLE[0]) if isinstance(compiled[spec], Entry)]
+def test_another_checkout_has_the_same_keys_and_cubins(compiled, tmp_path):
+    specs = [spec for spec in (LLAMA[0], SAMPLE[0]) if isinstance(compiled[spec], Entry)]
     assert specs
-    processes = []
-    for name in ("one", "a/longer path/two"):
-        checkout = tmp_path / name
-        for folder in ("jitgemm", "include"):
-            shutil.copytree(REPOSITORY / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        processes.append((checkout, start(checkout, specs, str(checkout / "cache"), hash_seed=str(len(name)))))
-    expected = {compiled[spec].key: compiled[spec].metadata["cubin_sha256"] for spec in specs}
-    for checkout, process in processes:
-        package, found = result(process)
-        assert Path(package).is_relative_to(checkout)  # its own copy, not this one
-        assert found == expected
+    checkout = tmp_path / "a" / "longer path"
+    for folder in ("jitgemm", "include"):
+        shutil.copytree(REPOSITORY / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "jitgemm_cli.py", checkout)
+    package, found = result(start(checkout, specs, str(checkout / "cache"), hash_seed="3"))
+    assert Path(package).is_relative_to(checkout)  # its own copy, not this one
+    assert found == {compiled[spec].key: compiled[spec].metadata["cubin_sha256"] for spec in specs}
 
 
 def test_the_sample_holds_every_output_order_of_codes_and_offsets_of_every_group_size():

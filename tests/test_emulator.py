@@ -103,17 +103,16 @@ def test_a_kernel_built_with_one_set_of_fragments_gives_the_bits_of_two(monkeypa
     assert_within_the_bound(operands)
 
 
-@pytest.mark.parametrize("seed", range(2, 5))
 @pytest.mark.parametrize("label", ["e4m3-g128-bf16-m24n64-k2x2s-s2", "e4m3w8-g128-fp32-b128-m128n64-s2-ss-tr"])
-def test_the_order_in_which_warps_run_changes_nothing(monkeypatch, label, seed):
+def test_the_order_in_which_warps_run_changes_nothing(monkeypatch, label):
     spec = KernelSpec.from_label(label)
     results = []
-    for each in (1, seed):
-        emulate(monkeypatch, seed=each)
+    for seed in (1, 2, 3):
+        emulate(monkeypatch, seed=seed)
         operands = problem(spec, 60, 136, 1056)
         GemmLaunch(operands, spec).launch(operands)
         results.append(operands.out)
-    assert builders.same_bits(*results)
+    assert all(builders.same_bits(results[0], other) for other in results[1:])
 
 
 GROUPED = {
@@ -174,8 +173,7 @@ QUANTIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
-@pytest.mark.parametrize("dtype", quantize_cases.X_DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), builders.third(QUANTIZERS, quantize_cases.X_DTYPES))
 def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
     mode, k, options = QUANTIZERS[name]
     if options.get("permutation"):
@@ -200,8 +198,7 @@ SUMMED = {
 }
 
 
-@pytest.mark.parametrize("size", GROUP_SIZES)
-@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize(("name", "size"), builders.third(SUMMED, GROUP_SIZES))
 def test_sums_behind_codes_have_the_reference_s_bits(monkeypatch, name, size):
     mode, k, options = SUMMED[name]
     if options.get("permutation"):
@@ -235,8 +232,12 @@ def test_sums_are_of_the_codes_that_a_prologue_s_kernel_makes(monkeypatch, prolo
     assert all(map(builders.same_bits, found, (with_sums(q, ("fp16", 64)), scale, zero, *total)))
 
 
-@pytest.mark.parametrize("dtype", quantize_cases.X_DTYPES)
-@pytest.mark.parametrize("name", ["per token", "affine", "by block", "permuted by block", "a row in a CTA", "long"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    builders.third(
+        ["per token", "affine", "by block", "permuted by block", "a row in a CTA", "long"], quantize_cases.X_DTYPES
+    ),
+)
 def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(monkeypatch, name, dtype):
     mode, k, options = QUANTIZERS.get(name, ("s8", 20480, {}))
     p = quantize_cases.parameters(2, k)

@@ -73,18 +73,12 @@ def test_the_whole_way(script, libraries, format, tmp_path):
     assert config["format"] == format and config["quant_method"] == "compressed-tensors"
 
 
-def test_a_table_for_people(script, libraries):
-    result = run(script, *CHECK, "--activation", "int8")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"W4 int8 +7 of 7 .* yes", result.stdout)
-    assert "W4 fp8" not in result.stdout
-
-
-def test_a_layer_beyond_the_limit_exits_with_1(script, libraries, monkeypatch):
+def test_a_table_for_people_and_a_layer_beyond_the_limit_exits_with_1(script, libraries, monkeypatch):
     monkeypatch.setattr(script, "LAYER_LIMIT", 1e-6)
-    result = run(script, *CHECK, "--activation", "int8", "--json")
+    result = run(script, *CHECK, "--activation", "int8")
     assert result.exit_code == 1, result.output
-    assert json.loads(result.stdout)["checkpoints"][0]["agrees"] is False
+    assert re.search(r"W4 int8 +7 of 7 .* NO", result.stdout)
+    assert "W4 fp8" not in result.stdout
 
 
 def test_a_weight_that_differs_exits_with_1(script, libraries, monkeypatch):
@@ -136,7 +130,7 @@ def compile_with(compile, other, function, *, backend, **options):
 
 
 def test_flex_attention_decodes_what_sdpa_decodes(script, transformers):
-    model = ["--contestant", "bf16", "--batch", "1,2", "--context", "70", "--prefill", "0", "--backend", "inductor"]
+    model = ["--contestant", "bf16", "--batch", "1,2", "--context", "70", "--prefill", "0", "--backend", "eager"]
     result = run(script, *SPEED, *model, "--attention", "flex", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -151,7 +145,7 @@ def test_a_table_of_speeds_for_people(script, transformers):
     assert "x bf16" in result.stdout and "x fp8" not in result.stdout
 
 
-@pytest.fixture(params=["bf16", "fp8", "e4m3", "int8", "e4m3-plain", "e4m3-head8"])
+@pytest.fixture(params=["bf16", "fp8", "e4m3", "e4m3-head8"])
 def changed(request, script, transformers):
     """A model of transformers, and the forward that is timed; one graph for each shape serves all layers."""
     if request.param == "fp8":
@@ -210,9 +204,10 @@ def test_steps_decode_greedily_and_go_back(script, transformers):
         steps.rewind()
 
 
-def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypatch):
+def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypatch, capsys):
+    monkeypatch.setattr(script, "MOST_DIFFERENT", 1e-9)
     result = run(script, *TP, "--batch", "1,2", "--contestant", "bf16", "--contestant", "int8", "--json")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output  # the differences below are more
     document = json.loads(result.stdout)
     rows = [(row["contestant"], row["kind"], row["tokens"]) for row in document["rows"]]
     kinds = [("decode", 1), ("decode", 2), ("prefill", 8)]
@@ -225,16 +220,15 @@ def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypa
         assert row["speedup"] == pytest.approx(row["one_us"] / row["us"])
         assert row["times_bf16"] == pytest.approx(base[row["tokens"]] / row["us"])
     assert document["ranks"] == 2 and document["environment"]["commit"] and document["date"]
-
-    monkeypatch.setattr(script, "MOST_DIFFERENT", 1e-9)
-    result = run(script, *TP, "--batch", "1", "--prefill", "0", "--contestant", "e4m3-plain")
-    assert result.exit_code == 1, result.output
-    assert re.search(r"decode +1  e4m3-plain( +[\d.]+){3} +-?\d+%", result.stdout) and "2 ranks" in result.stdout
+    script._print_tp(document)
+    table = capsys.readouterr().out
+    assert re.search(r"decode +1  int8( +[\d.]+){3} +-?\d+%", table) and "2 ranks" in table
 
 
-def test_experts_are_divided_among_ranks_and_timed(script, monkeypatch):
+def test_experts_are_divided_among_ranks_and_timed(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "EXPERTS_DIFFERENCE", 1e-9)
     result = run(script, *EP, "--json")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output  # the differences below are more
     document = json.loads(result.stdout)
     rows = [(row["activation"], row["tokens"]) for row in document["rows"]]
     assert rows == [(name, tokens) for name in ("e4m3", "int8") for tokens in (1, 5)]
@@ -242,11 +236,9 @@ def test_experts_are_divided_among_ranks_and_timed(script, monkeypatch):
         assert 0 < row["difference"] < 0.01  # ranks add up what they have rounded
         assert min(row[f"{name}_us"] for name in ("one", "shared", "one_all", "own", "any")) > 0
     assert document["ranks"] == 2 and document["model"]["experts"] == 4 and document["environment"]["commit"]
-
-    monkeypatch.setattr(script, "EXPERTS_DIFFERENCE", 1e-9)
-    result = run(script, *EP, "--activation", "int8")
-    assert result.exit_code == 1, result.output
-    assert re.search(r"int8 +5( +[\d.]+){5} +\d", result.stdout) and "2 x cpu" in result.stdout
+    script._print_ep(document)
+    table = capsys.readouterr().out
+    assert re.search(r"int8 +5( +[\d.]+){5} +\d", table) and "2 x cpu" in table
 
 
 def test_layers_are_timed_as_modules_and_by_hand(script):
@@ -319,10 +311,10 @@ def halves(mesh, name: str) -> None:
     assert torch.equal(summed, part)
 
 
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "int8-plain"])
-def test_ranks_without_collectives_keep_their_parts(script, transformers, tmp_path, name):
+def test_ranks_without_collectives_keep_their_parts(script, transformers, tmp_path):
     with ranks.two_ranks(tmp_path) as both:
-        both(halves, name)
+        for name in ("bf16", "e4m3", "int8-plain"):
+            both(halves, name)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,8 @@ PATHS = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
 
 
 def python(script: str, **variables: str) -> str:
-    """Standard output of a script in a new process."""
+    """Standard output of a script in a new process, which runs without torch, as the command does."""
+    script = f"import jitgemm_cli\n{script}"
     environment = {**os.environ, "PYTHONPATH": PATHS, **variables}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -94,6 +95,7 @@ def test_a_wheel_is_found_wherever_python_imports_from(way, tmp_path):
     if way == "pth":  # as `uv run --with` does
         (overlay / "overlay.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     script = f"""
+import jitgemm_cli  # without torch
 from jitgemm.jit.nvrtc import compile_cubin, nvrtc_info
 from tiny_kernel import HEADERS, OPTIONS, tiny_source
 assert nvrtc_info().library == {nvrtc_info().library!r}

@@ -81,7 +81,7 @@ problems = st.builds(
     formats=lhs_and_format,
     output=outputs,
 )
-relaxed = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+relaxed = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
@@ -131,7 +131,7 @@ def test_any_number_of_sms_and_less_shared_memory_will_do(problem, sms, smem):
 @pytest.mark.parametrize("device", ALL_DEVICES, ids=lambda device: device.name)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_every_candidate_is_legal(device, lhs):
-    for format in FORMATS:
+    for format in FORMATS[ALL_DEVICES.index(device) % 4 :: 4]:
         kernels = legal_kernels(lhs, format, device)
         assert len(kernels) > 20
         for spec in kernels:
@@ -143,7 +143,7 @@ def test_every_candidate_is_legal(device, lhs):
 @pytest.mark.parametrize("out", REAL_TYPES)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs, out):
-    for format in FORMATS_OF[lhs]:
+    for format in FORMATS_OF[lhs][REAL_TYPES.index(out) :: 3]:
         kernels = legal_kernels(lhs, format, device, out)
         assert len(kernels) > 20
         for spec in kernels:
@@ -205,7 +205,7 @@ def test_labels_tell_formats_and_outputs_apart():
 def test_a_kernel_s_label_is_read_again(lhs):
     for format in formats_of(lhs):
         for experts, out in ((0, "bf16"), (0, "fp32"), (256, "fp16")):
-            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::7]:
+            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::31]:
                 assert KernelSpec.from_label(spec.label) == spec
                 both = replace(spec, direct=True, debug=True)
                 assert KernelSpec.from_label(both.label) == both
@@ -289,9 +289,9 @@ def test_one_band_one_kernel(problem, device, data):
     ]
 
 
-@pytest.mark.parametrize("device", [DEVICES["h200"], DEVICES["h20"], SMALLER[0]], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [DEVICES["h20"], SMALLER[0]], ids=lambda device: device.name)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (72, 96)])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (72, 96)])
 def test_kernels_for_a_layer_are_those_that_any_m_chooses(device, lhs, n, k):
     format, max_m = WeightFormat(128, False, "bf16"), 2500
     kernels = kernels_for(n, k, lhs, format, device, max_m)
@@ -329,11 +329,17 @@ def order_of(spec: KernelSpec) -> tuple[int, int, str]:
     return spec.split_k, spec.warpgroups_k, spec.sums
 
 
-@pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("format", [(128, False, "bf16"), (0, True, "fp32"), (256, False, "fp16")], ids=str)
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1536, 2112), (28672, 8192), (72, 96)])
-def test_a_batch_invariant_layer_sums_k_in_one_order_for_every_m(n, k, lhs, format, out):
+@pytest.mark.parametrize(
+    ("layer", "lhs", "format", "out"),
+    builders.third(
+        [(4096, 4096), (1536, 2112), (28672, 8192), (72, 96)],
+        LHS_TYPES,
+        [(128, False, "bf16"), (0, True, "fp32"), (256, False, "fp16")],
+        ["bf16", "fp32"],
+    ),
+)
+def test_a_batch_invariant_layer_sums_k_in_one_order_for_every_m(layer, lhs, format, out):
+    n, k = layer
     layer = Problem(1, n, k, lhs, WeightFormat(*format), out, batch_invariant=True)
     max_m = 20000
     chosen = [choose(replace(layer, m=last), DEVICES["h200"]) for _, last in bands(max_m)]
@@ -458,6 +464,7 @@ def test_equal_inputs_give_equal_outputs(problem, device):
 
 def test_other_processes_choose_alike():
     script = """
+import jitgemm_cli  # without torch
 from jitgemm.select.choose import candidates
 from jitgemm.select.devices import DEVICES
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES

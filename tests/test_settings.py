@@ -26,7 +26,8 @@ def no_variables(monkeypatch):
 def roots_of(folder: Path, **variables: str) -> list[str]:
     """`cache_roots()` of a copy of the package in `folder`, in a process of its own."""
     shutil.copytree(PACKAGE, folder / "jitgemm", ignore=shutil.ignore_patterns("__pycache__"))
-    script = "from jitgemm import settings; print(*settings.cache_roots(), sep='\\n')"
+    shutil.copy(PACKAGE.parent / "jitgemm_cli.py", folder)
+    script = "import jitgemm_cli; from jitgemm import settings; print(*settings.cache_roots(), sep='\\n')"
     environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
