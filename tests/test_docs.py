@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import json
 import re
 import shlex
 import subprocess
@@ -73,18 +72,6 @@ def model_folder(name: str) -> None:
     config.save_pretrained(name)
 
 
-def layers_folder(name: str) -> None:
-    """A layer's q, k, v and down projection in w4afp8."""
-    tensors = {}
-    for layer in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
-        prefix = f"model.layers.0.{layer}"
-        tensors[f"{prefix}.weight"] = torch.randint(-128, 128, (64, 128), dtype=torch.int8)
-        tensors[f"{prefix}.weight_scale_inv"] = torch.ones(64, 2)
-    Path(name).mkdir()
-    save_file(tensors, f"{name}/model.safetensors")
-    Path(name, "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "w4afp8"}}))
-
-
 def floats_folder(name: str) -> None:
     """A Llama with one layer of 64 × 64 Linears, in bf16."""
     transformers = pytest.importorskip("transformers")
@@ -118,12 +105,11 @@ REPLACED = {
 
 NAMED = {
     "Meta-Llama-3-8B-Instruct-W4AFP8": model_folder,
-    "Llama-3-8B-W4A8": layers_folder,
     "Llama-3-8B-bf16": floats_folder,
 }
 """What makes the folder that a sample names."""
 
-GIVEN = {"init_device_mesh": divided, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
+GIVEN = {"init_device_mesh": divided}
 """What a sample with this name in it is given, as global names."""
 
 CANNOT_RUN: dict[str, str] = {}
