@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import json
 import re
 import shlex
 import subprocess
@@ -73,18 +72,6 @@ def model_folder(name: str) -> None:
     config.save_pretrained(name)
 
 
-def layers_folder(name: str) -> None:
-    """A layer's q, k, v and down projection in w4afp8."""
-    tensors = {}
-    for layer in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
-        prefix = f"model.layers.0.{layer}"
-        tensors[f"{prefix}.weight"] = torch.randint(-128, 128, (64, 128), dtype=torch.int8)
-        tensors[f"{prefix}.weight_scale_inv"] = torch.ones(64, 2)
-    Path(name).mkdir()
-    save_file(tensors, f"{name}/model.safetensors")
-    Path(name, "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "w4afp8"}}))
-
-
 def floats_folder(name: str) -> None:
     """A Llama with one layer of 64 × 64 Linears, in bf16."""
     transformers = pytest.importorskip("transformers")
@@ -93,17 +80,11 @@ def floats_folder(name: str) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
 
 
-def divided() -> dict[str, object]:
-    """A gated MLP, experts and their input, in a group of one process."""
+def group_of_one(monkeypatch) -> None:
+    """What torchrun sets up, for one process."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    mlp = torch.nn.ModuleDict({name: torch.nn.Linear(128, 128) for name in ("gate", "up", "down")})
-    mlp.forward = lambda x: mlp["down"](torch.nn.functional.silu(mlp["gate"](x)) * mlp["up"](x))
-    codes = torch.randint(-8, 8, (4, 256, 128), dtype=torch.int8)
-    w13, w2 = (jitgemm.pack_w4(q, torch.full((4, len(q[0]), 1), 0.01), group_size=128) for q in (codes, codes[:, :128]))
-    block = torch.nn.ModuleDict({"experts": jitgemm.nn.W4A8Experts(w13, w2)})
-    ids, weights = torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.rand(3, 2)
-    return {"mlp": mlp, "x": torch.randn(3, 128), "block": block, "ids": ids, "weights": weights}
 
 
 REPLACED = {
@@ -118,13 +99,9 @@ REPLACED = {
 
 NAMED = {
     "Meta-Llama-3-8B-Instruct-W4AFP8": model_folder,
-    "Llama-3-8B-W4A8": layers_folder,
     "Llama-3-8B-bf16": floats_folder,
 }
 """What makes the folder that a sample names."""
-
-GIVEN = {"init_device_mesh": divided, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
-"""What a sample with this name in it is given, as global names."""
 
 CANNOT_RUN: dict[str, str] = {}
 """The reason why a sample, named by its first line, cannot run here."""
@@ -144,10 +121,9 @@ def test_every_sample_runs(text, tmp_path, monkeypatch):
     for name, make in NAMED.items():
         if name in text:
             make(name)
+    if "torchrun" in text:
+        group_of_one(monkeypatch)
     names: dict[str, object] = {}
-    for name, given in GIVEN.items():
-        if re.search(rf"\b{name}\b", text):
-            names |= given()
     for long, short in REPLACED.items():
         text = text.replace(long, short)
     exec(compile(text, "sample", "exec"), names)
@@ -158,7 +134,7 @@ def test_every_sample_runs(text, tmp_path, monkeypatch):
 
 def test_no_stand_in_is_left_over():
     text = "".join(SAMPLES)
-    assert [name for name in (*REPLACED, *NAMED, *GIVEN, *CANNOT_RUN) if name not in text] == []
+    assert [name for name in (*REPLACED, *NAMED, *CANNOT_RUN) if name not in text] == []
 
 
 # Commands: `jitgemm …` is parsed by the command itself, `… scripts/x` needs options and words that the script knows.
