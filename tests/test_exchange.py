@@ -15,7 +15,8 @@ from emulator.launch import COMPILER, Emulator, emulate
 
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
-from jitgemm.moe.exchange import Buffer, Layout, collect, dispatch
+from jitgemm.moe.exchange import Buffer, collect, dispatch
+from jitgemm.moe.layout import Layout
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.moe.route import combine_reference, gather, route_reference
 from jitgemm.nn.layers.expert_nvlink import _new_buffer

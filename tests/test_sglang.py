@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from sglang_layers import BF16, dispatched, experts, running
-from test_vllm import CONFIGS, dense_of, stored
+from sglang_layers import BF16, REAL, dispatched, experts, running
+from test_vllm import CONFIGS, SAVED, ParallelLMHead, dense_of, packed_module, stored
 
 import jitgemm.sglang
 
@@ -29,8 +29,10 @@ from jitgemm.sglang.config import JitGemmConfig  # noqa: E402
 from jitgemm.sglang.experts import JitGemmMoEMethod, gate_of  # noqa: E402
 from jitgemm.sglang.linear import JitGemmLinearMethod  # noqa: E402
 
-LINEAR = ("packed", "gptq", "awq", "fp8", "mxfp4", "channel")
-FORMATS = [name for name in LINEAR if name in CONFIGS]
+FORMATS = (
+    "packed", "packed-static", "packed-corrected", "gptq", "gptq-int8", "awq", "fp8", "fp8-blocks", "mxfp4", "nvfp4",
+    "modelopt-nvfp4", "qserve",
+)  # fmt: skip
 SIZES = 4, 64, 128
 """Experts, hidden, inter."""
 
@@ -299,6 +301,108 @@ def test_the_gate_is_that_of_sglang_s_config(said, gate):
     else:
         found = gate_of(config)
         assert (found.kind, found.order, found.keywords["limit"], found.alpha) == gate
+
+
+# ---- models that jitgemm saved, and the output layer -----------------------------------------------------------------
+
+
+def saved(folder, layers):
+    """The config of a model in `folder`, whose file has these layers."""
+    parts = {f"{name}.{each}": tensor for name, layer in layers.items() for each, tensor in layer.state_dict().items()}
+    save_file(parts, folder / "model.safetensors")
+    with running():
+        return JitGemmConfig.from_config(
+            {"quant_method": "jitgemm", "hf_config": SimpleNamespace(_name_or_path=str(folder))}
+        )
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "static", "corrected", "nvfp4", "8 bits in blocks"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_has_its_part_of_saved_layers(tmp_path, kind, number):
+    torch.manual_seed(0)
+    layers = {f"m.{each}_proj": SAVED[kind](192, 128) for each in ("gate", "up")} | {"m.o_proj": SAVED[kind](64, 384)}
+    config = saved(tmp_path, layers)
+    with running(number, 2):
+        joined, cut = gate_up(config, 128, 192), row(config, 384, 64)
+        for part, name in enumerate(("gate", "up")):
+            load(joined, layers[f"m.{name}_proj"].state_dict(), part)
+        load(cut, layers["m.o_proj"].state_dict())
+    gate, up, o = (dense_of(layer) for layer in layers.values())
+    assert torch.equal(dense_of(process(joined)), torch.cat([each.chunk(2)[number] for each in (gate, up)]))
+    assert torch.equal(dense_of(process(cut)), o.chunk(2, 1)[number])
+    assert cut.jitgemm.activation == layers["m.o_proj"].activation and not dict(cut.named_parameters())
+
+
+def head_of(config, number):
+    """One of two ranks' output layer of 200 rows, which are filled up to 256."""
+    if not REAL:
+        return ParallelLMHead(config, 200, 128, *((0, 128), (128, 200))[number])
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead as Head
+
+    return Head(200, 128, params_dtype=BF16, quant_config=config, prefix="lm_head")
+
+
+@pytest.mark.parametrize("kind", ["floats", "4 bits", "8 bits"])
+def test_an_output_layer_is_packed_as_the_option_or_the_file_says(tmp_path, kind):
+    torch.manual_seed(0)
+    if kind == "floats":
+        with running():
+            config = made(None, lm_head="int8")
+        weight = torch.randn(200, 128).to(BF16)
+        tensors, expected, activation = {"weight": weight}, weight.double(), "int8"
+    else:
+        whole = SAVED[kind](200, 128)
+        config, tensors = saved(tmp_path, {"lm_head": whole}), whole.state_dict()
+        expected, activation = dense_of(whole), whole.activation
+    parts = []
+    for number in range(2):
+        with running(number, 2):
+            head = head_of(config, number)
+            load(head, tensors)
+        parts.append(dense_of(process(head)))
+    found = torch.cat(parts)
+    assert found.shape[0] == 256 and not found[200:].any() and head.jitgemm.activation == activation
+    assert (found[:200] - expected).norm() <= (0.01 if kind == "floats" else 0) * expected.norm()
+
+
+@pytest.mark.parametrize("ep", [False, True])
+def test_ranks_of_saved_experts_with_biases_add_up(tmp_path, ep):
+    whole, sizes = packed_module(), (4, 128, 384)
+    config = saved(tmp_path, {"m.experts": whole})
+    torch.manual_seed(5)
+    x, ids = torch.randn(6, 128).to(BF16), torch.stack([torch.randperm(4)[:2] for _ in range(6)]).to(torch.int32)
+    weights, total = torch.rand(6, 2), torch.zeros(6, 128)
+    for number in range(2):
+        with running(number, 2, ep):
+            layer = experts(config, sizes, 2, with_bias=True)
+            module = process(layer)
+        mine = torch.where(ids // 2 == number, ids % 2, -1) if ep else ids
+        total += layer.quant_method.apply(layer, standard(x, mine, weights)).hidden_states
+        assert (module.w2.bias is None) == (number == 1 and not ep)
+    expected = whole(x, ids, weights).float()
+    assert (total - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_saved_model_is_loaded_again_in_place_and_from_its_files_alone(tmp_path):
+    torch.manual_seed(0)
+    linear, other, whole = SAVED["4 bits"](64, 128), SAVED["4 bits"](64, 128), packed_module()
+    config = saved(tmp_path, {"m.o_proj": linear, "m.experts": whole})
+    with running():
+        layers = row(config, 128, 64), experts(config, (4, 128, 384), 2)
+        load(layers[0], linear.state_dict())
+        modules = [process(layer) for layer in layers]
+        before = [{name: (each.data_ptr(), each.clone()) for name, each in m.named_buffers()} for m in modules]
+        for layer in layers:
+            layer.quant_method.restore_weights_before_loading(layer)
+        load(layers[0], linear.state_dict())
+        assert [process(layer) for layer in layers] == modules
+        for module, held in zip(modules, before, strict=True):
+            for name, each in module.named_buffers():
+                assert each.data_ptr() == held[name][0] and torch.equal(each, held[name][1])
+        layers[0].quant_method.restore_weights_before_loading(layers[0])
+        load(layers[0], other.state_dict())
+        with pytest.raises(ValueError, match="got another m.o_proj.blocks than theirs"):
+            process(layers[0])
 
 
 # ---- the config ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,11 @@ from safetensors.torch import save_file  # noqa: E402
 from sglang_layers import BF16, running  # noqa: E402
 from test_vllm import CONFIGS, dense_of, stored  # noqa: E402
 
+import jitgemm  # noqa: E402
 import jitgemm.sglang  # noqa: E402
+from jitgemm.activations.scheme import SILU_MUL  # noqa: E402
+from jitgemm.nn import W4A8Linear  # noqa: E402
+from jitgemm.nn.layers.experts import packed_experts  # noqa: E402
 
 SIZES = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -45,15 +49,34 @@ def linears(name):
     return found
 
 
+def saved_layers(dense):
+    """(name, module) as jitgemm saves them of these weights, for which what they stand for then stands in `dense`."""
+    for name in [each for each in dense if ".experts." not in each]:
+        module = W4A8Linear(jitgemm.quantize_w4(dense[name].to(BF16), 64))
+        dense[name] = module.weight.dequantize().double()
+        yield name, module
+    for part in sorted({name.partition(".experts.")[0] for name in dense if ".experts." in name}):
+        at = f"{part}.experts"
+        gates, ups, downs = (
+            torch.stack([dense[f"{at}.{e}.{each}_proj"].to(BF16) for e in range(4)]) for each in ("gate", "up", "down")
+        )
+        w13, w2 = jitgemm.quantize_w4(torch.cat([gates, ups], 1), 64), jitgemm.quantize_w4(downs, 64)
+        for e, (both, down) in enumerate(zip(w13.dequantize().double(), w2.dequantize().double(), strict=True)):
+            dense[f"{at}.{e}.gate_proj"], dense[f"{at}.{e}.up_proj"] = both.chunk(2)
+            dense[f"{at}.{e}.down_proj"] = down
+        yield at, packed_experts(w13, w2, activation="e4m3", gate=SILU_MUL)
+
+
 def written(folder, name, format):
     """Writes a model; returns {layer: the weight that it stands for}."""
     import json
 
     tensors, dense = {}, {}
     for seed, (layer, (n, k)) in enumerate(linears(name).items()):
-        if format is None:
-            weight = (torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8).to(BF16)
-            tensors[f"{layer}.weight"], dense[layer] = weight, weight.double()
+        if format in (None, "saved"):
+            dense[layer] = (torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / 8).to(BF16).double()
+            if format is None:
+                tensors[f"{layer}.weight"] = dense[layer].to(BF16)
         else:
             parts, dense[layer] = stored(CONFIGS[format], n, k, seed)
             tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in parts.items()}
@@ -64,10 +87,14 @@ def written(folder, name, format):
             plain[f"model.layers.{i}.mlp.gate.weight"] = 4, 128
             plain |= {f"model.layers.{i}.self_attn.{each}_norm.weight": (32,) for each in "qk"}
     tensors |= {each: torch.ones(size, dtype=BF16) for each, size in plain.items()}
+    quantised = {}
+    if format == "saved":
+        for layer, module in saved_layers(dense):
+            tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in module.state_dict().items()}
+        quantised = {"quantization_config": {"quant_method": "jitgemm"}}
+    elif format is not None:
+        quantised = {"quantization_config": {**CONFIGS[format], "ignore": ["lm_head", "re:.*gate$"]}}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    quantised = (
-        {} if format is None else {"quantization_config": {**CONFIGS[format], "ignore": ["lm_head", "re:.*gate$"]}}
-    )
     (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[name], **quantised}), encoding="utf-8")
     return dense
 
@@ -106,7 +133,7 @@ def groups(folder):
         get_parallel().clear_stamp()
 
 
-@pytest.mark.parametrize("format", [None, "packed"])
+@pytest.mark.parametrize("format", [None, "packed", "saved"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
     jitgemm.sglang.register()

@@ -384,7 +384,7 @@ def test_experts_that_jitgemm_saved_are_not_mixed_with_weights_from_elsewhere(al
     model, config = loaded_with_config(tmp_path / "first")
     others = load_file(tmp_path / "second" / "model.safetensors")
     with pytest.raises(
-        ValueError, match="reload_weights: expected a path for a model with experts that jitgemm packed"
+        ValueError, match="weights: expected those of a path for a model with experts that jitgemm packed"
     ):
         reload(model, config, tmp_path / "first", lambda tensors: others)
 

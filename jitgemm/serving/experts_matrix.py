@@ -35,7 +35,7 @@ class ExpertsMatrix(Matrix):
         super().__init__(method, widths, k, whole, rank)
         self.part, self.count, self.rows = part, count, rows
         self.parameters = {suffix: f"{part}_{name}" for suffix, name in self.parameters.items()}
-        # vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight.
+        # Engines load one number of an expert's input scale, and one of w2's scale of the whole weight.
         numbers = [suffix for suffix, each in self.tensors.items() if each.dims == (PARTS,)]
         single = numbers if part == "w2" else [each for each in numbers if each == "input_scale"]
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
@@ -64,7 +64,7 @@ class ExpertsMatrix(Matrix):
     def load(
         self, load: Any, suffix: str, param: Any, tensor: torch.Tensor, weight_name: str, *where: Any, **named: Any
     ) -> Any:
-        """Tells vLLM's loader, which goes by names, its own name of a parameter. Of gpt-oss' stacked experts vLLM's model
+        """Tells the engine's loader, which goes by names, its own name of a parameter. Of gpt-oss' stacked experts vLLM's model
         has cut the rank's part. Raises ValueError for an activation order."""
         if suffix.endswith("g_idx"):
             k = tensor.shape[-1]

@@ -176,7 +176,7 @@ def layout_of(
             raise ValueError(f"quant_method: expected one of {', '.join(known)}, got {method!r}")
         if format.name == "qserve" and experts:
             raise ValueError(
-                "quant_method: expected linears of QServe, got experts, whose tiles vLLM's loader cannot cut"
+                "quant_method: expected linears of QServe, got experts, whose tiles no engine's loader cuts"
             )
         scheme = scheme_of(format, config, name)
     except ValueError as error:
@@ -201,7 +201,7 @@ def layout_of(
 
 
 def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
-    """Raises Unsupported for what the format's reader has and vLLM's parameters do not."""
+    """Raises Unsupported for what the format's reader has and engines' parameters do not."""
     if scheme.block not in (None, (BLOCK, BLOCK)):
         name = "weight_block_size" if scheme.format == "w8a8" else "block_structure"
         raise Unsupported(f"{name}: expected {[BLOCK, BLOCK]}, got {list(scheme.block or ())}")
@@ -223,7 +223,7 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
 
 
 def _method(said: Any) -> Any:
-    """A quant_method as the files say it, where vLLM has put a name of its own for one of its models or algorithms."""
+    """A quant_method as the files say it, where an engine has put a name of its own for one of its models or algorithms."""
     return "modelopt" if str(said).startswith("modelopt_") else "fp8" if said == "deepseek_v4_fp8" else said
 
 

@@ -74,7 +74,7 @@ class Matrix:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-        """Gives a layer the parameters; attributes: what vLLM wants them to have, its "weight_loader" among that."""
+        """Gives a layer the parameters; attributes: what the engine wants them to have, its "weight_loader" among that."""
         for suffix, name in self.parameters.items():
             layer.register_parameter(name, self.parameter(suffix, attributes))
 
@@ -103,7 +103,7 @@ class Matrix:
         return torch.arange(self.sizes["k"]) // self.sizes["group"]
 
     def loader(self, suffix: str, load: Callable[..., Any]) -> Callable[..., Any]:
-        """vLLM's loader for a parameter: it writes the rank's part, and notes it in `written`.
+        """The engine's loader for a parameter: it writes the rank's part, and notes it in `written`.
 
         Raises ValueError for scales that the parameter's type cannot hold, and for tensors that joined layers share and
         that differ.
@@ -137,7 +137,7 @@ class Matrix:
         before = param.data.clone() if again else None
         result = load(param, self.shares(suffix, tensor), *where, **named)
         if before is not None and not torch.equal(before, param.data):
-            raise ValueError("g_idx: expected one activation order of layers that vLLM joins, got several")
+            raise ValueError("g_idx: expected one activation order of layers that are joined, got several")
         return result
 
     def marks(self, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Marks:
@@ -147,7 +147,7 @@ class Matrix:
         return frozenset((part if isinstance(part, int) else None, None) for part in parts)
 
     def shares(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A file's tensor, such that the part vLLM takes is the rank's: a row for each of a block's, and touched columns."""
+        """A file's tensor, such that the part the engine takes is the rank's: a row for each of a block's, and touched columns."""
         layout = self.tensors[suffix]
         stacked = tensor.dim() - len(layout.dims)  # experts in front
         tensor = layout.by_rows(tensor)
@@ -201,7 +201,7 @@ class Matrix:
             )
 
     def _fill(self, suffix: str, param: Any, missing: Sequence[int]) -> None:
-        """Fills what was not loaded, which is of anything before where vLLM loads again."""
+        """Fills what was not loaded, which is of anything before where the engine loads again."""
         tensor, found = self.tensors[suffix], {part for part, _ in written(param)}
         if suffix.endswith("g_idx") and not found:
             param.data.copy_(self.in_order())
@@ -242,7 +242,7 @@ class Matrix:
         return Parts(quantize_w4(weight, size, symmetric=form["symmetric"], lhs_dtype=codes), None, activation, None)
 
     def source(self, tensors: Mapping[str, torch.Tensor], times: int = 1) -> LayerSource:
-        """What vLLM loaded, as the reader takes it: one layer of all rows; times: how often it has the joined ones."""
+        """What the engine loaded, as the reader takes it: one layer of all rows; times: how often it has the joined ones."""
         assert self.layout.format is not None
         found = {}
         for suffix, tensor in tensors.items():
@@ -265,11 +265,11 @@ class Matrix:
 
 
 class Packing:
-    """What jitgemm's methods of vLLM's layers have in common: parameters of matrices, packed for `module` to join.
+    """What jitgemm's methods of engines' layers have in common: parameters of matrices, packed for `module` to join.
 
     Attributes:
         config: the model's `JitGemmConfig`.
-        names: what the checkpoint calls the layers that vLLM joins; the first speaks for all.
+        names: what the checkpoint calls the layers that the engine joins; the first speaks for all.
         layout: how they are stored.
         option: of the config's, which says the activation.
     """
@@ -280,7 +280,7 @@ class Packing:
         super().__init__(*given)
         self.config, self.names, self.layout = config, names, layout
         self.matrices: Sequence[Any] = ()
-        self.made_up = False  # by vLLM (--load-format dummy), which calls no loaders
+        self.made_up = False  # by the engine (--load-format dummy), which calls no loaders
         self.uses_meta_device = layout.format is None and bool(layout.tensors)
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """The weights of a model that jitgemm packed and saved: state dicts of `jitgemm.nn`'s layers.
 
-A packed weight is opaque to vLLM's loaders. Of linears and the output layer each joined layer's tensors are kept as the
+A packed weight is opaque to engines' loaders. Of linears and the output layer each joined layer's tensors are kept as the
 files have them; once all are there, they are unpacked, cut and joined like a checkpoint's, and packed again, exactly.
-Which rows a rank has of each, vLLM's own loader says: it cuts their numbers. Experts, for whose names vLLM's models have
-no place, are read from the files, a rank's own alone; `reload_weights` reads them again.
+Which rows a rank has of each, the engine's own loader says: it cuts their numbers. Experts, for whose names engines' models
+have no place, are read from the files, a rank's own alone, and again where the engine loads the model again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SavedMatrix(Matrix):
             name = f"{self.names[part or 0]}.blocks"
             if not torch.equal(files.read(name, tensor.device), tensor):
                 raise ValueError(
-                    f"reload_weights: expected a path for a model with experts that jitgemm packed, which are read from "
+                    f"weights: expected those of a path for a model with experts that jitgemm packed, which are read from "
                     f"files, got another {name} than theirs"
                 )
 
