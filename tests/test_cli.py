@@ -847,11 +847,19 @@ def test_env_works_with_settings_that_are_wrong(run, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    [["warmup"], ["explain"], ["env"], *(["cache", name] for name in "ls info show verify prune clear".split())],
+    [
+        ["quantize"],
+        ["warmup"],
+        ["explain"],
+        ["env"],
+        *(["cache", name] for name in "ls info show verify prune clear".split()),
+    ],
 )
-def test_every_command_has_help_and_json(run, command):
+def test_every_command_has_help_on_two_screens_and_json(run, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     done = run(*command, "--help")
     assert done.code == 0 and "--json" in done.stdout
+    assert done.stdout.count("\n") <= 100 and max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", [["warmup"], ["explain"], ["cache", "show"], ["cache", "verify"]])
