@@ -141,7 +141,7 @@ def test_formats_that_no_weight_has_are_refused():
     with pytest.raises(ValueError, match="correction: expected zero points or offsets, got both"):
         WeightFormat(128, True, "bf16", "s8", True, correction="fp16")
     _, weight = pair(128, "zero")
-    with pytest.raises(ValueError, match="format: expected zero points or offsets beside a correction"):
+    with pytest.raises(ValueError, match="format: expected zero points or offsets with a correction"):
         replace(weight, format=weight.format.kernel_format)
 
 
@@ -308,7 +308,7 @@ def test_wrong_arguments():
         jitgemm.gemm_w4a8_nt((x, torch.ones(5, 9)), weight, out)
     with pytest.raises(TypeError, match="expected int8"):
         jitgemm.gemm_w4a8_nt(builders.lhs(3, 5, weight.k, "e4m3"), weight, out)
-    with pytest.raises(ValueError, match="lhs_group: expected 0 beside a weight's correction"):
+    with pytest.raises(ValueError, match="lhs_group: expected 0 with a weight's correction"):
         Problem(5, weight.n, weight.k, "s8", weight.format, lhs_group=128)
 
 

@@ -39,6 +39,7 @@ from jitgemm.nn.warm.warm import gates_of, kernels
 from jitgemm.runtime import driver
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernels_for
+from jitgemm.select.devices import device_spec
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -398,10 +399,11 @@ def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, 
     save(tmp_path, "llama", GPTQ)
     model = loaded(tmp_path)
     model.config._name_or_path = str(tmp_path)  # as from_pretrained leaves it
-    with pytest.raises(
-        CacheMissError, match=f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device h200"
-    ):
-        jitgemm.nn.warmup(model, 8, device="h200", build=False)
+    monkeypatch.setattr("jitgemm.nn.warm.warm.pick_device", lambda name: device_spec(name or "h100-sxm,sms=114"))
+    for device, named in (("h200", "h200"), (None, "h100-sxm,sms=114")):  # None: the GPU at hand
+        command = f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device {named}"
+        with pytest.raises(CacheMissError, match=command):
+            jitgemm.nn.warmup(model, 8, device=device, build=False)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", None])

@@ -105,7 +105,7 @@ def explain(
     routed = ""
     if experts:
         hit, most = cost.weights_read(experts, last), cost.most_rows(experts, last)
-        routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
+        routed = f" rows of {experts} experts; on average {hit:.3g} experts have rows, and none has more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared

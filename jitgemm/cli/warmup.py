@@ -152,7 +152,7 @@ def warmup(
     if not shape and (lhs or offset or correction or block_scales or e8m0 or quantizer or mxfp4 or nvfp4 or two_level):
         raise ValueError(
             "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
-            "off it, but for --activation"
+            "off it, except --activation"
         )
     target = pick_device(device)
     outs = [choice.value for choice in out or []]

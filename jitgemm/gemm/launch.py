@@ -165,7 +165,7 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     if groups is None:
         return values
     sizes, _, rows_of_expert, _ = groups
-    # What an expert adds to the index of a scale of [E, rows, groups] beside its rows' stride, modulo 2^64.
+    # Elements, mod 2^64, from one expert's scales [E, rows, groups] to the next, beyond rows * stride.
     step = (x_scale.stride(0) - rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
     return values | dict(
         experts=weight.experts, rows_of_expert=rows_of_expert,

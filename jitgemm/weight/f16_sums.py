@@ -70,7 +70,7 @@ def with_powers(weight: Weight) -> Weight:
     if lost:
         raise ValueError(
             f"sums: expected 'f32' for {weight.layer or 'a weight'} whose scales f16 does not hold as parts of their "
-            f"row's largest, got 'f16' for {weight!r}: {lost} of its rows have scales that are too small beside it, or "
+            f"row's largest, got 'f16' for {weight!r}: {lost} of its rows have scales that are too small next to it, or "
             f"have too many bits"
         )
     form = _forms.get(weight)
