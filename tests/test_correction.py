@@ -59,7 +59,7 @@ def test_factors_give_back_what_was_packed(group_size, kind, experts):
     assert all(map(same, (*weight.unpack(), weight.unpack_offset()), (*plain.unpack(), plain.unpack_offset())))
     assert same(weight.dequantize(), plain.dequantize()) and same(weight.row_sum, plain.row_sum)
     assert weight.nbytes == sum(tensor.nbytes for tensor in (weight.blocks, weight.row_sum))
-    assert f"corrected in {weight.correction[0]}" in repr(weight) and weight.settled
+    assert f"corrected in {weight.correction[0]}" in repr(weight) and weight.ready
     if experts:
         assert same(weight[1].dequantize(), plain[1].dequantize()) and weight[1].correction == weight.correction
         stacked = jitgemm.W4Weight.stacked(experts, lambda e: weight[e])

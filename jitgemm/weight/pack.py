@@ -70,7 +70,7 @@ def pack_w4(
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
         synchronised, unless it is being captured: then values of q and zero are not scanned and the weight is not
-        `settled`.
+        `ready`.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.

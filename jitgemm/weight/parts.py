@@ -99,8 +99,8 @@ class PackedWeight(NamedTuple):
     format: WeightFormat
 
     @property
-    def settled_at(self) -> ReadyAt | None:
-        """Where a `Weight` settled these very records, if one did."""
+    def ready_at(self) -> ReadyAt | None:
+        """Where a `Weight` ready these very records, if one did."""
         return noted(self.blocks)
 
     @property
