@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -399,7 +400,8 @@ def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, 
     save(tmp_path, "llama", GPTQ)
     model = loaded(tmp_path)
     model.config._name_or_path = str(tmp_path)  # as from_pretrained leaves it
-    monkeypatch.setattr("jitgemm.nn.warm.warm.pick_device", lambda name: device_spec(name or "h100-sxm,sms=114"))
+    at_hand = replace(device_spec("h100-sxm"), num_sms=114)
+    monkeypatch.setattr("jitgemm.nn.warm.warm.pick_device", lambda name: at_hand if name is None else device_spec(name))
     for device, named in (("h200", "h200"), (None, "h100-sxm,sms=114")):  # None: the GPU at hand
         command = f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device {named}"
         with pytest.raises(CacheMissError, match=command):

@@ -135,7 +135,7 @@ def gemm_w8a8_nt(
         out, bias, batch_invariant, kernel: as `gemm_w4a8_nt` takes them.
 
     Raises:
-        As `gemm_w4a8_nt`.
+        TypeError, ValueError, CacheMissError, CompileError, UnsupportedDeviceError: as from `gemm_w4a8_nt`.
     """
     gemm(W8, lhs, rhs, out, bias, batch_invariant, kernel)
 
@@ -230,7 +230,8 @@ def m_grouped_gemm_w4a8_nt_masked(
         bias, batch_invariant, kernel, sums: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
 
     Raises:
-        As `m_grouped_gemm_w4a8_nt_contiguous`.
+        TypeError, ValueError, CacheMissError, CompileError, UnsupportedDeviceError: as from
+            `m_grouped_gemm_w4a8_nt_contiguous`.
     """
     masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel, sums)
 
