@@ -112,7 +112,8 @@ def m_grouped_fp8_gemm_nt_masked(
         d: [E, max_m, n].
 
     Raises:
-        As `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`; ValueError for another recipe.
+        ValueError: another recipe.
+        TypeError, ValueError, CacheMissError: as from `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`.
     """
     masked(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
 

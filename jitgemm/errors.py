@@ -1,4 +1,4 @@
-"""Exceptions that jitgemm raises beside ValueError and TypeError. Knows nothing of torch, CUDA or the disk."""
+"""Exceptions that jitgemm raises besides ValueError and TypeError. Knows nothing of torch, CUDA or the disk."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, for what the scheme meets, or for what a quantised
             checkpoint says.
         lm_head: as in `quantize_`.
-        modules_to_not_convert: patterns (`fnmatch`) of modules that stay, beside those that `quantize_` leaves alone.
+        modules_to_not_convert: patterns (`fnmatch`) of modules that stay, in addition to the modules that `quantize_` never takes.
         strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
 
     Raises:
@@ -189,7 +189,7 @@ class JitGemmQuantizer(HfQuantizer):
         return not self._divided  # each rank holds a part
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuses offloading: a packed weight is used where it lies."""
+        """Raises for offloading: a packed weight is used where it lies."""
         devices = {str(device) for device in device_map.values()} if isinstance(device_map, Mapping) else set()
         if "disk" in devices or ("cpu" in devices and len(devices) > 1):
             raise ValueError(
@@ -334,7 +334,7 @@ def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan)
     idle = [repr(pattern) for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
     if idle:
         wanted = "patterns of layers' whole names, such as '*.o_proj' or 'model.layers.0.*'"
-        text = f"modules_to_not_convert: expected {wanted}, got {', '.join(idle)}, of which there are none"
+        text = f"modules_to_not_convert: expected {wanted}, got {', '.join(idle)}, which match nothing"
         warnings.warn(text, stacklevel=2)
 
 

@@ -33,7 +33,7 @@ _NO, _YES = ("0", "off", "no", "false"), ("1", "on", "yes", "true")
 def cache_roots() -> list[Path]:
     """Kernel cache folders, in reading order. They need not exist; there may be none.
 
-    `JITGEMM_CACHE_DIR` when it names any, without those that cannot be told (`~nosuch`), which are warned of. Else
+    `JITGEMM_CACHE_DIR` when it names any, without folders that cannot be resolved (`~nosuch`), with a warning. Else
     `cache/` of the checkout the package runs from, then the user cache folder of this platform, if there is a home.
     """
     named = [part.strip() for part in _read("JITGEMM_CACHE_DIR").split(os.pathsep) if part.strip()]

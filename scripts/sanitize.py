@@ -189,8 +189,8 @@ def dense(wanted: dict[str, Any], format: tuple[Any, ...], lhs_type: str, sizes:
     operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
     plan = GemmLaunch(operands, spec)
     for _ in range(3):
-        unsettled = rhs.packed._replace(blocks=rhs.blocks.clone())  # no tensor that a weight settled
-        plan.launch(operands._replace(weight=unsettled))
+        unready = rhs.packed._replace(blocks=rhs.blocks.clone())  # no tensor that a weight marked ready
+        plan.launch(operands._replace(weight=unready))
         plan.launch(operands)
     torch.cuda.synchronize()
     return bool(((out.cpu().double() - ref).abs() <= bound).all())

@@ -279,7 +279,7 @@ def test_x_zero_must_be_int32(affine, dtype):
 
 def test_only_int8_has_zero_points(affine):
     affine.x = affine.x.float().to(torch.float8_e4m3fn)
-    affine.refused(TypeError, "lhs[0] (x)", "int8 beside lhs[2] (x_zero)", "float8_e4m3fn")
+    affine.refused(TypeError, "lhs[0] (x)", "int8 with lhs[2] (x_zero)", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("shape", [(M - 1,), (M + 1,), (1, M), (M, 2), (M, 1, 1), (1, 1, 1), (0,)])

@@ -256,7 +256,7 @@ def test_scales_that_reach_into_the_output_overlap_it(step, overlaps):
 def test_no_zero_points_beside_them():
     weight, (x, x_scale) = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 5, 416, "s8")
     lhs = x, x_scale, torch.zeros(5, dtype=torch.int32)
-    message = r"lhs\[2\] \(x_zero\): expected None beside a scale per token and 128 k"
+    message = r"lhs\[2\] \(x_zero\): expected None with a scale per token and 128 k"
     with pytest.raises(ValueError, match=message):
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, torch.empty(5, 64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=message):
@@ -313,7 +313,7 @@ def test_exponents_change_nothing_of_a_kernel_but_how_it_reads_scales(experts):
         assert spec in kernels_for(4096, 4096, "e4m3", fmt, H200, 9000, experts=experts, lhs_group=128, lhs_e8m0=True)
         with pytest.raises(ValueError, match="kernel: expected one for these operands"):
             kernel_named(spec.label, replace(of_m, lhs_e8m0=False), H200)
-    with pytest.raises(ValueError, match="lhs_e8m0: expected lhs_group 128 beside it, got 0"):
+    with pytest.raises(ValueError, match="lhs_e8m0: expected lhs_group 128 with it, got 0"):
         replace(problem, lhs_group=0)
 
 

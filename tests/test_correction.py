@@ -59,7 +59,7 @@ def test_factors_give_back_what_was_packed(group_size, kind, experts):
     assert all(map(same, (*weight.unpack(), weight.unpack_offset()), (*plain.unpack(), plain.unpack_offset())))
     assert same(weight.dequantize(), plain.dequantize()) and same(weight.row_sum, plain.row_sum)
     assert weight.nbytes == sum(tensor.nbytes for tensor in (weight.blocks, weight.row_sum))
-    assert f"corrected in {weight.correction[0]}" in repr(weight) and weight.settled
+    assert f"corrected in {weight.correction[0]}" in repr(weight) and weight.ready
     if experts:
         assert same(weight[1].dequantize(), plain[1].dequantize()) and weight[1].correction == weight.correction
         stacked = jitgemm.W4Weight.stacked(experts, lambda e: weight[e])
@@ -141,7 +141,7 @@ def test_formats_that_no_weight_has_are_refused():
     with pytest.raises(ValueError, match="correction: expected zero points or offsets, got both"):
         WeightFormat(128, True, "bf16", "s8", True, correction="fp16")
     _, weight = pair(128, "zero")
-    with pytest.raises(ValueError, match="format: expected zero points or offsets beside a correction"):
+    with pytest.raises(ValueError, match="format: expected zero points or offsets with a correction"):
         replace(weight, format=weight.format.kernel_format)
 
 
@@ -308,7 +308,7 @@ def test_wrong_arguments():
         jitgemm.gemm_w4a8_nt((x, torch.ones(5, 9)), weight, out)
     with pytest.raises(TypeError, match="expected int8"):
         jitgemm.gemm_w4a8_nt(builders.lhs(3, 5, weight.k, "e4m3"), weight, out)
-    with pytest.raises(ValueError, match="lhs_group: expected 0 beside a weight's correction"):
+    with pytest.raises(ValueError, match="lhs_group: expected 0 with a weight's correction"):
         Problem(5, weight.n, weight.k, "s8", weight.format, lhs_group=128)
 
 

@@ -196,7 +196,7 @@ def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch)
     plan = gemms.GemmLaunch(operands)
     plan.launch(operands)
     [(dependent, (x_map, last_x_map, out_map, block))] = launches
-    assert dependent  # the weight is settled
+    assert dependent  # the weight is ready
     x, x_scale, x_zero, weight, out, bias = operands[:6]
     fields = fields_in(block, struct_of("jitgemm/gemm/types.cuh", "Args"))
     assert fields == {
@@ -233,13 +233,13 @@ def test_what_a_gemm_does_without_is_null(monkeypatch):
     ]  # fmt: skip
 
 
-def test_a_weight_that_is_not_settled_is_read_after_the_kernel_before(monkeypatch):
+def test_a_weight_that_is_not_ready_is_read_after_the_kernel_before(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
     plan = gemms.GemmLaunch(operands)
     operands.weight.blocks.add_(0)
     plan.launch(operands)
-    operands.weight.settle()
+    operands.weight.mark_ready()
     plan.launch(operands)
     assert [dependent for dependent, _ in launches] == [False, True]
 
@@ -264,23 +264,23 @@ def launched_by_op(launches, operands) -> bool:
     return launches[-1][0]
 
 
-def test_an_op_launches_dependently_behind_the_records_that_a_weight_settled(monkeypatch):
+def test_an_op_launches_dependently_behind_the_records_that_a_weight_ready(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
     weight = operands.weight
     assert launched_by_op(launches, operands)
     weight.blocks.add_(0)
     assert not launched_by_op(launches, operands)
-    weight.settle()
+    weight.mark_ready()
     assert launched_by_op(launches, operands)
-    # Of the weight the tensor is what counts: it outlives the object, and another object may settle it.
+    # Of the weight the tensor is what counts: it outlives the object, and another object may mark it ready.
     again = operands._replace(weight=weight.packed)
     del operands, weight
     assert launched_by_op(launches, again)
 
 
 @pytest.mark.parametrize("way", ["clone", "view", "detach", "data"])
-def test_an_op_waits_for_records_that_no_weight_settled(monkeypatch, way):
+def test_an_op_waits_for_records_that_no_weight_ready(monkeypatch, way):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
     blocks = operands.weight.blocks
@@ -293,7 +293,7 @@ def test_an_op_waits_for_records_that_no_weight_settled(monkeypatch, way):
     assert not launched_by_op(launches, operands._replace(weight=packed))
 
 
-def test_an_address_that_a_settled_weight_had_says_nothing(monkeypatch):
+def test_an_address_that_a_ready_weight_had_says_nothing(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
     packed, storage = operands.weight.packed, operands.weight.blocks.untyped_storage()
@@ -308,7 +308,7 @@ def test_an_address_that_a_settled_weight_had_says_nothing(monkeypatch):
     assert not launched_by_op(launches, operands._replace(weight=packed._replace(blocks=other)))
 
 
-def test_an_op_s_expert_is_settled_as_its_whole_is(monkeypatch):
+def test_an_op_s_expert_is_ready_as_its_whole_is(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands(affine=False)
     whole = type(operands.weight).stacked(2, lambda e: operands.weight)

@@ -705,7 +705,7 @@ def test_patterns_that_are_no_layer_s_name_are_told(tmp_path):
             warnings.simplefilter("always")
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
         told = [str(each.message) for each in caught if "modules_to_not_convert" in str(each.message)]
-        assert [each.partition(", got ")[2] for each in told] == [f"{idle}, of which there are none"] * bool(idle)
+        assert [each.partition(", got ")[2] for each in told] == [f"{idle}, which match nothing"] * bool(idle)
 
 
 def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):

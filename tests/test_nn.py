@@ -101,9 +101,9 @@ def same_layer(a: W4A8Linear, b: W4A8Linear) -> bool:
 
 
 def bound(module: W4A8Linear) -> bool:
-    """Whether the weight's tensors are the module's buffers: resident once, and settled."""
+    """Whether the weight's tensors are the module's buffers: resident once, and ready."""
     names = ("blocks", "channel_scale", "row_sum", "permutation")
-    return module.weight.settled and all(getattr(module.weight, n) is getattr(module, n) for n in names)
+    return module.weight.ready and all(getattr(module.weight, n) is getattr(module, n) for n in names)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def _assigned(layer: PackedLinear) -> PackedLinear:
 
 @pytest.mark.parametrize("made", INFERENCE)
 @pytest.mark.parametrize("kind", ["per channel", "w8 block"])
-def test_layers_made_in_inference_mode_are_settled_and_tell_when_they_are_written(kind, made, tmp_path):
+def test_layers_made_in_inference_mode_are_ready_and_tell_when_they_are_written(kind, made, tmp_path):
     layer = layer_of(kind)
     save_file(layer.state_dict(prefix="a."), tmp_path / "model.safetensors")
     with torch.inference_mode():
@@ -428,7 +428,7 @@ def test_layers_made_in_inference_mode_are_settled_and_tell_when_they_are_writte
         assert bound(each)
         with torch.inference_mode():
             each.blocks.zero_()
-        assert not each.weight.settled
+        assert not each.weight.ready
 
 
 def test_torch_save_of_the_module(layer, tmp_path):
@@ -584,7 +584,7 @@ def test_a_weight_written_in_place_is_used_as_written():
     layer.row_sum.copy_(other.row_sum)
     layer.bias.copy_(other.bias)
     x = inputs(8, 3, K)
-    assert not layer.weight.settled
+    assert not layer.weight.ready
     assert builders.same_bits(layer(x), other(x))
 
 

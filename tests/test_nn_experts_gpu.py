@@ -46,12 +46,12 @@ def test_the_gpu_gives_the_cpus_results_of_8_bits(widths, activation):
 def test_moves_and_state_dicts_cross_devices():
     layer = experts(GATES["gpt-oss"], bias=True)
     moved = copy.deepcopy(layer).cuda()
-    assert moved.w13.weight.settled and moved.w13.weight.blocks is moved.w13.blocks
+    assert moved.w13.weight.ready and moved.w13.weight.blocks is moved.w13.blocks
     assert same_state(copy.deepcopy(moved).cpu(), layer)
     expected = moved(*on_gpu(routed()))
     moved.w2.blocks.zero_()
     moved.load_state_dict(layer.state_dict())
-    assert moved.w2.weight.settled and torch.equal(moved(*on_gpu(routed())), expected)
+    assert moved.w2.weight.ready and torch.equal(moved(*on_gpu(routed())), expected)
     fresh = W4A8Experts.from_state_dict({name: tensor.cuda() for name, tensor in layer.state_dict().items()})
     assert torch.equal(fresh(*on_gpu(routed())), expected)
 

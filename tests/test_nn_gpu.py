@@ -55,9 +55,9 @@ def test_the_layer_on_the_gpu_is_within_the_error_bound(pair, dtype, m):
     assert_right(out, on_cpu, x)
 
 
-def test_moving_there_and_back_changes_no_bit_and_settles(pair):
+def test_moving_there_and_back_changes_no_bit_and_marks_ready(pair):
     on_cpu, on_gpu = pair
-    assert on_gpu.weight.settled and on_gpu.weight.blocks is on_gpu.blocks
+    assert on_gpu.weight.ready and on_gpu.weight.blocks is on_gpu.blocks
     assert all(tensor.is_cuda for tensor in on_gpu.buffers())
     assert same_state(copy.deepcopy(on_gpu).cpu(), on_cpu)
 
@@ -67,7 +67,7 @@ def test_state_dicts_cross_devices(pair):
     expected = on_gpu(inputs(1, 5, K).cuda())
     on_gpu.blocks.zero_()
     on_gpu.load_state_dict(on_cpu.state_dict())
-    assert on_gpu.weight.settled
+    assert on_gpu.weight.ready
     assert builders.same_bits(on_gpu(inputs(1, 5, K).cuda()), expected)
     fresh = type(on_cpu).from_state_dict({name: tensor.cuda() for name, tensor in on_cpu.state_dict().items()})
     assert builders.same_bits(fresh(inputs(1, 5, K).cuda()), expected)

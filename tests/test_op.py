@@ -436,12 +436,12 @@ def test_a_functorch_transform_meets_the_op_and_never_a_null_pointer():
 
 def test_a_weight_written_in_place_is_no_longer_read_ahead():
     rhs = builders.weight_parts(3, 64, 128, 32).packed
-    assert rhs.settled
+    assert rhs.ready
     rhs.blocks.copy_(rhs.blocks.clone())
-    assert not rhs.settled
-    assert rhs.settle() and rhs.settled
+    assert not rhs.ready
+    assert rhs.mark_ready() and rhs.ready
     rhs.blocks.data = rhs.blocks.clone()
-    assert not rhs.settled
+    assert not rhs.ready
 
 
 # ---- the op's weight, checked like a W4Weight -----------------------------------------------------------------------

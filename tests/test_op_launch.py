@@ -1,4 +1,4 @@
-"""Which calls through the `torch.library` ops start before the kernel before them ends: those behind a settled weight.
+"""Which calls through the `torch.library` ops start before the kernel before them ends: those behind a ready weight.
 
 The rule itself, on tensors: tests/test_driver.py. Here it meets compilers, which decide what tensors an op is given.
 """
@@ -13,7 +13,7 @@ import torch
 
 import jitgemm
 from jitgemm.gemm import call
-from jitgemm.nn import W4A8Linear, settle
+from jitgemm.nn import W4A8Linear, mark_ready
 from jitgemm.weight.packed import W4Weight
 
 N, K = 128, 256
@@ -35,13 +35,13 @@ def fresh_dynamo():
 
 
 @pytest.fixture
-def settled(monkeypatch) -> list[bool]:
+def ready(monkeypatch) -> list[bool]:
     """Of each call on the CPU, whether its plan would have been launched dependently, see `Plan.launch`."""
     found: list[bool] = []
     run = call._run
 
     def look(x, x_scale, x_zero, weight, out, bias, *rest):
-        at = weight.settled_at
+        at = weight.ready_at
         found.append(at is not None and at == (weight.blocks.data_ptr(), weight.blocks._version))
         run(x, x_scale, x_zero, weight, out, bias, *rest)
 
@@ -61,31 +61,31 @@ def multiply(lhs, rhs) -> torch.Tensor:
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_layer_s_weight_is_settled(settled, backend, inference):
+def test_a_compiled_layer_s_weight_is_ready(ready, backend, inference):
     layer = W4A8Linear(weight(1), activation="int8")
     compiled, x = torch.compile(layer, backend=backend, fullgraph=True), torch.randn(5, K, dtype=torch.bfloat16)
     expected = layer(x)
-    settled.clear()
+    ready.clear()
     with torch.inference_mode() if inference else torch.no_grad():
         assert all(builders.same_bits(compiled(x), expected) for _ in range(2))
-    assert settled == [True, True]
+    assert ready == [True, True]
     layer.load_state_dict(W4A8Linear(weight(2), activation="int8").state_dict())
     expected = layer(x)
-    settled.clear()
+    ready.clear()
     assert builders.same_bits(compiled(x), expected)
-    assert settled == [True]
+    assert ready == [True]
     layer.blocks.add_(0)
     compiled(x)
-    assert settled == [True, False]
+    assert ready == [True, False]
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first", ["write", "multiply"])
-def test_a_graph_that_writes_its_weight_waits_for_it(settled, backend, first, inference):
+def test_a_graph_that_writes_its_weight_waits_for_it(ready, backend, first, inference):
     rhs, others, lhs = weight(1), [weight(2), weight(3)], builders.lhs(4, 5, K, "s8")
     expected = [multiply(lhs, each) for each in (rhs, *others)]
-    settled.clear()
+    ready.clear()
 
     def function(x, x_scale, new):
         if first == "write":
@@ -97,54 +97,54 @@ def test_a_graph_that_writes_its_weight_waits_for_it(settled, backend, first, in
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     with torch.inference_mode() if inference else torch.no_grad():
-        outs = [compiled(*lhs, each.blocks.clone()) for each in others]  # which no weight settled
+        outs = [compiled(*lhs, each.blocks.clone()) for each in others]  # which no weight marked ready
     for out, wanted in zip(outs, expected[1:] if first == "write" else expected):
         assert builders.same_bits(out, wanted)
     # Only what was read before anything wrote it may have been.
-    assert len(settled) == 2 and not settled[1] and not (first == "write" and settled[0])
+    assert len(ready) == 2 and not ready[1] and not (first == "write" and ready[0])
 
 
-def test_a_weight_that_is_given_to_the_graph_is_settled_too(settled):
+def test_a_weight_that_is_given_to_the_graph_is_ready_too(ready):
     compiled = torch.compile(lambda x, x_scale, rhs: multiply((x, x_scale), rhs), backend="aot_eager", fullgraph=True)
     lhs = builders.lhs(1, 5, K, "s8")
     for rhs in (weight(2), weight(3)):
         assert builders.same_bits(compiled(*lhs, rhs), jitgemm.gemm_w4a8_reference(lhs, rhs))
-    assert settled == [True, True]
+    assert ready == [True, True]
 
 
-def test_a_loaded_program_s_weight_is_settled_by_request(settled, tmp_path):
+def test_a_loaded_program_s_weight_is_ready_by_request(ready, tmp_path):
     layer, x = W4A8Linear(weight(1), activation="int8"), torch.randn(5, K, dtype=torch.bfloat16)
     expected = layer(x)
     for model, name in ((layer, "blocks"), (torch.nn.Sequential(layer), "0.blocks")):
         torch.export.save(torch.export.export(model, (x,), strict=False), tmp_path / "program.pt2")
         loaded = torch.export.load(tmp_path / "program.pt2").module()
-        settled.clear()
+        ready.clear()
         assert builders.same_bits(loaded(x), expected)
-        assert settle(loaded) == [name]
+        assert mark_ready(loaded) == [name]
         assert builders.same_bits(loaded(x), expected)
         loaded.get_buffer(name).add_(0)
         loaded(x)
-        assert settled == [False, True, False]
+        assert ready == [False, True, False]
 
 
-def test_a_layer_written_past_pytorch_is_settled_by_request(settled):
+def test_a_layer_written_past_pytorch_is_ready_by_request(ready):
     layer, x = W4A8Linear(weight(1), activation="int8"), torch.randn(5, K, dtype=torch.bfloat16)
     layer.blocks.add_(0)
     layer(x)
-    assert settle(torch.nn.Sequential(layer, torch.nn.Linear(8, 8))) == ["0.blocks"]
+    assert mark_ready(torch.nn.Sequential(layer, torch.nn.Linear(8, 8))) == ["0.blocks"]
     layer(x)
-    assert settled == [False, True]
+    assert ready == [False, True]
 
 
-def test_an_inference_tensor_is_not_settled():
+def test_an_inference_tensor_is_not_ready():
     model = torch.nn.Module()
     with torch.inference_mode():
         model.register_buffer("records", torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(ValueError, match="records: expected a tensor that tells when it is written, got an inference"):
-        settle(model)
+        mark_ready(model)
 
 
-def test_a_dispatch_mode_s_call_is_settled_as_an_eager_one_is(settled):
+def test_a_dispatch_mode_s_call_is_ready_as_an_eager_one_is(ready):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -156,7 +156,7 @@ def test_a_dispatch_mode_s_call_is_settled_as_an_eager_one_is(settled):
         multiply(lhs, rhs)
         rhs.blocks.add_(0)
         multiply(lhs, rhs)
-    assert settled == [True, False]
+    assert ready == [True, False]
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -200,16 +200,16 @@ def test_quantiser_and_gemm_of_a_compiled_layer_launch_dependently(launches, mod
 
 
 @pytest.mark.gpu
-def test_settling_a_model_waits_for_every_stream():
+def test_marking_a_model_ready_waits_for_every_stream():
     model, side = torch.nn.Module(), torch.cuda.Stream()
     model.register_buffer("records", weight(1).blocks.cuda())
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
         model.records.add_(0)
-    assert not side.query() and settle(model) == ["records"] and side.query()
+    assert not side.query() and mark_ready(model) == ["records"] and side.query()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        with pytest.raises(RuntimeError, match="settle: expected no CUDA graph to be captured"):
-            settle(model)
+        with pytest.raises(RuntimeError, match="mark_ready: expected no CUDA graph to be captured"):
+            mark_ready(model)
         model.records.add_(0)
 
 
@@ -217,7 +217,7 @@ def test_settling_a_model_waits_for_every_stream():
 def test_the_ops_of_experts_launch_dependently_whatever_their_weights_are(launches):
     experts = W4Weight.stacked(4, lambda e: weight(e)).to("cuda")
     experts.blocks.add_(0)
-    assert not experts.settled
+    assert not experts.ready
     offsets = torch.tensor([0, 3, 3, 5, 8], dtype=torch.int32, device="cuda")
     x = torch.randn(8, K, dtype=torch.bfloat16, device="cuda")
 
@@ -250,14 +250,14 @@ def test_an_op_never_reads_a_weight_that_is_still_written():
     expected = []
     for source in sources:
         write(source)
-        assert rhs.settle()
+        assert rhs.mark_ready()
         expected.append(compiled(*lhs))
     assert not builders.same_bits(*expected)
     outs = []
     torch.cuda._sleep(20_000_000)  # what follows is queued before any of it runs
     for i in range(200):
         write(sources[i % 2])
-        assert not rhs.settled
+        assert not rhs.ready
         outs.append(compiled(*lhs))
     wrong = [i for i, out in enumerate(outs) if not builders.same_bits(out, expected[i % 2])]
     assert not wrong
@@ -265,7 +265,7 @@ def test_an_op_never_reads_a_weight_that_is_still_written():
 
 @pytest.mark.gpu
 def test_a_weight_written_before_a_graph_is_replayed_is_read_as_written():
-    """A graph's first kernel waits for all before the graph; inside, the weight counts as settled."""
+    """A graph's first kernel waits for all before the graph; inside, the weight counts as ready."""
     rhs, others = weight(1, 4096, 4096, 128).to("cuda"), [weight(s, 4096, 4096, 128).to("cuda") for s in (2, 3)]
     lhs = tuple(each.cuda() for each in builders.lhs(4, 1, 4096, "s8"))
     expected = [multiply(lhs, each) for each in others]

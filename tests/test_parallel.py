@@ -526,7 +526,7 @@ def test_ops_take_rows_and_refuse_other_layouts(both):
                 "x: expected placements Replicate() or Shard(0) in quantize_activations",
                 "out: expected a DTensor with (Shard(dim=0),)",
                 "x_scale: expected a DTensor",
-                "x: expected a DTensor beside others in gemm_w4a8_nt, got Tensor",
+                "x: expected a DTensor, as other arguments of gemm_w4a8_nt are, got Tensor",
                 "out: expected a DTensor with (Shard(dim=0),)",
                 "bias: expected a plain tensor or one with Replicate() in gemm_w4a8_nt",
             ),

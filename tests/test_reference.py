@@ -350,7 +350,7 @@ def test_wrong_arguments(x, x_scale, bias, error, message):
     "lhs, error, message",
     [
         ((torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2), torch.zeros(2, dtype=torch.int32)), TypeError,
-         r"lhs\[0\] \(x\): expected int8 beside lhs\[2\] \(x_zero\), got float8_e4m3fn"),
+         r"lhs\[0\] \(x\): expected int8 with lhs\[2\] \(x_zero\), got float8_e4m3fn"),
         ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(3, dtype=torch.int32)), ValueError,
          r"lhs\[2\] \(x_zero\): expected shape \[2\], \[2, 1\] or one element, got \[3\]"),
         ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.full((2,), 0.5)), TypeError,

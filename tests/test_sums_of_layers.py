@@ -165,12 +165,12 @@ def test_a_layer_launches_kernels_that_add_up_in_f16(monkeypatch, compiled):
     assert not torch.equal(out, usual) and torch.allclose(out, usual, rtol=0.02, atol=0.02)
 
 
-def test_settle_makes_powers_again():
+def test_mark_ready_makes_powers_again():
     made = torch.nn.Sequential(layer())
     other = builders.weight_parts(1, N, K, 128)
     made[0].blocks.data.copy_(replace(other, scale=other.scale * 4).packed.blocks)
     before = made[0].powers.clone()
-    jitgemm.nn.settle(made)
+    jitgemm.nn.mark_ready(made)
     assert torch.equal(made[0].powers[:N], 4 * before[:N])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,7 @@ from jitgemm.nn.warm.warm import gates_of, kernels
 from jitgemm.runtime import driver
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernels_for
+from jitgemm.select.devices import device_spec
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -398,10 +400,12 @@ def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, 
     save(tmp_path, "llama", GPTQ)
     model = loaded(tmp_path)
     model.config._name_or_path = str(tmp_path)  # as from_pretrained leaves it
-    with pytest.raises(
-        CacheMissError, match=f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device h200"
-    ):
-        jitgemm.nn.warmup(model, 8, device="h200", build=False)
+    at_hand = replace(device_spec("h100-sxm"), num_sms=114)
+    monkeypatch.setattr("jitgemm.nn.warm.warm.pick_device", lambda name: at_hand if name is None else device_spec(name))
+    for device, named in (("h200", "h200"), (None, "h100-sxm,sms=114")):  # None: the GPU at hand
+        command = f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device {named}"
+        with pytest.raises(CacheMissError, match=command):
+            jitgemm.nn.warmup(model, 8, device=device, build=False)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", None])

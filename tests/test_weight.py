@@ -128,10 +128,10 @@ def test_packing_under_inference_mode():
         weight = parts.packed
         assert torch.equal(weight.unpack()[0], parts.q)
     assert not weight.blocks.is_inference()
-    assert weight.settled
+    assert weight.ready
     weight.blocks.add_(0)
-    assert not weight.settled
-    assert weight.settle() and weight.settled
+    assert not weight.ready
+    assert weight.mark_ready() and weight.ready
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -145,13 +145,13 @@ def test_packing_under_inference_mode():
     (False, lambda blocks: torch.from_dlpack(blocks).zero_()),
     (False, lambda blocks: blocks.untyped_storage().fill_(0)),
 ], ids=["blocks", "slice", "detach", "other dtype", "data", "numpy", "dlpack", "storage"])  # fmt: skip
-def test_what_is_written_past_the_version_is_not_seen_until_it_is_settled_again(seen, write, mode):
+def test_what_is_written_past_the_version_is_not_seen_until_it_is_ready_again(seen, write, mode):
     """As `Weight` says; None: not in inference mode."""
     weight = builders.weight_parts(4, 16, 128, 64).packed
     with mode():
         write(weight.blocks)
-    assert weight.settled == (not (seen or (seen is None and mode is torch.no_grad)))
-    assert weight.settle() and weight.settled
+    assert weight.ready == (not (seen or (seen is None and mode is torch.no_grad)))
+    assert weight.mark_ready() and weight.ready
 
 
 # --- bits ---
@@ -203,7 +203,7 @@ def test_properties():
     assert weight.scale_dtype == torch.float16
     assert weight.device == torch.device("cpu")
     assert weight.layout_version == layout.LAYOUT_VERSION
-    assert weight.settled
+    assert weight.ready
     assert weight.nbytes == 2 * 4 * weight.format.record_bytes + 128 * 4  # row sums
     per_channel = builders.weight_parts(7, 72, 416, 0, scale_type="fp32").packed
     assert per_channel.nbytes == 2 * 4 * 4096 + 2 * 128 * 4  # scales and row sums
@@ -268,7 +268,7 @@ def test_copies_and_pickles(arguments, permuted):
     assert shallow.blocks is weight.blocks
     assert deep.blocks.data_ptr() != weight.blocks.data_ptr()
     for other in (shallow, deep, pickled):
-        assert other is not weight and same_weight(other, weight) and other.settled
+        assert other is not weight and same_weight(other, weight) and other.ready
     assert isinstance(copy.deepcopy({"a": weight})["a"], W4Weight)
 
 
@@ -278,7 +278,7 @@ def test_the_same_weight_over_other_tensors(arguments, permuted):
     weight = (permuted_weight if permuted else plain_weight)(24, 160, **arguments)
     tensors = [getattr(weight, name) for name in TENSORS]
     other = weight.with_tensors(*(None if tensor is None else tensor.clone() for tensor in tensors))
-    assert other.blocks is not weight.blocks and same_weight(other, weight) and other.settled
+    assert other.blocks is not weight.blocks and same_weight(other, weight) and other.ready
     with pytest.raises(ValueError, match="row_sum: expected cpu, got meta"):
         weight.with_tensors(*tensors[:2], weight.row_sum.to("meta"), weight.permutation)
     with pytest.raises(ValueError, match=r"row_sum: expected float32 \[64\], got float64 \[64\]"):
@@ -641,10 +641,10 @@ def test_row_sums_are_those_of_the_exact_weight(group_size, zero_point, scale_ty
 
 
 def test_packing_waits_for_the_stream_once(monkeypatch):
-    settle, waits = W4Weight.settle, []
-    monkeypatch.setattr(W4Weight, "settle", lambda self: waits.append(self.row_sum is not None) or settle(self))
+    mark_ready, waits = W4Weight.mark_ready, []
+    monkeypatch.setattr(W4Weight, "mark_ready", lambda self: waits.append(self.row_sum is not None) or mark_ready(self))
     weight = permuted_weight(72, 256)
-    assert weight.settled and waits == [True]
+    assert weight.ready and waits == [True]
 
 
 def test_row_sums_do_not_depend_on_chunks(monkeypatch):
@@ -887,11 +887,11 @@ def test_the_constructor_refuses_blocks_that_are_not_contiguous():
 def test_it_moves_to_a_gpu_and_back(group_size):
     weight = builders.weight_parts(12, 200, 544, group_size, zero_point=True).packed
     gpu = weight.to("cuda")
-    assert gpu.device == torch.device("cuda", torch.cuda.current_device()) and gpu.settled
+    assert gpu.device == torch.device("cuda", torch.cuda.current_device()) and gpu.ready
     assert gpu.to("cuda") is gpu
     assert same_weight(gpu.to("cpu"), weight)
     for other in (copy.deepcopy(gpu), pickle.loads(pickle.dumps(gpu)), W4Weight.from_state_dict(gpu.state_dict())):
-        assert other.device == gpu.device and other.settled and same_weight(other.to("cpu"), weight)
+        assert other.device == gpu.device and other.ready and same_weight(other.to("cpu"), weight)
 
 
 @pytest.mark.gpu
@@ -913,11 +913,11 @@ def test_packing_on_a_gpu_leaves_nothing_running():
     with torch.cuda.stream(stream):
         weight = parts.packed
         assert stream.query()
-    assert weight.settled
+    assert weight.ready
 
 
 @pytest.mark.gpu
-def test_packing_during_capture_is_not_settled():
+def test_packing_during_capture_is_not_ready():
     parts = builders.weight_parts(14, 64, 256, zero_point=True, device="cuda")
     expected = parts.packed
     graph = torch.cuda.CUDAGraph()
@@ -925,7 +925,7 @@ def test_packing_during_capture_is_not_settled():
         captured = parts.packed
     graph.replay()
     torch.cuda.synchronize()
-    assert not captured.settled and expected.settled
+    assert not captured.ready and expected.ready
     assert same_weight(captured, expected)
 
 
@@ -941,7 +941,7 @@ def test_packing_during_capture_looks_at_no_code_and_keeps_the_order_that_holds_
     assert same_weight(captured, replace(parts, lhs_dtype=None).packed)
 
 
-def test_a_weight_of_fake_tensors_has_no_address_to_settle_at():
+def test_a_weight_of_fake_tensors_has_no_address_to_be_ready_at():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     weight = builders.weight_parts(1, 64, 256, 128).packed
@@ -949,7 +949,7 @@ def test_a_weight_of_fake_tensors_has_no_address_to_settle_at():
         warnings.simplefilter("error")
         blocks, row_sum = mode.from_tensor(weight.blocks), mode.from_tensor(weight.row_sum)
         fake = W4Weight(blocks, None, 64, 256, 128, weight.format, row_sum=row_sum)
-        assert not fake.settled and fake.plan_key == weight.plan_key
+        assert not fake.ready and fake.plan_key == weight.plan_key
 
 
 @pytest.mark.parametrize("value", [[1, 2], b"bytes", 3.0])

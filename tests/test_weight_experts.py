@@ -134,18 +134,18 @@ def test_chunks_do_not_change_the_bytes(monkeypatch):
 
 
 def test_packing_experts_waits_for_the_stream_once(monkeypatch):
-    settle, waits = W4Weight.settle, []
-    monkeypatch.setattr(W4Weight, "settle", lambda self: waits.append(self.experts) or settle(self))
+    mark_ready, waits = W4Weight.mark_ready, []
+    monkeypatch.setattr(W4Weight, "mark_ready", lambda self: waits.append(self.experts) or mark_ready(self))
     weight = pack_experts(expert_parts(5, 8, 32, 32))
-    assert [each.settled for each in weight] == [True] * 5 and waits == [5]
+    assert [each.ready for each in weight] == [True] * 5 and waits == [5]
 
 
 def test_packing_experts_under_inference_mode():
     with torch.inference_mode():
         weight = pack_experts(expert_parts(2, 16, 128, 64, zero_point=True))
         view = weight[1]
-        assert view.settled and not view.blocks.is_inference()
-    assert weight.settled and not weight.blocks.is_inference()
+        assert view.ready and not view.blocks.is_inference()
+    assert weight.ready and not weight.blocks.is_inference()
 
 
 BF16, U8 = torch.bfloat16, torch.uint8
@@ -331,16 +331,16 @@ def test_an_expert_is_a_view(group_size):
     assert weight[0].plan_key == dense.plan_key != weight.plan_key
 
 
-def test_an_expert_is_settled_as_its_whole_is(monkeypatch):
+def test_an_expert_is_ready_as_its_whole_is(monkeypatch):
     weight = pack_experts(expert_parts(2, 8, 64, 32))
-    monkeypatch.setattr(W4Weight, "settle", lambda self: pytest.fail("waited for the stream"))
+    monkeypatch.setattr(W4Weight, "mark_ready", lambda self: pytest.fail("waited for the stream"))
     view = weight[1]
-    assert view.settled
+    assert view.ready
     monkeypatch.undo()
     weight.blocks[0].add_(0)  # one counter of versions for all views
-    assert not weight.settled and not view.settled and not weight[1].settled
-    assert view.settle() and view.settled and not weight.settled
-    assert weight.settle() and weight[0].settled
+    assert not weight.ready and not view.ready and not weight[1].ready
+    assert view.mark_ready() and view.ready and not weight.ready
+    assert weight.mark_ready() and weight[0].ready
 
 
 def test_experts_are_counted_and_iterated():
@@ -416,7 +416,7 @@ def test_copies_files_and_moves_of_experts(group_size, zero_point, codes, offset
         W4Weight.from_state_dict(safetensors.load_file(tmp_path / "w.safetensors"), "w."),
     )
     for other in others:
-        assert other is not weight and other.experts == 3 and same_weight(other, weight) and other.settled
+        assert other is not weight and other.experts == 3 and same_weight(other, weight) and other.ready
     moved = weight.to("meta")
     assert moved.shape == weight.shape and moved.blocks.is_meta and moved[1].blocks.is_meta
     expert = weight[1].state_dict("w.")
@@ -496,7 +496,7 @@ def test_stacked_dense_weights_are_the_packed_experts():
     for group_size, (zero_point, codes) in itertools.product((0, 64), ((True, "any"), (False, "e4m3"), (False, "s8"))):
         parts = expert_parts(3, 72, 160, group_size, zero_point=zero_point, codes=codes)
         weight, packed = W4Weight.stacked(3, lambda e: parts[e].packed), pack_experts(parts)
-        assert same_weight(weight, packed) and weight.settled and weight.plan_key == packed.plan_key
+        assert same_weight(weight, packed) and weight.ready and weight.plan_key == packed.plan_key
 
 
 @pytest.mark.parametrize("holders", [(), (0,), (3,)])
@@ -651,7 +651,7 @@ def test_a_gpu_packs_experts_to_the_same_bytes(group_size, zero_point, scale_typ
     parts = expert_parts(3, 200, 1120, group_size, device="cuda", **arguments)
     stacked = W4Weight.stacked(3, lambda e: parts[e].packed)
     for gpu in (pack_experts(parts), pack_experts(parts, canonical=True), stacked):
-        assert gpu.settled and gpu[2].settled and builders.same_bits(gpu.blocks.cpu(), cpu.blocks)
+        assert gpu.ready and gpu[2].ready and builders.same_bits(gpu.blocks.cpu(), cpu.blocks)
         assert cpu.channel_scale is None or builders.same_bits(gpu.channel_scale.cpu(), cpu.channel_scale)
         assert torch.allclose(gpu.row_sum.cpu(), cpu.row_sum, rtol=2**-23, atol=1e-9)  # sums may take another order
         assert torch.equal(gpu.dequantize().cpu(), cpu.dequantize())
@@ -673,9 +673,9 @@ def test_a_gpu_packs_experts_with_offsets_in_every_order_to_the_same_bytes(codes
 def test_experts_move_to_a_gpu_and_back_and_quantise_there():
     weight = pack_experts(expert_parts(3, 200, 544, 0, zero_point=True))
     gpu = weight.to("cuda")
-    assert gpu.settled and gpu.experts == 3 and same_weight(gpu.to("cpu"), weight)
+    assert gpu.ready and gpu.experts == 3 and same_weight(gpu.to("cpu"), weight)
     for each in (copy.deepcopy(gpu), pickle.loads(pickle.dumps(gpu)), W4Weight.from_state_dict(gpu.state_dict())):
-        assert each.device == gpu.device and each.settled and same_weight(each.to("cpu"), weight)
+        assert each.device == gpu.device and each.ready and same_weight(each.to("cpu"), weight)
     w = torch.randn(3, 64, 256, generator=builders.generator(3))
     assert builders.same_bits(quantize_w4(w.cuda(), 128).blocks.cpu(), quantize_w4(w, 128).blocks)
 
@@ -698,7 +698,7 @@ def test_packing_experts_on_a_gpu_takes_the_memory_of_one_more():
 
 
 @pytest.mark.gpu
-def test_experts_packed_during_capture_are_not_settled():
+def test_experts_packed_during_capture_are_not_ready():
     parts = expert_parts(3, 64, 256, 64, codes="e4m3", device="cuda")
     expected = [replace(each, lhs_dtype=None).packed for each in parts]
     q, scale = stack(parts, "q"), stack(parts, "scale")
@@ -708,7 +708,7 @@ def test_experts_packed_during_capture_are_not_settled():
         view = captured[1]
     graph.replay()
     torch.cuda.synchronize()
-    assert not captured.settled and not view.settled and same_experts(captured, expected)
+    assert not captured.ready and not view.ready and same_experts(captured, expected)
 
 
 @pytest.mark.gpu

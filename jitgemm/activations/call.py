@@ -81,7 +81,7 @@ def quantize_activations(
     With scheme "block" scale[i, b] is that of the 128 codes q[i, 128 b] to q[i, 128 b + 127], the last block's of fewer
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
 
-    All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for gates
+    All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, except for gates
     (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
@@ -121,7 +121,7 @@ def quantize_activations(
 
     Returns:
         (q, scale), or (q, scale, zero) if affine: the `lhs` of a GEMM. q is [..., k] of dtype, scale fp32 [...] and
-        zero int32 [...], for "tensor" too, where they are what was given but for NaN. With correction q's last dimension
+        zero int32 [...], for "tensor" too, where they are what was given except NaN. With correction q's last dimension
         is 128 (ceil(k / 128) + ceil(k / (32 group size))): codes, zeros up to a multiple of 128, and for each 32 groups
         32 digits of their sums, rounded to the type, and 32 of what that leaves out, as bytes. By block scale is
         [..., ceil(k / 128)], column-major: rows side by side, columns m elements apart, rounded up to 4. With residual
@@ -205,7 +205,7 @@ class QuantizeCall:
 
     @property
     def masked(self) -> bool:
-        """Whether rows to leave alone may have live ones behind them, as far as the kernel is to know."""
+        """Whether padding rows may precede valid rows."""
         if self.row_count is None:
             return False
         return self.row_count.shape[0] > 1 or (self.prologue.gate is None and self.row_index is None)

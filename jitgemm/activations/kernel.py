@@ -112,9 +112,9 @@ def quantize_spec(
     rms_norm: bool = False, residual: bool = False, permuted: bool = False, gathered: bool = False, masked: bool = False,
     correction: Correction | None = None,
 ) -> QuantizeSpec:  # fmt: skip
-    """The kernel for rows of k codes, whatever m is, but for few rows that several CTAs share (`spec_for_rows`).
+    """The kernel for rows of k codes, whatever m is, except few rows that several CTAs share (`spec_for_rows`).
 
-    m decides nothing else, so that a new m hardly ever compiles. A row's bits never depend on the rows beside it:
+    m decides nothing else, so that a new m hardly ever compiles. A row's bits never depend on the other rows:
     RMSNorm's sum has one order for a k.
 
     Raises:
@@ -127,15 +127,15 @@ def quantize_spec(
     if affine and q != "s8":
         raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
     if gate and rms_norm:
-        raise ValueError("gate: expected no rms_norm beside it")
+        raise ValueError("gate: gate and rms_norm cannot be combined")
     if residual and not rms_norm:
-        raise ValueError("residual: expected rms_norm beside it")
+        raise ValueError("residual: expected rms_norm with it")
     if gate and (gate.kind not in GATE_KINDS or gate.order not in GATE_ORDERS):
         raise ValueError(f"gate: expected a kind of {GATE_KINDS} and an order of {GATE_ORDERS}, got {gate}")
     if gate and gate.kind in UNGATED and gate != Gate(gate.kind):
         raise ValueError(f"gate: expected neither order, limit nor alpha of {gate.kind}, got {gate}")
     if block and (static or affine):
-        raise ValueError("block: expected neither a static scale nor a zero point beside it")
+        raise ValueError("block: cannot be combined with a static scale or a zero point")
     check_correction(correction, q, block)
     limit = most_k(permuted, block)
     if not K_ALIGNMENT <= k <= limit or k % K_ALIGNMENT:
@@ -174,7 +174,7 @@ def check_correction(correction: object, q: str, block: bool) -> None:
         )
     if q != "s8" or block:
         what = "a scale for each block" if q == "s8" else q
-        raise ValueError(f"correction: expected None unless for int8 with a scale for each token, got it beside {what}")
+        raise ValueError(f"correction: expected None unless for int8 with a scale for each token, got it with {what}")
 
 
 def most_k(permuted: bool, block: bool) -> int:
@@ -185,7 +185,7 @@ def most_k(permuted: bool, block: bool) -> int:
 def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool) -> tuple[int, int, bool]:
     """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps.
 
-    computed: values are not those that were read, so that they are held in fp32.
+    computed: values differ from the values read, so they are held in fp32.
     """
     for vectors in (1, 2, 4):
         if k <= vectors * 32 * VECTOR:

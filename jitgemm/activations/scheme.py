@@ -38,12 +38,12 @@ class Activation(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Of `quantize_activations` and the calls of experts, but for the dtype."""
+        """Of `quantize_activations` and the calls of experts, without the dtype."""
         return {"scheme": self.scheme, "affine": self.affine}
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Of `quantize_spec`, but for the dtype."""
+        """Of `quantize_spec`, without the dtype."""
         return {"affine": self.affine, "static": self.static, "block": self.block}
 
 

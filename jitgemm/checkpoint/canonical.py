@@ -337,7 +337,7 @@ class CanonicalWeight:
 def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     """Layers with the same input as one, rows one below another (qkv_proj, gate_up_proj).
 
-    A layer without bias beside one with bias gets zeros, a layer without zero points beside one with them gets them.
+    If one layer has a bias or zero points, the layers without a bias get zeros, and all get zero points.
 
     Raises:
         ValueError: the layers differ in something that one weight has once: k, group size, scale dtype, offsets,
@@ -375,11 +375,11 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
         for name in ("scale", "zero", "offset")
     }
     rows = [w.row_scale for w in weights if w.row_scale is not None]
-    alike = len(rows) == len(weights) and len({each.dtype for each in rows}) == 1
+    same_type = len(rows) == len(weights) and len({each.dtype for each in rows}) == 1
     # As bytes: PyTorch does not join 8-bit floats everywhere.
     q = torch.cat([w.q.view(torch.uint8) for w in weights]).view(first.q.dtype)
     return replace(
-        first, q=q, **joined, row_scale=torch.cat(rows) if alike else None, bias=torch.cat(bias) if bias else None
+        first, q=q, **joined, row_scale=torch.cat(rows) if same_type else None, bias=torch.cat(bias) if bias else None
     )
 
 
@@ -395,7 +395,7 @@ def pack_experts(
     together: int = 1,
 ) -> Weight:
     """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
-    Experts without zero points beside some with them get them.
+    If some experts have zero points, all get zero points.
 
     Args:
         count: how many experts.
@@ -405,7 +405,7 @@ def pack_experts(
         bits: of all experts' codes.
 
     Raises:
-        ValueError: an expert has an activation order, which its quantised input cannot have beside the others', or
+        ValueError: an expert has an activation order, which its quantised input cannot have together with the others', or
             the experts differ in sizes or format; the message names the expert.
     """
     kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]

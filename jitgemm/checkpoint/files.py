@@ -76,7 +76,7 @@ class Checkpoint:
     Args:
         source: a folder with one or more safetensors files, `model.safetensors.index.json` or another index, one
             `.safetensors` file, a list of them, or a mapping of names to tensors.
-        config: the model's config.json or its quantization_config, as a mapping; None: what stands beside the files.
+        config: the model's config.json or its quantization_config, as a mapping; None: the config next to the files.
 
     Attributes:
         config: the model's quantization_config, or None.
@@ -145,7 +145,7 @@ class Checkpoint:
         return other
 
     def hiding(self, names: Collection[str]) -> Checkpoint:
-        """The same open checkpoint, whose layers lack some tensors: those that are no part of a weight."""
+        """The same open checkpoint, whose layers lack some tensors that are no part of a weight."""
         other = copy.copy(self)
         other._layers = _by_layer(name for name in self._found if name not in names)
         return other
@@ -383,7 +383,7 @@ Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint
 
 
 def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """The checkpoint, opened unless it is open. Raises ValueError for a config beside an open one."""
+    """The checkpoint, opened unless it is open. Raises ValueError for a config given with an open one."""
     if not isinstance(source, Checkpoint):
         return Checkpoint(source, config)
     if config is not None:

@@ -78,7 +78,7 @@ def load(
         tp_rank, tp_size: this rank and the number of ranks.
         expert: for tensors that stack experts along their first dimension, which one.
         format: a format's name, where names and config do not tell (see `jitgemm.checkpoint.formats.FORMATS`).
-        config: config.json or its quantization_config, as a mapping; default: the one beside the files.
+        config: config.json or its quantization_config, as a mapping; default: the one next to the files.
         lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None. An 8-bit weight meets
             those of its own type.
 

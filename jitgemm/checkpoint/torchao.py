@@ -191,7 +191,7 @@ def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if _BOTH in tensors:
         if qdata.dtype != torch.int32 or qdata.dim() != 4:
             raise ValueError(
-                f"{_QDATA}: expected int32 in four dimensions beside scale_and_zero, got {describe(qdata)}, whose "
+                f"{_QDATA}: expected int32 in four dimensions with scale_and_zero, got {describe(qdata)}, whose "
                 "order depends on the CPU that packed it"
             )
         return _TILES

@@ -108,8 +108,8 @@ def ls(
 ) -> None:
     """List the kernels: tile, types, what has a scale of its own, registers, spills, size, age and last use.
 
-    GEMMs have the activations' type and a group size; quantisers of activations have the types they turn into each
-    other, and a scale per token, or one per tensor where it is given.
+    A GEMM's type is its activations', with a group size. A quantiser has its
+    input's and its result's type, and a scale per token or per tensor.
 
     \b
     Examples:

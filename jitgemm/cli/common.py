@@ -41,45 +41,35 @@ NVFP4_ORDERS = {"any": "nvfp4", "tuned": "near"}
 
 _GROUPS = ", ".join(map(str, GROUP_SIZES))
 HELP = {
-    "--lhs": "Type of the activations; fp8 and e4m3 are the same.",
-    "--group-size": f"Values of k that share a scale: {_GROUPS}, or k (or more), -1 or 'channel' for one per row of n.",
-    "--zero-point": "Weights have integer zero points (codes 0..15) instead of signed codes -8..7.",
-    "--offset": "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
-    "--correction": "Weights of pack_w4(correction=True), by the type of their factors: fp16 for zero points, bf16 for most "
-    "offsets. For int8 in groups.",
-    "--bits": "Bits of a weight. With 8 it has the activations' type, --codes says nothing, and groups of 128 are taken "
-    "for those of blocks, whose rows share scales.",
-    "--scale-dtype": "Type of the weights' scales in the checkpoint.",
-    "--codes": "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 "
-    "where a code is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn). Of NVFP4: any scales; tuned, "
-    "those of each row within 2^10 of one another.",
-    "--mxfp4": "MXFP4 weights: of --group-size channel, 128 and 32 is a base for a row, for a row and 128 k, and a scale "
-    "for 32 k, as their scales need.",
-    "--nvfp4": "NVFP4 weights, whose scales are e4m3s for 16 k; without --group-size.",
-    "--two-level": "Weights of two levels, with integer scales and zero points for 128 k under a scale for a row, as QServe's; "
-    "with --lhs int8, without --group-size.",
-    "--out": "Type of the result.",
-    "--sums": "What kernels may add up in, as sums of the calls: f16, e4m3's groups; exact, int8's, without sums by parts.",
-    "--block-scales": "Activations with a scale per token and 128 k, not one per token.",
-    "--e8m0": "GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's.",
+    "--lhs": "Activations: fp8 (or e4m3), int8.",
+    "--group-size": f"k per scale: {_GROUPS}; channel (or -1, or k): a scale per row of n.",
+    "--zero-point": "Integer zero points: codes 0..15, not -8..7.",
+    "--offset": "A float offset per group, as of torchao, ExecuTorch, QServe.",
+    "--correction": "pack_w4(correction=True): fp16 (zero points) or bf16 (most offsets). For int8 in groups.",
+    "--bits": "4 or 8. 8 bits have the type of --lhs; groups of 128 are then blocks of 128 x 128.",
+    "--scale-dtype": "Scales in the checkpoint: bf16, fp16, fp32.",
+    "--codes": "any: pack_w4 without lhs_dtype, or e4m3 with a code -8. tuned: with lhs_dtype, as in jitgemm.nn. NVFP4: any "
+    "scales; tuned: those of a row within 2^10.",
+    "--mxfp4": "MXFP4. --group-size channel, 128, 32: a base per row, a base per row and 128 k, a scale per 32 k.",
+    "--nvfp4": "NVFP4, without --group-size.",
+    "--two-level": "Two levels, as of QServe; with --lhs int8, without --group-size.",
+    "--out": "Result: bf16, fp16, fp32.",
+    "--sums": "f32; f16 (groups of e4m3); exact (int8 without sums by parts).",
+    "--block-scales": "Activations: a scale per token and 128 k.",
+    "--e8m0": "The same, packed as powers of two.",
 }
 """Options that mean the same to every command."""
 
 
-def layer_option(flag: str, more: str = "", **options: Any) -> Any:
-    """One of HELP's options; more: help that is the command's own."""
-    return typer.Option(flag, help=HELP[flag] + more, **options)
+def layer_option(flag: str, more: str = "", metavar: str | None = "TYPE", **options: Any) -> Any:
+    """One of HELP's options; more: help that is the command's own, the default in it, which saves a line."""
+    return typer.Option(flag, help=f"{HELP[flag]} {more}".strip(), metavar=metavar, show_default=False, **options)
 
 
-BatchInvariant = Annotated[
-    bool, typer.Option("--batch-invariant", help="Calls are batch_invariant=True: a row's bits do not depend on m.")
-]
-_DEVICE_HELP = (
-    f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. Default: the Hopper "
-    "GPU at hand, else h200."
-)
+BatchInvariant = Annotated[bool, typer.Option("--batch-invariant", help="Calls are batch_invariant=True.")]
+_DEVICE_HELP = f"Choose kernels for {', '.join(DEVICES)}, or figures such as 'h200,sms=66'. Default: the Hopper GPU at hand, else h200."
 Device = Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=_DEVICE_HELP)]
-_JSON_HELP = "Print JSON on stdout instead of a table, which leaves out columns in a narrow terminal."
+_JSON_HELP = "Print JSON, with all columns, not a table."
 Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
 
 

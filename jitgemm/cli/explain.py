@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Optional
 
 import typer
@@ -16,8 +17,9 @@ from jitgemm.runtime.device import pick_device
 from jitgemm.select import cost
 from jitgemm.select.choose import Candidate, bands, candidates, why
 
-_EXPERTS = "A grouped GEMM of so many weights; M tokens choose experts."
-_TOP_K = "--experts: how many of them a token chooses."
+_EXPERTS = "A grouped GEMM of E weights; M tokens choose experts."
+_TOP_K = "Experts that a token chooses."
+_weight = partial(layer_option, rich_help_panel="The weight")
 
 
 @common.guarded
@@ -25,48 +27,40 @@ def explain(
     m: Annotated[int, typer.Argument(min=1, help="Tokens.")],
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
-    lhs: Annotated[common.Lhs, layer_option("--lhs")] = common.Lhs.fp8,
-    group_size: Annotated[
-        Optional[str], layer_option("--group-size", metavar="G", show_default="128, NVFP4 and two levels: none")
-    ] = None,
-    zero_point: Annotated[bool, layer_option("--zero-point")] = False,
-    offset: Annotated[bool, layer_option("--offset")] = False,
-    correction: Annotated[Optional[common.Correction], layer_option("--correction")] = None,
-    bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
-    mxfp4: Annotated[bool, layer_option("--mxfp4")] = False,
-    nvfp4: Annotated[bool, layer_option("--nvfp4")] = False,
-    two_level: Annotated[bool, layer_option("--two-level")] = False,
-    scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
-    codes: Annotated[Optional[common.Codes], layer_option("--codes", show_default="any, NVFP4: tuned")] = None,
-    out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
+    lhs: Annotated[common.Lhs, layer_option("--lhs", "Default: fp8.")] = common.Lhs.fp8,
+    out: Annotated[common.RealType, layer_option("--out", "Default: bf16.")] = common.RealType.bf16,
+    group_size: Annotated[Optional[str], _weight("--group-size", "Default: 128.", metavar="G")] = None,
+    bits: Annotated[int, _weight("--bits", "Default: 4.", metavar="4|8")] = 4,
+    codes: Annotated[Optional[common.Codes], _weight("--codes", "Default: any, NVFP4: tuned.", metavar="ORDER")] = None,
+    scale_dtype: Annotated[common.RealType, _weight("--scale-dtype", "Default: bf16.")] = common.RealType.bf16,
+    zero_point: Annotated[bool, _weight("--zero-point", metavar=None)] = False,
+    offset: Annotated[bool, _weight("--offset", metavar=None)] = False,
+    correction: Annotated[Optional[common.Correction], _weight("--correction")] = None,
+    mxfp4: Annotated[bool, _weight("--mxfp4", metavar=None)] = False,
+    nvfp4: Annotated[bool, _weight("--nvfp4", metavar=None)] = False,
+    two_level: Annotated[bool, _weight("--two-level", metavar=None)] = False,
     batch_invariant: common.BatchInvariant = False,
-    block_scales: Annotated[bool, layer_option("--block-scales")] = False,
-    e8m0: Annotated[bool, layer_option("--e8m0")] = False,
-    sums: Annotated[common.Sums, layer_option("--sums")] = common.Sums.f32,
+    block_scales: Annotated[bool, layer_option("--block-scales", metavar=None)] = False,
+    e8m0: Annotated[bool, layer_option("--e8m0", metavar=None)] = False,
+    sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
     experts: Annotated[Optional[int], typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
     device: common.Device = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="Candidates to print.")] = 10,
     as_json: common.Json = False,
 ) -> None:
     """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's predictions, and why one won.
 
-    Predictions are in microseconds on the named device. Of memory, fetch, tensor, issue and latency the longest
-    counts, since they overlap; fixed comes on top. What each is stands below the table. m is rounded up to the end of its band first: all m of a band
-    share a kernel. With --experts m counts the M x K rows of all experts, and a prediction is the mean over a few
-    uniform routings, drawn by seed: how many rows an expert has is known on the device alone.
+    Predictions are microseconds on the device; the lines below the table say
+    what each column is. All m of a band share a kernel, so m is rounded up to
+    its band's end. With --experts a prediction is the mean over random uniform
+    routings.
 
     \b
-    Examples:
-      jitgemm explain 16 4096 4096
+    Examples (more: docs/commands.md):
       jitgemm explain 16 4096 4096 --codes tuned --out fp32
       jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
-      jitgemm explain 1 4096 14336 --json --top 1
       jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
-      jitgemm explain 512 7168 2048 --mxfp4 --group-size channel
-      jitgemm explain 16 4096 4096 --nvfp4
-      jitgemm explain 16 4096 4096 --two-level --lhs int8
-      jitgemm explain 4096 4096 4096 --codes tuned --sums f16
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
     \b
@@ -111,7 +105,7 @@ def explain(
     routed = ""
     if experts:
         hit, most = cost.weights_read(experts, last), cost.most_rows(experts, last)
-        routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
+        routed = f" rows of {experts} experts; on average {hit:.3g} experts have rows, and none has more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared

@@ -38,23 +38,23 @@ _BATCH = 8
 """Windows in one call of the model."""
 
 _DATA = (
-    'Text that is like what the model will read: UTF-8, or .jsonl with a "text" in each line. Its first eighth is held '
-    "back to evaluate, the rest calibrates. none: no calibration, which costs a 4-bit model much more."
+    'Text like what the model will read: UTF-8, or .jsonl with a "text" in each line. Its first eighth is held back to '
+    "evaluate, the rest calibrates. none: no calibration, which costs a 4-bit model much more. Default: Python's help topics."
 )
-_TOKENS = "Tokens of it that calibrate, in windows of 256."
+_TOKENS = "Tokens that calibrate, in windows of 256."
 _SCHEME = (
-    "What 4 bits are: int4, integers with a scale for each group; mxfp4, floats with a power of two for 32 columns, for "
-    "e4m3 alone; two-level, integers whose groups of 128 have an integer scale and zero point under a scale for a row, for "
-    "int8 alone, which costs prefill less than int4's groups: QServe's tensors, which vLLM loads of Linears alone."
+    "int4: integers with a scale per group. mxfp4: floats with a power of two per 32 columns, for e4m3 only. two-level: "
+    "QServe's tensors, groups of 128 with an integer scale and zero point under a scale per row, for int8 only; faster "
+    "prefill than int4 in groups. Default: int4."
 )
-_ACTIVATION = "What inputs of layers are quantised to, per token. Default: e4m3; int8 with --scheme two-level."
+_ACTIVATION = "Inputs of layers, per token: e4m3 or int8. Default: e4m3; int8 with --scheme two-level."
 _GROUP = (
     "Columns that share a scale. Default: 128, or 32 and zero points without calibration; less where a layer's columns "
-    "are no multiple."
+    "are not a multiple."
 )
 _KEEP = (
-    "Relative squared error of a layer's result above which it gets 8 bits, and with it the layers of the same "
-    f"input, such as q, k and v; AUTO: {AUTO_KEEP_8BIT}."
+    "Layers whose result has a larger relative squared error get 8 bits, and with them the layers of the same input, such "
+    f"as q, k and v. AUTO: {AUTO_KEEP_8BIT}. Default: all get 4 bits."
 )
 _ON = "Where the model runs: a Hopper GPU, or cpu, which takes long. Default: the Hopper GPU at hand, else cpu."
 
@@ -63,23 +63,23 @@ _ON = "Where the model runs: a Hopper GPU, or cpu, which takes long. Default: th
 def quantize(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The model: config.json and safetensors in floats.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.")],
-    data: Annotated[
-        Optional[str], typer.Option("--data", metavar="FILE|none", help=_DATA, show_default="Python's help topics")
-    ] = None,
+    data: Annotated[Optional[str], typer.Option("--data", metavar="FILE|none", help=_DATA, show_default=False)] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=256, metavar="N", help=_TOKENS)] = 16384,
     activation: Annotated[
-        Optional[Activation], typer.Option("--activation", help=_ACTIVATION, show_default=False)
+        Optional[Activation], typer.Option("--activation", metavar="TYPE", help=_ACTIVATION, show_default=False)
     ] = None,
-    scheme: Annotated[Scheme, typer.Option("--scheme", help=_SCHEME)] = Scheme.int4,
+    scheme: Annotated[
+        Scheme, typer.Option("--scheme", metavar="SCHEME", help=_SCHEME, show_default=False)
+    ] = Scheme.int4,
     group_size: Annotated[
         Optional[int], typer.Option("--group-size", metavar="|".join(map(str, GROUPS)), help=_GROUP, show_default=False)
     ] = None,
     keep_8bit: Annotated[
-        Optional[str], typer.Option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP, show_default="all get 4 bits")
+        Optional[str], typer.Option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP, show_default=False)
     ] = None,
     device: Annotated[Optional[str], typer.Option("--device", metavar="cuda|cpu", help=_ON, show_default=False)] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Drop what an interrupted run left in OUT; without it, that goes on.")
+        bool, typer.Option("--restart", help="Drop what an interrupted run left in OUT, instead of going on.")
     ] = False,
     as_json: common.Json = False,
 ) -> None:

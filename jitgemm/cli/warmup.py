@@ -67,78 +67,73 @@ _SHAPES, _FLOATS = "Layers by shape", "Layers by shape, or a --model in 16 bits"
 _of_shape, _shape = (partial(option, rich_help_panel=_SHAPES) for option in (typer.Option, layer_option))
 _floats = partial(layer_option, rich_help_panel=_FLOATS)
 _of_model = partial(typer.Option, rich_help_panel="A model")
-_FOLDER = "A Hugging Face model's folder; headers and some rows of its files are read. May be repeated."
-_USE = "linear, as load_ leaves it; fused, after fuse_; compiled, under torch.compile; vllm, by its plug-in."
+_FOLDER = "Hugging Face folder; headers and some rows are read. Repeatable."
+_USE = "linear (as load_ leaves it), fused (after fuse_), compiled (under torch.compile), vllm. Default: linear."
 _QUANTIZER = (
-    f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what they do "
-    f"besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none."
+    f"Quantisers to --lhs by their input: {', '.join(REAL_TYPES)}, with "
+    f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}; or none. Repeatable. Default: the types of --out."
 )
-_GROUP = "128; of a --model without --zero-point, 32 with zero points"
-_KIND = f"As load_ takes it: {', '.join(ACTIVATIONS[:-1])} or {ACTIVATIONS[-1]}."
-_BOTH = " Either one alone takes half the compile time of both."
-_OUT = "the model's, else bf16"
-_STRICT = "Take a kernel that spills registers or serialises its wgmma for a failure."
+_KIND = f"{', '.join(ACTIVATIONS)}. Default: as load_ does."
+_STRICT = "A kernel that spills registers or serialises its wgmma fails."
 Some = Optional[list[str]]
 
 
 @common.guarded
 def warmup(
-    shape: Annotated[Some, _of_shape("--shape", metavar="N,K", help="A layer's weight shape; may be repeated.")] = None,
+    shape: Annotated[Some, _of_shape("--shape", metavar="N,K", help="A layer's weight. Repeatable.")] = None,
     model: Annotated[Optional[list[Path]], _of_model("--model", metavar="FOLDER", help=_FOLDER)] = None,
-    use: Annotated[Use, _of_model("--for", metavar="USE", help=_USE)] = Use.linear,
-    tp: Annotated[int, _of_model("--tp", min=1, help="Tensor-parallel ranks that it is cut into.")] = 1,
-    ep: Annotated[int, _of_model("--ep", min=1, help="Ranks that share its experts, whole.")] = 1,
+    use: Annotated[Use, _of_model("--for", metavar="USE", help=_USE, show_default=False)] = Use.linear,
+    tp: Annotated[int, _of_model("--tp", min=1, metavar="R", help="Tensor-parallel ranks.", show_default=False)] = 1,
+    ep: Annotated[
+        int, _of_model("--ep", min=1, metavar="R", help="Ranks that divide experts.", show_default=False)
+    ] = 1,
     activation: Annotated[
-        Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default="what its files say")
+        Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default=False)
     ] = None,
-    lhs: Annotated[
-        Optional[list[common.Lhs]], _shape("--lhs", " May be repeated.", metavar="TYPE", show_default="fp8")
-    ] = None,
-    offset: Annotated[bool, _shape("--offset")] = False,
+    lhs: Annotated[Optional[list[common.Lhs]], _shape("--lhs", "Repeatable. Default: fp8.")] = None,
+    offset: Annotated[bool, _shape("--offset", metavar=None)] = False,
     correction: Annotated[Optional[common.Correction], _shape("--correction")] = None,
-    block_scales: Annotated[bool, _shape("--block-scales")] = False,
-    e8m0: Annotated[bool, _shape("--e8m0")] = False,
+    block_scales: Annotated[bool, _shape("--block-scales", metavar=None)] = False,
+    e8m0: Annotated[bool, _shape("--e8m0", metavar=None)] = False,
     quantizer: Annotated[
-        Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default="the types of --out")
+        Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default=False)
     ] = None,
-    group_size: Annotated[Optional[str], _floats("--group-size", metavar="G", show_default=_GROUP)] = None,
-    zero_point: Annotated[bool, _floats("--zero-point")] = False,
-    bits: Annotated[Optional[int], _floats("--bits", metavar="4|8", show_default="4")] = None,
-    mxfp4: Annotated[bool, _shape("--mxfp4", " Without --group-size: all three.")] = False,
-    nvfp4: Annotated[bool, _shape("--nvfp4")] = False,
-    two_level: Annotated[bool, _shape("--two-level")] = False,
-    scale_dtype: Annotated[
-        Optional[common.RealType], _floats("--scale-dtype", metavar="TYPE", show_default="bf16")
+    group_size: Annotated[
+        Optional[str], _floats("--group-size", "Default: 128; --model: 32, zero points.", metavar="G")
     ] = None,
-    codes: Annotated[Optional[CodesSet], _floats("--codes", _BOTH, metavar="ORDER", show_default="both")] = None,
-    out: Annotated[Optional[list[common.RealType]], layer_option("--out", metavar="TYPE", show_default=_OUT)] = None,
-    sums: Annotated[
-        common.Sums, layer_option("--sums", " Of a --model's layers in 4 bits, as load_ takes it.")
-    ] = common.Sums.f32,
+    zero_point: Annotated[bool, _floats("--zero-point", metavar=None)] = False,
+    bits: Annotated[Optional[int], _floats("--bits", "Default: 4.", metavar="4|8")] = None,
+    mxfp4: Annotated[bool, _shape("--mxfp4", "Default: all three.", metavar=None)] = False,
+    nvfp4: Annotated[bool, _shape("--nvfp4", metavar=None)] = False,
+    two_level: Annotated[bool, _shape("--two-level", metavar=None)] = False,
+    scale_dtype: Annotated[Optional[common.RealType], _floats("--scale-dtype", "Default: bf16.")] = None,
+    codes: Annotated[
+        Optional[CodesSet], _floats("--codes", "Default: both, in twice the time.", metavar="ORDER")
+    ] = None,
+    out: Annotated[Optional[list[common.RealType]], layer_option("--out", "Default: the model's, else bf16.")] = None,
+    sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
     jobs: Annotated[
-        Optional[int], typer.Option("--jobs", "-j", min=1, help="Threads.", show_default="the CPUs it may use")
+        Optional[int],
+        typer.Option("--jobs", "-j", min=1, metavar="N", help="Threads. Default: all CPUs.", show_default=False),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list the kernels.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if a kernel is missing.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help=_STRICT)] = False,
     as_json: common.Json = False,
 ) -> None:
     """Compile every kernel that layers can need, for any number of tokens up to --max-m.
 
-    Needs no GPU: kernels are chosen and compiled for the named device. What the cache holds is not compiled again.
+    Needs no GPU: kernels are chosen and compiled for the named device. What
+    the cache holds is not compiled again.
 
     \b
-    Examples:
+    Examples (more: docs/commands.md):
       jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --device h100-sxm
       jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --check && echo warm
-      jitgemm warmup --model Qwen3-30B-A3B --for fused --group-size channel
-      jitgemm warmup --shape 4096,14336
       jitgemm warmup --shape 4096,14336 --lhs int8 --quantizer bf16+affine
-      jitgemm warmup --shape 7168,2048 --bits 8 --scale-dtype fp32
-      jitgemm warmup --shape 7168,2048 --mxfp4
 
     \b
     Exit codes:
@@ -157,7 +152,7 @@ def warmup(
     if not shape and (lhs or offset or correction or block_scales or e8m0 or quantizer or mxfp4 or nvfp4 or two_level):
         raise ValueError(
             "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
-            "off it, but for --activation"
+            "off it, except --activation"
         )
     target = pick_device(device)
     outs = [choice.value for choice in out or []]

@@ -73,7 +73,7 @@ def gemm_w4a8_nt(
 
         |x_scale * scale| * (2^-8 * max(16 * max |x| in the step, |sum before|) + 2^-13 * |sum after|)
 
-    where sum is the run's, of codes times activations; offsets lose as much as codes of 1 would. Runs are added up in
+    where sum is the run's, of codes times activations; an offset contributes the error of a code of 1. Runs are added up in
     fp32, which loses up to 2^-24 of the sum of |scaled runs| for each of them, and rounded to out's type (2^-8 of the
     result for bf16). `jitgemm.gemm.bound.gemm_w4a8_bound` works out the whole bound. e4m3 activations without outliers
     typically lose less than 2^-10 of the sum of |terms|. Every scaled sum is an fp32 number on its way: a group's, a
@@ -135,7 +135,7 @@ def gemm_w8a8_nt(
         out, bias, batch_invariant, kernel: as `gemm_w4a8_nt` takes them.
 
     Raises:
-        As `gemm_w4a8_nt`.
+        TypeError, ValueError, CacheMissError, CompileError, UnsupportedDeviceError: as from `gemm_w4a8_nt`.
     """
     gemm(W8, lhs, rhs, out, bias, batch_invariant, kernel)
 
@@ -230,7 +230,8 @@ def m_grouped_gemm_w4a8_nt_masked(
         bias, batch_invariant, kernel, sums: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
 
     Raises:
-        As `m_grouped_gemm_w4a8_nt_contiguous`.
+        TypeError, ValueError, CacheMissError, CompileError, UnsupportedDeviceError: as from
+            `m_grouped_gemm_w4a8_nt_contiguous`.
     """
     masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel, sums)
 
@@ -439,7 +440,7 @@ def gemm_of_op(*arguments: Any) -> _Call:
     """The GEMM of an op's arguments; those of the grouped one have the fields of `Groups` behind the bias.
 
     Arguments that are their defaults may be left out, from the end. The schema calls the kernel's label `label`: Inductor
-    has a `kernel=` of its own beside an op's arguments.
+    has a `kernel=` of its own besides an op's arguments.
     """
     x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *rest = arguments
     groups = None if len(rest) < 7 else Groups(*rest[:4])

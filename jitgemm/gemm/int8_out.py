@@ -79,7 +79,8 @@ def gemm_w4a8_int8_nt(
         zero int32 [m].
 
     Raises:
-        As `gemm_w4a8_nt` and `quantize_activations` do.
+        TypeError, ValueError, CacheMissError, CompileError, UnsupportedDeviceError: as from `gemm_w4a8_nt` and
+            `quantize_activations`.
     """
     x, x_scale, x_zero = split_lhs(lhs)
     if x.dim() != 2:

@@ -109,7 +109,7 @@ class GemmLaunch(Launch):
     ) -> None:  # fmt: skip
         """`launch`, unrolled for calls that come again.
 
-        If the weight is settled, the kernel may start before the kernel before it ends. A grouped one always may: it
+        If the weight is ready, the kernel may start before the kernel before it ends. A grouped one always may: it
         reads nothing of the device's memory until that has.
         """
         blocks, channel_scale = weight.blocks, weight.channel_scale
@@ -125,11 +125,11 @@ class GemmLaunch(Launch):
             0 if bias is None else bias.data_ptr(),
             self.number,
         )
-        settled_at = weight.settled_at
-        # In this order: inference tensors, which are never settled, have no version to ask for.
-        settled = settled_at is not None and settled_at == (records, blocks._version)
-        if not self.run(key, settled):
-            self.run(key, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
+        ready_at = weight.ready_at
+        # In this order: inference tensors, which are never ready, have no version to ask for.
+        ready = ready_at is not None and ready_at == (records, blocks._version)
+        if not self.run(key, ready):
+            self.run(key, ready, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
 
 
 def problem_of(gemm: Gemm) -> Problem:
@@ -165,7 +165,7 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     if groups is None:
         return values
     sizes, _, rows_of_expert, _ = groups
-    # What an expert adds to the index of a scale of [E, rows, groups] beside its rows' stride, modulo 2^64.
+    # Elements, mod 2^64, from one expert's scales [E, rows, groups] to the next, beyond rows * stride.
     step = (x_scale.stride(0) - rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
     return values | dict(
         experts=weight.experts, rows_of_expert=rows_of_expert,

@@ -1,7 +1,7 @@
 """A GEMM call's arguments, dense or grouped, and their checks: one message names the argument, what was expected and
 what came.
 
-Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
+Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
 `runtime/checks.py`'s.
 """
 
@@ -299,12 +299,12 @@ def check_scales(
     if group := lhs_group_of(x_scale):
         _check_per_block(x_scale, rows, k)
         if x_zero is not None:
-            raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
+            raise ValueError(f"{X_ZERO}: expected None with a scale per token and {group} k, got a tensor")
     else:
         _check_per_token(X_SCALE, x_scale, m, "fp32")
     if x_zero is not None:
         if x.dtype != torch.int8:
-            raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
+            raise TypeError(f"{X}: expected int8 with {X_ZERO}, got {dtype_name(x.dtype)}")
         _check_per_token(X_ZERO, x_zero, m, "s32")
 
 

@@ -1,8 +1,8 @@
-"""What a compiled graph computes ahead of a quantiser, computed by the quantiser: a pass over inductor's graphs.
+"""An inductor pass that folds norm, gate and residual addition into the quantiser behind them.
 
-It stands among inductor's own patterns, beside whatever a user or an engine installs as a custom pass. Of each
+It stands among inductor's own patterns, next to whatever a user or an engine installs as a custom pass. Of each
 `torch.ops.jitgemm.quantize_activations` it looks at what made the input: `PRODUCERS` says for which operators it knows
-how. Structures other than these are left alone. Quantisers that read one tensor alike become one.
+how. Structures other than these are left alone. Quantisers that quantise one tensor in the same way become one.
 
 A fusion leaves out the rounding to x's type between norm or gate and quantiser, as inductor does between the pointwise
 operators that it fuses; under its `emulate_precision_casts` there is none. A value that anything but quantisers reads,
@@ -83,11 +83,11 @@ def fuse(quantiser: Node) -> None:
     readers = list(readers_of(value, converts))
     exact = getattr(sys.modules.get(_CONFIG), "emulate_precision_casts", False)
     front = None if exact or not all(map(_plain, readers)) else _front(value)
-    alike: dict[Any, list[Node]] = {}
+    same_work: dict[Any, list[Node]] = {}
     for reader in filter(_is_quantiser, readers):
         arguments = tuple(_arguments(reader).items())[1:]
-        alike.setdefault((_region(reader), types_of(reader.args[0]), *arguments), []).append(reader)
-    for same in sorted(alike.values(), key=min):
+        same_work.setdefault((_region(reader), types_of(reader.args[0]), *arguments), []).append(reader)
+    for same in sorted(same_work.values(), key=min):
         first = min(same)
         made = None if front is None else _fused(first, front)
         for node in same:

@@ -36,7 +36,7 @@ class Front(NamedTuple):
 
 
 Producer = Callable[[Node], Front | None]
-"""producer(value): the front whose result `value` is, but for roundings to 16 bits; None if it is none. Conversions of
+"""producer(value): the operations whose result `value` is, roundings to 16 bits aside; None if there are none. Conversions of
 the value to another floating-point type are behind it."""
 
 # ---- looking at a graph ----------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def value_of(argument: Any) -> Any:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether this is a tensor of which the graph knows shape and type; other passes may leave nodes without."""
+    """Whether this is a tensor whose shape and type the graph knows; other passes may leave nodes without."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 

@@ -164,7 +164,7 @@ class KernelCache:
         folders = os.pathsep.join(map(str, self.roots))
         why = "; ".join(failed.values()) or ("no folder is writable" if folders else "there is no folder")
         problem = f"kernel cache {folders} cannot be written ({why})"
-        said = f"{problem}; kernels are compiled anew in every process. JITGEMM_CACHE_DIR names folders"
+        said = f"{problem}; every process compiles its kernels again. JITGEMM_CACHE_DIR names folders"
         self._warn_once("unwritten", None, said)
         self._unwritten[key] = entry = Entry(key, None, metadata, cubin, problem)
         return entry

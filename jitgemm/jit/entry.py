@@ -23,7 +23,7 @@ SCHEMA = 2
 """Version of the key's fields and of the entry's layout. A change orphans every older entry."""
 
 MAX_SPILL_BYTES = 200
-"""Bytes of register spills from which a kernel counts as badly built: of those that spill less some are the fastest."""
+"""Bytes of register spills from which a kernel counts as badly built: some kernels that spill less are the fastest."""
 
 MAGIC = b"JITGEMM1"
 SUFFIX = ".jgk"

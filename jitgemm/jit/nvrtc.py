@@ -165,7 +165,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
         if code.value:
-            raise _failure(f"NVRTC refused kernel {name} ({code.name})", log, name, source)
+            raise _failure(f"NVRTC did not compile kernel {name} ({code.name})", log, name, source)
         cubin = _read(nvrtc, program, "CUBIN")
     finally:
         _call(nvrtc, "DestroyProgram", program)

@@ -126,7 +126,7 @@ class WeightFormat:
     def name(self) -> str:
         """One text for all of it, such as "g128-bf16-any", "channel-fp32-z", "w8-g128-fp32-s8"; `format_named` reads it.
 
-        Exported programs hold it beside the packed bytes: a format that packs to other bytes takes another name.
+        Exported programs hold it with the packed bytes: a format that packs to other bytes takes another name.
         """
         # Found by comparing: a compiler that traces this may know the group size as a symbol only.
         group = [name for size, name in _GROUP_NAMES.items() if size == self.group_size][0]
@@ -167,7 +167,7 @@ class WeightFormat:
     @property
     def sums_by_parts(self) -> bool:
         """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without offsets, one
-        group or less a record, in int8's own order or with zero points, whose sums are large beside what that rounds."""
+        group or less a record, in int8's own order or with zero points, whose sums are large compared with what this rounds."""
         return not self.offset_rows and self.scale_rows == 1 and self.parts_times > 0
 
     @property
@@ -405,7 +405,7 @@ class Problem:
         if self.lhs_group not in (0, LHS_GROUP):
             raise ValueError(f"lhs_group: expected {LHS_GROUP}, or 0 for a scale per token, got {self.lhs_group}")
         if self.lhs_e8m0 and not self.lhs_group:
-            raise ValueError(f"lhs_e8m0: expected lhs_group {LHS_GROUP} beside it, got {self.lhs_group}")
+            raise ValueError(f"lhs_e8m0: expected lhs_group {LHS_GROUP} with it, got {self.lhs_group}")
         if not 0 <= self.experts <= TABLE_SIZES[-1]:
             raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, or 0 for a dense GEMM, got {self.experts}")
         if self.out not in REAL_TYPES:
@@ -421,7 +421,7 @@ class Problem:
         if self.lhs not in self.format.lhs_types:
             raise ValueError(f"format: expected order 'any' or {self.lhs!r}, as lhs is, got {self.format.order!r}")
         if self.lhs_group and self.format.correction:
-            raise ValueError(f"lhs_group: expected 0 beside a weight's correction, got {self.lhs_group}")
+            raise ValueError(f"lhs_group: expected 0 with a weight's correction, got {self.lhs_group}")
         if self.lhs == "s8" and not self.lhs_group and self.k > (most := self.format.max_int8_k):
             raise ValueError(f"k: expected at most {most} for int8 with scales per channel, got {self.k}")
 

@@ -246,4 +246,4 @@ def _warmup(spec: KernelSpec) -> str:
     elif spec.lhs_group:
         flags += ["--quantizer", f"{spec.out}+block"]
     # Batch invariance is the call's, not the kernel's.
-    return f"jitgemm warmup --shape N,K {' '.join(flags)} [--batch-invariant]"
+    return f"jitgemm warmup --shape N,K {' '.join(flags)} [--batch-invariant] [--device NAME]"

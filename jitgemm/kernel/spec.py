@@ -82,7 +82,7 @@ class KernelSpec:
 
     @property
     def shared_weights(self) -> bool:
-        """Whether wgmma reads the weights from shared memory: those that nothing has to decode."""
+        """Whether wgmma reads the weights from shared memory: weights that need no decoding."""
         return self.format.typed
 
     @property

@@ -1,6 +1,6 @@
 """The calls of the layer, and checks of their arguments: what each must be, in one message that names it.
 
-Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
+Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
 `runtime/checks.py`'s.
 """
 

@@ -127,7 +127,7 @@ def fused_experts_reference(
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 but for the documented roundings."""
+    """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 except for the documented roundings."""
     from jitgemm.moe.reference import layer_reference
 
     gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
@@ -140,7 +140,7 @@ def fused_experts_workspace_bytes(
     tokens: int, top_k: int, w13: Weight, w2: Weight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False,
     scheme: str = "token",
 ) -> int:  # fmt: skip
-    """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
+    """Bytes of device memory that a call of `fused_experts` takes besides its arguments and its result.
 
     Both GEMMs' results share their memory, as the first is gone when the second is written. With E experts of
     [2 * inter, k] and [n, inter], m = tokens * top_k, and x of b bytes an element, inter for 2 * inter without gates ::

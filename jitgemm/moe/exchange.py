@@ -81,7 +81,7 @@ def run_exchanged(call: ExpertsCall, buffer: Buffer) -> torch.Tensor:
 def dispatch(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, buffer: Buffer, experts: int
 ) -> tuple[Routing, torch.Tensor]:
-    """Sends tokens, and routes those that come; unchecked.
+    """Sends tokens, and routes the tokens that arrive; unchecked.
 
     Args:
         x, topk_ids, topk_weights: of `fused_experts`; ids count the experts of all ranks.

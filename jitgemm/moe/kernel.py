@@ -1,4 +1,4 @@
-"""The layer's kernels beside its GEMMs and quantisers: their specs, CUDA sources and launch sizes.
+"""The layer's kernels other than its GEMMs and quantisers: their specs, CUDA sources and launch sizes.
 
 Pure functions over frozen dataclasses; no torch, no driver. The algorithms are in `include/jitgemm/moe/`.
 """
@@ -156,7 +156,7 @@ def dispatch_spec(
 def layer_specs(
     k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False, masked: bool = False
 ) -> tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...]:
-    """Every kernel of a layer beside its GEMMs, whatever the numbers of tokens, choices and experts are.
+    """Every kernel of a layer other than its GEMMs, whatever the numbers of tokens, choices and experts are.
 
     Args:
         k, inter: of w13 and w2.

@@ -66,8 +66,8 @@ FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS}
 def _route_values(
     topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None, threads: int, ctas: int
 ) -> tuple[dict[str, int], int]:
-    """(what `RouteArgs` holds beside addresses, bytes of shared memory of a CTA)."""
-    device_of(topk_ids.get_device())  # refuses what is no Hopper
+    """(what `RouteArgs` holds besides addresses, bytes of shared memory of a CTA)."""
+    device_of(topk_ids.get_device())  # raises unless it is a Hopper GPU
     choices, global_experts = topk_ids.numel(), 0 if expert_map is None else expert_map.numel()
     run, smem = route_launch(threads, ctas, choices, experts, global_experts)
     values = choices, topk_ids.shape[1], experts, global_experts, run, topk_ids.element_size()

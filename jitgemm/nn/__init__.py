@@ -25,7 +25,7 @@ from jitgemm.activations.scheme import ACTIVATIONS, Gate
 from jitgemm.nn.fuse.fuse import fuse_, unfuse_
 from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.layers.settle import settle
+from jitgemm.nn.layers.mark_ready import mark_ready
 from jitgemm.nn.load.load import load_
 from jitgemm.nn.quantize.quantize import quantize_
 from jitgemm.nn.report import FusionReport, QuantisationReport, Report
@@ -33,5 +33,5 @@ from jitgemm.nn.warm.warm import warmup
 
 __all__ = [
     "ACTIVATIONS", "FusionReport", "Gate", "PackedExperts", "PackedLinear", "QuantisationReport", "Report", "W4A8Experts",
-    "W4A8Linear", "W8A8Experts", "W8A8Linear", "fuse_", "load_", "quantize_", "settle", "unfuse_", "warmup",
+    "W4A8Linear", "W8A8Experts", "W8A8Linear", "fuse_", "load_", "mark_ready", "quantize_", "unfuse_", "warmup",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Checks that both calls make of the tensors of a launch: plain ones, rows that TMA can walk, memory of their own.
 
-Looks at dtypes, shapes, strides and devices of real and fake tensors alike; at addresses in `check_addresses` alone.
+Looks at dtypes, shapes, strides and devices of real and fake tensors; at addresses only in `check_addresses`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def run_prepared(key: Hashable, layouts: Sequence[torch.Tensor], call: Call) -> 
     """Runs a call, and remembers its launch for calls like it; what it did not launch before it checks.
 
     Args:
-        key: what decides legality and launch, but for the layouts. Other calls have other keys.
+        key: what decides legality and launch, except the layouts. Other calls have other keys.
         layouts: the tensors whose layouts decide, too; the first of them is on the call's device.
 
     Returns:
@@ -121,7 +121,7 @@ class Launch:
 
     Args:
         kernel: what is launched, on the device it is loaded on.
-        block, values: its argument block, and what that holds beside addresses.
+        block, values: its argument block, and what the block holds besides addresses.
         grid, threads, smem_bytes: as for `driver.LaunchConfig`.
         maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
 

@@ -1,4 +1,4 @@
-"""The kernels that this process has loaded, GEMMs and quantisers alike: one table, filled from one cache.
+"""The kernels that this process has loaded, GEMMs and quantisers: one table, filled from one cache.
 
 Knows sources and the driver; nothing of what a kernel computes, nor of how it is launched.
 """

@@ -4,7 +4,7 @@ A call costs what it takes to start, the sum and epilogue of its last tiles, and
 memory, of the stages' latency and of the consumers' work. These overlap: they add up in a p-norm, close to the longest.
 
 Eleven constants were fitted to timings of an H200 and an H100, dense and grouped, of 4 and 8 bits (`scripts/sweep.py
-fit`, docs/notes/selector.md), all at once: a constant absorbs what the model leaves out beside it, so none is a
+fit`, docs/notes/selector.md), all at once: a constant absorbs what the model leaves out, so none is a
 measurement of the hardware. Constants in microseconds do not follow a device's clock, those in cycles do.
 """
 
@@ -36,13 +36,13 @@ ALONE_US = 0.98
 square root of the part of the next kernel's CTAs that find no SM of their own counts; nothing where all do."""
 RECORD_CYCLES = 140.0
 """Latency of a record that no multiply hides: barrier, loads from shared memory, loop. In halves, where a record's one
-group is promoted, twice, as nothing runs beside the second half's promotion; where tokens are wgmma's rows, three times,
+group is promoted, twice, as nothing overlaps the second half's promotion; where tokens are wgmma's rows, three times,
 as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
 DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.5, "terms": 2.6, "near": 2.0}
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
-codes for one type, beside what is the same for both; e4m3's signed ones multiply, and leave the ALUs to the rest. Of
+codes for one type, besides what is the same for both; e4m3's signed ones multiply, and leave the ALUs to the rest. Of
 MXFP4's by tables and NVFP4's two terms, the least regret on an H100, and about the least error (docs/notes/selector.md)."""
 PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.7}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
@@ -103,7 +103,7 @@ class Candidate:
 class Costs(NamedTuple):
     """What a prediction needs of a kernel on a device, whatever the problem. Times in microseconds."""
 
-    tensor: float  # of one record on every warpgroup of the CTA; the next two alike
+    tensor: float  # of one record on every warpgroup of the CTA, as the next two
     issue: float
     latency: float
     any_width: tuple[float, float]  # parts of issue and latency that do not depend on a multiply's width
@@ -134,7 +134,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
-    # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
+    # If a record has several groups, one half's promotion overlaps the other's multiplies; else it follows them.
     if groups > 1:
         serial += promote / spec.halves
     elif promote:
@@ -191,7 +191,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     blocks = ceil_div(k, BLOCK_K)
     stages = ceil_div(split_blocks(spec, blocks), spec.warpgroups_k)  # of a tile, and records of one warpgroup
     records = rounds * stages
-    # CTAs beyond those that fit one an SM share their SMs.
+    # CTAs beyond one per SM share their SMs.
     shared = 2 if ctas > of.sms_of_clusters else 1
     # Each weight once: an expert's tiles follow one another, and find it in the L2. But where experts are expected to
     # have no more rows than a tile, the L2 is told not to keep it (Scheduler::weight_policy), and each tile reads it

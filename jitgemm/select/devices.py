@@ -13,7 +13,7 @@ from typing import Any
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
 """Share of the SMs that clusters of a size can fill, one CTA an SM. A cluster lies within a GPC, whose SMs it need not
 divide: `cuOccupancyMaxActiveClusters` counts 39 clusters of 3, 30 of 4, 22 of 5, 17 of 6 and 15 of 8 on an H200. The
-other devices are taken to be alike. For predictions only: a launch asks the driver."""
+other devices are taken to behave the same. For predictions only: a launch asks the driver."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     if spec.token_rows and (spec.block_m % (STRIP_ROWS * spec.halves) or spec.warpgroups_k * spec.split_k > 1):
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
     if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
-        return "tokens are wgmma's rows beside 8-bit weights in blocks, and have a scale per 128 k"
+        return "tokens are wgmma's rows only with 8-bit weights in blocks and a scale per 128 k"
     if spec.sums == "f16" and (not spec.format.f16_sums or spec.lhs != "e4m3" or spec.lhs_group):
         return f"sums in f16 are of {F16_OPERANDS}"
     if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.halves > 1):
@@ -177,7 +177,7 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
         for halves in (1, 2) if block_m <= 192 else (2,):
             yield dict(block_n=128, halves=halves)
             yield dict(block_n=192, halves=halves)
-        # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
+        # In one piece, a promotion leaves nothing to multiply while the other CTA is waited for: up to 20 %.
         yield dict(block_n=128, halves=2, multicast_lhs=2)
         yield dict(block_n=128, halves=2, multicast_rhs=2)
 

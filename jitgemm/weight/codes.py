@@ -164,7 +164,7 @@ def _split_near(words: Words) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _to_near(codes: Words) -> torch.Tensor:
     magnitude = codes & _LOW3
-    negative = (magnitude + _LOW3 & codes) >> 3 & _ONES  # but for 0
+    negative = (magnitude + _LOW3 & codes) >> 3 & _ONES  # except for 0
     rank = magnitude - negative
     return rank >> 1 & 0x03030303 | negative << 2 | ((rank ^ negative ^ _ONES) & _ONES) << 3
 

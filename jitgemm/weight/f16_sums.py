@@ -26,7 +26,9 @@ LEAST, MOST = -126, 126
 
 class _Noted(NamedTuple):
     at: ready.ReadyAt | None  # of the records they were made of
-    settled: ready.ReadyAt | None  # another object each time the weight is settled, as behind writes that nobody sees
+    marked: (
+        ready.ReadyAt | None
+    )  # another object each time the weight is marked ready, as after writes that nobody sees
     powers: torch.Tensor
     lost: list[int]  # rows that f16 does not hold, of each expert; of a dense weight one number
 
@@ -57,7 +59,7 @@ def prepare_f16_sums(weight: Weight) -> None:
 def with_powers(weight: Weight) -> Weight:
     """The weight with its rows' powers as `channel_scale`, over the same records.
 
-    They are made from the scales at the first call and after the records were written or settled again, waiting for the device. A view of
+    They are made from the scales at the first call and after the records were written or marked ready again, waiting for the device. A view of
     experts has its part of theirs.
 
     Raises:
@@ -70,7 +72,7 @@ def with_powers(weight: Weight) -> Weight:
     if lost:
         raise ValueError(
             f"sums: expected 'f32' for {weight.layer or 'a weight'} whose scales f16 does not hold as parts of their "
-            f"row's largest, got 'f16' for {weight!r}: {lost} of its rows have scales that are too small beside it, or "
+            f"row's largest, got 'f16' for {weight!r}: {lost} of its rows have scales that are too small next to it, or "
             f"have too many bits"
         )
     form = _forms.get(weight)
@@ -113,7 +115,7 @@ def _found(weight: Weight) -> _Noted:
     """The powers of a weight that is no view of another's, as they are now."""
     at = None if weight.blocks.is_inference() else ready.now(weight.blocks)
     found = _noted.get(weight)
-    if found is not None and found.at == at is not None and found.settled is weight.settled_at:
+    if found is not None and found.at == at is not None and found.marked is weight.ready_at:
         return found
     if weight.blocks.is_cuda and ready.capturing(weight.device):
         raise ValueError(
@@ -122,7 +124,7 @@ def _found(weight: Weight) -> _Noted:
         )
     with torch.inference_mode(False), torch.no_grad():
         powers, lost = row_powers(weight.packed)
-    _noted[weight] = found = _Noted(at, weight.settled_at, powers, lost)
+    _noted[weight] = found = _Noted(at, weight.ready_at, powers, lost)
     return found
 
 

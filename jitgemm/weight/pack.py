@@ -55,7 +55,7 @@ def pack_w4(
         offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float
             zero points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
         permutation: None, or integers [k] that hold 0..k-1 once each: column j of q is column permutation[j] of the
-            layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight. Not for experts.
+            layer's input, and the GEMM takes x[:, permutation]. Kept with the weight. Not for experts.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more), -1 or "channel" for one scale per row.
         k: only needed where both readings of a uint8 q fit scale.
         lhs_dtype: torch.float8_e4m3fn or torch.int8 if the weight will only ever meet these activations: its codes then
@@ -70,7 +70,7 @@ def pack_w4(
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
         synchronised, unless it is being captured: then values of q and zero are not scanned and the weight is not
-        `settled`.
+        `ready`.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.

@@ -15,11 +15,12 @@ from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Correction, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
-from jitgemm.weight import layout, ready
+from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.parts import PackedWeight, RowParts, WeightBase, check_packed, check_part, check_permutation
 from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, given_scales, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
+from jitgemm.weight.ready import ReadyAt, note, now, wait
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,7 +31,7 @@ class Weight(WeightBase):
     `group_size` columns; those of 8 bits have no zero points and offsets.
 
     A weight of experts holds E of them in one format, whose tensors have a first dimension E. It has a length and can
-    be iterated; `weight[e]` is expert e's dense weight, a view over the same memory that is settled as its whole is.
+    be iterated; `weight[e]` is expert e's dense weight, a view over the same memory that is ready if its whole is.
 
     Attributes:
         blocks: uint8 [ceil(n / 64), format.kblocks(k), format.record_bytes], contiguous, in the order `layout.py` draws:
@@ -44,16 +45,17 @@ class Weight(WeightBase):
         group_size: columns of a group; at least k means one scale per row.
         format: the layout of a record.
         layout_version: version of the packed order that `blocks` follows.
-        settled_at: address and version of `blocks` when the weight was last settled, or None.
+        ready_at: address and version of `blocks` when the weight was last marked ready, or None.
         plan_key: number of what decides which calls are legal and which kernel runs, see `PackedWeight`.
         layer: name of the layer that holds the weight, for messages; "" where `named` was not called.
         whole: of a view `weight[e]`, the weight of experts and e; else None.
 
-    On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
-    it has ended. Making a weight settles it. A write that moves the version counter of `blocks` unsettles it, and calls
-    wait again: any operation in place on it or on its views, in inference mode too. Not seen are writes past the
+    On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `ready`: what wrote
+    it has ended. Making a weight marks it ready. After a write that moves the version counter of `blocks` it is not
+    ready, and calls wait again: any operation in place on it or on its views, in inference mode too. Not seen are writes past the
     counter: by `.data`, `numpy()`, DLPack, the storage or a raw pointer, and by a view of another dtype that was made
-    in inference mode, `blocks.view(torch.int32)`. Whoever writes so calls `settle()` behind it, before the next GEMM.
+    in inference mode, `blocks.view(torch.int32)`. After such a write call
+    `mark_ready()`, before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
     last are better written from `state_dict()`.
@@ -71,7 +73,7 @@ class Weight(WeightBase):
     plan_key: int = field(init=False)
     layer: ClassVar[str] = ""
     whole: ClassVar[tuple[Weight, int] | None] = None
-    settled_at: ready.ReadyAt | None = field(init=False, default=None)
+    ready_at: ReadyAt | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if (version := self.layout_version) != layout.LAYOUT_VERSION:
@@ -93,26 +95,26 @@ class Weight(WeightBase):
                 address = f"{tensor.data_ptr():#x}"
                 raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got {address}")
         object.__setattr__(self, "plan_key", self.packed.plan_key)
-        self.settle()
+        self.mark_ready()
 
-    def settle(self) -> bool:
+    def mark_ready(self) -> bool:
         """Waits for what the current stream still writes; kernels then read the weight before the one before them ends.
 
         Returns:
-            Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited
+            Whether the weight is ready now: not while a CUDA graph is being captured, where nothing can be waited
             for, nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no
             address.
         """
-        object.__setattr__(self, "settled_at", ready.wait(self.blocks))
-        return self.settled_at is not None
+        object.__setattr__(self, "ready_at", wait(self.blocks))
+        return self.ready_at is not None
 
     @property
-    def settled(self) -> bool:
-        """Whether the weight is known to be written: settled, and not written or replaced since."""
-        return self.settled_at is not None and self.settled_at == ready.now(self.blocks)
+    def ready(self) -> bool:
+        """Whether no kernel in flight writes the weight: marked ready, and not written or replaced since."""
+        return self.ready_at is not None and self.ready_at == now(self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor, so that a copy is checked and settled too.
+        # Through the constructor, so that a copy is checked and marked ready too.
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __repr__(self) -> str:
@@ -194,7 +196,7 @@ class Weight(WeightBase):
         self, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
         permutation: torch.Tensor | None,
     ) -> Self:  # fmt: skip
-        """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
+        """The same weight over other tensors, such as copies on another device; checked and marked ready like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
         weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation)
         weight.named(self.layer)
@@ -300,7 +302,7 @@ class Weight(WeightBase):
         views: dict[str, Any] = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
-        views |= {"whole": (self, e % experts), "settled_at": ready.note(part.blocks, self.settled)}
+        views |= {"whole": (self, e % experts), "ready_at": note(part.blocks, self.ready)}
         expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key)
         return expert
 

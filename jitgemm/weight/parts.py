@@ -99,8 +99,8 @@ class PackedWeight(NamedTuple):
     format: WeightFormat
 
     @property
-    def settled_at(self) -> ReadyAt | None:
-        """Where a `Weight` settled these very records, if one did."""
+    def ready_at(self) -> ReadyAt | None:
+        """Where a `Weight` ready these very records, if one did."""
         return noted(self.blocks)
 
     @property
@@ -295,7 +295,7 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, po
     rows = (*lead, layout.strips_of(n) * STRIP_ROWS)
     shape = (*lead, layout.strips_of(n), fmt.kblocks(k), fmt.record_bytes)
     if fmt.correction and not (fmt.zero_point or fmt.offset):
-        raise ValueError(f"{name}format: expected zero points or offsets beside a correction, got {fmt.name}")
+        raise ValueError(f"{name}format: expected zero points or offsets with a correction, got {fmt.name}")
     check_part(weight, name, "blocks", shape, torch.uint8)
     if powers and fmt.f16_sums and in_f16(weight):
         check_part(weight, name, "channel_scale", rows, torch.float32)

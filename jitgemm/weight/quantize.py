@@ -40,7 +40,7 @@ def quantize_w4(
         asymmetric   q in 0..15    w ~ (q - zero) * scale     zero an integer 0..15: 0.0 stays 0.0
 
     Scales are rounded to `scale_dtype` first and codes computed for the rounded scale. Tried are the scales that cover
-    the group's range, max |w| / 7, / 7.5 and / 8, or (max - min) / 15, and then those that clip it, down to a fifth of
+    the group's range, max |w| / 7, / 7.5 and / 8, or (max - min) / 15, and then scales that clip it, down to a fifth of
     it. Plain round to nearest is the first of them, and a later one is taken only if its error is smaller. The same w
     gives the same weight in every run.
 
@@ -66,7 +66,7 @@ def quantize_w4(
 
     Returns:
         The packed weight on w's device. A group of zeros has scale 0. `unpack()` gives codes, scales and zero points.
-        Beside w and the result, n * k / 2 bytes and a fixed amount of memory are used; for experts, which are quantised
+        Besides w and the result, n * k / 2 bytes and a fixed amount of memory are used; for experts, which are quantised
         one by one, n * k bytes. With moments it is 16 * (n + k) * k bytes.
 
     Raises:
@@ -125,7 +125,7 @@ def quantize_w8(
 ) -> W8Weight:
     """Quantise a weight to 8 bits: w ~ q * scale, q rounded to nearest even, a scale for each row or block in fp32.
 
-    The scale is max |w| / 448 for e4m3, and max |w| / 127 for int8, of which -128 stays unused. With `moments`, codes
+    The scale is max |w| / 448 for e4m3, and max |w| / 127 for int8, where -128 stays unused. With `moments`, codes
     are GPTQ's, as in `quantize_w4`.
 
     Args:
@@ -136,7 +136,7 @@ def quantize_w8(
         moments: with a scale per row, as in `quantize_w4`.
 
     Returns:
-        The packed weight on w's device. A row or block of zeros has scale 0. Beside w and the result, n * k bytes and a
+        The packed weight on w's device. A row or block of zeros has scale 0. Besides w and the result, n * k bytes and a
         fixed amount of memory are used; with moments, 16 * (n + k) * k bytes.
 
     Raises:

@@ -20,7 +20,7 @@ from jitgemm.weight.quantize import _check_finite, _check_given
 from jitgemm.weight.search import CHUNK
 
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between neighbours of e2m1's magnitudes, of which it takes the even one: the lower, the upper, the lower, ..."""
+"""Between neighbours of e2m1's magnitudes; a tie takes the even one: the lower, the upper, the lower, ..."""
 
 
 def quantize_mxfp4(

@@ -1,4 +1,4 @@
-"""Which tensors hold a ready weight: one that no kernel in flight writes. The calls say "settled".
+"""Which tensors hold a ready weight: one that no kernel in flight writes.
 
 A `torch.library` op, which is given tensors alone, knows its weight by this: the records are ready if they are the very
 object that a `Weight` noted, still at that address and not written since, by its version counter. It is the rule of an
@@ -32,7 +32,7 @@ def capturing(device: torch.device) -> bool:
 def wait(blocks: torch.Tensor) -> ReadyAt | None:
     """Waits for what the current stream still writes, and notes where the records are ready now.
 
-    None where nothing can be waited for or known: see `Weight.settle`.
+    None where nothing can be waited for or known: see `Weight.mark_ready`.
     """
     ready = type(blocks) in PLAIN and not blocks.is_inference()
     ready = ready and not (blocks.is_cuda and capturing(blocks.device))

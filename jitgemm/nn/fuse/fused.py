@@ -142,7 +142,7 @@ class MergedLinear(Fused, PackedLinear):
         pass
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        self._bind()  # settles what was loaded into the views
+        self._bind()  # marks what was loaded as ready into the views
 
 
 class FusedProjections(torch.nn.Module):

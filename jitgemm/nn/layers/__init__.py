@@ -5,7 +5,7 @@ experts            W4A8Experts and W8A8Experts
 packed             what both are made of: a packed weight whose tensors are a module's buffers; its state dict
 gate               the gate between an expert's two GEMMs
 sums               what kernels of a model's layers may add up in
-settle             marks a model's weights as written
+mark_ready         marks a model's weights as written
 shard_weight       a rank's part of a packed weight and its bias
 sharding           how layers and DTensors as their inputs are divided among ranks
 expert_all_to_all  tokens' way to experts on other ranks and back

@@ -199,7 +199,7 @@ class Packed(Described):
     # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
     def _bind(self, meta: torch.Tensor | None = None, filled: bool = True) -> Weight:
-        """Makes the weight again over the buffers as they are now, which checks and settles it; by `meta`, if given.
+        """Makes the weight again over the buffers as they are now, which checks it and marks it ready; by `meta`, if given.
 
         filled: False where they came from the meta device and hold nothing yet.
         """

@@ -163,7 +163,7 @@ def _by_rows(_class: type, op: Any, _types: Any, args: tuple[Any, ...], kwargs: 
     name = op._schema.name.removeprefix("jitgemm::")
     x = given["x"]
     if not isinstance(x, DTensor):
-        raise TypeError(f"x: expected a DTensor beside others in {name}, got {type(x).__name__}")
+        raise TypeError(f"x: expected a DTensor, as other arguments of {name} are, got {type(x).__name__}")
     if any(each not in (Replicate(), Shard(0)) for each in x.placements):
         raise ValueError(
             f"x: expected placements Replicate() or Shard(0) in {name}, as a row's scale is of the whole row, got "

@@ -42,7 +42,7 @@ def load_(
     they are.
 
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not
-    matter. The names in the checkpoint are the model's, or those that transformers renames. Packed layers that the
+    matter. The names in the checkpoint are the model's, or names that transformers renames. Packed layers that the
     model has already are loaded again. Also reads what `safetensors.torch.save_file` or `save_model` wrote of a model
     that was quantised here.
 
@@ -69,7 +69,7 @@ def load_(
             saves and computes itself, as Marian its positions.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
-            names, see docs/parallel.md. Embeddings are whole on every rank, and experts but for `ExpertParallel`.
+            names, see docs/parallel.md. Embeddings are whole on every rank, and experts unless `ExpertParallel` divides them.
         tp_plan: {pattern (`fnmatch`) of modules: a style of `jitgemm.nn.parallel`, or its name: "colwise", "rowwise",
             "colwise_gather_output", "rowwise_split_input"}; None: the model's own, which models of transformers have.
         sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"

@@ -40,7 +40,7 @@ def quantize_(
     weight: a subclass with a forward of its own, a forward replaced on the object (accelerate), or a parent that reads
     the weight (torch.nn.MultiheadAttention and TransformerEncoderLayer, Mamba's dt_proj, ...).
 
-    In a transformers model, config.quantization_config then says that jitgemm saved the model. from_pretrained refuses
+    In a transformers model, config.quantization_config then says that jitgemm saved the model. from_pretrained rejects
     what save_pretrained wrote of it; `load_` reads it.
 
     Args:

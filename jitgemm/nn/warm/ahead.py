@@ -233,7 +233,7 @@ def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
 
 
 def _fill_blocks(model: torch.nn.Module) -> None:
-    """Gives what stands in blocks beside packed layers some values, as `fuse_` runs them."""
+    """Gives the other tensors of blocks with packed layers some values, as `fuse_` runs them."""
     inside = {m for _, blocks in block_lists(model) for block in blocks.values() for m in block.modules()}
     draw = torch.Generator().manual_seed(1)
     for module in model.modules():

@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Look:
-    """A layer but for its values.
+    """A layer without its values.
 
     Attributes:
         bias: its type, or None.
@@ -72,7 +72,7 @@ class ExpertsLook:
 
 
 class LayersOfPlan:
-    """A model's layers as `load_` plans them, but for their values; sizes and formats are those of a rank's cut.
+    """A model's layers as `load_` plans them, without their values; sizes and formats are those of a rank's cut.
 
     Attributes:
         places, forms: as `Replaceable` has them, of the packed layers.

@@ -29,7 +29,7 @@ from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
-from jitgemm.select.devices import DeviceSpec
+from jitgemm.select.devices import DEVICES, DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec
@@ -89,7 +89,9 @@ def warmup(
     plan = {spec: look_up(process_cache, source_of(spec)) for spec in needed}
     missing = [job for job in plan.values() if not job.stored]
     if missing and not build:
-        first, command = missing[0].source.label, _command(model, max_m, device, compiled)
+        gpus = [index for where in needed.values() for index in where if index is not None]
+        target = device or _name(device_of(gpus[0]) if gpus else pick_device(None))
+        first, command = missing[0].source.label, _command(model, max_m, target, compiled)
         raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; {command} makes them")
     if missing:
         from rich.console import Console  # needed here alone
@@ -116,7 +118,13 @@ def warmup(
     return [job.source.label for job in missing if job.compiled]
 
 
-def _command(model: torch.nn.Module, max_m: int, device: str | None, compiled: bool) -> str:
+def _name(gpu: DeviceSpec) -> str:
+    """What --device takes for a GPU at hand; "" for one that has no name there."""
+    known = DEVICES.get(gpu.name)
+    return "" if known is None else gpu.name + (f",sms={gpu.num_sms}" if gpu.num_sms != known.num_sms else "")
+
+
+def _command(model: torch.nn.Module, max_m: int, device: str, compiled: bool) -> str:
     """The command that makes a model's kernels ahead of time."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or "FOLDER"
     fused = any(isinstance(layer, FUSED) for layer in model.modules())

@@ -1,4 +1,4 @@
-"""settle: what a model's GEMMs read ahead of their turn, where no layer of jitgemm.nn knows of it."""
+"""mark_ready: lets a model's GEMMs start before the kernel before them ends, where no layer of jitgemm.nn did so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jitgemm.nn.layers.packed import Packed
 from jitgemm.weight import ready
 
 
-def settle(model: torch.nn.Module) -> list[str]:
+def mark_ready(model: torch.nn.Module) -> list[str]:
     """Waits for the GPUs that hold a model's packed weights, which GEMMs then read before the kernel ahead of them ends.
 
     The layers of jitgemm.nn do so whenever their weight is replaced, moved or loaded. This is for modules whose weights
@@ -19,7 +19,7 @@ def settle(model: torch.nn.Module) -> list[str]:
     through PyTorch later is waited for again.
 
     Returns:
-        Names of the settled buffers: all uint8 ones, as packed weights are.
+        Names of the buffers that are ready now: all uint8 ones, as packed weights are.
 
     Raises:
         TypeError: model is no module.
@@ -41,11 +41,11 @@ def settle(model: torch.nn.Module) -> list[str]:
             )
     for device in {tensor.device for _, _, tensor in found if tensor.is_cuda}:
         if ready.capturing(device):
-            raise RuntimeError("settle: expected no CUDA graph to be captured meanwhile, as it waits for the GPU")
+            raise RuntimeError("mark_ready: expected no CUDA graph to be captured meanwhile, as it waits for the GPU")
         torch.cuda.synchronize(device)  # writes on other streams too
     for _, module, tensor in found:
         if isinstance(module, Packed):
-            module.weight.settle()
+            module.weight.mark_ready()
             module._fill_powers(module.powers is not None)
         else:
             ready.wait(tensor)
