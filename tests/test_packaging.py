@@ -14,7 +14,9 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 
 import jitgemm
@@ -324,10 +326,14 @@ def test_the_libraries_that_are_checked_are_those_of_the_extra():
 
 
 def test_shards_are_all_tests_once_each():
-    def collected(*arguments: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_dtypes.py", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return [line for line in done.stdout.splitlines() if "::" in line]
+    def config(shard: str) -> SimpleNamespace:
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        return SimpleNamespace(getoption=lambda name: shard if name == "--shard" else False, hook=hook)
 
-    shards = [collected("--shard", f"{part}/2") for part in (1, 2)]
-    assert all(shards) and sorted(sum(shards, [])) == sorted(collected())
+    items = [SimpleNamespace(nodeid=f"test_it.py::test[{number}]", keywords=()) for number in range(40)]
+    shards = []
+    for part in (1, 2):
+        shard = [*items]
+        conftest.pytest_collection_modifyitems(config(f"{part}/2"), shard)
+        shards.append(shard)
+    assert all(shards) and sorted(sum(shards, []), key=items.index) == items

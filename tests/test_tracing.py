@@ -322,7 +322,7 @@ def graphs_of(
 
 
 @every_device
-@every_call
+@some_calls
 def test_one_graph_serves_every_m(name, device):
     assert graphs_of(name, device, 7, N, K, backend="eager", dynamic=True) == 1
 
@@ -334,7 +334,7 @@ def test_a_second_m_makes_the_last_graph(name, device):
 
 
 @every_device
-@every_call
+@some_calls
 def test_the_graph_is_for_all_m_within_bounds(name, device):
     """Dynamo raises if anything guards on a size with bounds."""
     bounds = functools.partial(torch._dynamo.mark_dynamic, min=2, max=2**40)
@@ -348,7 +348,7 @@ def test_one_graph_serves_an_m_that_no_tracer_knows(name, device):
     assert graphs_of(name, device, 7, 1, N, backend="aot_eager", mark=torch._dynamo.decorators.mark_unbacked) == 1
 
 
-INDUCTOR = ("gated MLP", "fused layers", "W4A8Experts", "fused_experts_masked")
+INDUCTOR = ("fused layers", "W4A8Experts")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")

@@ -226,14 +226,6 @@ def same_weight(weight, *layers):
 
 
 @pytest.mark.parametrize("name", vllm_checkpoints.PACKED)
-def test_each_layer_of_a_checkpoint_loads_as_it_was_drawn(written, name):
-    folder, drawn = written
-    assert [
-        layer for layer in drawn if not same_weight(jitgemm.load(folder / name, layer, device="cpu"), drawn[layer])
-    ] == []
-
-
-@pytest.mark.parametrize("name", vllm_checkpoints.PACKED)
 def test_a_model_of_a_checkpoint_has_the_weights_that_were_drawn(written, name):
     import transformers
     from safetensors.torch import load_file
@@ -309,8 +301,7 @@ def test_files_in_mxfp4_hold_the_values_of_that_in_bf16(tmp_path, kind):
         assert packed[f"{above}_bias"].std() > 0.05
 
 
-@pytest.mark.parametrize("chosen", [None, "gptq"])
-def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatch, chosen):
+def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
@@ -324,7 +315,7 @@ def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatc
     monkeypatch.setenv("SAYS", json.dumps(says))
     monkeypatch.setattr(vllm_engine, "small", configs_alone)
     out = tmp_path / "out.jsonl"
-    vllm_engine.logprobs("dense", str(out), 2, chosen)
+    vllm_engine.logprobs("dense", str(out), 2, None)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["kind"] == "dense" and row["tp"] == 2 and "commit" in row for row in rows)
     failed = [(row["checkpoint"], row["engine"]) for row in rows if "failed" in row]
@@ -332,13 +323,10 @@ def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatc
     apart = {("bf16", "bf16"): (0, 0), ("gptq", "vllm"): (0.5, 0.25), ("gptq", "vllm-eager"): (0.5, 0)}
     apart |= {("gptq", name): (0, 2) for name in ("jitgemm", "jitgemm-eager")}
     equal = {("gptq", "vllm-eager"): False, ("gptq", "jitgemm-eager"): True}
-    if not chosen:
-        assert failed == [("compressed-tensors", "vllm-eager")]
-        apart |= {("compressed-tensors", name): far for name, far in (("vllm", (0, 0)), ("jitgemm", (0, 1)))}
-        apart["compressed-tensors", "jitgemm-eager"] = 0, 0
-        equal["compressed-tensors", "jitgemm-eager"] = False
-    else:
-        assert failed == []
+    assert failed == [("compressed-tensors", "vllm-eager")]
+    apart |= {("compressed-tensors", name): far for name, far in (("vllm", (0, 0)), ("jitgemm", (0, 1)))}
+    apart["compressed-tensors", "jitgemm-eager"] = 0, 0
+    equal["compressed-tensors", "jitgemm-eager"] = False
     assert found.keys() == apart.keys()
     assert {name: row["equal_to_compiled"] for name, row in found.items() if "equal_to_compiled" in row} == equal
     first, rest = 63, sum(63 + 50 * i for i in range(1, 8))  # tokens with logprobs in the first prompt, in the others
