@@ -220,6 +220,8 @@ def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypa
         assert row["speedup"] == pytest.approx(row["one_us"] / row["us"])
         assert row["times_bf16"] == pytest.approx(base[row["tokens"]] / row["us"])
     assert document["ranks"] == 2 and document["environment"]["commit"] and document["date"]
+    for row in document["rows"]:
+        del row["times_bf16"]  # a column fewer: 80 are enough
     script._print_tp(document)
     table = capsys.readouterr().out
     assert re.search(r"decode +1  int8( +[\d.]+){3} +-?\d+%", table) and "2 ranks" in table

@@ -47,7 +47,7 @@ def test_kernels_that_spill_a_little_are_built_and_none_that_is_chosen_spills_ba
         (129, 1032, 1280, "s8", WeightFormat(128, True, "fp32")),
     ]  # fmt: skip
     chosen = [choose(Problem(*problem), H200) for problem in problems]
-    for built in build_all(dict.fromkeys([*SPILLS, *chosen], True), 2):
+    for built in build_all(dict.fromkeys([*SPILLS[::3], *chosen], True), 2):
         assert built.spill_bytes <= MAX_SPILL_BYTES and not built.serialised, built
 
 
