@@ -2,7 +2,7 @@
 """How much of the error bound (`jitgemm.gemm.bound`) results use. Needs a Hopper GPU.
 
 The figures of docs/notes/e4m3-accuracy.md. "as the model": of e4m3 results with k up to 128, which are one record, how
-many have the very bits of the tensor core that tests/tensor_core.py emulates.
+many have the very bits of the tensor core that tests/helpers/tensor_core.py emulates.
 
     python scripts/accuracy.py [--m 2048] [--n 4096] [--json FILE] > table.md
 """
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 import builders
 import torch

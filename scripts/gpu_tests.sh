@@ -23,7 +23,7 @@ table="$(realpath -m "$1")"
 commit="${2:--}"
 shift $(($# < 2 ? $# : 2))
 cd "$ROOT"
-[ $# -gt 0 ] || set -- $(grep -l 'mark\.gpu' tests/test_*.py) # others take seconds to import
+[ $# -gt 0 ] || set -- $(grep -l 'mark\.gpu' tests/*/test_*.py) # others take seconds to import
 if [ "$commit" = - ]; then
     commit="$(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)"
 fi

@@ -1,4 +1,4 @@
-"""The documentation's pictures as SVG: `scripts/performance.py pages` writes them, tests/test_performance.py holds them.
+"""The documentation's pictures as SVG: `scripts/performance.py pages` writes them, its test holds them.
 
 A picture has a background of its own, and dark colours where the reader prefers them.
 """

@@ -21,8 +21,9 @@ if [ -n "${versions[${1:-none}]:-}" ]; then
     shift
 fi
 if [ $# -eq 0 ]; then
-    set -- tests/test_{nn,op,op_launch,inductor,fuse,weight,arguments,transformers,hf,nn_models,nn_experts}.py \
-        tests/test_{nn_expert_models,deepseek,moe,parts,parallel,end_to_end,docs}.py
+    set -- tests/{nn,graph} tests/gemm/test_{op,op_launch,arguments}.py tests/weight/test_weight.py \
+        tests/checkpoint/test_{deepseek,parts}.py tests/moe/test_moe.py tests/scripts/test_end_to_end.py \
+        tests/repository/test_docs.py
 fi
 status=0
 for end in "${ends[@]}"; do

@@ -1,6 +1,6 @@
 """Writes down the signatures of vLLM that jitgemm.vllm overrides and calls; its tests' stand-ins are made from them.
 
-    VLLM_TARGET_DEVICE=cpu .venv-vllm-0.24.0/bin/python scripts/vllm_signatures.py tests/vllm_signatures.json
+    VLLM_TARGET_DEVICE=cpu .venv-vllm-0.24.0/bin/python scripts/vllm_signatures.py tests/helpers/vllm_signatures.json
 
 The file has those of several versions; only the one that is imported is written anew. scripts/vllm_contract.sh makes
 such environments.

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-kernels", action="store_true", help="compile every kernel of test_compile.py, not a sample of them"
     )
     parser.addoption("--emulate", action="store_true", help="run tests marked `gpu` on the CPU, see tests/emulator")
+    parser.addoption("--cpu", action="store_true", help="say how many seconds of CPU the tests of each folder took")
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts of the tests, I from 1 to N")
 
 
@@ -73,8 +75,40 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_s", cpu_s() - item.stash[STARTED]))
     return _without_a_library((yield))
+
+
+STARTED = pytest.StashKey[float]()
+
+
+def cpu_s() -> float:
+    """Seconds of CPU of this process and of its children that ended: however busy the machine is."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[STARTED] = cpu_s()
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--cpu"):
+        return
+    folders: Counter[str] = Counter()
+    for report in sum(terminalreporter.stats.values(), []):
+        for name, value in getattr(report, "user_properties", ()):
+            if name == "cpu_s" and report.when == "teardown":
+                folders[report.nodeid.partition("::")[0].rpartition("/")[0]] += value
+    terminalreporter.section("seconds of CPU")
+    for folder, seconds in folders.most_common():
+        terminalreporter.line(f"{seconds:7.1f}  {folder}")
+    terminalreporter.line(f"{folders.total():7.1f}  in all")
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,7 @@ class TileMap:
 
 _PARAMETERS_OVERHEAD = 800
 """Bytes of the Python objects around a launch's parameters, the addresses that they are found by among them
-(tests/test_launch_cache.py)."""
+(tests/runtime/test_launch_cache.py)."""
 
 
 class Parameters:

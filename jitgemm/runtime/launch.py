@@ -188,7 +188,7 @@ MAX_PLAN_BYTES, MAX_PARAMETER_BYTES = 12 << 20, 20 << 20
 """Host memory that a thread's calls may hold on to: 3,000 plans, for example, with 5 sets of addresses each."""
 PLAN_BYTES = 4 << 10
 """What a plan counts as; it holds 3.3 to 3.6 KiB, and the parameters of a GEMM for one set of addresses 1.3 KiB
-(tests/test_launch_cache.py)."""
+(tests/runtime/test_launch_cache.py)."""
 MAX_PLANS_PER_KEY = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 

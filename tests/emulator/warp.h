@@ -107,7 +107,7 @@ u64 sum_of(Cta& cta, const std::vector<u32>& rows) {
     return sum;
 }
 
-// A step of e4m3 with sums in f16, as MMA-Sim has Hopper's (tests/tensor_core.py): products by the exponents of their
+// A step of e4m3 with sums in f16, as MMA-Sim has Hopper's (tests/helpers/tensor_core.py): products by the exponents of their
 // factors and the sum before are cut off 13 bits below the largest exponent, their sum again, then rounded to f16.
 u16 half_step(const u8 (&a)[32], const u8 (&b)[32], u16 before) {
     static double table[256];

@@ -1,0 +1,1103 @@
+"""The jitgemm command: what it prints where, its exit codes, and that it agrees with the cache on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from tiny_kernel import serialised_kernel, spilling_kernel
+
+from jitgemm import settings
+from jitgemm.activations.kernel import quantize_source, quantize_spec
+from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
+from jitgemm.cli import common, main
+from jitgemm.cli.cache import describe_spec, kind_of
+from jitgemm.errors import CacheMissError
+from jitgemm.jit.cache import KernelCache, process_cache
+from jitgemm.jit.nvrtc import nvrtc_info
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.legend import legend
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.kernel import CollectSpec, CombineSpec, GatherSpec, RouteSpec, dispatch_spec, front_spec, source_of
+from jitgemm.select import cost
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import device_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
+FEW = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any")
+"""A GEMM kernel and a quantiser."""
+
+
+class Result:
+    def __init__(self, code: int, stdout: str, stderr: str):
+        self.code, self.stdout, self.stderr = code, stdout, stderr
+
+    @property
+    def json(self):
+        return json.loads(self.stdout)
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch) -> Path:
+    """An empty kernel cache of this test's own."""
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv("JITGEMM_JIT", raising=False)
+    monkeypatch.setattr(process_cache, "_unwritten", {})
+    monkeypatch.setattr(process_cache, "_warned", set())
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def run(capsys, cache_dir):
+    """Run the command in this process: run("cache", "ls") -> Result."""
+
+    def call(*argv: str) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        captured = capsys.readouterr()
+        return Result(exit.value.code or 0, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def warm_dir(tmp_path_factory) -> Path:
+    """A cache that `jitgemm warmup` filled with LAYER's kernels; tests may only read it."""
+    folder = tmp_path_factory.mktemp("warm")
+    environment = os.environ | {"JITGEMM_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment.pop("JITGEMM_JIT", None)
+    command = [sys.executable, "-m", "jitgemm", "warmup", *LAYER, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["summary"]["compiled"] == len(report["kernels"]) > 0
+    return folder
+
+
+@pytest.fixture
+def warm(warm_dir, cache_dir) -> Path:
+    """This test's own copy of a warm cache."""
+    cache_dir.mkdir()
+    for path in warm_dir.glob("*.jgk"):
+        (cache_dir / path.name).write_bytes(path.read_bytes())
+    return cache_dir
+
+
+def in_terminal(*argv: str, columns: int = 80, answer: str = "") -> str:
+    """What the command writes to a terminal of so many columns, colours left out."""
+    leader, follower = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jitgemm", *argv], env=environment, stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    os.write(leader, answer.encode())
+    text = b""
+    with suppress(OSError):  # EIO: the process has ended
+        while chunk := os.read(leader, 65536):
+            text += chunk
+    os.close(leader)
+    assert process.wait(timeout=60) in (0, 1), text
+    return text.decode().replace("\r\n", "\n")
+
+
+# warmup
+
+
+@pytest.mark.nvrtc
+def test_warmup_compiles_every_kernel_once_and_the_second_finds_them(run):
+    first, second = run("warmup", *LAYER, "--json"), run("warmup", *LAYER, "--json")
+    assert first.code == second.code == 0
+    kernels = first.json["kernels"]
+    assert {kernel["status"] for kernel in kernels} == {"compiled"}
+    assert len({kernel["key"] for kernel in kernels}) == len(kernels) > 0
+    assert all(kernel["spill_bytes"] == 0 and kernel["registers"] > 0 for kernel in kernels)
+    assert {kernel["status"] for kernel in second.json["kernels"]} == {"cached"}
+    assert [kernel["key"] for kernel in second.json["kernels"]] == [kernel["key"] for kernel in kernels]
+
+
+@pytest.mark.nvrtc
+def test_warmup_prints_a_table_on_stdout_and_progress_on_stderr(run):
+    done = run("warmup", *LAYER)
+    assert done.code == 0
+    assert re.search(r"kernel +status +registers", done.stdout)
+    assert "compiled" in done.stdout and "e4m3-g128-bf16" in done.stdout
+    assert "compiling" in done.stderr and re.search(r"\d+ kernels, \d+ compiled", done.stderr)
+
+
+@pytest.mark.nvrtc
+def test_warmup_compiles_even_where_calls_may_not(run, monkeypatch):
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    assert run("warmup", *LAYER).code == 0
+    assert os.environ["JITGEMM_JIT"] == "off"
+
+
+@pytest.mark.nvrtc
+def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
+    assert run("warmup", *LAYER, "--check").code == 0
+    next(warm.glob("*.jgk")).unlink()
+    done = run("warmup", *LAYER, "--check", "--json")
+    assert done.code == 1
+    assert done.json["summary"]["missing"] == 1
+    assert run("warmup", *LAYER).code == 0
+    assert run("warmup", *LAYER, "--check").code == 0
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("slow", "shown", "said"),
+    [
+        (spilling_kernel(), r" \d\d+ ", r"\d+ bytes of register spills"),
+        (serialised_kernel(), " 0 serialised ", r"\(C75..\) .*(GMMA|wgmma)"),
+    ],
+)
+def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
+    monkeypatch.setattr("jitgemm.kernel.render.kernel_source", lambda spec: replace(slow, label=spec.label))
+    options = FEW
+    done = run("warmup", *options)
+    assert done.code == 0 and re.search(shown, done.stdout)
+    assert re.search(rf"e4m3-g128-bf16-\S+ is slower than it should be: {said}", done.stderr)
+    for more in ((), ("--check",)):
+        strict = run("warmup", *options, "--strict", *more)
+        assert strict.code == 3 and re.search(rf"failed: e4m3-g128-bf16-\S+ is slower .*{said}", strict.stderr)
+    first, *others = run("cache", "ls", "--sort", "spills", "--json").json
+    assert others and first["spill_bytes"] or first["serialised"]
+    assert not any(entry["spill_bytes"] or entry["serialised"] for entry in others)
+
+
+@pytest.mark.nvrtc
+def test_a_warmup_that_could_not_store_says_so_and_exits_3(run, cache_dir):
+    cache_dir.write_text("a file, not a folder")
+    done = run("warmup", *FEW)
+    assert done.code == 3 and done.stdout.count(" unstored ") == 2
+    assert f"2 kernels are not stored: kernel cache {cache_dir} cannot be written" in done.stderr
+    again = run("warmup", *FEW, "--json")
+    assert again.code == 3 and again.json["summary"] | {"unstored": 0} == dict.fromkeys(again.json["summary"], 0)
+    assert [kernel["path"] for kernel in again.json["kernels"]] == [None, None]
+    assert run("warmup", *FEW, "--check").code == 3
+    cache_dir.unlink()  # with room again, what this process compiled is stored
+    assert run("warmup", *FEW, "--json").json["summary"]["cached"] == 2
+    assert run("warmup", *FEW, "--check").code == 0 and len(list(cache_dir.glob("*.jgk"))) == 2
+
+
+@pytest.mark.nvrtc
+@pytest.mark.filterwarnings("ignore:.*cannot be written")
+def test_a_models_warmup_warns_of_what_it_could_not_store_and_calls_find_it_again(cache_dir):
+    import torch
+
+    import jitgemm.nn
+    from jitgemm.runtime import loaded
+
+    cache_dir.write_text("a file, not a folder")
+    layer = jitgemm.nn.W4A8Linear.from_linear(torch.nn.Linear(256, 264, dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match=rf"(\d+) kernels are not stored .*{cache_dir} cannot be written"):
+        labels = jitgemm.nn.warmup(layer, 8, device="h200")
+    assert len(labels) >= 2 and jitgemm.nn.warmup(layer, 8, device="h200") == []
+    assert loaded.cache is process_cache
+
+
+@pytest.mark.nvrtc
+def test_ctrl_c_ends_a_warmup_within_a_second_and_keeps_what_is_compiled(cache_dir):
+    command = [sys.executable, "-m", "jitgemm", "warmup", "--shape", "4096,4096", "--device", "h200", "--jobs", "2"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(cache_dir.glob("*.jgk")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pressed = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert time.monotonic() - pressed < 1.5
+    assert re.search(r"interrupted: \d+ of \d\d+ compiled", stderr) and "Traceback" not in stderr and not stdout
+    left = {path.suffix for path in cache_dir.iterdir()}
+    assert left <= {".jgk", ".lock", ".tmp"} and ".jgk" in left
+
+
+@pytest.mark.nvrtc
+def test_a_strict_warmup_of_clean_builds_is_none_that_failed(run):
+    assert run("warmup", *FEW, "--strict").code == 0
+
+
+def test_dry_run_and_check_compile_nothing(run, cache_dir):
+    dry, check = run("warmup", *LAYER, "--dry-run", "--json"), run("warmup", *LAYER, "--check")
+    assert (dry.code, check.code) == (0, 1)
+    assert dry.json["summary"]["missing"] == len(dry.json["kernels"]) > 0
+    assert not list(cache_dir.glob("*"))
+
+
+def test_options_change_the_kernels(run):
+    def labels(*options: str) -> list[str]:
+        options = ("--codes", "any", "--quantizer", "none", *options)
+        return [kernel["label"] for kernel in run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]]
+
+    assert all(label.startswith("e4m3-g128-bf16-m") for label in labels())
+    assert all(label.startswith("s8-") for label in labels("--lhs", "int8"))
+    assert {label.partition("-")[0] for label in labels("--lhs", "int8", "--lhs", "fp8")} == {"s8", "e4m3"}
+    zero = labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16")
+    assert all(label.startswith("e4m3-g32z-fp16-") for label in zero)
+    assert all(label.startswith("e4m3-channel-") for label in labels("--group-size", "channel"))
+    assert labels("--group-size", "-1") == labels("--group-size", "channel") == labels("--group-size", "8192")
+    assert all(label.startswith("e4m3-g128o-bf16-") for label in labels("--offset"))
+    outs = labels("--out", "fp16", "--out", "bf16", "--out", "fp32")
+    assert {label.split("-")[3] for label in outs if "-to" in label} == {"tofp16", "tofp32"}
+    assert set(labels()) < set(outs)
+
+
+@pytest.mark.parametrize("lhs", ["fp8", "int8"])
+def test_codes_are_those_of_pack_w4_with_and_without_lhs_dtype(run, lhs):
+    def kernels(codes: str) -> dict[str, str]:
+        options = ("--lhs", lhs, "--codes", codes, "--quantizer", "none", "--dry-run", "--json")
+        return {kernel["key"]: kernel["label"] for kernel in run("warmup", *LAYER, *options).json["kernels"]}
+
+    any_codes, tuned = kernels("any"), kernels("tuned")
+    name = {"fp8": "e4m3", "int8": "s8"}[lhs]
+    assert {label.split("-")[0] for label in any_codes.values()} == {name}
+    assert {label.split("-")[0] for label in tuned.values()} == {f"{name}fast"}
+    assert kernels("both") == any_codes | tuned
+
+
+@pytest.mark.parametrize(
+    ("lhs", "group_size", "zero_point", "k", "options"),
+    [
+        ("e4m3", 128, False, 256, {"group_size": 128}),
+        ("e4m3", 0, False, 256, {"group_size": 256}),
+        ("e4m3", 128, True, 256, {"group_size": 128}),
+        ("s8", 128, False, 256, {"group_size": 128}),
+        ("s8", 0, False, 256, {"group_size": 256}),
+        ("s8", 0, False, 65536 + 32, {"group_size": 65536 + 32}),
+        ("s8", 128, False, 96, {"group_size": 128}),
+    ],
+)
+@pytest.mark.parametrize("codes", list(common.Codes))
+def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, codes):
+    import torch
+
+    import jitgemm
+
+    q = torch.zeros(8, k, dtype=torch.uint8 if zero_point else torch.int8)
+    scale = torch.ones(8, -(-k // options["group_size"]), dtype=torch.bfloat16)
+    zero = torch.zeros(scale.shape, dtype=torch.uint8) if zero_point else None
+    dtype = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}[lhs] if codes is common.Codes.tuned else None
+    weight = jitgemm.pack_w4(q, scale, zero, lhs_dtype=dtype, **options)
+    assert common.weight_format(codes, lhs, group_size, zero_point, "bf16", False, k) == weight.format
+
+
+@pytest.mark.parametrize("k", [16, 48, 496])
+def test_columns_in_multiples_of_16_are_explained_and_warmed_up(run, k):
+    assert run("explain", "16", "72", str(k), "--device", "h200", "--json").json["chosen"]
+    done = run("warmup", "--shape", f"72,{k}", "--max-m", "8", "--device", "h200", "--codes", "any", "--dry-run")
+    assert done.code == 0
+
+
+def test_weights_of_8_bits_are_those_of_pack_w8(run):
+    import torch
+
+    import jitgemm
+    from jitgemm.kernel.spec import KernelSpec
+
+    weight = jitgemm.pack_w8(torch.zeros(8, 256, dtype=torch.int8), torch.ones(8, 2), group_size=128)
+    for codes in common.Codes:
+        assert common.weight_format(codes, "s8", 128, False, "fp32", False, 256, 8) == weight.format
+    arguments = ["--bits", "8", "--lhs", "int8", "--scale-dtype", "fp32"]
+    label = run("explain", "64", "4096", "7168", *arguments, "--json").json["chosen"]
+    assert KernelSpec.from_label(label).format == weight.format.kernel_format
+    kernels = run("warmup", "--shape", "4096,7168", *arguments, "--dry-run", "--json").json["kernels"]
+    assert label in [kernel["label"] for kernel in kernels]
+    assert len({kernel["key"] for kernel in kernels}) == len(kernels)
+    for wrong in (["--zero-point"], ["--offset"], ["--bits", "5"]):
+        done = run("explain", "64", "4096", "7168", *arguments, *wrong)
+        assert done.code == 2 and "--bits: expected 4, or 8 without --zero-point and --offset, got" in done.stderr
+
+
+@pytest.mark.parametrize("form", [["--codes", "tuned"], ["--zero-point"], ["--mxfp4"]], ids=" ".join)
+def test_kernels_that_add_up_in_f16_are_explained_and_warmed_up(run, form):
+    chosen = run("explain", "4096", "4096", "4096", *form, "--sums", "f16", "--device", "h200", "--json").json["chosen"]
+    assert "-f16" in chosen
+    options = ["--shape", "4096,4096", *form, "--max-m", "4096", "--device", "h200", "--dry-run", "--json"]
+    found = {sums: {each["label"] for each in run("warmup", *options, "--sums", sums).json["kernels"]} for sums in SUMS}
+    assert chosen in found["f16"] and not any("-f16" in label for label in found["f32"])
+    assert (
+        KernelSpec.from_label(chosen).sums == "f16"
+        and "--sums f16" in kernel_source(KernelSpec.from_label(chosen)).warmup
+    )
+
+
+SUMS = ("f32", "f16")
+
+
+def test_sums_that_a_kernel_cannot_have_are_named(run):
+    for wrong in (["--lhs", "int8", "--sums", "f16"], ["--group-size", "channel", "--sums", "f16"]):
+        assert "sums: expected 'f32' except for e4m3" in run("explain", "16", "4096", "4096", *wrong).stderr
+    done = run("explain", "16", "4096", "4096", "--sums", "exact")
+    assert done.code == 2 and "sums: expected 'exact' for int8 activations alone, got it with e4m3" in done.stderr
+    exact = run("explain", "4096", "4096", "4096", "--lhs", "int8", "--codes", "tuned", "--sums", "exact", "--json")
+    assert "parts" not in exact.json["chosen"] and exact.json["problem"]["sums"] == "exact"
+
+
+def test_weights_with_zero_points_have_one_order_of_codes(run):
+    def keys(codes: str) -> set[str]:
+        done = run("warmup", *LAYER, "--zero-point", "--codes", codes, "--dry-run", "--json")
+        return {kernel["key"] for kernel in done.json["kernels"]}
+
+    assert keys("any") == keys("tuned") == keys("both")
+
+
+def test_batch_invariant_kernels_split_k_alike_for_every_m(run):
+    options = ("--shape", "4096,4096", "--device", "h200", "--max-m", "4096", "--quantizer", "none", "--codes", "any")
+
+    def splits(*more: str) -> set[str]:
+        kernels = run("warmup", *options, *more, "--dry-run", "--json").json["kernels"]
+        return {(re.findall(r"-(k\dx\dt?)s?-", kernel["label"]) or ["k1x1"])[0] for kernel in kernels}
+
+    assert len(splits("--batch-invariant")) == 1 < len(splits())
+
+
+# warmup of quantisers
+
+
+def quantizers(report) -> list[str]:
+    return [kernel["label"] for kernel in report.json["kernels"] if kernel["kind"] == "quantizer"]
+
+
+def test_by_default_a_linear_layers_quantisers_are_warmed_up_too(run):
+    def labels(*options: str) -> list[str]:
+        return quantizers(run("warmup", *LAYER, "--dry-run", "--json", *options))
+
+    (label,) = labels()
+    assert label.startswith("quantize-bf16-e4m3-v")
+    found = labels("--out", "fp16", "--out", "fp32", "--lhs", "int8", "--lhs", "fp8")
+    assert [label.rpartition("-")[0] for label in found] == [
+        "quantize-fp16-s8", "quantize-fp32-s8", "quantize-fp16-e4m3", "quantize-fp32-e4m3",
+    ]  # fmt: skip
+    assert labels("--quantizer", "none") == []
+
+
+def test_quantisers_are_named_by_input_and_what_they_do(run):
+    options = ("--lhs", "int8", "--quantizer", "fp16+affine+permuted", "--quantizer", "bf16+silu_mul", "--dry-run")
+    found = quantizers(run("warmup", *LAYER, *options, "--json"))
+    assert [label.rpartition("-")[0] for label in found] == ["quantize-fp16-s8z-permuted", "quantize-bf16-s8-silumul"]
+
+
+def test_e4m3_is_another_word_for_fp8(run):
+    def report(*options: str):
+        return run(*options, "--json").json
+
+    dry = ("warmup", *LAYER, "--dry-run")
+    assert (
+        report(*dry, "--lhs", "e4m3") == report(*dry, "--lhs", "fp8") == report(*dry, "--lhs", "fp8", "--lhs", "e4m3")
+    )
+    shape = ("explain", "16", "256", "256")
+    assert report(*shape, "--lhs", "e4m3") == report(*shape, "--lhs", "fp8") != report(*shape, "--lhs", "int8")
+
+
+@pytest.mark.parametrize(
+    "gate, label", [("silu_mul", "silumul"), ("gelu_mul=none", "gelumul"), ("gelu_mul=tanh", "gelutanhmul")]
+)
+def test_the_command_that_a_missing_quantiser_names_compiles_it(run, gate, label):
+    options = ("--quantizer", f"bf16+{gate}", "--lhs", "e4m3", "--dry-run", "--json")
+    [kernel] = [each for each in run("warmup", *LAYER, *options).json["kernels"] if each["kind"] == "quantizer"]
+    assert kernel["label"].startswith(f"quantize-bf16-e4m3-{label}-")
+    value = gate.partition("=")[2]
+    source = quantize_source(quantize_spec(256, "bf16", "e4m3", gate=GELU_MULS[value] if value else SILU_MUL))
+    assert source.warmup.endswith(f"--lhs fp8 --quantizer bf16+{gate}")
+    assert source.key(nvrtc_info()) == kernel["key"]
+
+
+def test_layers_of_one_k_share_their_quantiser(run):
+    shapes = ("--shape", "256,256", "--shape", "512,256", "--device", "h200", "--max-m", "8")
+    kernels = run("warmup", *shapes, "--dry-run", "--json").json["kernels"]
+    (quantizer,) = [kernel for kernel in kernels if kernel["kind"] == "quantizer"]
+    assert quantizer["layers"] == ["shape 256x256", "shape 512x256"]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("options", "activation", "dtype"),
+    [
+        ((), "e4m3", "bfloat16"),
+        (("--lhs", "int8", "--out", "fp16"), "int8", "float16"),
+        (("--lhs", "int8", "--quantizer", "bf16+affine"), "int8_affine", "bfloat16"),
+    ],
+    ids=("e4m3", "int8", "int8_affine"),
+)
+def test_after_a_warmup_a_linear_layer_of_these_types_needs_nothing_more(run, options, activation, dtype):
+    import torch
+
+    import jitgemm.nn
+
+    linear = torch.nn.Linear(256, 256, dtype=getattr(torch, dtype))
+    layer = jitgemm.nn.W4A8Linear.from_linear(linear, activation=activation)
+    needed = jitgemm.nn.warmup(layer, 16, dtype=linear.weight.dtype, device="h200")
+    assert len(needed) >= 2
+    run("cache", "clear", "--yes")
+    assert run("warmup", *LAYER, *options).code == 0
+    assert jitgemm.nn.warmup(layer, 16, dtype=linear.weight.dtype, device="h200") == []
+
+
+# a missing kernel
+
+
+def spec_of(lhs: str, format, **options):
+    return kernels_for(256, 256, lhs, format, device_spec("h200"), 8, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        kernel_source(spec_of("e4m3", WeightFormat(128, False, "bf16", "e4m3"))),
+        kernel_source(spec_of("e4m3", WeightFormat(64, False, "fp32"), out="fp32")),
+        kernel_source(spec_of("e4m3", WeightFormat(128, True, "fp16", offset=True))),
+        kernel_source(spec_of("s8", WeightFormat(0, False, "fp16", "s8"), out="fp16")),
+        kernel_source(spec_of("s8", WeightFormat(0, True, "bf16"))),
+        quantize_source(quantize_spec(256, "bf16", "e4m3")),
+        quantize_source(quantize_spec(256, "fp32", "s8", affine=True, static=True, permuted=True)),
+        quantize_source(quantize_spec(256, "fp16", "e4m3", rms_norm=True)),
+        quantize_source(quantize_spec(256, "bf16", "e4m3", rms_norm=True, residual=True)),
+        quantize_source(quantize_spec(256, "bf16", "s8", gate=SILU_MUL)),
+    ],
+    ids=lambda source: source.label,
+)
+def test_the_command_that_a_miss_names_compiles_that_kernel_and_no_other_format(run, source):
+    with pytest.raises(CacheMissError) as miss:
+        KernelCache().get_or_compile(source, allow_compile=False)
+    command = str(miss.value).rpartition("compile it ahead: ")[2].partition("[--batch-invariant]")[0].split()
+    assert command[:4] == ["jitgemm", "warmup", "--shape", "N,K"]
+    command[3] = "256,256"
+    done = run(*command[1:], "--device", "h200", "--max-m", "8", "--dry-run", "--json")
+    assert done.code == 0, done.stderr
+    labels = [kernel["label"] for kernel in done.json["kernels"]]
+    assert source.label in labels
+    assert len(labels) <= 3  # the kernel; the layer's quantiser; for a quantiser, two orders of codes
+
+
+def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
+    def keys(max_m: int) -> set[str]:
+        done = run("warmup", "--shape", "4096,4096", "--device", "h200", "--max-m", str(max_m), "--dry-run", "--json")
+        return {kernel["key"] for kernel in done.json["kernels"]}
+
+    assert keys(16) <= keys(4096)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["warmup"], "at least one --shape N,K or --model"),
+        (["warmup", "--shape", "4096"], "--shape: expected N,K such as 4096,14336, got '4096'"),
+        (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
+        (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 16, got 40"),
+        (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
+        (["warmup", "--shape", "16,64", "--tp", "2"], "--for, --tp, --ep and --activation are for a --model"),
+        (["warmup", "--shape", "16,64", "--for", "fused"], "--for, --tp, --ep and --activation are for a --model"),
+        (
+            ["warmup", "--shape", "16,64", "--for", "nonsense"],
+            "'nonsense' is not one of 'linear', 'fused', 'compiled', '",
+        ),
+        (
+            ["warmup", "--model", "x", "--lhs", "int8"],
+            "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a",
+        ),
+        (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
+        (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
+        (["explain", "1", "64", "64", "--device", "sms=nan", "--json"], "'sms=nan' must be at least 1"),
+        (["explain", "2147483648", "8", "32"], "m: expected 1 to 2147483647, got 2147483648"),
+        (["explain", "1", "2147483648", "32"], "n: expected a positive multiple of 8 up to 2147483647"),
+        (["explain", "1", "8", "1048576", "--lhs", "int8", "--group-size", "channel"], "k: expected at most 1048560"),
+        (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
+        (
+            ["warmup", "--model", "/nonexistent"],
+            "folder: expected a model's folder that is here, found none at /nonexistent",
+        ),
+        (["warmup", *LAYER, "--codes", "fast"], "--codes"),
+        (["warmup", *LAYER, "--out", "int8"], "--out"),
+        (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),
+        (["warmup", *LAYER, "--quantizer", "int8"], "--quantizer: expected one of bf16, fp16, fp32"),
+        (["warmup", *LAYER, "--quantizer", "bf16+affin"], "+silu_mul, +gelu_mul=none, +gelu_mul=tanh, +rms_norm, +res"),
+        (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
+        (["warmup", *LAYER, "--quantizer", "bf16+silu_mul+gelu_mul=tanh"], "gelu_mul: expected one gate, got silu_mul"),
+        (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),
+        (["explain", "1", "64", "128", "--offset"], "--offset: expected a --group-size below k, got 128 and k = 128"),
+        (["explain", "1", "64", "128", "--top-k", "2"], "--top-k: expected at most --experts (not given), got 2"),
+        (["explain", "1", "64", "128", "--experts", "4", "--top-k", "5"], "at most --experts (4), got 5"),
+        (["explain", "1", "64", "128", "--experts", "1025"], "experts: expected 1 to 1024"),
+        (["explain", "1", "12", "64"], "n: expected a positive multiple of 8 up to 2147483647, got 12"),
+        (["cache", "ls", "--sort", "colour"], "--sort: expected one of"),
+        (["cache", "prune"], "--older-than AGE or --max-size SIZE"),
+        (["cache", "prune", "--max-size", "much"], "expected a size such as 500M"),
+        (["cache", "prune", "--older-than", "long"], "expected an age such as 30d"),
+        (["cache", "show", "00", "--source", "--log"], "at most one of them"),
+        (["warmup", "--no-such-option"], "No such option"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_what_was_expected(run, argv, message):
+    done = run(*argv)
+    assert done.code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+
+
+# cache
+
+
+@pytest.mark.nvrtc
+def test_ls_shows_what_people_ask(run, warm):
+    done = run("cache", "ls")
+    assert done.code == 0
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == "key kernel tile m x n types scale per registers spills size age last use".split()
+    assert len(lines) == len(list(warm.glob("*.jgk")))
+    (quantizer,) = [line for line in lines if "quantize-" in line]
+    assert "bf16 to e4m3" in quantizer and "token" in quantizer
+    lines.remove(quantizer)
+    assert all(re.search(r" \d+ x 64 +e4m3 +128 ", line) for line in lines)
+    assert "?" not in done.stdout
+
+
+@pytest.mark.nvrtc
+def test_ls_tells_gemms_from_quantisers(run, warm):
+    entries = run("cache", "ls", "--json").json
+    assert {entry["kind"] for entry in entries} == {"gemm", "quantizer"}
+    assert all(("lhs" in entry["spec"]) == (entry["kind"] == "gemm") for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        (spec_of("s8", WeightFormat(128, True, "bf16", offset=True)), ("8 x 64", "s8", "128 + zero + offset")),
+        (spec_of("e4m3", WeightFormat(0, False, "bf16", "e4m3"), out="fp32"), ("8 x 64", "e4m3 to fp32", "channel")),
+        (quantize_spec(256, "fp16", "s8", affine=True), ("-", "fp16 to s8", "token + zero")),
+        (quantize_spec(256, "fp32", "e4m3", static=True), ("-", "fp32 to e4m3", "tensor")),
+    ],
+)
+def test_a_kernel_is_described_by_tile_types_and_scales(spec, shown):
+    assert describe_spec(spec.to_dict()) == shown
+
+
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        (RouteSpec(1), ("-", "-", "-")),
+        (front_spec(8, 256, "bf16", "e4m3", False), ("-", "bf16 to e4m3", "token")),
+        (front_spec(8, 256, "bf16", "s8", True), ("-", "bf16 to s8", "token + zero")),
+        (CombineSpec("bf16", "fp16"), ("-", "bf16 to fp16", "-")),
+        (dispatch_spec(8, 256, "bf16", "s8", affine=True, block=False), ("-", "bf16 to s8", "token + zero")),
+        (CollectSpec("bf16"), ("-", "bf16 to bf16", "-")),
+        (GatherSpec(), ("-", "-", "-")),
+    ],
+    ids=str,
+)
+def test_kernels_that_route_and_combine_are_listed_as_routing(spec, shown):
+    source = source_of(spec)
+    assert kind_of(source.label) == "routing" and describe_spec(dict(source.spec)) == shown
+
+
+def test_a_kernel_of_another_version_is_described_as_unknown():
+    assert describe_spec({}) == ("?", "?", "?")
+    assert describe_spec({"lhs": "e4m3"}) == ("? x ?", "e4m3", "channel")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("sort", ["used", "age", "size", "registers", "spills", "kernel"])
+def test_ls_sorts(run, warm, sort):
+    entries = run("cache", "ls", "--sort", sort, "--json").json
+    field = {"used": "last_used", "age": "created", "spills": "spill_bytes", "kernel": "label"}.get(sort, sort)
+    values = [entry[field] for entry in entries]
+    assert values == sorted(values, reverse=sort != "kernel")
+
+
+def test_an_empty_cache_is_no_error(run):
+    assert run("cache", "ls").code == run("cache", "verify").code == run("cache", "info").code == 0
+    assert run("cache", "ls", "--json").json == []
+
+
+@pytest.mark.nvrtc
+def test_info_counts_each_folder(run, warm, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([str(other), str(warm)]))
+    roots = run("cache", "info", "--json").json["roots"]
+    assert [root["path"] for root in roots] == [str(other), str(warm)]
+    assert [root["kernels"] for root in roots] == [0, len(list(warm.glob("*.jgk")))]
+    assert [root["quantizers"] for root in roots] == [0, 1]
+    assert roots[1]["size"] == sum(path.stat().st_size for path in warm.glob("*.jgk"))
+
+
+@pytest.mark.nvrtc
+def test_show_prints_metadata_source_or_log(run, warm):
+    key = next(warm.glob("*.jgk")).stem
+    shown = run("cache", "show", key[:16], "--json").json
+    assert shown["key"] == key
+    source = run("cache", "show", key[:16], "--source")
+    assert source.stdout.strip() == shown["source"].strip() and "__global__" in source.stdout
+    assert "registers" in run("cache", "show", key, "--log").stdout
+    assert shown["label"] in run("cache", "show", key).stdout
+
+
+@pytest.mark.nvrtc
+def test_show_takes_a_label_and_says_what_its_parts_mean(run, warm):
+    label = next(entry["label"] for entry in run("cache", "ls", "--json").json if entry["kind"] == "gemm")
+    assert run("cache", "show", label, "--json").json["label"] == label
+    shown = run("cache", "show", label).stdout
+    assert all(re.search(rf"^{part} +{re.escape(words)}$", shown, re.MULTILINE) for part, words in legend(label))
+
+
+@pytest.mark.nvrtc
+def test_show_of_an_unknown_key_exits_3(run, warm):
+    done = run("cache", "show", "not-a-key")
+    assert (done.code, done.stdout) == (3, "")
+    assert "not-a-key" in done.stderr
+
+
+@pytest.mark.nvrtc
+def test_verify_exits_1_on_a_flipped_bit_and_names_the_file(run, warm):
+    assert run("cache", "verify").code == 0
+    path = next(warm.glob("*.jgk"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = run("cache", "verify")
+    assert done.code == 1 and path.name in done.stdout
+    problems = {entry["key"]: entry["problem"] for entry in run("cache", "verify", "--json").json}
+    assert problems.pop(path.stem)
+    assert not any(problems.values())
+
+
+@pytest.mark.nvrtc
+def test_prune_drops_the_unused_and_dry_run_only_says_so(run, warm):
+    path = next(warm.glob("*.jgk"))
+    os.utime(path, (1, 1))
+    would = run("cache", "prune", "--older-than", "30d", "--dry-run", "--json").json
+    assert [entry["key"] for entry in would] == [path.stem] and path.exists()
+    assert run("cache", "prune", "--older-than", "30d", "--json").json[0]["key"] == path.stem
+    assert not path.exists()
+
+
+@pytest.mark.nvrtc
+def test_prune_to_a_size(run, warm):
+    sizes = [path.stat().st_size for path in warm.glob("*.jgk")]
+    assert run("cache", "prune", "--max-size", str(max(sizes))).code == 0
+    assert sum(path.stat().st_size for path in warm.glob("*.jgk")) <= max(sizes)
+
+
+@pytest.mark.nvrtc
+def test_clear_drops_everything(run, warm):
+    count = len(list(warm.glob("*.jgk")))
+    assert len(run("cache", "clear", "--dry-run", "--json").json) == count == len(list(warm.glob("*.jgk")))
+    assert len(run("cache", "clear", "--yes", "--json").json) == count
+    assert not list(warm.glob("*.jgk"))
+
+
+# explain and env
+
+
+def test_explain_names_the_winner_and_why(run):
+    done = run("explain", "16", "4096", "4096", "--device", "h200")
+    assert done.code == 0
+    assert re.search("^> +e4m3-", done.stdout, re.MULTILINE) and "predicted us" in done.stdout
+    assert "h200 (132 SMs), m = 9..16 share a kernel" in done.stderr
+    assert re.search(r"won over|ties with|only one", done.stderr)
+    for name, words in cost.TERMS.items():
+        assert f"{name}: {words}" in " ".join(done.stderr.split()) and name in done.stdout
+    assert cost.Times._fields == tuple(cost.TERMS)
+
+
+def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
+    report = run("explain", "16", "4096", "4096", "--device", "h200", "--top", "3", "--json").json
+    chosen = [candidate for candidate in report["candidates"] if candidate["chosen"]]
+    assert [candidate["label"] for candidate in chosen] == [report["chosen"]]
+    assert chosen[0]["predicted_us"] > 0 and chosen[0]["smem_bytes"] > 0
+    assert all(value >= 0 for value in chosen[0]["terms"].values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--codes", "tuned"),
+        ("--lhs", "int8", "--codes", "tuned", "--out", "fp32"),
+        ("--offset", "--group-size", "64"),
+        ("--batch-invariant",),
+        ("--block-scales",),
+        ("--block-scales", "--bits", "8"),
+    ],
+    ids=" ".join,
+)
+def test_explain_agrees_with_what_warmup_compiles(run, options):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json", *options).json["chosen"]
+    kernels = run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]
+    assert chosen in {kernel["label"] for kernel in kernels}
+
+
+def test_a_warm_up_of_block_quantisers_compiles_gemms_that_take_their_scales(run):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json", "--block-scales").json["chosen"]
+    assert "-b128-" in chosen
+    kernels = run("warmup", *LAYER, "--dry-run", "--json", "--quantizer", "bf16+block").json["kernels"]
+    assert chosen in {kernel["label"] for kernel in kernels}
+    assert "quantize-bf16-e4m3-block-v1r8" in {kernel["label"] for kernel in kernels}
+
+
+def test_a_warm_up_with_block_scales_is_one_of_block_quantisers(run):
+    def kernels(*options: str) -> set[str]:
+        return {each["label"] for each in run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]}
+
+    assert kernels("--block-scales") == kernels("--quantizer", "bf16+block")
+    assert kernels("--block-scales", "--quantizer", "fp16+silu_mul") == kernels("--quantizer", "fp16+silu_mul+block")
+    gemms = kernels("--block-scales", "--quantizer", "none")
+    assert gemms == {label for label in kernels("--block-scales") if not label.startswith("quantize")}
+
+
+def test_packed_exponents_have_kernels_of_their_own(run):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json", "--e8m0").json["chosen"]
+    assert "-b128e-" in chosen
+    kernels = run("warmup", *LAYER, "--dry-run", "--json", "--quantizer", "none", "--e8m0").json["kernels"]
+    assert chosen in {kernel["label"] for kernel in kernels}
+    assert all("-b128e-" in kernel["label"] for kernel in kernels)
+
+
+def test_explain_predicts_less_for_codes_of_one_type_of_activations(run):
+    def us(*options: str) -> float:
+        argv = ("explain", "256", "8192", "8192", "--device", "h200", "--lhs", "int8", "--json", *options)
+        return run(*argv).json["candidates"][0]["predicted_us"]
+
+    assert us("--codes", "tuned") < us("--codes", "any") == us()
+
+
+def test_explain_json_names_the_whole_problem(run):
+    options = ("--offset", "--codes", "tuned", "--out", "fp16", "--batch-invariant", "--json")
+    problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
+    assert problem == {
+        "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
+        "codes": "e4m3", "offset": True, "bits": 4, "strip_scales": False, "correction": "",
+        "out": "fp16", "batch_invariant": True, "experts": 0,
+        "lhs_group": 0, "lhs_e8m0": False, "sums": "f32",
+    }  # fmt: skip
+
+
+def test_weights_with_corrections_have_kernels_and_quantisers_of_their_own(run):
+    layer = ("--lhs", "int8", "--device", "h200", "--correction", "fp16", "--json")
+    report = run("explain", "16", "4096", "4096", "--zero-point", *layer).json
+    assert report["chosen"].endswith("-xfp16") and report["problem"]["correction"] == "fp16"
+    kernels = run("warmup", "--shape", "256,512", "--max-m", "8", "--dry-run", *layer).json["kernels"]
+    labels = [kernel["label"] for kernel in kernels]
+    assert any("-xfp16" in label for label in labels) and any("-sums128fp16-" in label for label in labels)
+    for wrong in (("--lhs", "fp8"), ("--group-size", "channel"), ("--zero-point", "--offset"), ("--bits", "8")):
+        done = run("explain", "16", "4096", "4096", "--lhs", "int8", "--correction", "fp16", *wrong)
+        assert done.code == 2 and "--correction: expected --lhs int8" in done.stderr
+
+
+def test_explain_counts_the_rows_of_a_grouped_gemm_and_says_what_it_expects_of_a_routing(run):
+    argv = ("explain", "32", "1536", "2048", "--experts", "128", "--top-k", "8", "--device", "h200")
+    report = run(*argv, "--json").json
+    assert (report["problem"]["m"], report["problem"]["experts"]) == (256, 128)
+    assert report["band"] == [249, 256] and report["chosen"].endswith("-e256")
+    done = run(*argv)
+    assert re.search(r"256 rows of 128 experts, of which 1\d\d have rows on average and none more than \d", done.stderr)
+
+
+def test_env_names_versions_settings_and_folders(run, cache_dir):
+    facts = run("env", "--json").json
+    assert facts["cache"] == [str(cache_dir)]
+    assert set(facts["settings"]) == set(settings.VARIABLES)
+    assert facts["packages"]["torch"]
+    text = run("env")
+    assert text.code == 0 and str(cache_dir) in text.stdout and sys.executable in text.stdout
+
+
+def test_env_says_which_figures_kernels_are_chosen_for(run, monkeypatch):
+    import torch
+
+    from jitgemm.runtime import device
+
+    figures = {"multi_processor_count": 132, "total_memory": 1 << 37, "major": 9, "minor": 0}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name=f"GPU {i}", **figures))
+    specs = [device_spec("h200"), replace(device_spec("h200"), name="NVIDIA H300", hbm_bytes_per_us=7e6)]
+    monkeypatch.setattr(device, "device_of", specs.__getitem__)
+    first, second = run("env", "--json").json["devices"]
+    assert "kernels are chosen for h200" in first
+    assert "not in jitgemm's table" in second and "(7 TB/s, 1.8 POP/s)" in second
+
+
+def test_env_works_with_settings_that_are_wrong(run, monkeypatch):
+    monkeypatch.setenv("JITGEMM_JIT", "sometimes")
+    assert run("env", "--json").json["settings"]["JITGEMM_JIT"] == "sometimes"
+
+
+# help and helpers
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["quantize"],
+        ["warmup"],
+        ["explain"],
+        ["env"],
+        *(["cache", name] for name in "ls info show verify prune clear".split()),
+    ],
+)
+def test_every_command_has_help_on_two_screens_and_json(run, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run(*command, "--help")
+    assert done.code == 0 and "--json" in done.stdout
+    assert done.stdout.count("\n") <= 100 and max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [["warmup"], ["explain"], ["cache", "show"], ["cache", "verify"]])
+def test_exit_codes_stand_in_the_help(run, command):
+    assert "Exit codes:" in run(*command, "--help").stdout
+
+
+def shell(line: str, **variables: str) -> subprocess.CompletedProcess:
+    """A line for the shell in which $JG is the command."""
+    variables = {"PYTHONPATH": str(ROOT), "JG": f"{sys.executable} -m jitgemm", **variables}
+    return subprocess.run(["bash", "-c", line], env=os.environ | variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("start", ["jitgemm_cli", "jitgemm"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["cache", "ls"],
+        ["explain", "64", "256", "256", "--device", "h200"],
+        ["warmup", "--shape", "256,256", "--device", "h200", "--check"],
+    ],
+)
+def test_commands_that_need_no_torch_start_without_it(start, argv, cache_dir):
+    """By the installed command, which calls jitgemm_cli.main, and by `python -m jitgemm`."""
+    script = {"jitgemm_cli": "-c", "jitgemm": "-m"}[start]
+    what = "from jitgemm_cli import main; main()" if start == "jitgemm_cli" else "jitgemm"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", script, what, *argv],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "jitgemm.cli.app" in imported and {"torch", "numpy"}.isdisjoint(imported)
+
+
+def test_the_module_is_the_command_and_says_its_version():
+    import jitgemm
+
+    done = shell("$JG --version")
+    assert (done.returncode, done.stdout) == (0, f"jitgemm {jitgemm.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["$JG cache ls >&-", "$JG cache clear --yes <&-", "$JG cache info 2>&-", "$JG env >&- <&- 2>&-"]
+)
+def test_closed_streams_are_no_error(cache_dir, line):
+    done = shell(line)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+def test_a_terminal_of_another_encoding_gets_what_it_can_show(cache_dir):
+    done = shell("$JG explain 16 4096 4096 --device h200 --top 2; $JG cache info", PYTHONIOENCODING="ascii",
+                 JITGEMM_CACHE_DIR=f"{cache_dir}-é")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search("^> +e4m3-", done.stdout, re.MULTILINE) and f"{cache_dir}-\\xe9" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["a[/nope]b", "[bold]x[/bold] [red]y", "two words"])
+def test_folder_names_are_printed_as_they_are(run, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / name))
+    done = run("cache", "info")
+    assert done.code == 0 and str(tmp_path / name) in done.stdout
+
+
+@pytest.mark.parametrize(
+    "variables", [{"JITGEMM_CACHE_DIR": "~nosuch/x"}, {"JITGEMM_CACHE_DIR": "", "HOME": "relative"}]
+)
+def test_without_a_folder_commands_say_so_and_go_on(tmp_path, variables):
+    done = shell(f"cd {tmp_path} && $JG cache info && $JG cache ls && $JG env", XDG_CACHE_HOME="", **variables)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert ("warning: JITGEMM_CACHE_DIR: folder '~nosuch/x' is left out" in done.stderr) == ("HOME" not in variables)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_jit_mode_is_named_before_anything_is_printed(run, monkeypatch):
+    monkeypatch.setenv("JITGEMM_JIT", "bogus")
+    done = run("cache", "info")
+    assert (done.code, done.stdout) == (2, "") and "JITGEMM_JIT: expected one of" in done.stderr
+
+
+def test_a_file_and_a_name_too_long_are_no_writable_folders(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    folders = [tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 300), tmp_path / "new" / "folder"]
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join(map(str, folders)))
+    roots = run("cache", "info", "--json").json["roots"]
+    assert [root["writable"] for root in roots] == [False, False, False, True]
+
+
+# terminals
+
+
+@pytest.mark.nvrtc
+def test_in_80_columns_keys_status_and_numbers_are_whole(warm):
+    keys = {path.stem[:12] for path in warm.glob("*.jgk")}
+    for argv in (("cache", "ls"), ("warmup", *LAYER, "--check"), ("explain", "16", "4096", "4096", "--device", "h200"),
+                 ("cache", "info"), ("cache", "clear", "--dry-run")):  # fmt: skip
+        text = in_terminal(*argv)
+        assert "…" not in text
+        header, *lines = text.splitlines()
+        table = [line for line in lines if re.match(r"[0-9a-f]{12} |(e4m3|quantize)\S+ +cached|> |/", line)]
+        assert table and all(len(line.rstrip()) <= 80 for line in (header, *table)), text
+        if argv[0] == "warmup":
+            assert {line.split()[-1] for line in table} == keys
+            assert all(re.search(r" cached +\d+ +\d+ +[0-9a-f]{12}$", line) for line in table)
+        if argv == ("cache", "ls"):
+            assert {line.split()[0] for line in table} == keys and "spills" in header
+        if argv[0] == "explain":
+            assert re.match(r"> +e4m3\S+ +\d+\.\d\d +[a-z]", table[0])
+
+
+@pytest.mark.nvrtc
+def test_in_40_columns_keys_and_status_are_whole(warm):
+    text = in_terminal("warmup", *LAYER, "--check", columns=40)
+    for path in warm.glob("*.jgk"):
+        assert re.search(rf"^\S+ +cached .*{path.stem[:12]}$", text, re.MULTILINE), text
+
+
+@pytest.mark.nvrtc
+def test_clear_needs_yes_where_nobody_can_be_asked(run, warm):
+    done = run("cache", "clear")
+    assert (done.code, done.stdout) == (2, "") and "clear: expected --yes" in done.stderr and any(warm.glob("*.jgk"))
+
+
+@pytest.mark.nvrtc
+def test_in_80_columns_labels_are_whole_and_left_out_columns_are_named(warm):
+    labels = [info.metadata["label"] for info in KernelCache([warm]).entries()]
+    text = in_terminal("cache", "ls")
+    assert all(re.search(rf"^\w+ +{label}\b", text, re.MULTILINE) for label in labels)
+    assert re.search(r"left out in 80 columns: .*tile m x n", text)
+
+
+@pytest.mark.nvrtc
+def test_clear_asks_for_what_it_clears(warm, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    shutil.copytree(warm, other)
+    (other / "thesis.jgk").write_text("mine")
+    next(other.glob("[0-9a-f]*.jgk")).unlink()
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([str(warm), str(other)]))
+    count = len(list(warm.glob("*.jgk")))
+    text = " ".join(in_terminal("cache", "clear", answer="n\n", columns=500).split())
+    assert f"Drop {count} kernels from {warm}?" in text and len(list(warm.glob("*.jgk"))) == count
+
+
+# help
+
+
+def test_a_page_lists_every_environment_variable():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert all(f"`{name}`" in page for name in settings.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("500", 500), ("1K", 1024), ("1.5M", 3 << 19), ("2GiB", 2 << 30), ("3mb", 3 << 20)]
+)
+def test_sizes(text, size):
+    assert common.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45s", 45), ("90m", 5400), ("12h", 43200), ("30d", 2592000), ("2w", 1209600)]
+)
+def test_ages(text, seconds):
+    assert common.parse_age(text) == seconds
+
+
+def test_ages_and_sizes_for_people():
+    assert [common.show_size(size) for size in (0, 1023, 1536, 200 << 10, 5 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "200 KiB",
+        "5.0 GiB",
+    ]
+    assert [common.show_age(1000.0 - age, 1000.0) for age in (5, 119, 120, 600)] == ["5s", "119s", "2m", "10m"]
+    assert common.show_age(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("group_size", "tier"), [("channel", "a row"), ("128", "a row and 128 k"), ("32", "a row and 32 k")]
+)
+def test_mxfp4_layers_are_explained_and_warmed_by_tier(run, group_size, tier):
+    flags = "--mxfp4", "--group-size", group_size
+    assert (
+        f"{'scale' if group_size == '32' else 'base'} for {tier};"
+        in run("explain", "16", "4096", "4096", *flags).stderr
+    )
+    report = run("explain", "16", "4096", "4096", *flags, "--json").json
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", *flags, "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+def test_mxfp4_layers_are_warmed_in_every_tier_unless_one_is_named(run):
+    found = run("warmup", "--shape", "4096,4096", "--mxfp4", "--max-m", "16", "--dry-run", "--json")
+    labels = {each["label"].split("-m")[0] for each in found.json["kernels"]}
+    assert {"e4m3mx-channel", "e4m3mx-g128-bf16", "e4m3mx-g32-bf16"} <= labels
+
+
+@pytest.mark.parametrize("flags", ["--group-size 64", "--lhs int8", "--zero-point", "--bits 8", "--offset"])
+def test_what_mxfp4_has_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--mxfp4", *flags.split())
+    assert found.code == 2 and "--mxfp4: expected --group-size channel, 128 or 32 and e4m3 activations" in found.stderr
+
+
+@pytest.mark.parametrize(("codes", "type"), [("", "e4m3"), ("--codes tuned", "e4m3"), ("--codes any", "e5m2")])
+def test_nvfp4_layers_are_explained_and_warmed(run, codes, type):
+    assert (
+        f"NVFP4 with 2 {type} terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4", *codes.split()).stderr
+    )
+    report = run("explain", "16", "4096", "4096", "--nvfp4", *codes.split(), "--json").json
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", "--nvfp4", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs int8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
+def test_what_nvfp4_has_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--nvfp4", *flags.split())
+    assert found.code == 2 and "--nvfp4: expected e4m3 activations, without --group-size" in found.stderr
+
+
+def test_layers_of_two_levels_are_explained_and_warmed(run):
+    flags = ["--two-level", "--lhs", "int8"]
+    assert ", two levels; m = " in run("explain", "16", "4096", "4096", *flags).stderr
+    report = run("explain", "16", "4096", "4096", *flags, "--json").json
+    assert report["problem"]["codes"] == "two_level" and report["chosen"].startswith("s8tl-channel-")
+    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", *flags, "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
+    source = kernel_source(KernelSpec.from_label(report["chosen"]))
+    again = run(*source.warmup.replace("N,K", "4096,4096").split()[1:-1], "--max-m", "16", "--dry-run", "--json")
+    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+
+
+@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs fp8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
+def test_what_two_levels_have_not_is_an_error(run, flags):
+    found = run("explain", "16", "4096", "4096", "--two-level", "--lhs", "int8", *flags.split())
+    assert found.code == 2 and "--two-level: expected --lhs int8, without --group-size" in found.stderr

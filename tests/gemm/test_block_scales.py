@@ -1,0 +1,391 @@
+"""Activations with a scale per token and 128 k on the CPU: what calls take and refuse, references, kernels' constants."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from builders import same_bits
+from prepared_calls import K, N, gemm_operands, without_driver
+from builders import weight_of_experts
+
+import jitgemm
+from jitgemm.gemm import launch as gemms
+from jitgemm.gemm.problem import Gemm
+from jitgemm.gemm.problem import fp32_scales, pack_e8m0
+from jitgemm.gemm.problem import Groups
+from jitgemm.gemm.reference import round_fp64
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.spec import KernelSpec, smem_bytes
+from jitgemm.kernel.tactics import promote_records
+from jitgemm.select.choose import choose, kernel_named, kernels_for
+from jitgemm.select.devices import DEVICES
+from jitgemm.select.legal import illegal, legal_kernels
+
+H200 = DEVICES["h200"]
+FORMATS = [(32, True, "bf16", False), (64, False, "fp32", True), (128, False, "bf16", False), (256, False, "fp16", False),
+           (0, False, "fp32", False)]  # fmt: skip
+
+
+def dequantized(lhs: tuple) -> torch.Tensor:
+    x, x_scale = lhs
+    return x.float().double() * x_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+
+
+# ---- references -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("group_size, zero_point, scale_type, offset", FORMATS)
+def test_it_agrees_with_a_plain_matmul(group_size, zero_point, scale_type, offset, column_major, dtype):
+    parts = builders.weight_parts(
+        1, 72, 544, group_size, zero_point=zero_point, scale_type=scale_type, offset=offset, scales="negative"
+    )
+    lhs, bias = builders.block_lhs(2, 5, 544, dtype, column_major=column_major), builders.bias(3, 72)
+    assert lhs[1].shape == (5, 5) and (lhs[1].stride(0) == 1) == column_major
+    expected = dequantized(lhs) @ parts.dequantize_fp64().T + bias.double()
+    ref = jitgemm.gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=torch.float64)
+    assert torch.allclose(ref, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+    out = torch.empty(5, 72, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, out, bias=bias)
+    assert same_bits(out, round_fp64(ref, torch.bfloat16))
+
+
+def test_equal_scales_of_all_blocks_are_a_scale_per_token():
+    weight, (x, x_scale) = builders.weight_parts(1, 64, 416).packed, builders.lhs(2, 7, 416, "s8")
+    results = [
+        jitgemm.gemm_w4a8_reference((x, scale), weight, out_dtype=torch.float64)
+        for scale in (x_scale, x_scale.expand(7, 4))
+    ]
+    assert torch.allclose(*results, rtol=1e-13)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_contiguous_groups(gathers):
+    weight, counts = weight_of_experts(3, 72, 416), (2, 0, 5)
+    lhs = builders.block_lhs(1, 7, 416, "s8", column_major=True)
+    index = torch.tensor([6, 6, 0, 3, 2, 1, 5], dtype=torch.int32) if gathers else None
+    offsets, out = torch.tensor([0, 2, 2, 7], dtype=torch.int32), torch.empty(7, 72, dtype=torch.bfloat16)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets, row_index=index)
+    first = 0
+    for e, count in enumerate(counts):
+        rows = slice(first, first + count) if index is None else index[first : first + count].long()
+        if count:
+            part = jitgemm.gemm_w4a8_reference((lhs[0][rows], lhs[1][rows]), weight[e])
+            assert same_bits(out[first : first + count], part)
+        first += count
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "columns of each expert"])
+def test_masked_groups_with_scales_of_any_strides(layout):
+    weight, masked_m = weight_of_experts(3, 72, 416), torch.tensor([2, 0, 4], dtype=torch.int32)
+    x, x_scale = builders.block_lhs(1, 12, 416)
+    x, x_scale = x.view(3, 4, 416), x_scale.view(3, 4, 4)
+    if layout == "columns":
+        x_scale = x_scale.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    elif layout == "columns of each expert":  # DeepEP's
+        x_scale = x_scale.transpose(1, 2).contiguous().transpose(1, 2)
+    out = torch.zeros(3, 4, 72, dtype=torch.bfloat16)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, x_scale), weight, out, masked_m, 2)
+    for e, count in enumerate(masked_m.tolist()):
+        part = (x[e].view(torch.int8)[:count].view(x.dtype), x_scale[e, :count])
+        assert same_bits(out[e, :count], jitgemm.gemm_w4a8_reference(part, weight[e]))
+        assert bool((out[e, count:] == 0).all())
+
+
+# ---- powers of two ---------------------------------------------------------------------------------------------------
+
+
+def e8m0(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def unpacked(words: torch.Tensor, k: int) -> torch.Tensor:
+    return words.contiguous().view(torch.float8_e8m0fnu)[..., : -(-k // 128)].contiguous()
+
+
+def test_exponents_are_powers_of_two_and_nan():
+    x_scale = e8m0(torch.tensor([[0, 1, 127, 128], [254, 255, 100, 0]]))
+    expected = torch.tensor([[2.0**-127, 2.0**-126, 1, 2], [2.0**127, float("nan"), 2.0**-27, 2.0**-127]])
+    words = pack_e8m0(x_scale)
+    assert words.tolist() == [[-2139160320], [0x0064FFFE]] and words.data_ptr() == x_scale.data_ptr()
+    for scale in (x_scale, words, words.T.contiguous().T):
+        torch.testing.assert_close(fp32_scales(scale, 512), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [128, 416, 1056, 2048])
+def test_unpacked_exponents_of_any_strides_are_packed(k):
+    blocks = -(-k // 128)
+    bits = torch.arange(3 * 2 * 20).view(3, 2, 20)
+    for part in (bits[..., :blocks], bits[..., 1 : blocks + 1], bits.permute(2, 1, 0)[:, :, :3].permute(2, 1, 0)):
+        scale = e8m0(part)
+        assert torch.equal(fp32_scales(pack_e8m0(scale), part.shape[-1] * 128), scale.float())
+    whole = e8m0(bits)[..., 4:8]
+    assert pack_e8m0(whole).data_ptr() == whole.data_ptr()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("k", [128, 416, 1056])
+def test_calls_take_exponents_packed_and_unpacked(k, dtype, bits):
+    codes = dtype if bits == 8 else "any"
+    weight, bias = builders.weight_parts(1, 72, k, codes=codes, bits=bits).packed, builders.bias(3, 72)
+    gemm = jitgemm.gemm_w4a8_bf16_nt if bits == 4 else jitgemm.gemm_w8a8_bf16_nt
+    x, words = builders.e8m0_lhs(2, 5, k, dtype)
+    exponents, results = unpacked(words, k), []
+    forms = words, words.T.contiguous().T, builders.e8m0_lhs(2, 5, k, dtype, column_major=True)[1]
+    for x_scale in (fp32_scales(words, k), *forms, exponents, exponents.T.contiguous().T):
+        results.append(torch.empty(5, 72, dtype=torch.bfloat16))
+        gemm((x, x_scale), weight, results[-1], bias=bias)
+        assert same_bits(results[-1], jitgemm.gemm_w4a8_reference((x, x_scale), weight, bias=bias))
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed in columns", "unpacked"])
+def test_grouped_calls_take_exponents(kind):
+    weight, counts = weight_of_experts(3, 72, 416), (2, 0, 4)
+    x, words = builders.e8m0_lhs(1, 12, 416, "s8", column_major="columns" in kind)
+    offsets, masked_m = torch.tensor([0, 2, 2, 6], dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+    index = torch.randint(12, (12,), dtype=torch.int32)
+    results = []
+    for x_scale in (fp32_scales(words, 416), unpacked(words, 416) if kind == "unpacked" else words):
+        for rows in (None, index):
+            out = torch.zeros(12, 72, dtype=torch.bfloat16)
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous((x, x_scale), weight, out, offsets, row_index=rows)
+            results.append(out)
+        lhs = x.view(3, 4, 416), x_scale.view(3, 4, -1) if x_scale.is_contiguous() else x_scale.unflatten(0, (3, 4))
+        out = torch.zeros(3, 4, 72, dtype=torch.bfloat16)
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, weight, out, masked_m, 2)
+        results.append(out)
+    assert all(same_bits(*each) and bool(each[0].any()) for each in zip(results[:3], results[3:]))
+
+
+def test_calls_with_unpacked_exponents_are_checked_once(monkeypatch):
+    x, words = builders.e8m0_lhs(1, 6, 416, "s8")
+    lhs, offsets = (x, unpacked(words, 416)), torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    dense, experts, out = (
+        builders.weight_parts(1, 72, 416).packed,
+        weight_of_experts(3, 72, 416),
+        torch.empty(6, 72).bfloat16(),
+    )
+    launches, checked, check = without_driver(monkeypatch), [], Gemm.check
+    monkeypatch.setattr(Gemm, "check", lambda gemm: (checked.append(gemm), check(gemm)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    for again in (False, True):
+        checked.clear()
+        jitgemm.gemm_w4a8_bf16_nt(lhs, dense, out)
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, experts, out, offsets)
+        assert len(checked) == (0 if again else 2)
+    assert len(launches) == 4
+
+
+@pytest.mark.parametrize("form", ["packed", "unpacked"])
+def test_a_compiler_takes_exponents(form):
+    weight, (x, words) = builders.weight_parts(1, 72, 416).packed, builders.e8m0_lhs(2, 5, 416)
+    x_scale = words if form == "packed" else unpacked(words, 416)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def gemm(x, x_scale):
+        out = x.new_empty((5, 72), dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
+        return out
+
+    assert same_bits(gemm(x, x_scale), jitgemm.gemm_w4a8_reference((x, x_scale), weight))
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x_scale", "message"),
+    [
+        (
+            torch.ones(5, 3),
+            r"lhs\[1\] \(x_scale\): expected shape \[5\], \[5, 1\] or one element, or \[5, 4\] for a scale",
+        ),
+        (torch.ones(4, 4), r"or \[5, 4\] for a scale per token and 128 k, got \[4, 4\]"),
+        (torch.ones(1, 5, 4), r"got \[1, 5, 4\]"),
+        (
+            torch.ones(5, 4, dtype=torch.int32),
+            r"expected shape \[5, 1\] for the exponents of a token and four times 128 k",
+        ),
+        (torch.ones(5).to(torch.float8_e8m0fnu), r"expected shape \[5, 4\] for a scale per token and 128 k, got \[5\]"),
+        (
+            torch.ones(5, 4, dtype=torch.bfloat16),
+            r"lhs\[1\] \(x_scale\): expected float32, int32 or float8_e8m0fnu, got bfloat16",
+        ),
+        (torch.ones(5, dtype=torch.int32), r"expected shape \[5, 1\] for the exponents .*, got \[5\]"),
+        (torch.tensor(127, dtype=torch.int32), r"expected shape \[5, 1\] for the exponents .*, got \[\]"),
+        (torch.ones(5, dtype=torch.float64), r"lhs\[1\] \(x_scale\): expected float32, got float64"),
+    ],
+)
+def test_wrong_scales_are_named(x_scale, message):
+    x, weight = builders.block_lhs(1, 5, 416)[0], builders.weight_parts(1, 64, 416).packed
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, torch.empty(5, 64, dtype=torch.bfloat16))
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.gemm_w4a8_reference((x, x_scale), weight)
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.m_grouped_gemm_w4a8_reference((x, x_scale), weight_of_experts(3, 64, 416), torch.zeros(4).int())
+
+
+def test_a_word_is_no_scale_for_every_token_of_the_reference():
+    weight, x = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 4, 416)[0]
+    with pytest.raises(ValueError, match=r"expected shape \[4, 1\] for the exponents .*, got \[1\]"):
+        jitgemm.gemm_w4a8_reference((x, torch.tensor([0x7F7E7D7C], dtype=torch.int32)), weight)
+
+
+@pytest.mark.parametrize("step, overlaps", [(40, False), (60, True)])
+def test_scales_that_reach_into_the_output_overlap_it(step, overlaps):
+    weight, x = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 5, 416)[0]
+    rows = torch.ones(5, 256)
+    x_scale, out = rows.as_strided((5, 4), (256, step)), rows[:, 128:192]  # the last scale of a row in column 3 * step
+    if not overlaps:
+        jitgemm.gemm_w4a8_nt((x, x_scale), weight, out)
+        assert bool((rows[:, :128] == 1).all()) and bool((rows[:, 192:] == 1).all())
+        return
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, got a tensor that overlaps lhs\[1\]"):
+        jitgemm.gemm_w4a8_nt((x, x_scale), weight, out)
+
+
+def test_no_zero_points_beside_them():
+    weight, (x, x_scale) = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 5, 416, "s8")
+    lhs = x, x_scale, torch.zeros(5, dtype=torch.int32)
+    message = r"lhs\[2\] \(x_zero\): expected None with a scale per token and 128 k"
+    with pytest.raises(ValueError, match=message):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, torch.empty(5, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=message):
+        jitgemm.gemm_w4a8_reference(lhs, weight)
+
+
+def test_masked_scales_of_the_wrong_shape_are_named():
+    x = torch.zeros(3, 4, 416, dtype=torch.int8)
+    arguments = weight_of_experts(3, 72, 416), torch.empty(3, 4, 72, dtype=torch.bfloat16), torch.ones(3).int(), 2
+    with pytest.raises(
+        ValueError, match=r"expected shape \[3, 4\] or one element, or \[3, 4, 4\] for a .* \[3, 4, 2\]"
+    ):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, torch.ones(3, 4, 2)), *arguments)
+    with pytest.raises(ValueError, match=r"lhs\[0\] \(x\): expected shape \[3, max_m, k\], got \[12, 416\]"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x.flatten(0, 1), torch.ones(12, 4)), *arguments)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", [0, 60])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+@pytest.mark.parametrize("group_size, zero_point, scale_type, offset", FORMATS)
+def test_every_problem_gets_a_legal_kernel_that_promotes_each_record(
+    lhs, group_size, zero_point, scale_type, offset, invariant, experts
+):
+    fmt = WeightFormat(group_size, zero_point, scale_type, "any", offset)
+    problem = Problem(1, 4096, 4096, lhs, fmt, batch_invariant=invariant, experts=experts, lhs_group=128)
+    for m in (1, 24, 500, 9000):
+        spec = choose(replace(problem, m=m), H200)
+        assert spec.lhs_group == 128 and illegal(spec, H200) is None and promote_records(spec) == 1
+        assert KernelSpec.from_label(spec.label) == spec and "-b128-" in spec.label
+        assert KernelSpec.from_dict(spec.to_dict()) == spec
+        assert kernel_named(spec.label, replace(problem, m=m), H200) == spec
+        without = replace(spec, lhs_group=0)
+        assert without.label != spec.label
+        with pytest.raises(ValueError, match="kernel: expected one for these operands"):
+            kernel_named(without.label, replace(problem, m=m), H200)
+    found = kernels_for(4096, 4096, lhs, fmt, H200, 512, batch_invariant=invariant, experts=experts, lhs_group=128)
+    assert found and all(spec.lhs_group == 128 for spec in found)
+
+
+@pytest.mark.parametrize("experts", [0, 60])
+def test_exponents_change_nothing_of_a_kernel_but_how_it_reads_scales(experts):
+    fmt = WeightFormat(128, False, "bf16")
+    problem = Problem(1, 4096, 4096, "e4m3", fmt, experts=experts, lhs_group=128, lhs_e8m0=True)
+    for m in (1, 24, 500, 9000):
+        of_m = replace(problem, m=m)
+        spec = choose(of_m, H200)
+        assert spec == replace(choose(replace(of_m, lhs_e8m0=False), H200), lhs_e8m0=True) and "-b128e-" in spec.label
+        assert KernelSpec.from_label(spec.label) == spec == kernel_named(spec.label, of_m, H200)
+        assert KernelSpec.from_dict(spec.to_dict()) == spec
+        assert spec in kernels_for(4096, 4096, "e4m3", fmt, H200, 9000, experts=experts, lhs_group=128, lhs_e8m0=True)
+        with pytest.raises(ValueError, match="kernel: expected one for these operands"):
+            kernel_named(spec.label, replace(of_m, lhs_e8m0=False), H200)
+    with pytest.raises(ValueError, match="lhs_e8m0: expected lhs_group 128 with it, got 0"):
+        replace(problem, lhs_group=0)
+
+
+def test_shared_memory_holds_each_stage_s_scales_and_none_for_the_epilogue():
+    spec = KernelSpec("e4m3", WeightFormat(128, False, "bf16"), 64, 128, stages=4, warpgroups_k=2)
+    extra = smem_bytes(replace(spec, lhs_group=128)) - smem_bytes(spec)
+    assert extra == 4 * (4 * 2 * 64) - 4 * (2 * 64)
+
+
+def test_other_groups_of_activations_are_refused():
+    with pytest.raises(ValueError, match="lhs_group: expected 128, or 0 for a scale per token, got 64"):
+        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), lhs_group=64)
+
+
+def test_int8_per_channel_has_no_limit_of_k():
+    fmt = WeightFormat(0, False, "fp32")
+    assert choose(Problem(1, 64, 2**21, "s8", fmt, lhs_group=128), H200).lhs_group == 128
+
+
+@pytest.mark.parametrize("lhs, fmt", [("e4m3", (128, False, "bf16", "e4m3")), ("s8", (32, True, "bf16"))])
+def test_a_kernel_compiles(lhs, fmt, compiles_well):
+    kernels = legal_kernels(lhs, WeightFormat(*fmt), H200, experts=64, lhs_group=128)
+    dense = replace(kernels[0], experts=0)
+    for spec in (kernels[0], replace(dense, lhs_e8m0=True)):
+        compiles_well([spec])
+
+
+# ---- what a launch is given -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+def test_strides_of_scales_reach_the_parameters(column_major, monkeypatch):
+    launches = without_driver(monkeypatch)
+    x, x_scale = builders.block_lhs(1, 5, K, column_major=column_major)
+    operands = gemm_operands()._replace(x=x, x_scale=x_scale, x_zero=None)
+    plan = gemms.GemmLaunch(operands)
+    assert plan.spec.lhs_group == 128
+    plan.launch(operands)
+    values = parameters(gemms.ARGUMENTS, launches)
+    assert (values["lhs_scale"], values["lhs_zero"]) == (x_scale.data_ptr(), 0)
+    assert (values["lhs_scale_stride"], values["lhs_zero_stride"]) == ((1, 8) if column_major else (2, 1))
+
+
+def test_strides_of_packed_exponents_reach_the_parameters(monkeypatch):
+    launches = without_driver(monkeypatch)
+    x = builders.block_lhs(1, 5, K)[0]
+    x_scale = torch.zeros(5, 3, dtype=torch.int32)[:, ::3]  # K is less than 512
+    operands = gemm_operands()._replace(x=x, x_scale=x_scale, x_zero=None)
+    plan = gemms.GemmLaunch(operands)
+    assert plan.spec.lhs_group == 128 and plan.spec.lhs_e8m0
+    plan.launch(operands)
+    values = parameters(gemms.ARGUMENTS, launches)
+    assert (values["lhs_scale"], values["lhs_scale_stride"]) == (x_scale.data_ptr(), 3)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns of each expert"])
+def test_every_masked_row_s_scale_is_at_its_strides(layout, monkeypatch):
+    launches = without_driver(monkeypatch)
+    experts, rows = 3, 4
+    weight, x = weight_of_experts(experts, N, K), torch.zeros(experts * rows, K, dtype=torch.int8)
+    whole = torch.arange(experts * rows * 2, dtype=torch.float32)
+    x_scale = whole.view(3, 4, 2) if layout == "rows" else whole.view(3, 2, 4).transpose(1, 2)
+    operands = Gemm(x, x_scale, None, weight, torch.empty(experts * rows, N), None)
+    groups = Groups(torch.zeros(experts, dtype=torch.int32), None, rows, 5)
+    gemms.GemmLaunch(operands._replace(groups=groups)).launch(operands._replace(groups=groups))
+    values = parameters(gemms.GROUPED_ARGUMENTS, launches)
+    for row in range(experts * rows):  # as block_scale_of() in include/jitgemm/gemm/producer.cuh
+        at = row * values["lhs_scale_stride"] + row // rows * values["scale_expert_step"]
+        found = [whole[(at + block * values["lhs_zero_stride"]) % 2**64] for block in range(2)]
+        assert found == x_scale[row // rows, row % rows].tolist()
+
+
+def parameters(block, launches: list) -> dict[str, int]:
+    [(_, (*_, packed))] = launches
+    return dict(zip(block.fields, struct.unpack("<" + "".join(block.fields.values()), packed)))

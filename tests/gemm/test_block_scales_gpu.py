@@ -1,0 +1,610 @@
+"""Activations with a scale per token and 128 k on a GPU: the stated bound, bits of the per-token kernel, all strides."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from builders import PER_CHANNEL, same_bits
+from moe_cases import Case
+from quantize_cases import X_DTYPES, assert_close, assert_same_bits, parameters
+from quantize_cases import activations as values
+from test_gemm_gpu import Guarded, assert_right
+from builders import weight_of_experts
+from test_grouped_gpu import assert_right as assert_groups_right
+from test_grouped_gpu import guarded, offsets_of
+
+import jitgemm
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.gemm.problem import Gemm
+from jitgemm.gemm.problem import fp32_scales
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Groups
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.route import route_and_quantize
+from jitgemm.select.choose import candidates, choose
+from jitgemm.select.devices import device_spec
+from jitgemm.select.legal import illegal, legal_kernels
+from jitgemm.tensors import TYPE_NAMES
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = {
+    "g128": dict(group_size=128),
+    "g128-e4m3": dict(group_size=128, codes="e4m3"),
+    "g128-s8": dict(group_size=128, codes="s8"),
+    "g32z": dict(group_size=32, zero_point=True),
+    "g64o": dict(group_size=64, offset=True),
+    "g256-fp32": dict(group_size=256, scale_type="fp32"),
+    "channel": dict(group_size=PER_CHANNEL),
+    "channel-z": dict(group_size=PER_CHANNEL, zero_point=True, scale_type="fp16"),
+}
+
+
+def types_of(name: str) -> list[str]:
+    codes = FORMATS[name].get("codes")
+    return [codes] if codes else list(builders.LHS_DTYPES)
+
+
+CASES = [(name, lhs) for name in FORMATS for lhs in types_of(name)]
+
+
+def run(plan_of, operands) -> torch.Tensor:
+    """Three launches, of which all give the same bits."""
+    results = []
+    for _ in range(3):
+        operands.out.fill_(float("nan"))
+        plan_of.launch(operands)
+        results.append(operands.out.clone())
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+    return results[0]
+
+
+@pytest.mark.parametrize("name, lhs_type", CASES)
+@pytest.mark.parametrize("n, k", [(8, 160), (136, 1056), (4104, 4128)])
+def test_within_the_bound_for_every_format_and_m(n, k, name, lhs_type):
+    weight = builders.weight_parts(1, n, k, scales="negative", **FORMATS[name], device="cuda").packed
+    bias = builders.bias(3, n, device="cuda")
+    for m in (1, 5, 16, 63, 130, 700):
+        lhs = builders.block_lhs(m, m, k, lhs_type, column_major=m % 2 == 1, device="cuda")
+        out = Guarded(m, n)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out.out, bias=bias)
+        out.check()
+        assert_right(out.out, lhs, weight, bias, has_rms=False)
+
+
+def test_a_kernel_for_strips_that_share_scales_is_kept_from_others():
+    """By the plan of a call with the one, which the other must not find: both weights have the same shapes."""
+    m, n, k = 130, 136, 256
+    strips = builders.weight_parts(1, n, k, codes="e4m3", bits=8, scale_type="fp32", strip_scales=True, device="cuda")
+    rows = replace(strips, scale=strips.scale * torch.linspace(1, 8, n, device="cuda")[:, None]).packed
+    every = legal_kernels("e4m3", strips.packed.format, device_spec("h200"), lhs_group=128)
+    label = next(spec.label for spec in every if spec.token_rows)
+    lhs, out = builders.block_lhs(2, m, k, device="cuda"), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w8a8_bf16_nt(lhs, strips.packed, out, kernel=label)
+    assert_right(out, lhs, strips.packed, has_rms=False)
+    with pytest.raises(ValueError, match="kernel: expected one for weights whose strips do not share scales"):
+        jitgemm.gemm_w8a8_bf16_nt(lhs, rows, out, kernel=label)
+
+
+WAYS = [
+    {"split_k": 1, "warpgroups_k": 4}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1},
+    {"scatter": True, "warpgroups_k": 2, "split_k": 2}, {"scatter": True, "split_k": 3}, {"block_n": 256},
+    {"multicast_lhs": 2, "halves": 2}, {"multicast_rhs": 2, "halves": 2}, {"halves": 2, "multicast": 1},
+    {"block_m": 16, "ctas_per_sm": 2}, {"block_m": 24}, {"block_m": 48}, {"block_m": 112}, {"block_m": 160},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(f"{k}{v}" for k, v in way.items()))
+@pytest.mark.parametrize("lhs_type, name", [("e4m3", "g128-e4m3"), ("s8", "g128-s8"), ("s8", "g64o"), ("e4m3", "g32z")])
+def test_every_way_through_the_kernel(lhs_type, name, way):
+    m, n, k = 213, 456, 2080
+    weight = builders.weight_parts(1, n, k, **FORMATS[name], device="cuda").packed
+    found = [
+        spec for spec in legal_kernels(lhs_type, weight.format, device_spec("h200"), lhs_group=128)
+        if all(getattr(spec, field) == value for field, value in way.items())
+    ]  # fmt: skip
+    assert found or name == "g64o"  # offsets take more registers than some tiles leave
+    lhs = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")
+    for spec in random.Random(1).sample(found, min(3, len(found))):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        operands = Gemm(*lhs, None, weight, out, None)
+        assert_right(run(GemmLaunch(operands, spec), operands), lhs, weight, has_rms=False)
+
+
+@pytest.mark.parametrize("k", [1056, 8192])
+@pytest.mark.parametrize("m", [1, 13, 40, 64])
+def test_consumers_copy_the_first_scales(m, k):
+    n = 264
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    problem = Problem(m, n, k, "e4m3", weight.format, lhs_group=128)
+    direct = [c.kernel for c in candidates(problem, device_spec("h200")) if c.kernel.direct or c.kernel.block_m <= 16]
+    lhs = builders.block_lhs(2, m, k, device="cuda")
+    for spec in [*direct[:2], *[spec for spec in direct if spec.warpgroups_n > 1][:1]]:
+        operands = Gemm(*lhs, None, weight, torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), None)
+        assert_right(run(GemmLaunch(operands, spec), operands), lhs, weight, has_rms=False)
+
+
+@pytest.mark.parametrize(
+    "lhs_type, name", [("e4m3", "g128-e4m3"), ("e4m3", "channel"), ("s8", "g128-s8"), ("s8", "g64o")]
+)
+def test_powers_of_two_give_the_bits_of_the_per_token_kernel(lhs_type, name):
+    """Scales that are exact factors change no rounding, wherever they are multiplied in."""
+    n, k = 392, 2080
+    weight = builders.weight_parts(1, n, k, **FORMATS[name], device="cuda").packed
+    for m in (3, 16, 100, 700):
+        x, _ = builders.lhs(2, m, k, lhs_type, device="cuda")
+        x_scale = torch.exp2(torch.arange(m, device="cuda").remainder(9) - 14.0)
+        spec = choose(Problem(m, n, k, lhs_type, weight.format, lhs_group=128), device_spec("h200"))
+        results = []
+        for scale, kernel in ((x_scale[:, None].expand(m, 17), spec), (x_scale, replace(spec, lhs_group=0))):
+            operands = Gemm(x, scale, None, weight, torch.empty(m, n, device="cuda"), None)
+            operands = operands._replace(out=operands.out.bfloat16())
+            results.append(run(GemmLaunch(operands, kernel), operands))
+        assert same_bits(*results), spec.label
+
+
+def test_scales_of_any_strides_give_the_same_bits():
+    m, n, k = 77, 264, 1056
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, x_scale = builders.block_lhs(2, m, k, device="cuda")
+    wide = torch.full((2 * m, 3 * 9), float("nan"), device="cuda")
+    wide[::2, ::3] = x_scale
+    results = []
+    for scale in (x_scale, x_scale.T.contiguous().T, wide[::2, ::3]):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt((x, scale), weight, out)
+        results.append(out)
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_each_call_reads_the_scales_of_its_time():
+    """A kernel that starts before the one before it has ended must not read that one's scales too soon."""
+    m, n, k = 24, 4096, 4096
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    lhs = [builders.block_lhs(seed, m, k, "s8", device="cuda") for seed in range(4)]
+    expected, outs = [], [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(40)]
+    for each in lhs:
+        expected.append(torch.empty_like(outs[0]))
+        jitgemm.gemm_w4a8_bf16_nt(each, weight, expected[-1])
+    x, x_scale = (torch.empty_like(each) for each in lhs[0])
+    for i, out in enumerate(outs):
+        x.copy_(lhs[i % 4][0])
+        x_scale.copy_(lhs[i % 4][1])
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
+    assert all(same_bits(out, expected[i % 4]) for i, out in enumerate(outs))
+
+
+def test_batch_invariant_rows():
+    n, k = 264, 4096
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, x_scale = builders.block_lhs(2, 700, k, device="cuda")
+    whole = torch.empty(700, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
+    for m in (1, 17, 130):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
+        assert same_bits(out, whole[:m])
+
+
+@pytest.mark.parametrize("strip_scales", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_batch_invariant_rows_of_8_bit_weights(lhs_type, strip_scales):
+    """Where strips share scales, many tokens are wgmma's rows and few are not."""
+    most, n, k = 700, 1160, 416
+    form = dict(codes=lhs_type, bits=8, scale_type="fp32", strip_scales=strip_scales)
+    weight = builders.weight_parts(1, n, k, **form, device="cuda").packed
+    problem = Problem(most, n, k, lhs_type, weight.format, batch_invariant=True, lhs_group=128)
+    assert choose(problem, device_spec("h200")).token_rows == strip_scales
+    assert not choose(replace(problem, m=17), device_spec("h200")).token_rows
+    x, x_scale = builders.block_lhs(2, most, k, lhs_type, device="cuda")
+    whole = torch.empty(most, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w8a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
+    assert_right(whole, (x, x_scale), weight, has_rms=False)
+    for m in (1, 17, 130, 300):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w8a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
+        assert same_bits(out, whole[:m]), m
+
+
+# ---- powers of two ---------------------------------------------------------------------------------------------------
+
+
+def of_every_kind(m: int, k: int, column_major: bool) -> torch.Tensor:
+    """Packed exponents of which one token's are 2^-127, and another's NaN; else as `builders.e8m0_lhs`."""
+    words = builders.e8m0_lhs(2, m, k, column_major=column_major, device="cuda")[1]
+    words[m // 2] = 0
+    words[-1] = -1
+    return words
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(f"{k}{v}" for k, v in way.items()))
+@pytest.mark.parametrize("name", ["g128-e4m3", "g128-s8", "g64o", "g32z", "channel"])
+def test_packed_exponents_give_the_bits_of_fp32_scales(name, way):
+    m, n, k = 213, 456, 2080
+    lhs_type = types_of(name)[0]
+    weight = builders.weight_parts(1, n, k, **FORMATS[name], device="cuda").packed
+    found = [
+        spec for spec in legal_kernels(lhs_type, weight.format, device_spec("h200"), lhs_group=128)
+        if all(getattr(spec, field) == value for field, value in way.items())
+    ]  # fmt: skip
+    x = builders.lhs(2, m, k, lhs_type, device="cuda")[0]
+    for i, spec in enumerate(random.Random(1).sample(found, min(3, len(found)))):
+        words = of_every_kind(m, k, column_major=i % 2 == 0)
+        results = []
+        for x_scale, kernel in ((fp32_scales(words, k), spec), (words, replace(spec, lhs_e8m0=True))):
+            out = torch.empty(m, n, device="cuda").bfloat16()
+            operands = Gemm(x, x_scale, None, weight, out, None)
+            results.append(run(GemmLaunch(operands, kernel), operands))
+        assert same_bits(*(result[:-1] for result in results)), spec.label
+        assert bool(results[1][-1].isnan().all() and results[1][:-1].isfinite().all())
+
+
+# ---- weights in blocks -----------------------------------------------------------------------------------------------
+
+
+TOKEN_ROWS = [
+    dict(block_m=64, block_n=256), dict(block_m=64, block_n=192, multicast_rhs=2), dict(block_m=128, block_n=128),
+    dict(block_m=128, block_n=128, multicast_lhs=2), dict(block_m=128, block_n=192),
+    dict(block_m=128, block_n=192, multicast_rhs=2), dict(block_m=192, block_n=128), dict(block_m=128, block_n=64),
+    dict(block_m=256, block_n=128, halves=2),
+]  # fmt: skip
+"""Tiles with tokens as wgmma's rows."""
+
+
+def names_of(shape: dict) -> str:
+    return "-".join(f"{k}{v}" for k, v in shape.items())
+
+
+@pytest.mark.parametrize("shape", TOKEN_ROWS, ids=names_of)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scales", ["fp32", "bf16", "e8m0"])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, shape):
+    m, n, k = 213, 456, 1184
+    scale_type = "bf16" if scales == "bf16" else "fp32"
+    form = dict(codes=lhs_type, bits=8, scale_type=scale_type, strip_scales=True)
+    weight = builders.weight_parts(1, n, k, scales="negative", **form, device="cuda").packed
+    e8m0 = scales == "e8m0"
+    x, x_scale = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")
+    if e8m0:
+        x_scale = of_every_kind(m, k, column_major=True)
+    bias = builders.bias(3, n, device="cuda")
+    spec = KernelSpec(
+        lhs_type, weight.format.kernel_format, stages=3, token_rows=True, lhs_group=128, lhs_e8m0=e8m0,
+        out=TYPE_NAMES[out], **shape,
+    )  # fmt: skip
+    assert illegal(spec, device_spec("h200")) is None
+    results = []
+    for kernel in (
+        spec,
+        replace(spec, block_m=64, block_n=64, halves=1, multicast_lhs=1, multicast_rhs=1, token_rows=False),
+    ):
+        guarded = Guarded(m, n, dtype=out)
+        operands = Gemm(x, x_scale, None, weight, guarded.out, bias)
+        results.append(run(GemmLaunch(operands, kernel), operands))
+        guarded.check()
+    assert same_bits(*(result[:-1] for result in results)) if e8m0 else same_bits(*results)
+    if e8m0:
+        assert bool(results[0][-1].isnan().all() and results[0][:-1].isfinite().all())
+    else:
+        assert_right(results[0], (x, x_scale), weight, bias, has_rms=False)
+
+
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 63, 130, 700, 1001])
+@pytest.mark.parametrize("n, k", [(8, 160), (136, 1056), (2112, 7168), (4096, 4096)])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_weights_in_blocks_are_within_the_bound(lhs_type, n, k, m):
+    """Scales of even m row by row, which the L1 has from the k-block before, of odd m column by column."""
+    parts = builders.weight_parts(1, n, k, PER_CHANNEL, codes=lhs_type, bits=8, device="cuda")
+    weight = jitgemm.pack_w8(parts.q, torch.rand(-(-n // 128), -(-k // 128), device="cuda") * 0.01 + 0.001)
+    lhs = builders.block_lhs(2, m, k, lhs_type, column_major=m % 2 == 1, device="cuda")
+    out, bias = Guarded(m, n), builders.bias(3, n, device="cuda")
+    jitgemm.gemm_w8a8_bf16_nt(lhs, weight, out.out, bias=bias)
+    out.check()
+    assert_right(out.out, lhs, weight, bias, has_rms=False)
+
+
+def launch_groups_of_token_rows(lhs_type, gathered, shape, n, k, counts, launches=1):
+    """Launches with scales row by row: alike to the bit, and right."""
+    experts = len(counts)
+    q = torch.stack([builders.weight_parts(e, n, k, codes=lhs_type, bits=8).q for e in range(experts)]).cuda()
+    weight = jitgemm.pack_w8(q, torch.rand(experts, -(-n // 128), -(-k // 128), device="cuda") + 0.5)
+    rows, first = sum(counts), 2
+    lhs = builders.block_lhs(2, rows + first, k, lhs_type, device="cuda")
+    index = torch.randint(0, rows, (rows + first,), generator=builders.generator(4), dtype=torch.int32).cuda()
+    bias = torch.stack([builders.bias(e, n) for e in range(experts)]).cuda()
+    spec = KernelSpec(
+        lhs_type, weight.format.kernel_format, stages=3, token_rows=True, lhs_group=128, experts=64, **shape
+    )
+    assert illegal(spec, device_spec("h200")) is None
+    before = torch.full((rows + first + 3, n), 3.0, dtype=torch.bfloat16, device="cuda")
+    groups = Groups(offsets_of(counts, first), index if gathered else None, 0, rows)
+    results = []
+    for _ in range(launches):
+        results.append(before.clone())
+        operands = Gemm(*lhs, None, weight, results[-1], bias)
+        GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
+    assert all(same_bits(results[0], each) for each in results)
+    assert_groups_right(lhs, weight, results[0], before, counts, first, bias, index if gathered else None)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in TOKEN_ROWS if "multicast_rhs" not in shape], ids=names_of)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_groups_of_tokens_as_rows(lhs_type, gathered, shape):
+    counts = [0, 1, 16, 17, 30, 48, 64, 80, 100, 128, 150, 200]
+    launch_groups_of_token_rows(lhs_type, gathered, shape, 200, 672, counts)
+
+
+@pytest.mark.parametrize("shape", [TOKEN_ROWS[i] for i in (2, 4, 6, 8)], ids=names_of)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_large_groups_of_tokens_as_rows(request, lhs_type, gathered, shape):
+    """More tiles than SMs, and so many blocks of k that all stages are used often. The emulator takes less."""
+    if request.config.getoption("--emulate"):
+        sizes = 200, 1184, [130, 0, 260]
+    else:
+        sizes = 2112, 7168, [700, 0, 1, 384, 130, 1000]
+    launch_groups_of_token_rows(lhs_type, gathered, shape, *sizes, launches=3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("k", [128, 416, 544, 4128])
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 63, 130, 700])
+def test_every_form_of_exponents_is_within_the_bound(m, k, bits):
+    n = 264
+    weight = builders.weight_parts(1, n, k, codes="e4m3", bits=bits, device="cuda").packed
+    gemm = jitgemm.gemm_w4a8_bf16_nt if bits == 4 else jitgemm.gemm_w8a8_bf16_nt
+    x, words = builders.e8m0_lhs(2, m, k, column_major=True, device="cuda")
+    rows = builders.e8m0_lhs(2, m, k, device="cuda")[1]
+    exponents = rows.view(torch.float8_e8m0fnu)[:, : -(-k // 128)]
+    results = []
+    for x_scale in (words, rows, exponents, exponents.contiguous()):
+        out = Guarded(m, n)
+        gemm((x, x_scale), weight, out.out)
+        out.check()
+        results.append(out.out)
+        assert same_bits(out.out, results[0])
+    assert_right(results[0], (x, words), weight, has_rms=False)
+
+
+def test_unpacked_exponents_in_a_graph():
+    m, n, k = 24, 264, 416
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, words = builders.e8m0_lhs(2, m, k, device="cuda")
+    exponents, out = words.view(torch.float8_e8m0fnu)[:, :4].contiguous(), torch.empty(m, n, device="cuda").bfloat16()
+    jitgemm.gemm_w4a8_bf16_nt((x, exponents), weight, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jitgemm.gemm_w4a8_bf16_nt((x, exponents), weight, out)
+    exponents.view(torch.uint8).sub_(3)
+    graph.replay()
+    assert_right(out, (x, exponents), weight, has_rms=False)
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("form", ["contiguous", "gathered", "masked"])
+def test_groups_take_packed_exponents(form, column_major):
+    experts, rows_of, n, k = 20, 40, 264, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
+    draw = random.Random(3)
+    counts = [draw.choice((0, 1, 5, 17, rows_of)) for _ in range(experts)]
+    rows = experts * rows_of
+    x, words = builders.e8m0_lhs(1, rows, k, column_major=column_major, device="cuda")
+    results = []
+    for x_scale in (words, fp32_scales(words, k)):
+        out = torch.full((rows, n), 3.0, dtype=torch.bfloat16, device="cuda")
+        if form == "masked":
+            lhs, parts = (
+                (x.view(experts, rows_of, k), x_scale.unflatten(0, (experts, rows_of))),
+                out.view(experts, -1, n),
+            )
+            masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, weight, parts, masked_m, 10)
+        else:
+            index = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda") if form == "gathered" else None
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+                (x, x_scale), weight, out, offsets_of(counts), row_index=index, expected_m=10
+            )
+        results.append(out)
+    assert same_bits(*results) and not bool((results[0] == 3).all())
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("name, lhs_type", CASES)
+def test_contiguous_groups(name, lhs_type, gathers):
+    experts, n, k = 20, 264, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", **FORMATS[name])
+    draw = random.Random(4)
+    counts = [draw.choice((0, 0, 1, 5, 17, 64, 150)) for _ in range(experts)]
+    rows = sum(counts) + 5
+    lhs = builders.block_lhs(2, 31 if gathers else rows, k, lhs_type, column_major=gathers, device="cuda")
+    index = torch.randint(0, 31, (rows,), dtype=torch.int32, device="cuda") if gathers else None
+    bias = torch.randn(experts, n, device="cuda")
+    whole, out = guarded(rows, n)
+    kept, before = whole.clone(), out.clone()
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets_of(counts, 2), bias=bias, row_index=index)
+    assert_groups_right(lhs, weight, out, before, counts, first=2, bias=bias, row_index=index)
+    whole[3 : rows + 3, 16 : n + 16] = before
+    assert same_bits(whole, kept)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "columns of each expert"])
+@pytest.mark.parametrize("max_m", [1, 40, 200])
+def test_masked_groups(max_m, layout):
+    experts, n, k = 24, 136, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
+    x, x_scale = builders.block_lhs(1, experts * max_m, k, device="cuda")
+    x, x_scale = x.view(experts, max_m, k), x_scale.view(experts, max_m, 9)
+    if layout == "columns":
+        x_scale = x_scale.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    elif layout == "columns of each expert":
+        x_scale = x_scale.transpose(1, 2).contiguous().transpose(1, 2)
+    draw = random.Random(3)
+    counts = [draw.randint(0, max_m) for _ in range(experts)]
+    out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
+    masked_m = torch.tensor([*counts[:-2], -5, max_m + 1000], dtype=torch.int32, device="cuda")
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, x_scale), weight, out, masked_m, max(1, max_m // 2))
+    for e, count in enumerate([*counts[:-2], 0, max_m]):
+        assert bool((out[e, count:] == 3).all())
+        if count:
+            assert_right(out[e, :count], (x[e, :count], x_scale[e, :count]), weight[e], has_rms=False)
+
+
+SPECS = [
+    dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
+    dict(block_m=16, block_n=64, stages=5, warpgroups_k=4),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, scatter=True, ctas_per_sm=2),
+    dict(block_m=64, block_n=192, stages=4),
+    dict(block_m=128, block_n=128, stages=4),
+    dict(block_m=128, block_n=128, halves=2, stages=4),
+]
+
+
+@pytest.mark.parametrize("shape", SPECS, ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()))
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_groups_have_the_bits_of_the_dense_kernel(lhs_type, shape):
+    experts, n, k = 23, 200, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
+    draw = random.Random(2)
+    counts = [draw.choice((0, 1, 3, 8, 17, 64, 130, 200)) for _ in range(experts)]
+    rows = sum(counts)
+    lhs = builders.block_lhs(2, rows, k, lhs_type, device="cuda")
+    spec = KernelSpec(lhs_type, weight.format, lhs_group=128, **shape)
+    out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+    operands, groups = Gemm(*lhs, None, weight, out, None), Groups(offsets_of(counts), None, 0, rows)
+    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
+    end = 0
+    for e, count in enumerate(counts):
+        begin, end = end, end + count
+        if count:
+            right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
+            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None)
+            GemmLaunch(part, spec).launch(part)
+            assert same_bits(out[begin:end], right), (e, count)
+
+
+def test_long_int8_rows_per_channel():
+    """Sums that one int32 would not hold, of the largest codes and values."""
+    n, k = 64, 2**20 + 128
+    q = torch.full((n, k), -8, dtype=torch.int8, device="cuda")
+    weight = jitgemm.pack_w4(q, torch.ones(n, 1, device="cuda"), group_size=k)
+    assert weight.format == WeightFormat(0, False, "fp32")
+    lhs = torch.full((3, k), -128, dtype=torch.int8, device="cuda"), torch.ones(3, k // 128, device="cuda")
+    out = torch.empty(3, n, device="cuda")
+    jitgemm.gemm_w4a8_nt(lhs, weight, out)
+    assert_right(out, lhs, weight, has_rms=False)
+
+
+# ---- quantising -----------------------------------------------------------------------------------------------------
+
+
+def quantized(x: torch.Tensor, dtype: torch.dtype, **arguments) -> tuple[tuple, tuple]:
+    """(GPU's results, CPU's); the GPU's written between guards, scales by column."""
+    m, k = x.shape[0], x.shape[1] // (2 if arguments.get("silu_mul") else 1)
+    blocks = -(-k // 128)
+    q = torch.full((m + 2, k + 48), 0x5B, dtype=torch.uint8, device="cuda")
+    scale = torch.full((blocks + 2, m + 7), 91.0, device="cuda")
+    out = q[1:-1, 16 : 16 + k].view(dtype), scale[1:-1, 3 : 3 + m].T
+    jitgemm.quantize_activations(x, dtype, scheme="block", out=out, **arguments)
+    results = tuple(each.clone() for each in out)
+    q[1:-1, 16 : 16 + k], scale[1:-1, 3 : 3 + m] = 0x5B, 91.0
+    assert bool((q == 0x5B).all() and (scale == 91.0).all()), "the kernel wrote beside its results"
+    on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    return results, jitgemm.quantize_activations(x.cpu(), dtype, scheme="block", **on_cpu)
+
+
+KS = (32, 96, 160, 256, 1024, 1056, 4128, 7168, 16416, 32768, 32800, 65536)
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("k", KS)
+def test_codes_and_scales_are_the_cpu_s_bits(k, x_dtype, dtype):
+    x = values(k, 37 if k <= 4128 else 9, k, x_dtype, "cuda")
+    x[-1, k // 2] = float("nan")
+    assert_same_bits(*quantized(x, dtype))
+    if k <= 32768:
+        assert_same_bits(*quantized(x, dtype, permutation=parameters(k, k, "cuda")["permutation"]))
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("k", KS)
+def test_gates_and_norms(k, permuted, dtype):
+    if permuted and k > 32768:
+        pytest.skip("longer than a permuted row may be")
+    more = parameters(k, k, "cuda")
+    order = {"permutation": more["permutation"]} if permuted else {}
+    draw = torch.Generator("cuda").manual_seed(k)
+    for x_dtype in X_DTYPES:
+        x = torch.randn(9, 2 * k, generator=draw, device="cuda").to(x_dtype)
+        assert_close(*quantized(x, dtype, silu_mul=True, **order))
+        assert_close(*quantized(x[:, :k].contiguous(), dtype, rms_norm=more["rms_norm"], **order))
+
+
+@pytest.mark.parametrize("m", [1, 2, 9, 1000, 5000])
+def test_any_number_of_rows(m):
+    for k in (512, 2048):
+        assert_same_bits(*quantized(values(m, m, k, device="cuda"), torch.float8_e4m3fn))
+    x = values(m, m, 512, device="cuda")
+    q, scale = jitgemm.quantize_activations(x, torch.int8, scheme="block")
+    assert scale.stride() == (1, -(-m // 4) * 4)
+    assert_same_bits((q, scale), jitgemm.quantize_activations(x.cpu(), torch.int8, scheme="block"))
+
+
+def test_a_quantiser_and_a_gemm_in_a_graph():
+    n, k = 264, 4096
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, out = torch.randn(24, k, device="cuda").bfloat16(), torch.empty(24, n, dtype=torch.bfloat16, device="cuda")
+
+    def layer():
+        lhs = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme="block")
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+        return lhs
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            lhs = layer()
+    for seed in range(5):
+        x.copy_(torch.randn(24, k, generator=builders.generator(seed)))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(out, lhs, weight, has_rms=False)
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [32, 2048, 7168, 16416])
+@pytest.mark.parametrize("tokens", [1, 9, 257])
+def test_routing_and_quantising_at_once_are_both(tokens, k):
+    ids = torch.randint(0, 64, (tokens, 8), generator=builders.generator(k)).cuda()
+    x = values(1, tokens, k, device="cuda")
+    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block", False))
+    _, outputs = route_and_quantize(inputs, ids, 64, None)
+    assert_same_bits(outputs[:2], quantize(inputs)[:2])
+
+
+@pytest.mark.parametrize("mode", ["e4m3", "s8"])
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_the_layer_is_the_reference(tokens, mode):
+    case = Case(
+        tokens=tokens, top_k=3, experts=7, k=544, inter=416, n=264, mode=mode, group_size=128, dtype=torch.bfloat16,
+        scale=1.0, device="cuda", options={"scheme": "block"},
+    )  # fmt: skip
+    expected = jitgemm.fused_experts_reference(*case.arguments, **case.options).double()
+    for _ in range(3):
+        out = jitgemm.fused_experts(*case.arguments, **case.options)
+        assert float((out.double() - expected).norm()) <= 0.02 * float(expected.norm())

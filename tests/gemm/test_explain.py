@@ -1,0 +1,136 @@
+"""`jitgemm.explain`, and the words for each part of a kernel's label."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import builders
+import jitgemm
+from jitgemm.activations.kernel import quantize_specs
+from jitgemm.jit.source import function_name
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.legend import GEMM, OTHER, legend
+from jitgemm.kernel.render import render
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.kernel import CombineSpec, RouteSpec
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import device_spec
+
+H200 = device_spec("h200")
+K = 1024
+PARTS = builders.weight_parts(1, 256, K, 128, codes="e4m3")
+
+
+def explained(m: int = 3, **options) -> jitgemm.gemm.explain.Explanation:
+    lhs = jitgemm.quantize_activations(torch.ones(m, K), torch.float8_e4m3fn)
+    return jitgemm.explain(lhs, PARTS.packed, torch.empty(m, 256, dtype=torch.bfloat16), **options)
+
+
+def test_the_kernel_is_the_one_that_a_call_takes():
+    (kernel,) = kernels_for(256, K, "e4m3", PARTS.packed.format, H200, 3)
+    found = explained()
+    assert (found.kernel, found.device, found.rows) == (kernel.label, "h200", (1, 8))
+    assert found.predicted_us > 0 and found.candidates > 1 and found.kernel in found.why
+
+
+def test_its_name_in_a_profile_is_the_functions_name_in_the_source():
+    found = explained()
+    assert f"\n{found.function}(" in render(KernelSpec.from_label(found.kernel))
+    assert found.function == function_name(found.kernel) and found.function.startswith("jitgemm_e4m3")
+
+
+@pytest.mark.gpu
+def test_a_profile_shows_the_function_that_is_explained():
+    weight = builders.weight_parts(1, 256, K, 128, codes="e4m3", device="cuda").packed
+    lhs = jitgemm.quantize_activations(torch.ones(3, K, device="cuda"), torch.float8_e4m3fn)
+    out = torch.empty(3, 256, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+        torch.cuda.synchronize()
+    assert jitgemm.explain(lhs, weight, out).function in {event.key for event in profile.key_averages()}
+
+
+def test_options_of_the_call_count(monkeypatch):
+    wide = explained(4096)
+    assert not wide.kernel.endswith("f16") and explained(4096, sums="f16").kernel.endswith("f16")
+    monkeypatch.setenv("JITGEMM_DEBUG", "1")
+    assert explained(4096).kernel == f"{wide.kernel}-debug"
+
+
+def test_8_bit_weights_are_explained():
+    parts = builders.weight_parts(1, 96, 256, 0, bits=8, codes="e4m3", scale_type="fp32")
+    lhs = jitgemm.quantize_activations(torch.ones(3, 256), torch.float8_e4m3fn)
+    assert jitgemm.explain(lhs, parts.packed, torch.empty(3, 96)).kernel.startswith("e4m3w8-channel-tofp32")
+
+
+def test_it_prints_the_label_the_reason_and_every_part():
+    found = explained()
+    text = str(found)
+    assert found.kernel in text and found.function in text and found.why in text
+    assert all(words in text for _, words in found.legend)
+
+
+def test_no_rows_are_an_error():
+    with pytest.raises(ValueError, match=r"lhs\[0\] \(x\): expected at least one row, got shape \[0, 1024\]"):
+        explained(0)
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (
+            "e4m3fast-g128-bf16-m16n64-k2x2s-s8-c2-d",
+            {"k2x2s": "2 warpgroups and 2 CTAs", "s8": "8 stages", "d": "copy"},
+        ),
+        (
+            "s8-g64z-fp16-b128e-tofp32-m256hn128-mc2lhs-s4-debug",
+            {"m256hn128": "halves", "tofp32": "fp32", "g64z": "(z)"},
+        ),
+        (
+            "e4m3w8-channel-m64n128-s4-ss-tr-e128",
+            {"e4m3w8": "8-bit weights", "channel": "one scale", "e128": "128 experts"},
+        ),
+        ("quantize-bf16-s8z-silumul-permuted-v4", {"s8z": "zero point", "silumul": "silu(gate)", "v4": "4 vectors"}),
+        ("route-quantize-bf16-e4m3-v4", {"route": "experts"}),
+    ],
+)
+def test_each_part_of_a_label_has_words(label, said):
+    lines = legend(label)
+    assert "-".join(part for part, _ in lines) == label
+    assert all(words in dict(lines)[part] for part, words in said.items())
+
+
+def test_every_label_has_a_legend():
+    formats = [
+        ("e4m3", WeightFormat(128, False, "bf16", "e4m3")), ("s8", WeightFormat(32, True, "fp16", "any")),
+        ("s8", WeightFormat(0, False, "fp32", "two_level", code="two_level")),
+        ("e4m3", WeightFormat(0, False, "fp32", "near", code="nvfp4")),
+        ("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1")),
+    ]  # fmt: skip
+    labels = [spec.label for lhs, format in formats for spec in kernels_for(4096, 4096, lhs, format, H200, 4096)]
+    labels += [spec.label for x in ("bf16", "fp32") for spec in quantize_specs(4096, x, "s8")]
+    for label in (*labels, RouteSpec(8).label, CombineSpec("bf16", "fp32").label):
+        assert "-".join(part for part, _ in legend(label)) == label
+
+
+def test_what_is_no_label_is_an_error():
+    with pytest.raises(ValueError, match="label: expected a kernel's label such as .*, got 'e4m3-what'"):
+        legend("e4m3-what")
+
+
+def described(rows) -> list[str]:
+    """The rows of a page's table."""
+    lines = []
+    for examples, pattern, text in rows:
+        if examples:
+            words = text.format(*re.fullmatch(pattern, examples.split(", ")[0]).groups())
+            lines.append(f"| {', '.join(f'`{each}`' for each in examples.split(', '))} | {words} |")
+    return lines
+
+
+def test_the_cache_s_page_has_the_legend():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "cache.md").read_text(encoding="utf-8")
+    assert [line for line in (*described(GEMM), *described(OTHER)) if line not in page.splitlines()] == []

@@ -1,0 +1,409 @@
+"""Sums in f16 without a GPU: the arithmetic within its bound, kernels in the emulator, and what calls and choices say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from emulator.launch import COMPILER, emulate, plant
+from emulator.problems import assert_outside_untouched, problem
+from tensor_core import TensorCore
+from test_emulator import grouped_problem
+from builders import weight_of_experts
+
+import jitgemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Gemm
+from jitgemm.gemm.reference import gemm_w4a8_reference
+from jitgemm.jit.cache import KernelCache
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select.choose import choose, kernel_named, kernels_for
+from jitgemm.select.devices import DEVICES
+from jitgemm.select.legal import illegal, legal_kernels
+from jitgemm.weight import f16_sums
+from jitgemm.weight.f16_sums import row_powers, with_powers
+
+H200 = DEVICES["h200"]
+GROUPS = (32, 64, 128, 256)
+G128 = WeightFormat(128, False, "bf16", "e4m3")
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def used(out: torch.Tensor, lhs: tuple, parts: builders.WeightParts) -> float:
+    """The largest error over the bound."""
+    ref, limit = gemm_w4a8_bound(lhs, parts.packed, out_dtype=out.dtype, sums="f16")
+    return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max())
+
+
+def extreme(seed: int, n: int, k: int, group_size: int, codes: str = "any", **form: bool) -> builders.WeightParts:
+    """Rows whose scales go down to 2^-17 of their largest, rows of zeros, and rows whose codes are all the largest."""
+    parts = builders.weight_parts(seed, n, k, group_size, codes=codes, scales="negative", **form)
+    g = builders.generator(seed)
+    size = torch.exp2(-torch.randint(0, 17, parts.scale.shape, generator=g).float())
+    size[:, 0] = 1.0
+    scale = torch.where(torch.arange(n)[:, None] % 2 > 0, torch.sign(parts.scale) * size * 1.9921875, parts.scale)
+    scale[3::16] = 0
+    q = parts.q.clone()
+    q[5::16] = 7
+    scale[5::16] = scale[5::16].abs()
+    return replace(parts, q=q, scale=scale.bfloat16())
+
+
+# ---- the arithmetic --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [1, 5, 8])
+@pytest.mark.parametrize("codes", ["any", "e4m3", "zero points"])
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("kind", ["plain", "outliers", "positive", "last step", "extreme", "largest"])
+def test_the_arithmetic_is_within_the_bound(kind, group_size, codes, first):
+    k, zero_point = 1696, codes == "zero points"
+    form = dict(zero_point=True) if zero_point else dict(codes=codes)
+    parts = builders.weight_parts(2, 32, k, group_size, scales="negative", **form)
+    if kind in ("extreme", "largest"):
+        parts = extreme(2, 32, k, group_size, **form)
+    if zero_point and kind == "largest":
+        parts = replace(parts, q=torch.full_like(parts.q, 15), zero=torch.zeros_like(parts.zero))
+    mean, factor = "positive" if kind == "positive" else "zero", 500 if kind == "last step" else 1
+    lhs = builders.lhs(3, 8, k, mean=mean, outliers=kind == "outliers", last_step=factor)
+    if kind == "largest":
+        lhs = (torch.full((8, k), 448.0).to(torch.float8_e4m3fn), lhs[1])
+    for core in (TensorCore(), TensorCore(sign_fill=True), TensorCore(normal=True)):
+        out = core.gemm_in_f16(lhs, parts, first=first)
+        assert used(out, lhs, parts) <= 1
+
+
+def rounding_the_same_way(parts: builders.WeightParts) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [8, k] and scales whose sums with equal codes round the same way for long."""
+    scale = torch.linspace(1, 1.9921875, 64).bfloat16()[:, None].expand(parts.scale.shape).contiguous()
+    return torch.arange(8.0, 16)[:, None].expand(8, parts.q.shape[1]).to(torch.float8_e4m3fn).contiguous(), scale
+
+
+@pytest.mark.parametrize("group_size, share", [(32, 0.4), (64, 0.25), (128, 0.1), (256, 0.1)])
+def test_sums_that_round_the_same_way_at_each_step_come_near_the_bound(group_size, share):
+    parts = builders.weight_parts(2, 64, 1024, group_size, codes="e4m3")
+    x, scale = rounding_the_same_way(parts)
+    lhs = x, torch.ones(8, 1)
+    shares, usual = [], []
+    for code in (5, 7):
+        given = replace(parts, q=torch.full_like(parts.q, code), scale=scale)
+        out = TensorCore().gemm_in_f16(lhs, given)
+        shares.append(used(out, lhs, given))
+        ref, limit = gemm_w4a8_bound(lhs, given.packed, out_dtype=out.dtype)
+        usual.append(float(((out.double() - ref).abs() / limit).max()))
+    assert share <= max(shares) <= 1
+    assert group_size > 32 or max(usual) > 1  # the bound of sums in fp32 does not hold
+
+
+@pytest.mark.parametrize("codes, most", [("any", 8), ("e4m3", 7)])
+def test_no_sum_can_overflow(codes, most):
+    """Eight records of the largest codes, activations and scales stay far below f16's largest number."""
+    parts = builders.weight_parts(1, 64, 1024, 32, codes=codes)
+    parts = replace(parts, q=torch.full_like(parts.q, -most), scale=torch.full_like(parts.scale, 1.9921875))
+    lhs = (torch.full((1, 1024), 448.0).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    ref = gemm_w4a8_reference(lhs, parts.packed, out_dtype=torch.float64)
+    assert float(ref.abs().max()) / (256 if codes == "any" else 512) / 2 < 14_400
+    assert used(TensorCore().gemm_in_f16(lhs, parts), lhs, parts) <= 1
+
+
+# ---- powers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_type, least", [("bf16", 17), ("fp16", 14)])
+def test_scales_that_f16_holds(scale_type, least):
+    parts = builders.weight_parts(1, 72, 512, 128, codes="e4m3", scale_type=scale_type)
+    dtype, bits = parts.scale.dtype, {"bf16": 7, "fp16": 10}[scale_type]
+    largest, odd = 2 - 2.0**-bits, 1 + 2.0**-bits
+    scale = torch.full((72, 4), largest, dtype=torch.float64)
+    scale[:, 1] = -odd * 2.0 ** -(least - 1)
+    scale[7] = 0
+    parts = replace(parts, scale=scale.to(dtype))
+    powers, lost = row_powers(parts.packed.packed)
+    assert lost == [0] and powers.tolist() == [1.0 if row == 7 or row >= 72 else 2.0 for row in range(128)]
+    scale[5, 2] = odd * 2.0**-least
+    with pytest.raises(ValueError, match="sums: expected 'f32' for a weight whose scales .* 1 of its rows"):
+        with_powers(replace(parts, scale=scale.to(dtype)).packed)
+    scale[5, 2] = 2.0 ** -(least + bits - 1)  # fewer bits reach further
+    assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == [0]
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("value, held", [(1e-39, True), (1e-8, True), (1.0, True), (1e6, False), (torch.nan, False)])
+def test_scales_of_groups_of_zeros_may_be_rounded_but_not_be_infinite(value, held, zero_point):
+    parts = builders.weight_parts(1, 64, 512, 128, zero_point=zero_point)
+    parts.q[9, 128:256] = 5 if zero_point else 0
+    if zero_point:
+        parts.zero[9, 1] = 5
+    expected = row_powers(parts.packed.packed)[0]
+    parts.scale[9, 1] = value
+    powers, lost = row_powers(parts.packed.packed)
+    assert lost == [0 if held else 1] and (not value < 1 or torch.equal(powers, expected))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e-39, 3e38])
+def test_scales_that_f16_does_not_hold(value):
+    parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
+    parts.scale[9, 1] = value
+    with pytest.raises(ValueError, match="1 of its rows"):
+        with_powers(parts.packed)
+
+
+def test_powers_are_made_once_and_again_after_the_records_were_written():
+    parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
+    weight = parts.packed
+    form = with_powers(weight)
+    assert with_powers(weight) is form and weight.channel_scale is None and form.blocks is weight.blocks
+    assert form.plan_key != weight.plan_key
+    weight.blocks.copy_(replace(parts, scale=parts.scale * 4).packed.blocks)
+    assert torch.equal(with_powers(weight).channel_scale[:64], form.channel_scale[:64] * 4)
+
+
+def test_powers_of_experts_are_made_once_for_all_their_views(monkeypatch):
+    weight = weight_of_experts(3, 64, 512, 128, codes="e4m3")
+    made = []
+    monkeypatch.setattr(f16_sums, "row_powers", lambda packed: made.append(packed.experts) or row_powers(packed))
+    powers = [with_powers(weight[e]).channel_scale for e in (0, 2, -1)]
+    assert made == [3] and torch.equal(torch.stack(powers), with_powers(weight).channel_scale[[0, 2, 2]])
+    assert weight[-1].whole == (weight, 2)
+    weight[1].blocks.zero_()
+    assert torch.equal(with_powers(weight[1]).channel_scale, torch.ones(64)) and made == [3, 3]
+
+
+def test_a_view_of_experts_is_held_where_others_are_not():
+    parts = [builders.weight_parts(e, 64, 512, 128, codes="e4m3") for e in range(2)]
+    parts[1].scale[9, 1] = torch.nan
+    weight = jitgemm.W4Weight.stacked(2, lambda e: parts[e].packed)
+    assert torch.equal(with_powers(weight[0]).channel_scale, with_powers(parts[0].packed).channel_scale)
+    for given in (weight, weight[1]):
+        with pytest.raises(ValueError, match="1 of its rows"):
+            jitgemm.prepare_f16_sums(given)
+
+
+def test_a_prepared_weight_asks_for_nothing_more(monkeypatch):
+    weight = builders.weight_parts(1, 64, 512, 128, codes="e4m3").packed
+    assert jitgemm.prepare_f16_sums(weight) is None
+    monkeypatch.setattr(f16_sums, "row_powers", None)
+    assert with_powers(weight).channel_scale is not None
+    with pytest.raises(TypeError, match="weight: expected a W4Weight, got Tensor"):
+        jitgemm.prepare_f16_sums(weight.blocks)
+
+
+# ---- kernels in the emulator -----------------------------------------------------------------------------------------
+
+KERNELS = {
+    "e4m3fast-g128-bf16-m32n64-s6-f16": (20, 200, 2336),
+    "e4m3-g128-bf16-m16n64-k1x2s-s5-f16": (30, 136, 3104),
+    "e4m3fast-g64-fp16-tofp32-m24n128-s4-f16": (30, 200, 1184),
+    "e4m3fast-g32-bf16-tofp16-m16n64-s4-f16": (20, 136, 1312),
+    "e4m3fast-g256-bf16-m16n64-k1x3-s4-f16": (20, 136, 1696),
+    "e4m3-g32-fp32-m8n128-s4-f16": (11, 136, 288),
+    "e4m3fast-g128-bf16-m176n128-s5-f16": (190, 136, 1184),
+    "e4m3fast-g64-bf16-m192n128-s5-f16": (70, 72, 544),
+    "e4m3-g128z-bf16-m32n64-s6-f16": (20, 200, 2336),
+    "e4m3-g32z-bf16-m16n64-s4-f16": (20, 136, 1312),
+}
+"""Kernels, and m, n and k for them: no multiple of the tile, runs of eight records and fewer, an odd record last."""
+
+
+def summed(label: str, m: int, n: int, k: int, **other) -> tuple[KernelSpec, Gemm, builders.WeightParts]:  # type: ignore[no-untyped-def]
+    spec = KernelSpec.from_label(label)
+    operands = problem(spec, m, n, k)
+    parts = extreme(4, n, k, spec.format.group_size, spec.format.order, zero_point=spec.format.zero_point)
+    if spec.format.scale_type != "bf16":
+        parts = builders.weight_parts(4, n, k, spec.format.group_size, codes=spec.format.order, scales="negative")
+        dtype = {"fp16": torch.float16, "fp32": torch.float32}[spec.format.scale_type]
+        parts = replace(parts, scale=parts.scale.to(dtype))  # bf16's bits
+    return spec, operands._replace(weight=with_powers(parts.packed)), parts
+
+
+@emulated
+@pytest.mark.parametrize("label", KERNELS)
+def test_a_kernel_is_within_the_bound(monkeypatch, label):
+    emulator = emulate(monkeypatch)
+    spec, operands, parts = summed(label, *KERNELS[label])
+    GemmLaunch(operands, spec).launch(operands)
+    assert emulator.launched == [label]
+    lhs = operands.x, operands.x_scale
+    ref, bound = gemm_w4a8_bound(lhs, parts.packed, bias=operands.bias, out_dtype=operands.out.dtype, sums="f16")
+    assert bool(((operands.out.double() - ref).abs() <= bound).all())
+    assert_outside_untouched(operands.out)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "label, k, first",
+    [
+        (
+            "e4m3fast-g64-fp16-tofp32-m24n128-s4-f16",
+            1184,
+            8,
+        ),  # ten records: eight of the nine with one behind, the rest
+        ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),  # 13: two, then eight, of the eleven with two behind
+        ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),  # ten, not ahead: two, eight
+    ],
+)
+def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch, label, k, first):
+    emulate(monkeypatch)
+    spec, operands, parts = summed(label, 20, 128, k)
+    operands = operands._replace(bias=None)
+    GemmLaunch(operands, spec).launch(operands)
+    assert torch.equal(operands.out, TensorCore().gemm_in_f16((operands.x, operands.x_scale), parts, first=first))
+
+
+FAULTS = {
+    "a run that is not added up": ("gemm/scaling", "acc[2 * i] += sums.x;", "acc[2 * i] = sums.x;"),
+    "a run that goes on": ("gemm/scaling", "kOpens && unit.chunk == 0 ?", "false ?"),
+    "rows that changed places": ("gemm/scaling", "kept.run[i ^ 1]", "kept.run[i]"),
+    "another row's power": ("gemm/scaling", "- __float_as_uint(of.high_power)", "- __float_as_uint(of.low_power)"),
+    "no power in the end": (
+        "gemm/epilogue",
+        "if constexpr (Config::kRowScales) {\n            found",
+        "if constexpr (false) {\n            found",
+    ),
+    "the first group's scale for all": (
+        "gemm/scaling",
+        "const u32 low = low_pair[unit.chunk]",
+        "const u32 low = low_pair[0]",
+    ),
+    "a run of 64 records": ("gemm/ahead", "kF16Run = 8", "kF16Run = 64"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(monkeypatch, fault):
+    emulate(monkeypatch)
+    plant(monkeypatch, *FAULTS[fault])
+    k = 8192 if "64" in fault else 2336
+    spec, operands, parts = summed("e4m3fast-g64-bf16-tofp32-m32n64-s6-f16", 8, 64, k)
+    if "64" in fault:  # sums that grow lose more
+        x, scale = rounding_the_same_way(parts)
+        parts = replace(parts, q=torch.full_like(parts.q, 7), scale=scale)
+        operands = operands._replace(weight=with_powers(parts.packed), x=x, bias=None)
+    GemmLaunch(operands, spec).launch(operands)
+    lhs = operands.x, operands.x_scale
+    ref, bound = gemm_w4a8_bound(lhs, parts.packed, bias=operands.bias, out_dtype=torch.float32, sums="f16")
+    assert not bool(((operands.out.double() - ref).abs() <= bound).all())
+
+
+@emulated
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("label", ["e4m3-g64-bf16-m16n64-s6-f16-e64", "e4m3-g128-bf16-m80n128-mc2lhs-s5-f16-e64"])
+def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
+    emulator = emulate(monkeypatch)
+    spec, counts = KernelSpec.from_label(label), [9, 0, 90, 1, 33]
+    operands, groups = grouped_problem(spec, counts, gathered)
+    weight = with_powers(operands.weight)
+    assert len(set(weight.channel_scale.flatten().tolist())) > 1
+    operands = operands._replace(groups=groups, weight=weight)
+    GemmLaunch(operands, spec).launch(operands)
+    assert emulator.launched == [label]
+    end = 0
+    for e, count in enumerate(counts):
+        begin, end = end, end + count
+        rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
+        x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)
+        ref, bound = gemm_w4a8_bound((x, operands.x_scale[rows]), operands.weight[e], sums="f16")
+        assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@emulated
+def test_a_call_takes_a_kernel_of_either_kind(monkeypatch):
+    emulator = emulate(monkeypatch)
+    parts = extreme(1, 256, 512, 32, "e4m3")
+    lhs, out = builders.lhs(1, 150, 512), torch.empty(150, 256, dtype=torch.bfloat16)
+    chosen = choose(Problem(150, 256, 512, "e4m3", parts.packed.format, sums="f16"), H200)
+    label = "e4m3fast-g32-bf16-m80n64-s6-f16"
+    weight = parts.packed
+    for kernel in (None, label):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out.zero_(), sums="f16", kernel=kernel)
+        assert used(out, lhs, parts) <= 1
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+    assert emulator.launched[:2] == [chosen.label, label] and not emulator.launched[2].endswith("f16")
+    with pytest.raises(ValueError, match="kernel: expected one that adds up as the call's sums='f32' allows"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=label)
+
+
+def test_calls_on_the_cpu_are_exact():
+    parts = builders.weight_parts(1, 64, 512, 64, codes="e4m3")
+    lhs, out = builders.lhs(1, 5, 512), torch.empty(5, 64, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, out, sums="f16")
+    assert builders.same_bits(out, gemm_w4a8_reference(lhs, parts.packed))
+
+
+@pytest.mark.parametrize("lhs, group_size, options, message", [
+    ("s8", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token, .* got 'f16' with int8"),
+    ("block", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token"),
+    ("e4m3", 128, {"offset": True}, "sums: expected 'f32' except for .* got 'f16' for g128-bf16-o-any"),
+    ("e4m3", 0, {}, "sums: expected 'f32' except for .* got 'f16' for channel-bf16-any"),
+])  # fmt: skip
+def test_operands_that_are_not_added_up_in_f16(lhs, group_size, options, message):
+    parts = builders.weight_parts(1, 64, 512, group_size, **options)
+    given = builders.block_lhs(1, 5, 512) if lhs == "block" else builders.lhs(1, 5, 512, lhs)
+    out = torch.empty(5, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        jitgemm.gemm_w4a8_bf16_nt(given, parts.packed, out, sums="f16")
+    with pytest.raises(ValueError, match="sums: expected 'f32' except for"):
+        gemm_w4a8_bound(given, parts.packed, sums="f16")
+
+
+@pytest.mark.parametrize("sums, error", [("fp16", ValueError), (None, TypeError)])
+def test_sums_that_there_are_not(sums, error):
+    parts, lhs = builders.weight_parts(1, 64, 512), builders.lhs(1, 5, 512)
+    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16', 'exact'\), got"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, torch.empty(5, 64, dtype=torch.bfloat16), sums=sums)
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_both_kinds_are_considered_and_wide_tiles_add_up_in_f16(group_size):
+    fmt = replace(G128, group_size=group_size)
+    both, usual = legal_kernels("e4m3", fmt, H200, sums="f16"), legal_kernels("e4m3", fmt, H200)
+    assert {spec for spec in both if spec.sums == "f32"} == set(usual)
+    assert all(illegal(spec, H200) is None for spec in both)
+    chosen = {m: choose(Problem(m, 4096, 4096, "e4m3", fmt, sums="f16"), H200) for m in (1, 16, 1024, 4096)}
+    assert chosen[4096].sums == chosen[1024].sums == "f16"
+    for spec in kernels_for(4096, 4096, "e4m3", fmt, H200, 4096, sums="f16"):
+        assert KernelSpec.from_label(spec.label) == spec == KernelSpec.from_dict(spec.to_dict())
+        assert kernel_named(spec.label, Problem(1, 4096, 4096, "e4m3", fmt, sums="f16"), H200) == spec
+
+
+@pytest.mark.parametrize("m", [1, 64, 4096])
+def test_batch_invariant_calls_add_up_alike_for_all_m(m):
+    problems = [Problem(each, 4096, 4096, "e4m3", G128, batch_invariant=True, sums="f16") for each in (8, m)]
+    orders = {(spec.split_k, spec.warpgroups_k, spec.sums) for spec in (choose(each, H200) for each in problems)}
+    assert len(orders) == 1
+
+
+@pytest.mark.parametrize("change", [
+    dict(warpgroups_k=2), dict(halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, False, "bf16", offset=True)),
+    dict(format=WeightFormat(0, False, "fp32", "e4m3")),
+])  # fmt: skip
+def test_kernels_that_there_are_not(change):
+    spec = KernelSpec("e4m3", G128, 128, 128, 4, sums="f16")
+    assert illegal(spec, H200) is None and "sums in f16" in illegal(replace(spec, **change), H200)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("label", [
+    "e4m3fast-g128-bf16-m128n128-s7-f16", "e4m3fast-g128-bf16-m176n128-s5-f16", "e4m3fast-g128-bf16-m192n128-s5-f16",
+    "e4m3fast-g64-bf16-m192n128-s4-f16", "e4m3fast-g32-bf16-m176n128-s4-f16", "e4m3-g128-fp32-tofp32-m176n128-s4-f16",
+    "e4m3-g128z-bf16-m128n128-s7-f16", "e4m3-g128z-bf16-m176n128-s5-f16", "e4m3-g32z-bf16-m160n128-s4-f16",
+    "e4m3-g32z-bf16-m128n128-s7-f16-e64", "e4m3-g32z-bf16-m128n128-k1x2-s5-f16",
+    "e4m3fast-g128-bf16-m192n128-s5-f16-e64", "e4m3fast-g32-bf16-m176n128-mc2lhs-s4-f16-e64",
+])  # fmt: skip
+def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):
+    spec = KernelSpec.from_label(label)
+    assert illegal(spec, H200) is None
+    entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
+    assert entry.metadata["spill_bytes"] == 0 and not entry.slow_because

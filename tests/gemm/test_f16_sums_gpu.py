@@ -1,0 +1,211 @@
+"""Sums in f16 on a GPU: every format, shapes of tiles and calls, within the bound and the same bits each time."""
+
+from __future__ import annotations
+
+import builders
+import mxfp4
+import pytest
+import torch
+from test_f16_sums import extreme
+from builders import weight_of_experts
+from test_mxfp4_f16_sums import largest
+
+import jitgemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.kernel.formats import Problem
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn import W4A8Experts, W4A8Linear, warmup
+from jitgemm.runtime import device as devices
+from jitgemm.select.choose import choose
+from jitgemm.select.legal import legal_kernels
+
+pytestmark = pytest.mark.gpu
+
+GROUPS = (32, 64, 128, 256)
+SHAPES = (
+    (1, 4096, 4096),
+    (77, 1032, 2336),
+    (128, 28672, 4096),
+    (500, 520, 1040),
+    (1024, 4096, 1056),
+    (3000, 264, 14336),
+)
+
+
+def kernels_of(weight: jitgemm.W4Weight, experts: int = 0) -> list[KernelSpec]:
+    """The legal kernels with sums in f16."""
+    every = legal_kernels("e4m3", weight.format, devices.device_of(0), experts=experts, sums="f16")
+    return [spec for spec in every if spec.sums == "f16"]
+
+
+def assert_within(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, bias: torch.Tensor | None = None) -> None:
+    rows = torch.arange(0, out.shape[0], max(1, out.shape[0] // 100), device="cuda")
+    x = lhs[0].view(torch.uint8)[rows].view(lhs[0].dtype)
+    scale = lhs[1][rows] if lhs[1].numel() > 1 else lhs[1]
+    ref, bound = gemm_w4a8_bound((x, scale), weight, bias=bias, out_dtype=out.dtype, sums="f16")
+    assert bool(((out[rows].double() - ref).abs() <= bound).all())
+
+
+def on_gpu(parts: builders.WeightParts) -> jitgemm.W4Weight:
+    return parts.packed.to("cuda")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("codes", ["e4m3", "any", "zero points"])
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_a_chosen_kernel_is_within_the_bound(group_size, codes, shape):
+    m, n, k = shape
+    form = dict(zero_point=True) if codes == "zero points" else dict(codes=codes)
+    weight = builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form).packed
+    bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
+    lhs = builders.lhs(2, m, k, outliers=group_size < 128, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
+    assert_within(out, lhs, weight, bias)
+    again = torch.empty_like(out)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, again, bias=bias, sums="f16")
+    assert builders.same_bits(out, again)
+
+
+WEIGHTS = {
+    **{f"g{size}": lambda size=size: extreme(3, 392, 2208, size, "e4m3").packed for size in GROUPS},
+    **{f"g{size}z": lambda size=size: extreme(3, 392, 2208, size, zero_point=True).packed for size in GROUPS},
+    **{f"mxfp4 {tier}": lambda tier=tier: mxfp4.narrow(3, 392, 2208, tier).packed for tier in mxfp4.TIERS},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_some_of_all_kernels_are_within_the_bound(kind, dtype):
+    """Scales down to 2^-17 of their row's largest, rows of zeros, runs that end within a tile and a record over."""
+    weight = WEIGHTS[kind]().to("cuda")
+    x, scale = builders.lhs(3, 210, 2208, device="cuda")
+    lhs = x, scale / (256 if dtype == torch.float16 else 1)  # MXFP4's results would be beyond its largest
+    for spec in kernels_of(weight)[int(dtype == torch.float16) :: 9]:
+        out = torch.full((210, 392), torch.nan, device="cuda", dtype=dtype)
+        label = spec.label if dtype == torch.bfloat16 else _into(spec, dtype)
+        jitgemm.gemm_w4a8_nt(lhs, weight, out, sums="f16", kernel=label)
+        assert_within(out, lhs, weight)
+
+
+def _into(spec: KernelSpec, dtype: torch.dtype) -> str:
+    from dataclasses import replace
+
+    fmt = spec.format
+    every = legal_kernels(
+        "e4m3", fmt, devices.device_of(0), {torch.float32: "fp32", torch.float16: "fp16"}[dtype], sums="f16"
+    )
+    alike = [
+        each for each in every if each.sums == "f16" and replace(each, out="bf16", stages=0) == replace(spec, stages=0)
+    ]
+    return (alike or [each for each in every if each.sums == "f16"])[0].label
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_the_largest_sums_do_not_overflow(group_size):
+    parts = builders.weight_parts(1, 256, 4096, group_size, codes="any")
+    parts.q.fill_(-8), parts.scale.fill_(1.9921875)
+    weight = on_gpu(parts)
+    lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
+    for spec in kernels_of(weight)[::12]:
+        out = torch.empty(128, 256, device="cuda", dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, sums="f16", kernel=spec.label)
+        assert_within(out, lhs, weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("tier", mxfp4.TIERS)
+def test_a_chosen_kernel_of_mxfp4_is_within_the_bound(tier, shape):
+    m, n, k = shape
+    weight = mxfp4.narrow(1, n, k, tier, device="cuda").packed
+    assert weight.format.group_size == mxfp4.TIERS[tier]
+    bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
+    lhs = builders.lhs(2, m, k, outliers=tier == "row", device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
+    assert_within(out, lhs, weight, bias)
+
+
+@pytest.mark.parametrize("tier", mxfp4.TIERS)
+def test_the_largest_sums_of_mxfp4_do_not_overflow(tier):
+    weight = largest(tier, 4096).packed.to("cuda")
+    lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
+    for spec in kernels_of(weight)[::12]:
+        out = torch.empty(128, 16, device="cuda", dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, sums="f16", kernel=spec.label)
+        assert_within(out, lhs, weight)
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+def test_layers_add_up_in_f16(kind, mode):
+    """Within the bound of the call by hand: in a CUDA graph without a call before, and compiled."""
+    if kind == "linear":
+        made = W4A8Linear(builders.weight_parts(1, 2048, 2048, 32, codes="e4m3").packed)
+        given = (torch.randn(1024, 2048, generator=builders.generator(1)).bfloat16().cuda(),)
+    else:
+        weights = [weight_of_experts(4, *size, 32, codes="e4m3") for size in ((512, 256), (256, 256))]
+        made = W4A8Experts(*weights, top_k=2)
+        ids = torch.randint(0, 4, (2048, 2), generator=builders.generator(1), dtype=torch.int32)
+        x = torch.randn(2048, 256, generator=builders.generator(1)).bfloat16()
+        given = (x.cuda(), ids.cuda(), torch.rand(2048, 2, generator=builders.generator(2)).cuda())
+    made = made.cuda()
+    usual = made(*given)
+    made.sums = "f16"
+    warmup(made if kind == "experts" else torch.nn.Sequential(made), 4096)
+    expected = made(*given).clone()
+    run = torch.compile(made, fullgraph=True) if mode == "compiled" else made
+    with torch.no_grad():
+        if mode == "graph":
+            made.load_state_dict(made.state_dict())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = made(*given)
+            graph.replay()
+        else:
+            out = run(*given)
+    assert builders.same_bits(out, expected)
+    assert not torch.equal(out, usual) and (out - usual).float().norm() < 0.02 * usual.float().norm()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_grouped_kernels_are_within_the_bound(group_size, gathered):
+    experts, n, k = 6, 520, 1184
+    counts = [9, 0, 300, 1, 70, 129]
+    weight = weight_of_experts(experts, n, k, group_size, codes="e4m3").to("cuda")
+    offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(experts))], dtype=torch.int32, device="cuda")
+    rows, tokens = sum(counts), 100 if gathered else sum(counts)
+    index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32).cuda()
+    x, scale = builders.lhs(3, tokens, k, device="cuda")
+    chosen = choose(Problem(rows, n, k, "e4m3", weight.format, experts=experts, sums="f16"), devices.device_of(0)).label
+    for label in dict.fromkeys((chosen, *(spec.label for spec in kernels_of(weight, 64)[::9]))):
+        out = torch.full((rows, n), torch.nan, device="cuda").bfloat16()
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+            (x, scale), weight, out, offsets, row_index=index if gathered else None, sums="f16", kernel=label
+        )
+        for e in range(experts):
+            begin, end = sum(counts[:e]), sum(counts[: e + 1])
+            those = index[begin:end].long() if gathered else torch.arange(begin, end, device="cuda")
+            if begin < end:
+                x_rows = x.view(torch.uint8)[those].view(x.dtype)
+                assert_within(out[begin:end], (x_rows, scale[those]), weight[e])
+
+
+def test_a_graph_holds_calls_whose_powers_are_known_and_others_say_so():
+    parts = builders.weight_parts(1, 512, 1024, 128, codes="e4m3")
+    known, new, prepared = on_gpu(parts), on_gpu(parts), on_gpu(parts)
+    jitgemm.prepare_f16_sums(prepared)
+    lhs = builders.lhs(2, 256, 1024, device="cuda")
+    expected, out, other = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    jitgemm.gemm_w4a8_bf16_nt(lhs, known, expected, sums="f16")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, known, out, sums="f16")
+        with pytest.raises(
+            ValueError,
+            match=r"sums: expected 'f32', or jitgemm.prepare_f16_sums\(weight\) before a CUDA graph is captured",
+        ):
+            jitgemm.gemm_w4a8_bf16_nt(lhs, new, out, sums="f16")
+        jitgemm.gemm_w4a8_bf16_nt(lhs, prepared, other, sums="f16")
+    out.zero_()
+    graph.replay()
+    assert builders.same_bits(out, expected) and builders.same_bits(other, expected)

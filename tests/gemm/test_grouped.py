@@ -1,0 +1,266 @@
+"""The grouped calls without a GPU: arguments, routings, converters, kernels that compile, the argument block."""
+
+from __future__ import annotations
+
+import struct
+
+import builders
+import numpy as np
+import pytest
+import torch
+from builders import weight_of_experts
+from prepared_calls import without_driver
+from test_driver import CODES, struct_of
+
+import jitgemm
+from jitgemm.gemm import launch as gemms
+from jitgemm.gemm.problem import Gemm
+from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
+from jitgemm.gemm.problem import Groups
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import device_spec
+from jitgemm.tensors import take_rows
+
+E, N, K = 5, 72, 256
+
+
+def expected(lhs, weight, offsets, out, row_index=None, bias=None):
+    """Expert by expert, by the dense call."""
+    out = out.clone()
+    for e, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
+        rows = torch.arange(first, end) if row_index is None else row_index[first:end].long()
+        part = tuple(each if each.numel() == 1 else take_rows(each, rows) for each in lhs)
+        result = torch.empty(len(rows), weight.n, dtype=out.dtype)
+        jitgemm.gemm_w4a8_nt(part, weight[e], result, bias=None if bias is None else bias[e])
+        out[first:end] = result
+    return out
+
+
+@pytest.mark.parametrize("size_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+def test_each_expert_s_rows_meet_its_weight_and_other_rows_are_left_alone(dtype, size_type):
+    weight, lhs = weight_of_experts(), builders.lhs(1, 12, K, dtype)
+    offsets = torch.tensor([1, 3, 3, 8, 9, 11], dtype=size_type)
+    out = torch.randn(12, N).bfloat16()
+    bias = torch.randn(E, N)
+    right = expected(lhs, weight, offsets, out, bias=bias)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets, bias=bias)
+    assert torch.equal(out, right)
+    again = jitgemm.m_grouped_gemm_w4a8_reference(lhs, weight, offsets, bias=bias)
+    assert torch.equal(again[1:11], right[1:11]) and not again[0].any() and not again[11].any()
+
+
+def test_rows_are_gathered_with_their_scales_and_zero_points():
+    weight, lhs = weight_of_experts(zero_point=True), builders.affine_lhs(1, 4, K)
+    offsets, index = torch.tensor([0, 2, 2, 5, 6, 9]), torch.tensor([3, 0, 1, 1, 2, 3, 0, 2, 3], dtype=torch.int32)
+    out = torch.zeros(9, N)
+    right = expected(lhs, weight, offsets, out, row_index=index)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=index)
+    assert torch.equal(out, right)
+    beyond = index.clone()
+    beyond[1], beyond[5] = -7, 400  # stand for the last row
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=beyond)
+    assert torch.equal(out[5], right[5])
+
+
+def test_first_rows_and_ends_leave_rows_between_experts_alone():
+    weight, lhs = weight_of_experts(), builders.lhs(1, 12, K)
+    pairs = torch.tensor([[0, 2], [4, 4], [5, 8], [9, 7], [10, 12]], dtype=torch.int32)
+    out = torch.full((12, N), 3.0)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, pairs)
+    right = torch.full((12, N), 3.0)
+    for e in (0, 2, 4):
+        first, end = pairs[e].tolist()
+        jitgemm.gemm_w4a8_nt(tuple(each[first:end] for each in lhs), weight[e], right[first:end])
+    assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(offsets=torch.zeros(E, dtype=torch.int32)), rf"offsets: .* shape \[{E + 1}\] or \[{E}, 2\], got \[{E}\]"),
+        (dict(offsets=torch.zeros(E + 2, dtype=torch.int32)), rf"offsets: .* got \[{E + 2}\]"),
+        (dict(offsets=torch.zeros(E + 1)), "offsets: expected int32 or int64, got float32"),
+        (dict(offsets=[0] * (E + 1)), "offsets: expected a torch.Tensor, got list"),
+        (dict(row_index=torch.zeros(6, dtype=torch.int64)), "row_index: expected int32, got int64"),
+        (dict(rhs=weight_of_experts()[0]), "rhs: expected a weight of experts, got a dense one"),
+        (dict(lhs=(builders.lhs(1, 6, K)[0], torch.ones(7))), r"\(x_scale\): expected shape \[6\], .*, got \[7\]"),
+        (dict(bias=torch.ones(N)), rf"bias: expected shape \[{E}, {N}\], got \[{N}\]"),
+        (dict(bias=torch.ones(E + 1, N)), rf"bias: expected shape \[{E}, {N}\], got \[{E + 1}, {N}\]"),
+        (dict(bias=torch.ones(E, N).int()), "bias: expected a float type, got int32"),
+    ],
+)
+def test_the_reference_takes_what_the_call_takes(changed, message):
+    arguments = dict(lhs=builders.lhs(1, 6, K), rhs=weight_of_experts(), offsets=torch.zeros(E + 1, dtype=torch.int32))
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.m_grouped_gemm_w4a8_reference(**{**arguments, **changed})
+
+
+def test_blocks_of_rows_with_masks():
+    weight, (x, scale) = weight_of_experts(), builders.lhs(1, E * 6, K, "s8")
+    masked_m = torch.tensor([6, 0, 3, 99, -4], dtype=torch.int32)
+    out = torch.full((E, 6, N), 3.0, dtype=torch.bfloat16)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x.view(E, 6, K), scale.view(E, 6)), weight, out, masked_m, 3)
+    for e, rows in enumerate((6, 0, 3, 6, 0)):
+        right = torch.empty(rows, N, dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_nt((x[e * 6 : e * 6 + rows], scale[e * 6 : e * 6 + rows]), weight[e], right)
+        assert torch.equal(out[e, :rows], right) and bool((out[e, rows:] == 3).all())
+
+
+def test_deepgemm_s_and_vllm_s_sizes():
+    indices = torch.tensor([0, 0, -1, -1, 2, 2, 2, -1, 3, 9], dtype=torch.int32)
+    assert rows_of_m_indices(indices, 5).tolist() == [[0, 2], [0, 0], [4, 7], [8, 9], [0, 0]]
+    offsets, sizes = torch.tensor([0, 4, 4]), torch.tensor([[N, 4, K], [N, 0, K], [N, 3, K]], dtype=torch.int32)
+    assert rows_of_problem_sizes(offsets, sizes).tolist() == [[0, 4], [4, 4], [4, 7]]
+    assert rows_of_problem_sizes(offsets, sizes[:, [1, 0, 2]], swap_ab=False).tolist() == [[0, 4], [4, 4], [4, 7]]
+
+
+def test_sizes_beyond_int32_are_cut_off_and_not_wrapped_around():
+    sizes = torch.tensor([[1, 2**32 + 2, 3], [1, 2**31 - 1, 3], [1, 3, 3], [1, 1, 3]])
+    rows = rows_of_problem_sizes(torch.tensor([0, 5, 2**32, -(2**63)]), sizes)
+    assert rows[:, 1].tolist()[:2] == [2**31 - 1] * 2 and rows[:, 0].tolist()[:2] == [0, 5]
+    assert rows[2, 0] == rows[2, 1] == 2**31 - 1 and rows[3].max() < 0  # no rows
+
+
+@pytest.mark.parametrize("expected_m", [np.int64(3), np.uint8(3), torch.tensor(3), 3.0, 1e308, 10**400])
+def test_any_class_of_numbers_says_how_many_rows_are_expected(expected_m):
+    weight, lhs, offsets = weight_of_experts(), builders.lhs(1, 12, K), torch.tensor([0, 2, 4, 6, 8, 12])
+    out, right = torch.zeros(2, 12, N)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, right, offsets, expected_m=3)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, expected_m=expected_m)
+    assert torch.equal(out, right)
+
+
+WEIGHT = weight_of_experts()
+CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(rhs=WEIGHT[0]), "rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes"),
+        (dict(rhs=None), "rhs: expected a W4Weight from pack_w4, got NoneType"),
+        (dict(offsets=torch.zeros(E, dtype=torch.int32)), r"offsets: .* of shape \[6\] or \[5, 2\], got \[5\]"),
+        (dict(offsets=torch.zeros(E + 1)), "offsets: expected int32 or int64, got float32"),
+        (dict(offsets=[0]), "offsets: expected a torch.Tensor, got list"),
+        (dict(offsets=torch.zeros(2 * E + 2, dtype=torch.int32)[::2]), "offsets: expected a contiguous tensor"),
+        (dict(bias=torch.zeros(N)), r"bias: expected a contiguous tensor \[5, 72\], got \[72\]"),
+        (dict(bias=torch.zeros(E, N).half()), "bias: expected"),
+        (dict(row_index=torch.zeros(4)), "row_index: expected int32"),
+        (dict(row_index=torch.zeros(5, dtype=torch.int32)), r"row_index: .* shape \[4\], got \[5\]"),
+        (dict(out=torch.zeros(5, N).bfloat16()), r"out: expected shape \[4, 72\], got \[5, 72\]"),
+        (dict(out=torch.zeros(4, N)), "out: expected bfloat16"),
+        (dict(expected_m="8"), "expected_m: "),
+        (dict(expected_m=-1), "expected_m: expected a number of rows, got -1"),
+        (dict(expected_m=True), "expected_m: expected a number of rows, got True"),
+        (dict(expected_m=np.int64(-1)), "expected_m: expected a number of rows, got -1"),
+        (dict(batch_invariant=1), "batch_invariant: expected a bool"),
+        (dict(kernel=3), "kernel: expected a label as `jitgemm explain` prints it, or None, got int"),
+    ],
+)
+def test_what_is_wrong_is_named(changed, message):
+    call = CALL | changed
+    lhs = builders.lhs(1, call.pop("m"), K)
+    out = call.pop("out", torch.zeros(4, N).bfloat16())
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, call.pop("rhs"), out, call.pop("offsets"), **call)
+
+
+def test_blocks_of_rows_must_be_views_of_all_rows():
+    x, scale = torch.zeros(E, 8, K, dtype=torch.int8)[:, :6], torch.ones(E, 6)
+    out, counts = torch.zeros(E, 6, N).bfloat16(), torch.zeros(E, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"lhs\[0\] \(x\): expected strides of a view of all rows"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, scale), WEIGHT, out, counts, 4)
+    with pytest.raises(ValueError, match=r"out: expected shape \[5, 6, n\], got \[5, 7, 72\]"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(
+            (x.contiguous(), scale), WEIGHT, torch.zeros(E, 7, N).bfloat16(), counts, 4
+        )
+
+
+def test_no_rows_return_at_once():
+    masked = torch.zeros(E, 0, N).bfloat16()
+    lhs = torch.zeros(E, 0, K, dtype=torch.int8), torch.zeros(E, 0)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, WEIGHT, masked, CALL["offsets"][:E], 1)
+    out = torch.zeros(0, N).bfloat16()
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(builders.lhs(1, 0, K), WEIGHT, out, CALL["offsets"])
+
+
+def test_the_op_is_traced():
+    lhs, offsets = builders.lhs(1, 6, K), torch.tensor([0, 2, 2, 3, 6, 6])
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(x, scale, out):
+        jitgemm.m_grouped_gemm_w4a8_nt_contiguous((x, scale), WEIGHT, out, offsets)
+        return out
+
+    right = torch.zeros(6, N)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, WEIGHT, right, offsets)
+    assert torch.equal(call(*lhs, torch.zeros(6, N)), right)
+
+
+def test_the_argument_block_has_the_fields_of_the_header():
+    header = "jitgemm/gemm/types.cuh"
+    expected_fields = []
+    for name in ("GroupPointers", "Args", "GroupedArgs"):
+        fields = struct_of_part(header, name)
+        expected_fields += [(field, CODES[kind]) for field, (kind, _) in fields.items()]
+    assert list(gemms.GROUPED_ARGUMENTS.fields.items()) == expected_fields
+    assert gemms.GROUPED_ARGUMENTS._struct.size == 152
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_grouped_call_s_tensors_and_sizes_reach_its_parameters(gathers, monkeypatch):
+    launches = without_driver(monkeypatch)
+    weight, (x, x_scale, x_zero) = weight_of_experts(), builders.affine_lhs(1, 12, K)
+    out, bias = torch.empty(9 if gathers else 12, N), torch.zeros(E, N)
+    offsets = torch.zeros(E + 1, dtype=torch.int64)
+    index = torch.zeros(9, dtype=torch.int32) if gathers else None
+    operands, groups = Gemm(x, x_scale, x_zero, weight, out, bias), Groups(offsets, index, 0, 7)
+    gemms.GemmLaunch(operands._replace(groups=groups)).launch(operands._replace(groups=groups))
+    [(dependent, (*maps, block))] = launches
+    assert dependent
+    at = [x, x, out, out, out]
+    assert [int.from_bytes(each, "little") for each in maps] == [tensor.data_ptr() for tensor in at]
+    fields = gemms.GROUPED_ARGUMENTS.fields
+    values = dict(zip(fields, struct.unpack("<" + "".join(fields.values()), block)))
+    assert values == {
+        "sizes": offsets.data_ptr(), "row_index": index.data_ptr() if gathers else 0, "lhs": x.data_ptr(),
+        "records": weight.blocks.data_ptr(), "channel_scale": 0, "lhs_scale": x_scale.data_ptr(),
+        "bias": bias.data_ptr(), "lhs_zero": x_zero.data_ptr(), "row_sum": weight.row_sum.data_ptr(),
+        "lhs_stride": K, "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": len(out), "n": N, "k": K,
+        "channel_scale_type": 1, "bias_type": 0, "last_rows": 0, "experts": E, "rows_of_expert": 0, "expected_rows": 2,
+        "tokens": 12, "sizes_step": 1, "wide_sizes": 1, "scale_expert_step": 0,
+    }  # fmt: skip
+
+
+def struct_of_part(header: str, name: str):
+    import re
+
+    from jitgemm.jit.source import headers
+
+    text = headers()[header]
+    if name == "Args":
+        return struct_of(header, name)
+    body = re.search(rf"struct {name}(?: : [\w, ]+)? {{\n(.*?)\n}};", text, re.DOTALL)[1]
+    found = {}
+    for line in body.splitlines():
+        type_, field = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(\w+);.*", line).groups()
+        found[field] = ("pointer" if type_.endswith("*") else type_), 0
+    return found
+
+
+FORMATS = [
+    ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
+    ("s8", WeightFormat(128, False, "bf16", "s8")),
+    ("s8", WeightFormat(0, False, "bf16", "s8")),
+    ("e4m3", WeightFormat(32, True, "bf16")),
+    ("s8", WeightFormat(64, False, "fp32", offset=True)),
+]
+
+
+@pytest.mark.parametrize(("lhs", "fmt"), FORMATS, ids=lambda value: getattr(value, "name", value))
+def test_chosen_kernels_do_not_spill(lhs, fmt, compiles_well):
+    specs = kernels_for(1536, 2048, lhs, fmt, device_spec("h200"), 32768, experts=128)
+    assert len({spec.block_m for spec in specs}) > 4 and all(spec.experts == 256 for spec in specs)
+    compiles_well(specs)

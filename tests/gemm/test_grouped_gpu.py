@@ -1,0 +1,319 @@
+"""The grouped kernels on a GPU: bits of the dense kernel, the stated bound, guard bands, graphs with other routings."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from builders import PER_CHANNEL, same_bits
+from builders import weight_of_experts
+
+import jitgemm
+from jitgemm.gemm.problem import Gemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.grouped import rows_of_m_indices
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Groups
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.kernel.formats import Problem
+from jitgemm.select.choose import choose, kernels_for
+from jitgemm.select.devices import device_spec
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = {
+    "e4m3": ("e4m3", dict(group_size=128, codes="e4m3")),
+    "e4m3-any": ("e4m3", dict(group_size=128)),
+    "s8": ("s8", dict(group_size=128)),
+    "s8-channel": ("s8", dict(group_size=PER_CHANNEL)),
+    "e4m3-channel": ("e4m3", dict(group_size=PER_CHANNEL)),
+    "e4m3-g32z": ("e4m3", dict(group_size=32, zero_point=True)),
+    "s8-g64o": ("s8", dict(group_size=64, offset=True)),
+    "s8-g256-fp32": ("s8", dict(group_size=256, scale_type="fp32")),
+}
+ROUTINGS = {
+    "uniform": lambda e, g: [g.randint(0, 9) for _ in range(e)],
+    "empty": lambda e, g: [0] * e,
+    "one row": lambda e, g: [int(i == e // 2) for i in range(e)],
+    "all to one": lambda e, g: [150 * int(i == e - 1) for i in range(e)],
+    "skewed": lambda e, g: [int(200 / (1 + i)) for i in range(e)],
+}
+
+
+def experts_on_gpu(count, n, k, lhs, options):
+    weight = weight_of_experts(count, n, k, device="cuda", **options)
+    if options.get("codes") == "e4m3":
+        assert weight.format.order in ("any", "e4m3")
+    return weight
+
+
+def offsets_of(counts, first=0, dtype=torch.int32):
+    return torch.tensor(
+        [first, *(first + sum(counts[: i + 1]) for i in range(len(counts)))], dtype=dtype, device="cuda"
+    )
+
+
+def activations(lhs, rows, k, affine=False):
+    make = builders.affine_lhs if affine else builders.lhs
+    return make(3, rows, k, device="cuda") if affine else make(3, rows, k, lhs, device="cuda")
+
+
+def guarded(rows, n, dtype=torch.bfloat16, seed=7):
+    """out between rows and columns that nobody may touch."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    whole = torch.randn(rows + 6, n + 32, generator=g, device="cuda").to(dtype)
+    return whole, whole[3 : rows + 3, 16 : n + 16]
+
+
+def assert_right(lhs, weight, out, before, counts, first=0, bias=None, row_index=None):
+    end = first
+    for e, count in enumerate(counts):
+        begin, end = end, end + count
+        if not count:
+            continue
+        rows = torch.arange(begin, end, device="cuda") if row_index is None else row_index[begin:end].long()
+        part = tuple(each if each.numel() == 1 else each[rows] for each in lhs)
+        ref, bound = gemm_w4a8_bound(part, weight[e], bias=None if bias is None else bias[e], out_dtype=out.dtype)
+        assert bool(((out[begin:end].double() - ref).abs() <= bound).all()), (e, count)
+    assert same_bits(out[:first], before[:first]) and same_bits(out[end:], before[end:])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("experts", "n", "k"), [(7, 136, 416), (40, 264, 768)])
+def test_within_the_bound_for_every_format_and_routing(experts, n, k, name, routing):
+    lhs_type, options = FORMATS[name]
+    weight = experts_on_gpu(experts, n, k, lhs_type, options)
+    counts = ROUTINGS[routing](experts, random.Random(1))
+    rows = sum(counts) + 5
+    lhs = activations(lhs_type, rows, k)
+    whole, out = guarded(rows, n)
+    kept = whole.clone()
+    before = out.clone()
+    offsets = offsets_of(counts, first=2, dtype=torch.int64 if experts == 7 else torch.int32)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets)
+    assert_right(lhs, weight, out, before, counts, first=2)
+    whole[3 : rows + 3, 16 : n + 16] = before
+    assert same_bits(whole, kept)
+
+
+SPECS = [
+    dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
+    dict(block_m=8, block_n=128, stages=6, split_k=3),
+    dict(block_m=16, block_n=256, stages=5),
+    dict(block_m=16, block_n=64, stages=5, warpgroups_k=4, ctas_per_sm=1),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, scatter=True, ctas_per_sm=2),
+    dict(block_m=64, block_n=64, stages=4, warpgroups_k=1, split_k=2, scatter=True),
+    dict(block_m=64, block_n=192, stages=4),
+    dict(block_m=128, block_n=128, stages=4),
+    dict(block_m=128, block_n=128, halves=2, stages=4),
+    dict(block_m=176, block_n=128, stages=3),
+    dict(block_m=80, block_n=192, stages=4),
+    dict(block_m=144, block_n=128, multicast_lhs=2, stages=4),
+    dict(block_m=160, block_n=128, halves=2, multicast_lhs=2, stages=3),
+    dict(block_m=112, block_n=192, multicast_lhs=2, stages=3),
+]
+
+
+@pytest.mark.parametrize("shape", SPECS, ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()))
+@pytest.mark.parametrize("name", ["e4m3", "s8", "s8-channel"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_same_bits_as_the_dense_kernel(gathered, name, shape):
+    experts, n, k = 37, 200, 1056
+    lhs_type, options = FORMATS[name]
+    weight = experts_on_gpu(experts, n, k, lhs_type, options)
+    g = random.Random(2)
+    counts = [g.choice((0, 0, 1, 3, 8, 17, 64, 130, 200)) for _ in range(experts)]
+    rows = sum(counts)
+    lhs = activations(lhs_type, rows, k)
+    fmt = weight.format if weight.format.group_size else replace(weight.format, scale_type="fp32")
+    spec = KernelSpec(lhs_type, fmt, **shape)
+    out, bias = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda"), torch.randn(experts, n, device="cuda")
+    order = torch.randperm(rows, device="cuda") if gathered else torch.arange(rows, device="cuda")
+    row_index = torch.argsort(order).int() if gathered else None
+    operands = Gemm(*(each[order] for each in lhs), None, weight, out, bias)
+    groups = Groups(offsets_of(counts), row_index, 0, rows)
+    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
+    end = 0
+    for e, count in enumerate(counts):
+        begin, end = end, end + count
+        if count:
+            right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
+            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, bias[e])
+            GemmLaunch(part, spec).launch(part)
+            assert same_bits(out[begin:end], right), (e, count)
+
+
+@pytest.mark.parametrize("out_type", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("affine", [False, True])
+def test_rows_are_gathered(affine, out_type):
+    experts, n, k, tokens = 30, 264, 704, 19
+    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=64))
+    counts = ROUTINGS["skewed"](experts, random.Random(1))
+    rows = sum(counts)
+    lhs = activations("s8", tokens, k, affine)
+    index = torch.randint(0, tokens, (rows,), dtype=torch.int32, device="cuda")
+    bias = torch.randn(experts, n, device="cuda").bfloat16()
+    whole, out = guarded(rows, n, out_type)
+    before = out.clone()
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets_of(counts), bias=bias, row_index=index)
+    assert_right(lhs, weight, out, before, counts, bias=bias, row_index=index)
+    copied = torch.empty_like(before)
+    gathered = tuple(each[index.long()] for each in lhs)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(gathered, weight, copied, offsets_of(counts), bias=bias)
+    assert same_bits(out, copied)
+
+
+@pytest.mark.parametrize("max_m", [1, 8, 40, 200])
+def test_blocks_of_rows_with_masks(max_m):
+    experts, n, k = 24, 136, 512
+    weight = experts_on_gpu(experts, n, k, "e4m3", FORMATS["e4m3"][1])
+    x, scale = activations("e4m3", experts * max_m, k)
+    g = random.Random(3)
+    counts = [g.randint(0, max_m) for _ in range(experts)]
+    out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
+    masked_m = torch.tensor([*counts[:-2], -5, max_m + 1000], dtype=torch.int32, device="cuda")
+    lhs = x.view(experts, max_m, k), scale.view(experts, max_m)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, weight, out, masked_m, max(1, max_m // 2))
+    for e, count in enumerate([*counts[:-2], 0, max_m]):
+        assert bool((out[e, count:] == 3).all())
+        if count:
+            ref, bound = gemm_w4a8_bound((lhs[0][e, :count], lhs[1][e, :count]), weight[e])
+            assert bool(((out[e, :count].double() - ref).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("experts", [1, 64, 65, 512, 1024])
+def test_any_number_of_experts(experts):
+    n, k = 64, 256
+    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=128))
+    counts = [(i * 7) % 4 for i in range(experts)] if experts > 1 else [33]
+    lhs = activations("s8", sum(counts), k)
+    out = torch.empty(sum(counts), n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets_of(counts))
+    right = jitgemm.m_grouped_gemm_w4a8_reference(lhs, weight, offsets_of(counts))
+    assert (out.double() - right.double()).abs().max() <= 2**-7 * right.double().abs().max()
+
+
+def test_sizes_without_sense_stay_inside_of_the_tensors():
+    experts, n, k, rows = 16, 136, 512, 100
+    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=128))
+    lhs = activations("s8", rows, k)
+    g = random.Random(5)
+    for kind in ("random", "negative", "huge", "descending", "wide"):
+        sizes = [g.randint(-300, 300) for _ in range(experts + 1)]
+        if kind == "negative":
+            sizes = [-(2**31)] * (experts + 1)
+        if kind == "huge":
+            sizes = [0, *[2**31 - 1] * experts]
+        if kind == "descending":
+            sizes = list(range(rows, rows - experts - 1, -1))
+        dtype = torch.int64 if kind == "wide" else torch.int32
+        if kind == "wide":
+            sizes = [g.choice((-(2**62), 0, 50, 2**33, 2**62)) for _ in sizes]
+        whole, out = guarded(rows, n)
+        kept, before = whole.clone(), out.clone()
+        offsets = torch.tensor(sizes, dtype=dtype, device="cuda")
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets)
+        whole[3 : rows + 3, 16 : n + 16] = before
+        assert same_bits(whole, kept)
+        assert out.isfinite().all()
+
+
+def test_a_graph_is_replayed_with_other_routings():
+    experts, n, k, rows = 64, 264, 512, 96
+    weight = experts_on_gpu(experts, n, k, "e4m3", FORMATS["e4m3"][1])
+    lhs = activations("e4m3", rows, k)
+    offsets = torch.zeros(experts + 1, dtype=torch.int32, device="cuda")
+    out = torch.zeros(rows, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets)
+    for seed in range(4):
+        g = random.Random(seed)
+        cuts = sorted(g.randint(0, rows) for _ in range(experts - 1))
+        if seed == 3:
+            cuts = [0] * (experts - 1)
+        bounds = [0, *cuts, rows]
+        offsets.copy_(torch.tensor(bounds, dtype=torch.int32))
+        out.fill_(5)
+        graph.replay()
+        torch.cuda.synchronize()
+        counts = [b - a for a, b in zip(bounds, bounds[1:])]
+        assert_right(lhs, weight, out, out, counts)
+        first = out.clone()
+        graph.replay()
+        assert same_bits(first, out)
+
+
+def test_batch_invariant_rows_do_not_depend_on_others():
+    experts, n, k = 16, 264, 2048
+    weight = experts_on_gpu(experts, n, k, "e4m3", FORMATS["e4m3"][1])
+    one = activations("e4m3", 1, k)
+    results = []
+    for counts in ([0] * 15 + [1], [3] * 15 + [1], [40] * 15 + [200]):
+        rows = sum(counts)
+        x, scale = activations("e4m3", rows, k)
+        x[-1], scale[-1] = one[0][0], one[1][0]
+        out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+            (x, scale), weight, out, offsets_of(counts), batch_invariant=True
+        )
+        results.append(out[-1].clone())
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_deepgemm_s_indices():
+    experts, n, k = 6, 136, 512
+    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=128))
+    indices = torch.full((6 * 32,), -1, dtype=torch.int32, device="cuda")
+    for e, count in enumerate((3, 0, 32, 17, 1, 30)):
+        indices[32 * e : 32 * e + count] = e
+    lhs = activations("s8", len(indices), k)
+    out = torch.full((len(indices), n), 3.0, device="cuda")
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, rows_of_m_indices(indices, experts))
+    assert bool((out[indices < 0] == 3).all())
+    for e in (0, 2, 3, 4, 5):
+        rows = indices == e
+        ref, bound = gemm_w4a8_bound((lhs[0][rows], lhs[1][rows]), weight[e], out_dtype=torch.float32)
+        assert bool(((out[rows].double() - ref).abs() <= bound).all())
+
+
+def test_a_kernel_may_be_asked_for_by_name():
+    experts, n, k = 8, 200, 1056
+    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=128))
+    lhs = activations("s8", 90, k)
+    offsets, label = offsets_of([9, 0, 30, 1, 0, 50, 0, 0]), "s8-g128-bf16-m24n64-k2x{}s-s4-e64"
+    results = []
+    for splits in (1, 2):
+        out = torch.empty(90, n, dtype=torch.bfloat16, device="cuda")
+        asked = label.format(splits)
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets, kernel=asked)
+        groups, again = Groups(offsets, None, 0, 90), torch.empty_like(out)
+        operands = Gemm(*lhs, None, weight, again, None)
+        GemmLaunch(operands._replace(groups=groups), KernelSpec.from_label(asked)).launch(
+            operands._replace(groups=groups)
+        )
+        assert same_bits(out, again)
+        results.append(out)
+    with pytest.raises(ValueError, match="kernel: expected one that an .* can run, got .*-s40-e64: .* shared memory"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+            lhs, weight, out, offsets, kernel=label.format(1).replace("s4", "s40")
+        )
+    dense = torch.empty(9, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(
+        tuple(each[:9] for each in lhs), weight[0], dense, kernel=label.format(2).removesuffix("-e64")
+    )
+    assert same_bits(results[1][:9], dense)
+
+
+def test_what_is_chosen_was_listed_for_the_warm_up():
+    device = device_spec("h200")
+    weight = weight_of_experts(8, 64, 256)
+    known = kernels_for(64, 256, "s8", weight.format, device, 4096, experts=8)
+    for rows in (1, 7, 100, 1000, 4096):
+        assert choose(Problem(rows, 64, 256, "s8", weight.format, experts=8), device) in known

@@ -1,0 +1,329 @@
+"""k a multiple of 16 and not of 32 on a GPU: every kind of GEMM, quantiser and layer, with NaNs or 127 behind each row."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from builders import PER_CHANNEL
+from moe_cases import MODES, Case
+from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
+from test_gemm_gpu import Guarded, assert_right
+from builders import weight_of_experts
+from test_grouped_gpu import assert_right as assert_groups_right
+from test_grouped_gpu import guarded, offsets_of
+from test_moe_gpu import assert_layer
+from test_moe_masked import called as called_masked
+from test_moe_masked import sorted_tokens
+from test_quantize_gpu import run_both
+from test_w8_gpu import BLOCK, experts_of
+from test_w8_gpu import weight as weight_of_8_bits
+
+import jitgemm
+from jitgemm import deep_gemm
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.scheme import Gate, Prologue
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Gemm
+from jitgemm.kernel.tactics import with_k_rules
+from jitgemm.moe.route import route_and_quantize
+from jitgemm.nn import W4A8Linear, W8A8Linear
+from jitgemm.select.devices import device_spec
+from jitgemm.select.legal import legal_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
+
+KS, MS = (16, 48, 496, 1040), (1, 17, 130)
+FORMATS = {
+    "e4m3": ("e4m3", dict(group_size=128, codes="e4m3")),
+    "e4m3-g32z": ("e4m3", dict(group_size=32, zero_point=True)),
+    "e4m3-g64o": ("e4m3", dict(group_size=64, offset=True)),
+    "e4m3-g256": ("e4m3", dict(group_size=256, scale_type="fp32")),
+    "e4m3-channel": ("e4m3", dict(group_size=PER_CHANNEL, codes="e4m3")),
+    "e4m3-channel-z": ("e4m3", dict(group_size=PER_CHANNEL, zero_point=True)),
+    "s8": ("s8", dict(group_size=128, codes="s8")),
+    "s8-g32o": ("s8", dict(group_size=32, offset=True)),
+    "s8-g64z": ("s8", dict(group_size=64, zero_point=True)),
+    "s8-g256-any": ("s8", dict(group_size=256)),
+    "s8-channel": ("s8", dict(group_size=PER_CHANNEL, codes="s8")),
+    "s8-channel-z": ("s8", dict(group_size=PER_CHANNEL, zero_point=True, scale_type="fp16")),
+}
+
+
+def format_for(name: str, k: int) -> tuple[str, dict]:
+    """Offsets need groups, which a short row does not have."""
+    lhs, options = FORMATS[name]
+    return lhs, options | ({"offset": False} if options["group_size"] >= k else {})
+
+
+def surrounded(lhs: tuple) -> tuple:
+    """The same activations with the byte 127 on all sides of each row: a NaN of e4m3, the largest int8."""
+    x = lhs[0].view(torch.uint8)
+    whole = torch.full((x.shape[0] + 2, x.shape[1] + 48), 127, dtype=torch.uint8, device="cuda")
+    whole[1:-1, 16:-32] = x
+    return whole[1:-1, 16:-32].view(lhs[0].dtype), *lhs[1:]
+
+
+def lhs_of(m: int, k: int, lhs: str, kind: str = "token") -> tuple:
+    if kind == "block":
+        return surrounded(builders.block_lhs(m, m, k, lhs, column_major=m % 2 == 1, device="cuda"))
+    if kind == "affine":
+        return surrounded(builders.affine_lhs(m, m, k, mean="positive", device="cuda"))
+    return surrounded(builders.lhs(m, m, k, lhs, device="cuda"))
+
+
+def called(gemm, lhs: tuple, rhs, **options) -> torch.Tensor:
+    out = Guarded(lhs[0].shape[0], rhs.n)
+    gemm(lhs, rhs, out.out, **options)
+    out.check()
+    return out.out
+
+
+# ---- dense -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, k, m", builders.third(FORMATS, KS, MS))
+def test_dense_of_4_bits(name, k, m):
+    lhs_type, options = format_for(name, k)
+    rhs = builders.weight_parts(1, 136, k, scales="negative", max_zero=16, **options, device="cuda").packed
+    for kind in ("token", "block", *(["affine"] if lhs_type == "s8" else [])):
+        lhs, bias = lhs_of(m, k, lhs_type, kind), builders.bias(3, 136, device="cuda")
+        assert_right(called(jitgemm.gemm_w4a8_bf16_nt, lhs, rhs, bias=bias), lhs, rhs, bias, has_rms=False)
+
+
+@pytest.mark.parametrize(
+    "lhs_type, group, k, m", builders.third(builders.LHS_DTYPES, (PER_CHANNEL, 32, 64, BLOCK), KS, MS)
+)
+def test_dense_of_8_bits(lhs_type, group, k, m):
+    rhs = weight_of_8_bits(136, k, lhs_type, group)
+    for kind in ("token", "block", *(["affine"] if lhs_type == "s8" else [])):
+        lhs = lhs_of(m, k, lhs_type, kind)
+        assert_right(called(jitgemm.gemm_w8a8_bf16_nt, lhs, rhs), lhs, rhs, has_rms=False)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_every_weight_comes_out_exactly(lhs_type, k):
+    weights = [builders.weight_parts(2, 72, k, 32, zero_point=True, device="cuda").packed]
+    weights.append(weight_of_8_bits(72, k, lhs_type, 32, scale="bf16"))
+    for rhs, gemm in zip(weights, (jitgemm.gemm_w4a8_nt, jitgemm.gemm_w8a8_nt)):
+        identity, out = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_type]), torch.empty(k, 72, device="cuda")
+        gemm(surrounded((identity, torch.ones(1, device="cuda"))), rhs, out)
+        assert torch.equal(out, rhs.dequantize().T)
+
+
+WAYS = [
+    {}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1}, {"scatter": True, "warpgroups_k": 2},
+    {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"halves": 2}, {"block_m": 8}, {"block_n": 256}, {"token_rows": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lhs_type, bits, way", [
+    each for each in itertools.product(builders.LHS_DTYPES, (4, 8), WAYS) if each[1] == 8 or "token_rows" not in each[2]
+], ids=str)  # fmt: skip
+def test_every_way_through_the_kernel(bits, lhs_type, way):
+    m, n, k, group = 213, 264, 1040, 128 if "token_rows" in way else 0
+    options = {"strip_scales": bits == 8, "scale_type": "fp32"}
+    rhs = builders.weight_parts(1, n, k, codes=lhs_type, bits=bits, **options, device="cuda").packed
+    found = [
+        spec for spec in legal_kernels(lhs_type, rhs.format, device_spec("h200"), lhs_group=group)
+        if all(getattr(spec, field) == value for field, value in way.items())
+    ]  # fmt: skip
+    lhs = lhs_of(m, k, lhs_type, "block" if group else "token")
+    for spec in random.Random(1).sample(found, 2):
+        out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        operands = Gemm(*lhs, None, rhs, out, None)
+        GemmLaunch(operands, with_k_rules(spec, k)).launch(operands)
+        assert_right(out, lhs, rhs, has_rms=False)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_exponents(bits, k):
+    rhs = builders.weight_parts(1, 136, k, codes="e4m3", bits=bits, device="cuda").packed
+    x, words = builders.e8m0_lhs(1, 17, k, column_major=True, device="cuda")
+    lhs = surrounded((x, words))
+    gemm = jitgemm.gemm_w4a8_bf16_nt if bits == 4 else jitgemm.gemm_w8a8_bf16_nt
+    assert_right(called(gemm, lhs, rhs), lhs, rhs, has_rms=False)
+
+
+# ---- grouped ---------------------------------------------------------------------------------------------------------
+
+GROUPED = ("e4m3", "e4m3-g32z", "s8", "s8-g32o", "s8-channel", "w8-e4m3", "w8-s8")
+
+
+@pytest.mark.parametrize("name, k, gathers", builders.third(GROUPED, KS, (False, True)))
+def test_groups(name, k, gathers):
+    experts, n = 7, 136
+    if name.startswith("w8"):
+        lhs_type = name.removeprefix("w8-")
+        rhs, gemm = experts_of(experts, n, k, lhs_type, BLOCK), jitgemm.m_grouped_gemm_w8a8_bf16_nt_contiguous
+    else:
+        lhs_type, options = format_for(name, k)
+        rhs = weight_of_experts(experts, n, k, device="cuda", **options)
+        gemm = jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous
+    counts = [0, 1, 3, 70, 0, 9, 130]
+    rows = sum(counts) + 5
+    index = torch.randint(0, 31, (rows,), dtype=torch.int32, device="cuda") if gathers else None
+    for kind in ("token", "block", *(["affine"] if lhs_type == "s8" else [])):
+        lhs = lhs_of(31 if gathers else rows, k, lhs_type, kind)
+        whole, out = guarded(rows, n)
+        kept, before = whole.clone(), out.clone()
+        gemm(lhs, rhs, out, offsets_of(counts, 2), row_index=index)
+        assert_groups_right(lhs, rhs, out, before, counts, first=2, row_index=index)
+        whole[3 : rows + 3, 16 : n + 16] = before
+        assert builders.same_bits(whole, kept)
+
+
+@pytest.mark.parametrize("bits, lhs_type, k, max_m", builders.third((4, 8), builders.LHS_DTYPES, KS, MS))
+def test_masked_groups(bits, lhs_type, k, max_m):
+    experts, n = 5, 136
+    if bits == 8:
+        rhs, gemm = experts_of(experts, n, k, lhs_type, BLOCK), jitgemm.m_grouped_gemm_w8a8_bf16_nt_masked
+    else:
+        rhs, gemm = weight_of_experts(experts, n, k, 64, device="cuda"), jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked
+    counts = [random.Random(e).randint(0, max_m) for e in range(experts)]
+    for kind in ("token", "block"):
+        lhs = [each.unflatten(0, (experts, max_m)) for each in lhs_of(experts * max_m, k, lhs_type, kind)]
+        lhs[1] = lhs[1].squeeze(-1) if lhs[1].shape[-1] == 1 else lhs[1]
+        out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
+        gemm(lhs, rhs, out, torch.tensor(counts, dtype=torch.int32, device="cuda"), max(1, max_m // 2))
+        for e, count in enumerate(counts):
+            assert bool((out[e, count:] == 3).all())
+            if count:
+                assert_right(out[e, :count], tuple(each[e, :count] for each in lhs), rhs[e], has_rms=False)
+
+
+@pytest.mark.parametrize("k", KS)
+def test_pairs_of_deep_gemm(k):
+    n, w = 136, builders.weight_parts(1, 136, k, PER_CHANNEL, codes="e4m3", bits=8, device="cuda").q
+    scale = torch.rand(2, -(-k // 128), device="cuda") * 0.01 + 0.001
+    a, d = lhs_of(17, k, "e4m3", "block"), torch.empty(17, n, dtype=torch.bfloat16, device="cuda")
+    deep_gemm.fp8_gemm_nt(a, (w, scale), d)
+    assert_right(d, a, jitgemm.pack_w8(w, scale), has_rms=False)
+
+
+# ---- quantising ------------------------------------------------------------------------------------------------------
+
+QUANTISED = (16, 48, 240, 272, 1040, 2064, 8208, 16400, 32784)
+"""At and just above where kernels change; 32784 is read twice."""
+
+
+@pytest.mark.parametrize("k, x_dtype, mode", builders.third(QUANTISED, X_DTYPES, MODES), ids=str)
+def test_codes_scales_and_zero_points_are_the_cpu_s_bits(k, x_dtype, mode):
+    x, order = activations(k, 17, k, x_dtype, "cuda"), parameters(k, k, "cuda")["permutation"]
+    for options in ({}, given(mode, 0.02, device="cuda"), {"permutation": order}):
+        assert_same_bits(*run_both(x, mode, **options))
+
+
+@pytest.mark.parametrize("k, permuted, mode", builders.third(QUANTISED, (False, True), MODES))
+def test_gates_norms_and_residuals(k, permuted, mode):
+    more = parameters(k, k, "cuda")
+    order = {"permutation": more["permutation"]} if permuted else {}
+    for x_dtype in X_DTYPES:
+        x = torch.randn(9, 2 * k, generator=builders.generator(k)).to(x_dtype).cuda()
+        assert_close(*run_both(x, mode, silu_mul=True, **order), rare=1e-2)
+        assert_close(*run_both(x, mode, gelu_mul="tanh", **order), rare=1e-2)
+        x, residual = x[:, :k].contiguous(), x[:, k:].contiguous()
+        assert_close(*run_both(x, mode, rms_norm=more["rms_norm"], **order), rare=1e-2)
+        dtype, affine = MODES[mode]
+        options = {"affine": affine, "rms_norm": more["rms_norm"], **order}
+        *results, total = jitgemm.quantize_activations(x, dtype, residual=residual, **options)
+        assert builders.same_bits(total, x + residual)
+        assert_same_bits(tuple(results), jitgemm.quantize_activations(total, dtype, **options))
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("k", QUANTISED)
+def test_scales_by_block(k, permuted, dtype):
+    if permuted and k > 32768:
+        pytest.skip("longer than a permuted row may be")
+    more = parameters(k, k, "cuda")
+    order = {"permutation": more["permutation"]} if permuted else {}
+
+    def both(x: torch.Tensor, **options) -> tuple:
+        on_cpu = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in options.items()}
+        here = jitgemm.quantize_activations(x.cpu(), dtype, scheme="block", **on_cpu)
+        return jitgemm.quantize_activations(x, dtype, scheme="block", **options), here
+
+    for x_dtype in X_DTYPES:
+        assert_same_bits(*both(activations(k, 17, k, x_dtype, "cuda"), **order))
+        x = torch.randn(9, 2 * k, generator=builders.generator(k)).to(x_dtype).cuda()
+        assert_close(*both(x, silu_mul=True, **order), rare=1e-2)
+        assert_close(*both(x[:, :k].contiguous(), rms_norm=more["rms_norm"], **order), rare=1e-2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("k", [16, 272, 2064])
+def test_every_order_of_gates(k, order, mode):
+    dtype, affine = MODES[mode]
+    x = torch.randn(9, 2 * k, generator=builders.generator(k)).bfloat16()
+    inputs = QuantizeCall(
+        x, activation_of(dtype, "token", affine), Prologue(gate=Gate("swiglu_oai", order, 7.0, 1.702))
+    )
+    sides = quantize(replace(inputs, x=x.cuda())), quantize(inputs)
+    assert_close(*(tuple(part for part in side if part is not None) for side in sides), rare=1e-2)
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("k", [16, 272, 2064, 8208])
+def test_routing_and_quantising_at_once_are_both(k, block):
+    ids = torch.randint(0, 64, (9, 8), generator=builders.generator(k)).cuda()
+    x = activations(1, 9, k, device="cuda")
+    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block" if block else "token", False))
+    _, outputs = route_and_quantize(inputs, ids, 64, None)
+    assert_same_bits(outputs[:2], quantize(inputs)[:2])
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+SIZES = ((16, 48), (272, 16), (496, 144), (1040, 496))
+"""Hidden and intermediate."""
+WAYS_OF_EXPERTS = (("e4m3", "token"), ("e4m3", "block"), ("s8", "token"), ("s8", "block"), ("s8z", "token"))
+
+
+@pytest.mark.parametrize("tokens, sizes, way, bits", builders.third((1, 60), SIZES, WAYS_OF_EXPERTS, (4, 8)), ids=str)
+def test_experts(tokens, sizes, way, bits):
+    (k, inter), (mode, scheme) = sizes, way
+    case = Case(
+        tokens=tokens, top_k=3, experts=7, k=k, inter=inter, n=72, mode=mode, bits=bits, dtype=torch.bfloat16, scale=1.0,
+        group_size=128 if bits == 4 else PER_CHANNEL, device="cuda", options={"scheme": scheme},
+    )  # fmt: skip
+    assert_layer(case)
+
+
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("k, inter", [(16, 48), (496, 144)])
+def test_masked_experts(k, inter, bits, scheme):
+    counts = (0, 20, 1, 17)
+    sizes = dict(experts=4, k=k, inter=inter, mode="e4m3", group_size=32, bits=bits, dtype=torch.bfloat16)
+    here, there = Case(**sizes), Case(**sizes, device="cuda")
+    here.options["scheme"] = there.options["scheme"] = scheme
+    x, masked_m = sorted_tokens(here, 20, counts)
+    out, expected = called_masked(there, x.cuda(), masked_m.cuda()).cpu(), called_masked(here, x, masked_m)
+    for e, count in enumerate(counts):
+        assert bool((out[e, count:] == 7).all())
+        error = (out[e, :count].double() - expected[e, :count].double()).norm()
+        assert error <= 0.02 * expected[e, :count].double().norm()
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("activation", jitgemm.nn.ACTIVATIONS)
+def test_linears(activation, k):
+    linear = torch.nn.Linear(k, 72, dtype=torch.bfloat16)
+    x = torch.randn(9, k, generator=builders.generator(k)).bfloat16()
+    layers = [W4A8Linear.from_linear(linear, group_size=32, activation=activation)]
+    layers += [] if activation == "int8_affine" else [W8A8Linear.from_linear(linear, activation=activation)]
+    for layer in layers:
+        expected = layer(x).float()
+        out = copy.deepcopy(layer).cuda()(x.cuda()).cpu().float()
+        assert float((out - expected).norm()) <= 0.02 * float(expected.norm())

@@ -1,0 +1,742 @@
+"""The call as PyTorch sees it: a `torch.library` op that checks, fakes and traces, and a light import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import builders
+import pytest
+import torch
+import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import jitgemm
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.runtime import dispatch
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OP = torch.ops.jitgemm.gemm_w4a8_nt.default
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+N, K = 72, 96
+FORMATS = [(32, False, "bf16"), (64, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")]
+
+
+def weight(format=FORMATS[0], n: int = N, k: int = K, **more) -> jitgemm.W4Weight:
+    group_size, zero_point, scale_type = format
+    return builders.weight_parts(2, n, k, group_size, zero_point=zero_point, scale_type=scale_type, **more).packed
+
+
+def op_arguments(lhs, rhs, out, bias=None, batch_invariant=False) -> tuple:
+    x, x_scale, x_zero = (*lhs, None)[:3]
+    return (
+        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, bias, rhs.n, rhs.k, rhs.format.name,
+        batch_invariant,
+    )  # fmt: skip
+
+
+def empty(m: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(m, N, dtype=dtype)
+
+
+def reference(lhs, rhs, bias=None, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return jitgemm.gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=out_dtype)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call beyond the plain one."""
+
+    name: str
+    lhs: str = "s8"
+    affine: bool = False
+    offset: bool = False
+    codes: str = "any"
+    out: torch.dtype = torch.bfloat16
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def activations(self, seed: int, m: int) -> tuple:
+        return builders.affine_lhs(seed, m, K) if self.affine else builders.lhs(seed, m, K, self.lhs)
+
+    def weight(self) -> jitgemm.W4Weight:
+        return weight(offset=self.offset, codes=self.codes)
+
+    def call(self, lhs, rhs, out, bias=None) -> None:
+        jitgemm.gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=self.batch_invariant)
+
+
+FORMS = [
+    Form("affine", affine=True),
+    Form("affine-offset-fp32", affine=True, offset=True, out=torch.float32),
+    Form("offset", lhs="e4m3", offset=True),
+    Form("fp32", out=torch.float32),
+    Form("fp16", lhs="e4m3", out=torch.float16),
+    Form("e4m3-codes", lhs="e4m3", codes="e4m3"),
+    Form("s8-codes", codes="s8", offset=True),
+    Form("batch-invariant", batch_invariant=True),
+]
+
+
+# ---- the op -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_opcheck_passes(dtype, format):
+    bias = builders.bias(3, N, torch.float32)
+    # Its schema test compares inputs before and after with isclose, which PyTorch lacks for float8 on the CPU.
+    tests = [name for name in OPCHECKS if dtype == "s8" or name != "test_schema"]
+    arguments = op_arguments(builders.lhs(1, 5, K, dtype), weight(format), empty(5), bias)
+    assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_opcheck_passes_for_every_form(form):
+    bias = builders.bias(3, N, torch.float32)
+    tests = [name for name in OPCHECKS if form.lhs == "s8" or name != "test_schema"]
+    out = empty(5, form.out)
+    arguments = op_arguments(form.activations(1, 5), form.weight(), out, bias, form.batch_invariant)
+    assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_op_is_the_direct_call_for_every_form(form):
+    lhs, rhs, bias = form.activations(1, 5), form.weight(), builders.bias(3, N)
+    direct, through_op = empty(5, form.out), empty(5, form.out)
+    form.call(lhs, rhs, direct, bias)
+    OP(*op_arguments(lhs, rhs, through_op, bias, form.batch_invariant))
+    assert builders.same_bits(direct, through_op)
+    assert builders.same_bits(direct, reference(lhs, rhs, bias, form.out))
+
+
+def test_the_op_leaves_e4m3_inputs_alone():
+    (x, x_scale), rhs, bias = builders.lhs(1, 5, K, "e4m3"), weight(), builders.bias(3, N)
+    inputs = (x, x_scale, rhs.blocks, rhs.row_sum, bias)
+    before = [tensor.clone() for tensor in inputs]
+    OP(*op_arguments((x, x_scale), rhs, empty(5), bias))
+    assert all(map(builders.same_bits, inputs, before))
+
+
+def test_opcheck_passes_without_bias_and_without_tokens():
+    for m in (0, 1, 5):
+        torch.library.opcheck(OP, op_arguments(builders.lhs(1, m, K, "s8"), weight(), empty(m)))
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_op_is_the_direct_call(dtype, format):
+    lhs, rhs, bias = builders.lhs(1, 5, K, dtype), weight(format), builders.bias(3, N)
+    direct, through_op = empty(5), empty(5)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, direct, bias=bias)
+    assert OP(*op_arguments(lhs, rhs, through_op, bias)) is None
+    assert builders.same_bits(direct, through_op)
+
+
+def test_the_op_says_that_it_writes_out_and_nothing_else():
+    written = [a.name for a in OP._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == ["out"]
+
+
+def test_the_op_refuses_what_the_call_refuses():
+    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
+    with pytest.raises(ValueError, match=r"out: expected shape \[5, 72\], got \[6, 72\]"):
+        OP(*op_arguments(lhs, rhs, empty(6)))
+    with pytest.raises(TypeError, match="out: expected bfloat16, float16 or float32, got float64"):
+        OP(*op_arguments(lhs, rhs, empty(5).double()))
+    without_sums = rhs.with_tensors(rhs.blocks, None, None, None)
+    with pytest.raises(ValueError, match="rhs: expected a weight with row_sum"):
+        OP(*op_arguments(builders.affine_lhs(1, 5, K), without_sums, empty(5)))
+    with pytest.raises(TypeError, match="expected int8, for which rhs was packed .*, got float8_e4m3fn"):
+        OP(*op_arguments(builders.lhs(1, 5, K, "e4m3"), weight(codes="s8"), empty(5)))
+
+
+def test_no_gradient_flows_through_the_op():
+    x, x_scale = builders.lhs(1, 5, K, "s8")
+    out, bias = empty(5), torch.nn.Parameter(builders.bias(3, N))
+    OP(*op_arguments((x, x_scale), weight(), out, bias))
+    assert not out.requires_grad
+
+
+# ---- fake tensors -------------------------------------------------------------------------------------------------
+
+
+def test_fake_tensors_compute_nothing_and_are_checked():
+    rhs = weight()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, x_scale = torch.empty(5, K, dtype=torch.int8), torch.empty(5)
+        out = torch.empty(5, N, dtype=torch.bfloat16)
+        assert jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out) is None
+        with pytest.raises(ValueError, match=r"out: expected shape \[5, 72\], got \[4, 72\]"):
+            jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out[:4])
+        with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected float8_e4m3fn or int8, got float32"):
+            jitgemm.gemm_w4a8_bf16_nt((x.float(), x_scale), rhs, out)
+        x_zero, wide = torch.empty(5, dtype=torch.int32), torch.empty(5, N)
+        assert jitgemm.gemm_w4a8_nt((x, x_scale, x_zero), rhs, wide) is None
+        with pytest.raises(TypeError, match=r"lhs\[2\] \(x_zero\): expected int32, got int64"):
+            jitgemm.gemm_w4a8_nt((x, x_scale, x_zero.long()), rhs, wide)
+        with pytest.raises(
+            TypeError,
+            match=r"out: expected bfloat16 \(the call without bf16 in its name takes other types\), got float32",
+        ):
+            jitgemm.gemm_w4a8_bf16_nt((x, x_scale, x_zero), rhs, wide)
+
+
+def test_a_trace_holds_the_op_once():
+    rhs = weight()
+
+    def layer(x, x_scale):
+        out = x.new_empty((x.shape[0], N), dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        return out
+
+    lhs = builders.lhs(1, 5, K, "s8")
+    graph = make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(*lhs)
+    assert [node.target for node in graph.graph.nodes].count(OP) == 1
+    assert builders.same_bits(graph(*lhs), reference(lhs, rhs))
+
+
+# ---- torch.compile ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layer(x, x_scale, rhs, bias):
+    """A call amid other operations: activations are made before it, the output is used after it."""
+    out = x.new_empty((x.shape[0], rhs.n), dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale * 2), rhs, out, bias=bias)
+    return out + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_compiles_as_a_full_graph(fresh_dynamo, backend, dtype, format):
+    rhs, bias = weight(format), builders.bias(3, N, torch.float32)
+    compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, bias), backend=backend, fullgraph=True)
+    for seed in (1, 2):
+        lhs = builders.lhs(seed, 5, K, dtype)
+        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, bias))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, backend, form):
+    rhs, bias = form.weight(), builders.bias(3, N, torch.float32)
+
+    def layer(*lhs):
+        out = lhs[0].new_empty((lhs[0].shape[0], N), dtype=form.out)
+        form.call(lhs, rhs, out, bias)
+        return out * 2
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
+    for m in (5, 7, 33):
+        lhs = form.activations(m, m)
+        assert builders.same_bits(compiled(*lhs), layer(*lhs))
+        assert builders.same_bits(compiled(*lhs), reference(lhs, rhs, bias, form.out) * 2)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_with_the_weight_as_an_argument(fresh_dynamo, backend):
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    lhs = builders.lhs(1, 5, K, "s8")
+    for rhs in (weight(), builders.weight_parts(9, N, K, 32).packed):
+        assert builders.same_bits(compiled(*lhs, rhs, None), layer(*lhs, rhs, None))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_in_a_module_that_holds_the_weight(fresh_dynamo, backend):
+    class Linear(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight()
+            self.bias = torch.nn.Parameter(builders.bias(3, N), requires_grad=False)
+
+        def forward(self, x, x_scale):
+            return layer(x, x_scale, self.weight, self.bias)
+
+    module, lhs = Linear(), builders.lhs(1, 5, K, "e4m3")
+    assert builders.same_bits(torch.compile(module, backend=backend, fullgraph=True)(*lhs), module(*lhs))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_serves_every_m(fresh_dynamo, backend):
+    rhs, graphs = weight(), torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(
+        lambda x, x_scale: layer(x, x_scale, rhs, None), backend=graphs, fullgraph=True, dynamic=True
+    )
+    for m in (5, 7, 8, 65, 130):  # none that a size of the weight happens to equal
+        lhs = builders.lhs(m, m, K, "s8")
+        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_out_given_from_outside_is_written(fresh_dynamo, backend):
+    rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
+    whole = torch.full((5, N + 16), -7.0, dtype=torch.bfloat16)
+
+    def write(x, x_scale, whole):
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, whole[:, 8 : 8 + N])
+        return whole.sum()
+
+    torch.compile(write, backend=backend, fullgraph=True)(*lhs, whole)
+    assert builders.same_bits(whole[:, 8 : 8 + N].contiguous(), reference(lhs, rhs))
+    assert bool((whole[:, :8] == -7).all()) and bool((whole[:, 8 + N :] == -7).all())
+
+
+def test_a_wrong_call_is_named_while_tracing(fresh_dynamo):
+    rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
+
+    def wrong(x, x_scale):
+        out = x.new_empty((4, N), dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        return out
+
+    with pytest.raises(Exception, match=r"out: expected shape \[5, 72\], got \[4, 72\]"):
+        torch.compile(wrong, backend="eager", fullgraph=True)(*lhs)
+
+
+def test_inference_mode(fresh_dynamo):
+    with torch.inference_mode():
+        rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
+        out = empty(5)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+        assert builders.same_bits(out, reference(lhs, rhs))
+        compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, None), backend="eager", fullgraph=True)
+        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
+
+
+# ---- JITGEMM_JIT=off ----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_kernel_with_the_jit_off_names_itself_and_the_command(monkeypatch, tmp_path):
+    from jitgemm.jit.cache import KernelCache
+
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    spec = choose(Problem(16, 4096, 4096, "s8", WeightFormat(128, True, "bf16")), DEVICES["h200"])
+    with pytest.raises(jitgemm.CacheMissError) as caught:
+        KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
+    message = str(caught.value)
+    assert spec.label in message and "JITGEMM_JIT=off" in message
+    assert "jitgemm warmup" in message and "--lhs int8 --group-size 128 --zero-point" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cpu_tensors_need_no_kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    lhs, rhs, out = builders.lhs(1, 5, K, "s8"), weight(), empty(5)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert builders.same_bits(out, reference(lhs, rhs))
+    assert not (tmp_path / "cache").exists()
+
+
+# ---- import -------------------------------------------------------------------------------------------------------
+
+IMPORT = """
+import json, sys, torch
+before = set(sys.modules)
+touched = []
+def hook(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        if isinstance(path, str) and not path.endswith((".py", ".pyc")):
+            touched.append([event, path])
+    elif event in ("os.mkdir", "os.rename", "os.remove", "os.utime", "subprocess.Popen", "ctypes.dlopen"):
+        touched.append([event, str(arguments)])
+sys.addaudithook(hook)
+import jitgemm
+touched = list(touched)
+modules = sorted(set(sys.modules) - before)
+print(json.dumps({"modules": modules, "touched": touched, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> dict:
+    """What `import jitgemm` did in a new process that had torch already."""
+    cache = tmp_path_factory.mktemp("import") / "cache"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JITGEMM_CACHE_DIR": str(cache),
+        "JITGEMM_JIT": "no such mode",  # read when used, not at import
+    }
+    done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not cache.exists()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "package", ["cuda", "typer", "click", "rich", "filelock", "platformdirs", "safetensors", "numpy"]
+)
+def test_import_adds_no_package_that_only_some_calls_need(imported, package):
+    assert [name for name in imported["modules"] if name.split(".")[0] == package] == []
+
+
+def test_import_loads_no_layer_below_the_call(imported):
+    below = "gemm.launch activations.plan runtime.driver jit kernel.render select cli".split()
+    assert {f"jitgemm.{name}" for name in below}.isdisjoint(imported["modules"])
+
+
+def test_import_loads_no_pass_over_graphs(imported):
+    assert "jitgemm.graph.inductor" not in imported["modules"]
+
+
+def test_subscribers_hear_of_ops_that_are_traced_and_of_no_eager_call(monkeypatch):
+    heard = []
+    monkeypatch.setattr(dispatch, "_subscribers", [lambda: heard.append("traced")])
+    jitgemm.quantize_activations(torch.ones(2, 64), torch.int8)
+    assert heard == []
+    with FakeTensorMode():
+        jitgemm.quantize_activations(torch.ones(2, 64), torch.int8)
+    assert heard == ["traced"]
+
+
+def test_import_touches_neither_the_disk_nor_the_driver(imported):
+    assert imported["touched"] == []
+    assert not imported["cuda"]
+
+
+def test_a_functorch_transform_meets_the_op_and_never_a_null_pointer():
+    rhs = builders.weight_parts(3, 64, 128, 32).packed
+    x, x_scale = builders.lhs(4, 5, 128, "s8")
+
+    def function(x, x_scale):
+        out = torch.zeros(x.shape[0], 64, dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        return out
+
+    # PyTorch's own refusal of operators that write into an argument; torch.compile functionalises them.
+    with pytest.raises(RuntimeError, match="jitgemm::gemm_w4a8_nt"):
+        torch.func.functionalize(function)(x, x_scale)
+
+
+def test_a_weight_written_in_place_is_no_longer_read_ahead():
+    rhs = builders.weight_parts(3, 64, 128, 32).packed
+    assert rhs.ready
+    rhs.blocks.copy_(rhs.blocks.clone())
+    assert not rhs.ready
+    assert rhs.mark_ready() and rhs.ready
+    rhs.blocks.data = rhs.blocks.clone()
+    assert not rhs.ready
+
+
+# ---- the op's weight, checked like a W4Weight -----------------------------------------------------------------------
+
+
+def changed(rhs, **parts):
+    return rhs.packed._replace(**parts)
+
+
+PER_CHANNEL = FORMATS[2]
+WRONG_WEIGHTS = {
+    "16 bytes": (FORMATS[0], dict(blocks=torch.zeros(16, dtype=torch.uint8)), r"uint8 \[2, 1, 4608\], got .* \[16\]"),
+    "a strip too few": (FORMATS[0], dict(n=200), r"rhs.blocks: expected uint8 \[4, 1, 4608\], got .* \[2, 1, 4608\]"),
+    "a block of k too few": (FORMATS[0], dict(k=160), r"rhs.blocks: expected uint8 \[2, 2, 4608\]"),
+    "rows that n cannot have": (FORMATS[0], dict(n=4), "rhs.blocks: expected n, its rows, to be a positive"),
+    "no k": (FORMATS[0], dict(k=0), "rhs.blocks: expected k to be a positive multiple of 16, got 0"),
+    "another dtype": (FORMATS[0], dict(blocks=torch.zeros(2, 1, 4608, dtype=torch.int8)), "got int8"),
+    "strides": (FORMATS[0], dict(blocks=torch.zeros(4608, 2, 1, dtype=torch.uint8).permute(1, 2, 0)), "contiguous"),
+    "powers for int8": (FORMATS[0], dict(channel_scale=torch.ones(128)), "sums: expected 'f32' except for e4m3"),
+    "powers of another type": (FORMATS[0], dict(channel_scale=torch.ones(128).half()), "scale: expected float32"),
+    "no scale": (PER_CHANNEL, dict(channel_scale=None), "rhs.channel_scale: expected a tensor for a per-channel"),
+    "a short scale": (PER_CHANNEL, dict(channel_scale=torch.ones(72)), r"rhs.channel_scale: expected float32 \[128\]"),
+    "a scale of another type": (PER_CHANNEL, dict(channel_scale=torch.ones(128).half()), "got float16"),
+    "a scale elsewhere": (PER_CHANNEL, dict(channel_scale=torch.ones(128, device="meta")), "expected cpu, got meta"),
+    "short sums": (FORMATS[0], dict(row_sum=torch.ones(1)), r"rhs.row_sum: expected float32 \[128\], got .* \[1\]"),
+    "sums of another type": (FORMATS[0], dict(row_sum=torch.ones(128).double()), "rhs.row_sum: expected float32"),
+    "sums elsewhere": (FORMATS[0], dict(row_sum=torch.ones(128, device="meta")), "rhs.row_sum: expected cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["cpu", "fake"])
+@pytest.mark.parametrize(("format", "parts", "message"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
+def test_the_op_checks_every_tensor_of_its_weight(format, parts, message, fake):
+    out = empty(5)
+    arguments = op_arguments(builders.affine_lhs(1, 5, K), changed(weight(format), **parts), out)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if fake:
+        arguments = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+    with pytest.raises(ValueError, match=message), mode if fake else torch.no_grad():
+        OP(*arguments)
+
+
+def test_16_bytes_are_refused_for_a_weight_of_4096_by_4096_on_a_fake_gpu():
+    with FakeTensorMode():
+        x, x_scale = torch.empty(1, 4096, dtype=torch.int8, device="cuda"), torch.empty(1, device="cuda")
+        out = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
+        blocks = torch.empty(16, dtype=torch.uint8, device="cuda")
+        with pytest.raises(ValueError, match=r"rhs.blocks: expected uint8 \[64, 32, 4224\], got uint8 \[16\]"):
+            OP(x, x_scale, None, blocks, None, None, out, None, 4096, 4096, "g128-bf16-any", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("format", "parts", "message"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
+def test_the_op_checks_every_tensor_of_its_weight_on_a_gpu(format, parts, message):
+    if "cpu" in message:
+        pytest.skip("the weight is on a GPU")
+
+    def there(tensor):
+        return tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor
+
+    rhs = changed(weight(format), **parts)
+    arguments = [there(each) for each in op_arguments(builders.affine_lhs(1, 5, K), rhs, empty(5))]
+    with pytest.raises(ValueError, match=message):
+        OP(*arguments)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_the_op_checks_addresses_of_its_weight_on_a_gpu():
+    rhs = weight().to("cuda")
+    lhs, out = tuple(each.cuda() for each in builders.lhs(1, 5, K, "s8")), empty(5).cuda()
+    shifted = torch.zeros(rhs.blocks.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view_as(rhs.blocks)
+    with pytest.raises(ValueError, match="rhs.blocks: expected an address .* 16 bytes, got one that is 1"):
+        OP(*op_arguments(lhs, changed(rhs, blocks=shifted), out))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("format", [builders.PER_CHANNEL, 32, 64, 128, 256])
+def test_every_format_has_a_name_of_its_own(format):
+    from jitgemm.kernel.codes import CODES
+    from jitgemm.kernel.formats import format_named
+
+    options = [(zero, scale, codes, offset) for zero in (False, True) for scale in ("bf16", "fp16", "fp32")
+               for codes in (order.name for order in CODES["int4"].orders) for offset in (False, True)]  # fmt: skip
+    legal = [each for each in options if not (each[0] and each[2] != "any") and not (each[3] and not format)]
+    formats = [WeightFormat(format, *each) for each in legal]
+    assert [format_named(each.name) for each in formats] == formats
+    assert len({each.name for each in formats}) == len(formats)
+
+
+def test_names_that_exported_programs_hold_stay():
+    names = {
+        "g128-bf16-any": WeightFormat(128, False, "bf16"),
+        "channel-fp32-z": WeightFormat(0, True, "fp32"),
+        "g32-fp16-o-e4m3": WeightFormat(32, False, "fp16", "e4m3", True),
+        "g256-bf16-z-o": WeightFormat(256, True, "bf16", offset=True),
+        "channel-bf16-s8": WeightFormat(0, False, "bf16", "s8"),
+    }
+    assert {format.name: format for format in names.values()} == names
+
+
+WRONG_NAMES = ["", "g128", "g100-bf16-any", "g128-int8-any", "g128-bf16-o-z", "g128-bf16-x", "128-bf16-any"]
+
+
+# The last but one is that of a layout whose signs lay elsewhere.
+@pytest.mark.parametrize("name", [*WRONG_NAMES, "g128-bf16", "g128-bf16-z-any"])
+def test_a_name_of_no_format_is_refused(name):
+    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
+    arguments = list(op_arguments(lhs, rhs, empty(5)))
+    arguments[-2] = name
+    with pytest.raises(ValueError, match="format: |group_size: |scale_type: "):
+        OP(*arguments)
+
+
+def test_batch_invariant_is_a_bool():
+    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
+    for value, name in (("no", "str"), (1, "int"), (None, "NoneType"), (torch.ones(2), "Tensor"), ([True], "list")):
+        with pytest.raises(TypeError, match=f"batch_invariant: expected a bool, got {name}"):
+            jitgemm.gemm_w4a8_nt(lhs, rhs, empty(5), batch_invariant=value)
+
+
+# ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+NAMES = (
+    "gemm_w4a8_nt", "quantize_activations", "add_quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts",
+    "fused_experts_masked",
+)  # fmt: skip
+OPS = ", ".join(f"torch.ops.jitgemm.{name}.default" for name in NAMES)
+
+
+def test_every_op_that_is_defined_is_looked_for_below():
+    texts = (path.read_text(encoding="utf-8") for path in (REPOSITORY / "jitgemm").rglob("*.py"))
+    assert sorted(NAMES) == sorted(name for text in texts for name in re.findall(r'define_op\(\s*f?"(\w+)[({]', text))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"import jitgemm, torch; {OPS}",
+        f"import jitgemm.tensors, torch; {OPS}",
+        f"from jitgemm import load; import torch; {OPS}",
+        f"import jitgemm_cli, jitgemm, torch; jitgemm.gemm_w4a8_nt; {OPS}",
+    ],
+)
+def test_the_ops_are_there_whichever_is_imported_first(code):
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+def test_a_failed_import_of_torch_may_be_repeated(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a broken one')")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import jitgemm
+except ImportError as error:
+    assert str(error) == "a broken one"
+else:
+    raise AssertionError
+sys.path.pop(0)
+import jitgemm, torch
+{OPS}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+def in_new_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=ENVIRONMENT
+    )
+    return done.stdout.strip()
+
+
+def test_packages_of_jitgemm_are_attributes_after_its_import_and_load_no_sooner():
+    names = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
+    code = f"""
+import sys, jitgemm
+loaded = [name for name in {names} if "jitgemm." + name in sys.modules]
+assert loaded == [] and "transformers" not in sys.modules, loaded
+assert "load" in jitgemm.__all__ and jitgemm.load.__module__ == "jitgemm.checkpoint.reader"
+for name in {names}:
+    if name != "hf":
+        assert getattr(jitgemm, name) is sys.modules["jitgemm." + name]
+"""
+    in_new_python(code)
+
+
+def test_dir_lists_every_public_name_and_package():
+    wanted = {*jitgemm.__all__, "checkpoint", "deep_gemm", "hf", "nn", "vllm", "__version__"}
+    assert wanted <= set(dir(jitgemm))
+    assert [name for name in jitgemm.__all__ if not hasattr(jitgemm, name)] == []
+
+
+def test_a_package_whose_library_is_missing_is_an_attribute_error_with_the_remedy():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import jitgemm
+try:
+    jitgemm.hf
+except AttributeError as error:
+    print(error)
+"""
+    assert in_new_python(code).startswith("jitgemm.hf needs transformers 4.57 or newer: pip install transformers (")
+
+
+def test_public_names_are_those_of_the_plain_import_where_the_command_runs_code_that_calls_them():
+    code = """
+import jitgemm_cli, sys, jitgemm, jitgemm.errors
+assert "torch" not in sys.modules
+from jitgemm import CacheMissError, gemm_w4a8_nt
+import jitgemm.gemm
+assert gemm_w4a8_nt.__name__ == "gemm_w4a8_nt" and "gemm_w8a8_nt" in vars(jitgemm)
+assert CacheMissError is jitgemm.CacheMissError is jitgemm.errors.CacheMissError
+assert {*jitgemm.__all__} - {*vars(jitgemm)} <= {"load"}
+"""
+    in_new_python(code)
+
+
+def test_without_pytorch_s_private_functions_every_call_goes_through_its_op():
+    """A PyTorch that has neither counts of modes nor a comparison of tensors: slower, and right."""
+    code = """
+import torch
+del torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+import torch._C._dynamo.guards
+del torch._C._dynamo.guards.TensorGuards
+import jitgemm
+from jitgemm.runtime import dispatch, launch
+assert launch.TensorGuards is None and dispatch.needs_dispatcher(torch.ones(1), torch.ones(1))
+q, scale = torch.ones(64, 128, dtype=torch.int8), torch.ones(64, 1)
+rhs, out = jitgemm.pack_w4(q, scale, group_size=128), torch.empty(4, 64, dtype=torch.bfloat16)
+for m in (4, 4):
+    lhs = jitgemm.quantize_activations(torch.randn(m, 128), torch.int8)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert torch.equal(out, jitgemm.gemm_w4a8_reference(lhs, rhs))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+# ---- sizes that a tracer has no number for ---------------------------------------------------------------------------
+
+
+def _linear(x):
+    return UNBACKED["layer"](x)
+
+
+def _gemm(x):
+    out = torch.empty(x.shape[0], 64, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt(jitgemm.quantize_activations(x, torch.int8), UNBACKED["weight"], out)
+    return out
+
+
+def _grouped(x):
+    lhs, rows = jitgemm.quantize_activations(x, torch.int8), x.shape[0]
+    out, index = torch.zeros(rows, 64, dtype=torch.bfloat16), torch.arange(rows, dtype=torch.int32)
+    offsets = torch.tensor([0, 0, 1, 1, 1])
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, UNBACKED["w13"], out, offsets, row_index=index, expected_m=1.0)
+    return out
+
+
+def _experts(x):
+    ids = torch.zeros(x.shape[0], 2, dtype=torch.int64)
+    return jitgemm.fused_experts(x, UNBACKED["w13"], UNBACKED["w2"], ids, torch.ones(x.shape[0], 2))
+
+
+UNBACKED = {
+    "weight": builders.weight_parts(1, 64, 128).packed,
+    "w13": jitgemm.W4Weight.stacked(4, lambda e: builders.weight_parts(e, 64, 128).packed),
+    "w2": jitgemm.W4Weight.stacked(4, lambda e: builders.weight_parts(e, 128, 32, 32).packed),
+    "layer": jitgemm.nn.W4A8Linear(builders.weight_parts(1, 64, 128).packed),
+}
+
+
+@pytest.mark.parametrize("call", [_gemm, _linear, _grouped, _experts])
+def test_one_graph_serves_a_number_of_tokens_that_no_tracer_knows(call):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for m in (5, 1, 300):
+        x = torch.randn(m, 128, generator=builders.generator(m))
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        assert torch.equal(compiled(x), call(x))
+    assert len(graphs) == 1
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+@pytest.mark.parametrize("call", [_gemm, _linear, _grouped, _experts])
+def test_inductor_takes_every_op(call):
+    torch._dynamo.reset()
+    x = torch.randn(5, 128, generator=builders.generator(5))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(call, fullgraph=True)(x), call(x))

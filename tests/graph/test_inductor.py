@@ -1,0 +1,673 @@
+"""What inductor's pass over compiled graphs makes quantisers compute, and what it leaves alone.
+
+Graphs go through all of inductor's passes and run in PyTorch, unfused, so that all else rounds as in eager mode; one
+model is compiled to the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import builders
+import pytest
+import torch
+
+import jitgemm
+import jitgemm.nn
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+E4M3 = torch.float8_e4m3fn
+K = 64
+OPS = "quantize_activations", "add_quantize_activations", "gemm_w4a8_nt"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        yield
+
+
+class Graphs:
+    """A backend of torch.compile that keeps the graphs as inductor's passes leave them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.Graph] = []
+
+    def __call__(self, gm, inputs):
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(enable_autograd_cache=False):  # else a graph compiled before is not passed
+            return compile_fx(gm, inputs, inner_compile=self.passed)
+
+    def passed(self, gm, inputs, **_):
+        from torch._dynamo.utils import detect_fake_mode
+        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+        from torch._inductor.virtualized import V
+
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            view_to_reshape(gm)
+            post_grad_passes(gm, True)
+        gm.recompile()
+        self.graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    @property
+    def quantisers(self) -> Counter:
+        """How many quantisers there are of each kind, in the one graph."""
+        (graph,) = self.graphs
+        plain, add = torch.ops.jitgemm.quantize_activations.default, torch.ops.jitgemm.add_quantize_activations.default
+        return Counter(
+            "add"
+            if op is add
+            else "norm"
+            if node.args[7] is not None
+            else "silu"
+            if node.args[6]
+            else (dict(enumerate(node.args)).get(11) or "plain")
+            for op in (plain, add)
+            for node in graph.find_nodes(op="call_function", target=op)
+        )
+
+    def count(self, target) -> int:
+        (graph,) = self.graphs
+        return len(graph.find_nodes(op="call_function", target=target))
+
+
+def compiled(call, *inputs, **options):
+    """(what `call` compiled gives, its graph)."""
+    graphs = Graphs()
+    return torch.compile(call, backend=graphs, fullgraph=True, **options)(*inputs), graphs
+
+
+def norm(x, w, eps=1e-5):
+    wide = x.float()
+    return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gemma(x, w, eps=1e-5):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + w.float())).type_as(x)
+
+
+def quantised(x, dtype=E4M3, **options):
+    return jitgemm.quantize_activations(x.reshape(-1, x.shape[-1]), dtype, **options)
+
+
+def same(a, b) -> bool:
+    return len(a) == len(b) and all(map(builders.same_bits, a, b))
+
+
+def inputs(dtype=torch.bfloat16, columns=K):
+    torch.manual_seed(5)
+    return torch.randn(2, 3, columns).to(dtype), torch.randn(K).to(dtype)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_is_computed_by_its_quantiser(dtype):
+    x, w = inputs(dtype)
+    found, graphs = compiled(lambda x, w: quantised(norm(x, w)), x, w)
+    assert same(found, quantised(x, rms_norm=w, eps=1e-5))
+    assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_by_1_plus_weight_is_too(dtype):
+    x, w = inputs(dtype)
+    found, graphs = compiled(lambda x, w: quantised(gemma(x, w), torch.int8, affine=True), x, w)
+    assert same(found, quantised(x, torch.int8, affine=True, rms_norm=w.float() + 1, eps=1e-5))
+    assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
+
+
+def test_so_is_pytorch_s_own():
+    x, w = inputs()
+    found, graphs = compiled(lambda x, w: quantised(torch.nn.functional.rms_norm(x, (K,), w, 1e-5)), x, w)
+    assert same(found, quantised(x, rms_norm=w, eps=1e-5))
+    assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
+
+
+def test_a_norm_in_fp32_is_computed_by_the_quantisers_of_its_conversions():
+    x, w = inputs(torch.float32)
+
+    def call(x, w):
+        normed = norm(x, w)
+        return *quantised(normed.bfloat16()), *quantised(normed.bfloat16()), *quantised(normed)
+
+    found, graphs = compiled(call, x, w)
+    assert same(found, 3 * quantised(x, rms_norm=w, eps=1e-5)) and graphs.quantisers["norm"] == 3 - 1
+    assert graphs.count(torch.ops.aten.rsqrt.default) == 0
+
+
+def test_quantisers_of_different_conversions_stay_apart():
+    x = torch.randn(3, K)
+
+    def call(x):
+        return *quantised(x.bfloat16()), *quantised(x.bfloat16()), *quantised(x), *quantised(x.half())
+
+    found, graphs = compiled(call, x)
+    assert same(found, call(x)) and graphs.quantisers == {"plain": 3}
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "_fused_rms_norm"])
+def test_or_that_in_one_operator(op):
+    if not hasattr(torch.ops.aten, op):
+        pytest.skip(f"this PyTorch has no aten::{op}")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from jitgemm.graph.inductor import fuse
+
+    graph, fake = torch.fx.Graph(), FakeTensorMode()
+    x, w = (graph.placeholder(name) for name in "xw")
+    with fake:
+        x.meta["val"], w.meta["val"] = torch.empty(3, K), torch.empty(K)
+    made = graph.call_function(getattr(torch.ops.aten, op).default, (x, [K], w, 1e-5))
+    normed = made if op == "rms_norm" else graph.call_function(__import__("operator").getitem, (made, 0))
+    made.meta["val"] = normed.meta["val"] = x.meta["val"]
+    last = (False, False, None, None, False, None, 1e-6, None)
+    quantiser = graph.call_function(torch.ops.jitgemm.quantize_activations.default, (normed, E4M3, *last))
+    with fake:
+        quantiser.meta["val"] = quantiser.target(x.meta["val"], *quantiser.args[1:])
+    graph.output(quantiser)
+    fuse(quantiser)
+    (_, _, new, _) = graph.nodes
+    assert new.args == (x, E4M3, False, False, None, None, False, w, 1e-5, None, *new.args[10:])
+
+
+def test_quantisers_of_one_norm_become_one_and_others_compute_it_again():
+    x, w = inputs()
+
+    def call(x, w):
+        normed = norm(x, w)
+        return *quantised(normed), *quantised(normed), *quantised(normed, torch.int8), *quantised(normed)
+
+    found, graphs = compiled(call, x, w)
+    e4m3, int8 = (quantised(x, dtype, rms_norm=w, eps=1e-5) for dtype in (E4M3, torch.int8))
+    assert same(found, (*e4m3, *e4m3, *int8, *e4m3))
+    assert graphs.quantisers == {"norm": 2} and graphs.count(torch.ops.aten.rsqrt.default) == 0
+
+
+def test_a_norm_that_a_router_reads_stays_and_its_quantisers_become_one():
+    x, w = inputs()
+
+    def call(x, w):
+        normed = norm(x, w)
+        return *quantised(normed), *quantised(normed), normed.sum(-1)
+
+    found, graphs = compiled(call, x, w)
+    assert same(found, call(x, w)) and graphs.quantisers == {"plain": 1}
+
+
+def unusual(kind, x, w):
+    wide = x.float()
+    if kind == "eps is a tensor":
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + w[:1].float().abs())).to(x.dtype)
+    if kind == "the mean is of half a row":
+        return w * (wide * torch.rsqrt(wide[..., : K // 2].pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    if kind == "the mean is of a column":
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-5)).to(x.dtype)
+    if kind == "a cube":
+        return w * (wide * torch.rsqrt(wide.pow(3).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    if kind == "the square in bf16":
+        return w * (wide * torch.rsqrt(x.pow(2).float().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    if kind == "another row's mean":
+        return w * (wide * torch.rsqrt(wide.flip(1).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    if kind == "rounded to 8 bits":
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(E4M3).to(x.dtype)
+    if kind == "a weight for each row":
+        return w[:3, None] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    if kind == "eps behind the root":
+        return w * (wide * (torch.rsqrt(wide.pow(2).mean(-1, keepdim=True)) + 1e-5)).to(x.dtype)
+    if kind == "eps below 0":
+        return norm(x, w, -1e-5)
+    if kind == "added to":
+        return norm(x, w) + 1
+    raise ValueError(kind)
+
+
+UNUSUAL = (
+    "eps is a tensor", "the mean is of half a row", "the mean is of a column", "a cube", "the square in bf16",
+    "another row's mean", "rounded to 8 bits", "a weight for each row", "eps behind the root", "eps below 0", "added to",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_what_is_no_rms_norm_is_left_alone(kind):
+    x, w = inputs()
+    found, graphs = compiled(lambda x, w: quantised(unusual(kind, x, w)), x, w)
+    assert graphs.quantisers == {"plain": 1} and same(found, quantised(unusual(kind, x, w)))
+
+
+def test_rows_that_the_op_cannot_read_are_left_alone():
+    x, w = inputs()
+    apart = torch.empty(2, 3, K + 4, dtype=x.dtype)[..., :K].copy_(x)  # rows a stride apart that is no multiple of 16
+    found, graphs = compiled(lambda x, w: quantised(norm(x, w)), apart, w)
+    assert graphs.quantisers == {"plain": 1} and same(found, quantised(norm(x, w)))
+
+
+def test_an_input_written_behind_the_norm_is_read_ahead_of_that():
+    x, w = inputs()
+
+    def call(x, w):
+        normed = norm(x, w)
+        x.zero_()
+        return quantised(normed)
+
+    assert same(compiled(call, x.clone(), w)[0], quantised(x, rms_norm=w, eps=1e-5))
+
+
+def test_eager_numerics_leave_no_rounding_out():
+    x, w = inputs()
+    import torch._inductor.config as config
+
+    with config.patch(emulate_precision_casts=True):
+        found, graphs = compiled(lambda x, w: (*quantised(norm(x, w)), *quantised(norm(x, w))), x, w)
+    assert graphs.quantisers["norm"] == 0 and same(found[:2], quantised(norm(x, w)))
+
+
+# ---- residuals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_residual_is_added_by_the_quantiser_behind_it_and_the_sum_read_by_all_others(dtype):
+    x, w = inputs(dtype)
+    other = torch.randn_like(x)
+
+    def call(x, other, w):
+        total = x + other
+        return *quantised(norm(total, w)), *quantised(norm(total, w), torch.int8), total.view(-1), total * 2
+
+    found, graphs = compiled(call, x, other, w)
+    total = x + other
+    hands = [quantised(total, kind, rms_norm=w, eps=1e-5) for kind in (E4M3, torch.int8)]
+    assert same(found, (*hands[0], *hands[1], total.view(-1), total * 2))
+    assert graphs.quantisers == {"add": 1, "norm": 1} and graphs.count(torch.ops.aten.add.Tensor) == 0
+
+
+def test_quantisers_keep_their_sums_and_those_of_other_groups_stay_apart():
+    x, w = inputs()
+    other, sizes = torch.randn_like(x), (32, 128, 32)
+
+    def call(x, other, w):
+        total = x + other
+        normed = norm(total, w)
+        each = [quantised(normed, torch.int8, correction=("bf16", size)) for size in sizes]
+        return *each[0], *each[1], *each[2], total.view(-1)
+
+    found, graphs = compiled(call, x, other, w)
+    hands = [quantised(x + other, torch.int8, rms_norm=w, eps=1e-5, correction=("bf16", size)) for size in sizes]
+    assert same(found, (*hands[0], *hands[1], *hands[2], (x + other).view(-1)))
+    assert graphs.quantisers == {"add": 1, "norm": 1} and graphs.count(torch.ops.aten.add.Tensor) == 0
+
+
+def test_additions_that_are_part_of_another_kernel_or_of_another_kind_stay():
+    x, w = inputs()
+    calls = (
+        lambda x, y, w: x + y.exp(),  # in one kernel with exp
+        lambda x, y, w: x + y[:1],
+        lambda x, y, w: x + y.float(),
+        lambda x, y, w: torch.add(x, y, alpha=2),
+        lambda x, y, w: x + 1,
+        lambda x, y, w: x + x,
+    )
+    for call in calls:
+        torch._dynamo.reset()
+        y = x.flip(0)
+        found, graphs = compiled(lambda x, y, w: quantised(norm(call(x, y, w), w)), x, y, w)
+        assert graphs.quantisers == {"norm": 1}
+        assert same(found, quantised(call(x, y, w), rms_norm=w, eps=1e-5))
+
+
+def test_a_sum_that_is_read_ahead_of_its_quantiser_is_added_ahead_of_it():
+    x, w = inputs()
+
+    def call(x, y, w):
+        total = x + y
+        first = jitgemm.quantize_activations(total.view(-1, K), torch.int8)
+        return *quantised(norm(total, w * first[1][0])), *first
+
+    y = x.flip(0)
+    found, graphs = compiled(call, x, y, w)
+    assert graphs.quantisers == {"norm": 1, "plain": 1}
+    assert same(found[2:], quantised(x + y, torch.int8))
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+
+
+def silu_mul(x, width=K):
+    gate, up = x.split(width, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", ["split", "chunk", "slices"])
+def test_a_gate_is_computed_by_its_quantiser(dtype, how):
+    x, _ = inputs(dtype, 2 * K)
+
+    def call(x):
+        parts = {"split": lambda: x.split(K, -1), "chunk": lambda: x.chunk(2, -1)}
+        gate, up = parts.get(how, lambda: (x[..., :K], x[..., K:]))()
+        return quantised(up * torch.nn.functional.silu(gate))
+
+    found, graphs = compiled(call, x)
+    assert same(found, quantised(x, silu_mul=True)) and graphs.quantisers == {"silu": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_so_is_gelu_of_a_tensor_s_half_and_of_two_gemms(approximate, dtype):
+    x, _ = inputs(dtype, 2 * K)
+
+    def gelu(gate, up):
+        return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+    found, graphs = compiled(lambda x: quantised(gelu(*x.chunk(2, -1))), x)
+    assert same(found, quantised(x, gelu_mul=approximate)) and graphs.quantisers == {approximate: 1}
+    found, graphs = compiled(lambda x: quantised(gelu(x[..., K:], x[..., :K])), x)
+    assert graphs.quantisers == {"plain": 1}
+
+    mlp, x = MLP(), inputs()[0]
+    found, graphs = compiled(lambda x: mlp.down(gelu(mlp.gate(x), mlp.up(x))), x)
+    assert builders.same_bits(found.view(-1, K), by_hand(mlp, x.view(-1, K), gate={"gelu_mul": approximate}))
+    assert graphs.quantisers == {"plain": 1, approximate: 1} and graphs.count(torch.ops.aten.clone.default) == 0
+
+
+@pytest.mark.parametrize("tanh, square, half, slope, scale", [
+    (True, 3, 0.5, 0.044715, 0.79), (True, 3, 0.5, 0.04, 0.7978845608028654), (True, 2, 0.5, 0.044715, 0.7978845608028654),
+    (True, 3, 0.6, 0.044715, 0.7978845608028654), (False, 3, 0.5, 0.0, 0.7), (False, 3, 0.6, 0.0, 0.7071067811865476),
+])  # fmt: skip
+def test_what_is_nearly_gelu_is_left_alone(tanh, square, half, slope, scale):
+    x, _ = inputs(torch.float32, 2 * K)
+
+    def call(x):
+        gate, up = x.chunk(2, -1)
+        cube = gate * gate * gate if square == 3 else gate * gate
+        curve = torch.tanh((gate + cube * slope) * scale) if tanh else torch.erf(gate * scale)
+        return quantised(gate * half * (curve + 1) * up)
+
+    found, graphs = compiled(call, x)
+    assert graphs.quantisers == {"plain": 1} and same(found, call(x))
+
+
+def test_other_halves_and_other_gates_are_left_alone():
+    x, _ = inputs(columns=2 * K)
+    silu = torch.nn.functional.silu
+    calls = (
+        lambda x: quantised(silu(x[..., K:]) * x[..., :K]),
+        lambda x: quantised(silu(x[..., :K]) * x[..., :K]),
+        lambda x: quantised(silu(x[..., : K - 32]) * x[..., K - 32 : 2 * K - 64]),
+        lambda x: quantised(silu(x[..., ::2]) * x[..., 1::2]),
+        lambda x: quantised(torch.nn.functional.gelu(x[..., K:]) * x[..., :K]),
+        lambda x: quantised(torch.relu(x[..., :K]) * x[..., K:]),
+        lambda x: quantised(torch.sigmoid(x[..., :K]) * x[..., K:]),
+        lambda x: quantised(silu(x[:1, :, :K]) * x[:1].flip(1)[..., K:]),
+    )
+    for call in calls:
+        found, graphs = compiled(call, x)
+        assert graphs.quantisers == {"plain": 1} and same(found, call(x))
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, read=None, inner=128):
+        super().__init__()
+        torch.manual_seed(1)
+        linears = [torch.nn.Linear(K, inner), torch.nn.Linear(K, inner), torch.nn.Linear(inner, K)]
+        self.gate, self.up, self.down = (jitgemm.nn.W4A8Linear.from_linear(each.bfloat16()) for each in linears)
+        self.read = read
+
+    def forward(self, x):
+        gate, up = self.gate(x), self.up(x)
+        y = self.down(torch.nn.functional.silu(gate) * up)
+        return y if self.read is None else (y, (gate if self.read == "gate" else up) + 1)
+
+
+def by_hand(mlp, x, gate={"silu_mul": True}, **front):  # noqa: B006
+    """An MLP's result with the gate computed by the quantiser, and what `front` says ahead of it."""
+    q = mlp.gate.quantise(x, **front)
+    both, y = torch.empty(len(x), 256, dtype=x.dtype, device=x.device), torch.empty_like(x)
+    mlp.gate.multiply(q, both[:, :128])
+    mlp.up.multiply(q, both[:, 128:])
+    mlp.down.multiply(mlp.down.quantise(both, **gate), y)
+    return y
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_gate_and_up_of_two_gemms_are_written_side_by_side(swapped):
+    x, _ = inputs()
+    mlp = MLP()
+
+    def call(x):
+        if not swapped:
+            return mlp(x)
+        up = mlp.up(x)
+        return mlp.down(torch.nn.functional.silu(mlp.gate(x)) * up)
+
+    found, graphs = compiled(call, x)
+    assert builders.same_bits(found.view(-1, K), by_hand(mlp, x.view(-1, K)))
+    assert graphs.quantisers == {"plain": 1, "silu": 1}
+    assert graphs.count(torch.ops.aten.empty.memory_format) == 2 and graphs.count(torch.ops.aten.clone.default) == 0
+
+
+@pytest.mark.parametrize("read", ["gate", "up"])
+def test_a_gate_or_up_that_anything_else_reads_stays_where_it_is(read):
+    x, _ = inputs()
+    mlp = MLP(read)
+    found, graphs = compiled(mlp, x)
+    assert same(found, mlp(x)) and graphs.quantisers == {"plain": 2}
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_graph_serves_every_m():
+    mlp, graphs = MLP(), Graphs()
+    _, w = inputs()
+    call = torch.compile(
+        lambda x: mlp(torch.nn.functional.rms_norm(x, (K,), w, 1e-5)), backend=graphs, fullgraph=True, dynamic=True
+    )
+    for m in (3, 8, 21):
+        x = torch.randn(m, K).bfloat16()
+        assert builders.same_bits(call(x), by_hand(mlp, x, rms_norm=w, eps=1e-5))
+    assert graphs.quantisers == {"norm": 1, "silu": 1}
+
+
+def test_a_size_that_only_the_values_tell_is_fused_too():
+    x, w = torch.randn(9, K).bfloat16(), inputs()[1]
+    keep = torch.arange(9) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found, graphs = compiled(lambda x, w, keep: quantised(norm(x[keep], w)), x, w, keep)
+    assert same(found, quantised(x[keep], rms_norm=w, eps=1e-5)) and graphs.quantisers == {"norm": 1}
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+MODELS = ("Llama", "Qwen3", "Mistral", "Phi3", "Gemma3Text")
+
+
+def tiny(name: str):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(
+        hidden_size=K, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=96, head_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    if name == "Phi3":
+        del sizes["head_dim"]
+    torch.manual_seed(4)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for weight in (parameter for key, parameter in model.named_parameters() if "norm" in key):
+        weight.copy_(weight + torch.randn_like(weight) / 8)
+    jitgemm.nn.quantize_(model)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_plain_layers_gives_what_the_fused_calls_give(name):
+    model = tiny(name)
+    ids = torch.arange(10)[None]
+    found, graphs = compiled(lambda ids: model(ids, use_cache=False).logits, ids)
+    fused = copy.deepcopy(model)
+    report = jitgemm.nn.fuse_(fused)
+    assert builders.same_bits(found, fused(ids, use_cache=False).logits), report
+    rest = {"plain": 1, "tanh" if name.startswith("Gemma") else "silu": 1}
+    # Gemma 3 has a norm ahead of the addition, too, in whose kernel that is.
+    assert graphs.quantisers == ({"norm": 2} if name == "Gemma3Text" else {"norm": 1, "add": 1}) | rest
+
+
+def test_a_fused_model_s_residuals_are_added_by_its_quantisers():
+    model = tiny("Llama")
+    jitgemm.nn.fuse_(model)
+    ids = torch.arange(10)[None]
+    found, graphs = compiled(lambda ids: model(ids, use_cache=False).logits, ids)
+    assert builders.same_bits(found, model(ids, use_cache=False).logits)
+    assert graphs.quantisers == {"norm": 1, "add": 1, "plain": 1, "silu": 1}
+    assert graphs.count(torch.ops.jitgemm.gemm_w4a8_nt.default) < 7  # q, k and v share GEMMs, gate and up one
+
+
+# ---- inductor --------------------------------------------------------------------------------------------------------
+
+UNLOADED = """
+import sys, torch
+import jitgemm
+from torch._subclasses.fake_tensor import FakeTensorMode
+jitgemm.quantize_activations(torch.ones(2, 64), torch.int8)
+loaded = [name for name in sys.modules if name.startswith("torch._inductor")]
+with FakeTensorMode():
+    jitgemm.quantize_activations(torch.ones(2, 64), torch.int8)
+print(loaded, "torch._inductor.fx_passes.post_grad" in sys.modules)
+"""
+
+
+def test_eager_and_fake_calls_load_no_passes_of_inductor():
+    done = subprocess.run([sys.executable, "-c", UNLOADED], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.returncode) == ("[] False", 0), done.stderr
+
+
+def test_custom_passes_stay_usable_and_see_the_graph_ahead_of_ours():
+    import torch._inductor.config as config
+
+    x, w = inputs()
+    seen = []
+    with config.patch(post_grad_custom_pre_pass=seen.append):
+        _, graphs = compiled(lambda x, w: quantised(norm(x, w)), x, w)
+    assert len(seen) == 1 and graphs.quantisers == {"norm": 1}
+
+
+def test_nodes_without_shapes_that_a_custom_pass_leaves_are_left_alone():
+    import torch._inductor.config as config
+
+    x, w = inputs()
+
+    def forget(graph):
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.rsqrt.default:
+                del node.meta["val"]
+
+    with config.patch(post_grad_custom_pre_pass=forget):
+        _, graphs = compiled(lambda x, w: (*quantised(norm(x, w)), *quantised(norm(x, w))), x, w)
+    assert graphs.quantisers == {"plain": 2}
+
+
+def test_a_size_as_a_factor_is_no_weight():
+    graphs = Graphs()
+    call = torch.compile(lambda x: quantised(x * x.shape[0]), backend=graphs, fullgraph=True, dynamic=True)
+    for m in (3, 8):
+        x = torch.randn(m, K).bfloat16()
+        assert same(call(x), quantised(x * m))
+    assert graphs.quantisers == {"plain": 1}
+
+
+def test_the_pattern_matcher_s_switch_turns_the_pass_off():
+    import torch._inductor.config as config
+
+    x, w = inputs()
+    with config.patch(pattern_matcher=False):
+        _, graphs = compiled(lambda x, w: quantised(norm(x, w)), x, w)
+    assert graphs.quantisers == {"plain": 1}
+
+
+def key() -> str:
+    """What inductor's keys hold of the pass."""
+    import torch._inductor.config as config
+
+    return config.save_config_portable()["unsafe_marked_cacheable_functions"]["jitgemm.graph.inductor"]
+
+
+def test_a_producer_can_be_added_and_changes_the_keys_of_inductor_s_caches(monkeypatch):
+    from jitgemm.graph import inductor, producers
+
+    monkeypatch.setattr(inductor, "PRODUCERS", {target: list(all) for target, all in inductor.PRODUCERS.items()})
+    x, w = inputs()
+    call = lambda x, w: quantised(norm(x, w).flip(1).flip(1))
+    _, graphs = compiled(call, x, w)
+    assert graphs.quantisers == {"plain": 1}
+    ours = key()
+
+    def flipped(value):
+        (once,) = value.args[:1]
+        return producers.norm(once.args[0])
+
+    inductor.add_producer(torch.ops.prims.rev.default, flipped)
+    torch._dynamo.reset()
+    found, graphs = compiled(call, x, w)
+    assert graphs.quantisers == {"norm": 1} and same(found, quantised(x, rms_norm=w, eps=1e-5))
+    assert key() != ours
+
+
+def test_a_program_that_is_loaded_in_a_new_process_is_compiled_with_the_pass(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, x, w):
+            return quantised(norm(x, w))
+
+    torch.export.save(torch.export.export(Layer(), inputs()), tmp_path / "program.pt2")
+    code = f"""
+import torch, jitgemm
+layer = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
+from test_inductor import compiled, inputs
+print(compiled(layer, *inputs())[1].quantisers)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, *sys.path)))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "Counter({'norm': 1})", done.stderr
+
+
+COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=COMPILER), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layer_compiled_to_the_end_runs_no_kernels_but_ours(device):
+    from torch._inductor.utils import run_and_get_code
+
+    x, y = torch.randn(2, 5, K, device=device).bfloat16()
+    w, mlp = inputs()[1].to(device), MLP().to(device)
+
+    def call(x, y):
+        total = x + y
+        return mlp(torch.nn.functional.rms_norm(total, (K,), w, 1e-5)), total
+
+    found, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), x, y)
+    assert same(found, (by_hand(mlp, x + y, rms_norm=w, eps=1e-5), x + y))
+    assert sum(f"torch.ops.jitgemm.{op}.default(" in line for line in code.splitlines() for op in OPS) == 5
+    assert not re.search(r"(cpp_fused|triton_(poi|red|per))_", code)
+
+
+def test_warmup_knows_the_quantisers_of_a_compiled_model():
+    from jitgemm.nn.warm.warm import kernels
+
+    def quantisers(compiled: bool) -> set[tuple[bool, str]]:
+        specs = [spec for spec, *_ in kernels(MLP(), 4, [torch.bfloat16], "h200", compiled)]
+        return {(spec.rms_norm, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
+
+    assert quantisers(False) == {(False, "")}
+    assert quantisers(True) == {(False, ""), (True, ""), (False, "silu"), (False, "gelu"), (False, "gelu_tanh")}

@@ -1,0 +1,387 @@
+"""`sums` of layers and of options for whole models, on the CPU: what reaches the GEMMs, what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from small_models import Model
+from builders import weight_of_experts
+from test_nn import inputs
+
+import jitgemm
+import jitgemm.nn
+from emulator.launch import COMPILER, emulate
+from jitgemm.gemm import launch, reference
+from jitgemm.moe import reference as moe_reference
+from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
+from jitgemm.nn.fuse.fused import FusedProjections
+from jitgemm.nn.layers.linear import empty_weight
+from jitgemm.nn.warm.warm import _command, kernels
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.select.choose import choose, kernel_named, kernels_for
+from jitgemm.select.devices import DEVICES
+from jitgemm.weight.f16_sums import row_powers
+
+N, K = 72, 256
+
+
+def weight(seed: int = 1, group_size: int = 128, lost: bool = False, **options) -> jitgemm.W4Weight:
+    parts = builders.weight_parts(seed, N, K, group_size, **options)
+    if lost:
+        parts.scale[9, 1] = parts.scale[9, 0] * 2.0**-20
+    return parts.packed
+
+
+def layer(activation: str = "e4m3", sums: str = "f16", **options) -> W4A8Linear:
+    made = W4A8Linear(weight(**options), activation=activation)
+    made.sums = sums
+    return made
+
+
+@pytest.fixture
+def given(monkeypatch) -> list[str]:
+    """What the GEMMs of this test were asked to add up in."""
+    found = []
+    write = reference.write_reference
+    monkeypatch.setattr(reference, "write_reference", lambda gemm: (found.append(gemm.sums), write(gemm))[1])
+    return found
+
+
+def assert_powers(part) -> None:
+    """The buffer has the weight's powers, and no state dict has it."""
+    assert torch.equal(part.powers, row_powers(part.weight.packed)[0])
+    assert not any("powers" in name for name in part.state_dict())
+
+
+# ---- a layer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation, sums, expected", [
+    ("e4m3", "f16", "f16"), ("e4m3", "f32", "f32"), ("int8", "exact", "exact"), ("int8", "f32", "f32"),
+    ("int8_affine", "exact", "exact"), ("int8_block", "exact", "exact"),
+])  # fmt: skip
+def test_a_layer_s_gemm_is_given_its_sums(given, activation, sums, expected):
+    usual, made = W4A8Linear(weight(), activation=activation), layer(activation, sums)
+    x = inputs(1, 5, K)
+    assert torch.equal(made(x), usual(x)) and given == [expected, "f32"]
+    assert made.sums == sums and (f"sums='{sums}'" in repr(made)) == (sums != "f32")
+    assert made.state_dict().keys() == usual.state_dict().keys()
+
+
+@pytest.mark.parametrize("activation, sums, message", [
+    ("int8", "f16", "sums: expected 'f32' but with activation e4m3, got 'f16' with int8"),
+    ("e4m3_block", "f16", "sums: expected 'f32' but with activation e4m3, got 'f16' with e4m3_block"),
+    ("e4m3", "exact", "sums: expected 'f32' but with activation int8 of any kind, got 'exact' with e4m3"),
+    ("e4m3", "f64", "sums: expected one of"),
+])  # fmt: skip
+def test_sums_that_an_activation_does_not_have(activation, sums, message):
+    made = W4A8Linear(weight(), activation=activation)
+    with pytest.raises(ValueError, match=message):
+        made.sums = sums
+    assert made.sums == "f32"
+
+
+@pytest.mark.parametrize("given_weight", [
+    lambda: W4A8Linear(weight(lost=True)), lambda: W4A8Linear(weight(group_size=K)),
+    lambda: W8A8Linear.from_linear(torch.nn.Linear(K, N)),
+], ids=["scales", "per channel", "8 bits"])  # fmt: skip
+def test_a_layer_says_that_f16_cannot_be_had_and_stays_as_it_was(given_weight):
+    made = given_weight()
+    with pytest.raises(ValueError, match="sums: expected 'f32'"):
+        made.sums = "f16"
+    assert made.sums == made.call_sums == "f32" and made.powers is None
+
+
+def test_powers_follow_the_weight():
+    made = layer()
+    for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), copy.copy(made)):
+        assert again.sums == again.call_sums == "f16"
+        assert_powers(again)
+    address = made.powers.data_ptr()
+    other = builders.weight_parts(7, N, K, 128)
+    made.load_state_dict(W4A8Linear(replace(other, scale=other.scale * 8).packed).state_dict())
+    assert made.powers.data_ptr() == address, "CUDA graphs hold it"
+    assert_powers(made)
+    assert made.operand.channel_scale is made.powers
+    made.take(W4A8Linear(weight(3)).parts)
+    assert_powers(made)
+    made.to(torch.float16)
+    assert made.powers.dtype == torch.float32
+    assert_powers(made)
+
+
+def test_values_that_f16_does_not_hold_are_not_loaded_over_those_that_it_holds():
+    made = layer()
+    with pytest.raises(ValueError, match="scales f16 does not hold .* sums='f16' was set for values that it holds"):
+        made.load_state_dict(W4A8Linear(weight(lost=True)).state_dict())
+
+
+def test_a_layer_without_values_gets_its_powers_with_them():
+    source, filled = W4A8Linear(weight(4)), []
+    for lost in (False, True):
+        made = W4A8Linear.empty(K, N, device="meta")
+        made.sums = "f16"
+        assert made.powers.is_meta and made.call_sums == "f16"
+        made.to_empty(device="cpu")
+        assert made.powers is None
+        state = W4A8Linear(weight(4, lost=lost)).state_dict()
+        if lost:
+            with pytest.warns(UserWarning, match="does not hold .* kernels add up in fp32"):
+                made.load_state_dict(state)
+        else:
+            made.load_state_dict(state)
+        filled.append(made)
+    assert_powers(filled[0])
+    assert filled[1].sums == "f16" and filled[1].call_sums == "f32" and "sums" not in repr(filled[1])
+    assert torch.equal(filled[0](inputs(1, 3, K)), source(inputs(1, 3, K)))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_launches_kernels_that_add_up_in_f16(monkeypatch, compiled):
+    emulator = emulate(monkeypatch)
+    label = "e4m3fast-g32-bf16-m80n64-s6-f16"  # a problem whose best kernel is such would take minutes here
+    monkeypatch.setattr(
+        launch,
+        "choose",
+        lambda problem, device: (
+            kernel_named(label, problem, device) if problem.sums == "f16" else choose(problem, device)
+        ),
+    )
+    made = W4A8Linear(builders.weight_parts(1, 256, 512, 32, codes="e4m3").packed)
+    usual = made(inputs(1, 150, 512))
+    made.sums = "f16"
+    run = torch.compile(made, fullgraph=True, backend="eager") if compiled else made
+    with torch.no_grad():
+        out = run(inputs(1, 150, 512))
+    gemms = [label for label in emulator.launched if label.startswith("e4m3")]
+    assert [label.endswith("-f16") for label in gemms] == [False, True]
+    assert not torch.equal(out, usual) and torch.allclose(out, usual, rtol=0.02, atol=0.02)
+
+
+def test_mark_ready_makes_powers_again():
+    made = torch.nn.Sequential(layer())
+    other = builders.weight_parts(1, N, K, 128)
+    made[0].blocks.data.copy_(replace(other, scale=other.scale * 4).packed.blocks)
+    before = made[0].powers.clone()
+    jitgemm.nn.mark_ready(made)
+    assert torch.equal(made[0].powers[:N], 4 * before[:N])
+
+
+def test_a_compiled_layer_has_its_powers_as_scales():
+    made = layer()
+    x = inputs(2, 5, K)
+    nodes = []
+
+    def backend(module, _):
+        nodes.extend(module.graph.nodes)
+        return module.forward
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(made, fullgraph=True, backend=backend)(x), made(x))
+        program = torch.export.export(made, (x,))
+        assert torch.equal(program.module()(x), made(x))
+    for graph in (nodes, program.graph.nodes):
+        (call,) = [node for node in graph if "gemm_w4a8_nt" in str(node.target)]
+        scale = call.kwargs.get("channel_scale", call.args[4] if len(call.args) > 4 else None)
+        assert scale is not None and "powers" in str(scale)
+
+
+def test_a_compiled_layer_of_exact_sums_says_so():
+    made = layer("int8", "exact")
+    x = inputs(2, 5, K)
+    program = torch.export.export(made, (x,))
+    assert torch.equal(program.module()(x), made(x))
+    (call,) = [node for node in program.graph.nodes if "gemm_w4a8_nt" in str(node.target)]
+    assert call.args[-1] is True or call.kwargs.get("exact") is True
+
+
+def test_a_compiled_model_takes_another_kind_of_sums():
+    made, x = layer(sums="f32"), inputs(2, 5, K)
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        expected = compiled(x)
+        made.sums = "f16"
+        assert torch.equal(compiled(x), expected)
+
+
+# ---- fused Linears ---------------------------------------------------------------------------------------------------
+
+
+def test_fused_projections_add_up_as_their_linears(given):
+    parts = [W4A8Linear(builders.weight_parts(seed, 64, K, 128).packed) for seed in (1, 2, 3)]
+    for part in parts[:2]:
+        part.sums = "f16"
+    fused = FusedProjections(parts)
+    assert [run.call_sums for run in fused.runs] == ["f16", "f32"]
+    assert_powers(fused.runs[0])
+    fused(inputs(1, 5, K))
+    assert given == ["f16", "f32"]
+    with pytest.raises(ValueError, match="sums: expected them to be set before fuse_, got 'f32' for a fused Linear"):
+        fused.slices[0].sums = "f32"
+    back = fused.slices[0].original()
+    assert back.sums == "f16"
+    assert_powers(back)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def experts(activation: str = "e4m3", codes: str = "any") -> W4A8Experts:
+    w13, w2 = weight_of_experts(4, 256, 128, 64, codes=codes), weight_of_experts(4, 128, 128, 64, codes=codes)
+    return W4A8Experts(w13, w2, activation=activation, top_k=2)
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple]:
+    """Sums of the layers' calls: (of w13, of w2, exact)."""
+    found, run = [], moe_reference.layer_reference
+
+    def spied(call):
+        powers = [weight.channel_scale is not None for weight in (call.w13, call.w2)]
+        found.append((*powers, call.exact))
+        return run(call)
+
+    monkeypatch.setattr(moe_reference, "layer_reference", spied)
+    return found
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 4, (6, 2), generator=builders.generator(1), dtype=torch.int32)
+    return inputs(1, 6, 128), ids, torch.rand((6, 2), generator=builders.generator(2))
+
+
+@pytest.mark.parametrize("activation, sums, expected", [
+    ("e4m3", "f16", (True, True, False)), ("int8", "exact", (False, False, True)), ("e4m3", "f32", (False, False, False)),
+])  # fmt: skip
+def test_experts_are_added_up_as_they_are_set(asked, activation, sums, expected):
+    made = experts(activation)
+    usual = made(*tokens())
+    made.sums = sums
+    assert torch.equal(made(*tokens()), usual) and asked[1] == expected and made.sums == sums
+    assert ("sums" in repr(made)) == (sums != "f32")
+    x, ids, weights = tokens()
+    lhs_dtype = made.w13.lhs_dtype
+    out = jitgemm.fused_experts(x, made.w13.weight, made.w2.weight, ids, weights, lhs_dtype=lhs_dtype, sums=sums)
+    assert torch.equal(out, usual) and asked[2] == expected
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, ids, weights), usual) and asked[3] == expected
+    assert not any("powers" in name for name in made.state_dict())
+
+
+@pytest.mark.parametrize("activation, sums", [("e4m3", "f16"), ("int8", "exact")])
+def test_experts_of_sorted_tokens_are_added_up_as_they_are_set(given, activation, sums):
+    made = experts(activation)
+    made.sums = sums
+    x, out = inputs(1, 4, 3, 128), torch.empty(4, 3, 128, dtype=torch.bfloat16)
+    live = torch.tensor([3, 0, 1, 2], dtype=torch.int32)
+    made.run_batched(x, out, live, 2.0)
+    options = dict(lhs_dtype=made.w13.lhs_dtype, sums=sums)
+    jitgemm.fused_experts_masked(x, made.w13.weight, made.w2.weight, torch.empty_like(out), live, 2.0, **options)
+    assert given == 4 * [sums]
+
+
+def test_experts_raise_for_sums_that_cannot_be_had():
+    made = experts("int8")
+    x, ids, weights = tokens()
+    with pytest.raises(ValueError, match="got 'f16' with int8"):
+        made.sums = "f16"
+    for sums, lhs_dtype in (("f16", torch.int8), ("exact", torch.float8_e4m3fn)):
+        with pytest.raises(ValueError, match="sums: expected"):
+            jitgemm.fused_experts(x, made.w13.weight, made.w2.weight, ids, weights, lhs_dtype=lhs_dtype, sums=sums)
+
+
+# ---- warm-up ---------------------------------------------------------------------------------------------------------
+
+
+def specs(module: torch.nn.Module, **options) -> list:
+    return [spec for spec, _, _ in kernels(module, 4096, [torch.bfloat16], "h200", **options) if spec.kind == "gemm"]
+
+
+def test_warm_up_has_the_kernels_of_a_layer_s_sums():
+    def expected(*sums: str) -> set:
+        form = 4096, 4096, "e4m3", WeightFormat(128, False, "bf16"), DEVICES["h200"], 4096
+        return {spec for each in sums for spec in kernels_for(*form, sums=each)}
+
+    part = empty_weight(4096, 4096, 128, WeightFormat(128, False, "bf16"), device="meta")
+    made = torch.nn.Sequential(W4A8Linear(part), W4A8Linear(part))
+    assert set(specs(made)) == expected("f32") and set(specs(made, sums="f16")) == expected("f16", "f32")
+    assert set(specs(made, sums="exact")) == expected("f32")
+    made[0].sums = "f16"
+    assert set(specs(made)) == expected("f16", "f32"), "values may yet be such as f16 does not hold"
+    filled = layer()
+    assert {spec.sums for spec in specs(filled)} <= {"f16", "f32"}
+    assert set(specs(filled)) == set(kernels_for(N, K, "e4m3", filled.weight.format, DEVICES["h200"], 4096, sums="f16"))
+    assert "--sums f16" in _command(made, 4096, None, False)
+
+
+def test_warm_up_of_experts_has_the_kernels_of_their_sums():
+    made = experts()
+    made.sums = "f16"
+    found, form = set(specs(made)), made.w13.weight
+    options = dict(experts=4, sums="f16")
+    for part in (made.w13, made.w2):
+        form = part.weight
+        assert found >= set(kernels_for(form.n, form.k, "e4m3", form.format, DEVICES["h200"], 8192, **options))
+
+
+# ---- options of whole models -----------------------------------------------------------------------------------------
+
+
+def quantised(**options) -> Model:
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitgemm.nn.quantize_(model, group_size=32, **options)
+    return model
+
+
+def sums_of(model: torch.nn.Module) -> set[str]:
+    return {m.call_sums for m in model.modules() if isinstance(m, W4A8Linear)}
+
+
+@pytest.mark.parametrize("activation, sums", [("e4m3", "f16"), ("int8", "exact")])
+def test_quantize_and_load_set_sums(tmp_path, activation, sums):
+    model = quantised(activation=activation, sums=sums)
+    assert sums_of(model) == {sums}
+    state = model.state_dict()
+    for given, expected in ((sums, sums), (None, "f32")):
+        other = Model()
+        jitgemm.nn.load_(other, state, sums=given)
+        assert sums_of(other) == {expected}
+    jitgemm.nn.load_(model, state)
+    assert sums_of(model) == {sums}, "a layer that is loaded again stays as it is set"
+
+
+@pytest.mark.parametrize("activation, sums", [("int8", "f16"), ("e4m3", "exact"), ("e4m3_block", "f16")])
+def test_models_raise_for_sums_that_their_activations_do_not_have(activation, sums):
+    model = Model()
+    with pytest.raises(ValueError, match=f"sums: .* got '{sums}' with {activation} .layer of the model"):
+        jitgemm.nn.quantize_(model, activation=activation, group_size=32, sums=sums)
+    assert not any(isinstance(m, W4A8Linear) for m in model.modules())
+    state, other = quantised(activation=activation).state_dict(), Model()
+    with pytest.raises(ValueError, match=f"sums: .* got '{sums}' with {activation} .layer "):
+        jitgemm.nn.load_(other, state, sums=sums)
+    assert not any(isinstance(m, W4A8Linear) for m in other.modules()), "nothing was replaced"
+
+
+def test_weights_that_f16_does_not_hold_fall_back_with_one_warning_that_names_them():
+    model = quantised()
+    names = [name for name, m in model.named_modules() if isinstance(m, W4A8Linear)]
+    bad = model.get_submodule(names[0])
+    q, scale, _ = bad.weight.unpack()
+    scale[3, 1] = scale[3, 0] * 2.0**-20
+    bad.take(bad.parts._replace(weight=jitgemm.pack_w4(q, scale, group_size=32, lhs_dtype=torch.float8_e4m3fn)))
+    other = Model()
+    with pytest.warns(UserWarning) as caught:
+        jitgemm.nn.load_(other, model.state_dict(), sums="f16")
+    (text,) = [str(each.message) for each in caught if "fp32" in str(each.message)]
+    assert "1 weights are" in text and names[0] in text and "scales that f16 does not hold" in text
+    assert other.get_submodule(names[0]).call_sums == "f32"
+    assert {other.get_submodule(name).call_sums for name in names[1:]} == {"f16"}

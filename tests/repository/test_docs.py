@@ -1,0 +1,317 @@
+"""The documentation: every sample of Python runs, every command in it exists, every public name has its place.
+
+A sample runs as it stands, but for the stand-ins below: tiny sizes, and the CPU for the GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import builders
+import pytest
+import torch
+from checkpoints import words
+from safetensors.torch import save_file
+
+import jitgemm
+import jitgemm.nn
+from jitgemm import deep_gemm
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def fences(*languages: str) -> list[tuple[str, str]]:
+    """(page, text) of every fenced block in one of the languages."""
+    found = []
+    for page in PAGES:
+        for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+            if language.strip() in languages:
+                found.append((page.relative_to(ROOT).as_posix(), text))
+    return found
+
+
+# Stand-ins: what a sample takes for granted is made here, as small as it works.
+
+
+def model_folder(name: str) -> None:
+    """A Llama with one layer of 64 × 64 Linears, in compressed-tensors with e4m3 activations."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    tensors = {}
+    for key, tensor in transformers.AutoModelForCausalLM.from_config(config).state_dict().items():
+        layer = key.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            tensors[key] = tensor
+            continue
+        q = builders.generator(len(tensors))
+        codes = torch.randint(-8, 8, tensor.shape, generator=q)
+        tensors[f"{layer}.weight_packed"] = words(codes + 8, 1)
+        tensors[f"{layer}.weight_scale"] = torch.full((len(tensor), 1), 2**-6, dtype=torch.bfloat16)
+        tensors[f"{layer}.weight_shape"] = torch.tensor(tensor.shape)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    Path(name).mkdir()
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, f"{name}/model.safetensors", {"format": "pt"}
+    )
+    config.quantization_config = quantization | {"config_groups": {"group_0": group}}
+    config.save_pretrained(name)
+
+
+def floats_folder(name: str) -> None:
+    """A Llama with one layer of 64 × 64 Linears, in bf16."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
+
+
+def group_of_one(monkeypatch) -> None:
+    """What torchrun sets up, for one process."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+REPLACED = {
+    'init_device_mesh("cuda"': 'init_device_mesh("cpu"',
+    "DistributedConfig(tp_size=2)": "DistributedConfig(tp_size=1)",
+    'device="cuda"': 'device="cpu"',
+    'device_map="cuda"': 'device_map="cpu"',
+    "n, k, m = 4096, 14336, 16": "n, k, m = 72, 256, 3",
+    "max_m=4096": "max_m=1",
+}
+"""In every sample."""
+
+NAMED = {
+    "Meta-Llama-3-8B-Instruct-W4AFP8": model_folder,
+    "Llama-3-8B-bf16": floats_folder,
+}
+"""What makes the folder that a sample names."""
+
+CANNOT_RUN: dict[str, str] = {}
+"""The reason why a sample, named by its first line, cannot run here."""
+
+SAMPLES = {text: page for page, text in reversed(fences("python", "py"))}
+"""Page by text: a sample that stands on two pages runs once."""
+
+
+@pytest.mark.parametrize("text", SAMPLES, ids=[f"{page}-{n}" for n, page in enumerate(SAMPLES.values())])
+def test_every_sample_runs(text, tmp_path, monkeypatch):
+    if reason := CANNOT_RUN.get(text.splitlines()[0]):
+        pytest.skip(reason)
+    if "transformers" in text:
+        pytest.importorskip("transformers", "5" if "DistributedConfig" in text else None)
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+    for name, make in NAMED.items():
+        if name in text:
+            make(name)
+    if "torchrun" in text:
+        group_of_one(monkeypatch)
+    names: dict[str, object] = {}
+    for long, short in REPLACED.items():
+        text = text.replace(long, short)
+    exec(compile(text, "sample", "exec"), names)
+    results = [names[name] for name in ("out", "logits") if name in names]
+    assert all(result.isfinite().all() and result.abs().max() > 0 for result in results)
+    assert results or isinstance(names["weight"], jitgemm.W4Weight)
+
+
+def test_no_stand_in_is_left_over():
+    text = "".join(SAMPLES)
+    assert [name for name in (*REPLACED, *NAMED, *CANNOT_RUN) if name not in text] == []
+
+
+# Commands: `jitgemm …` is parsed by the command itself, `… scripts/x` needs options and words that the script knows.
+
+
+def shell_lines() -> list[tuple[str, str]]:
+    """(page, command) of every line in a block without a language that starts like a command."""
+    found = []
+    for page, text in fences("", "sh", "bash", "shell"):
+        for line in text.replace("\\\n", " ").splitlines():
+            if re.match(r"(python|scripts/|pip|jitgemm|git) ?", line):
+                found.append((page, line.split("#")[0].strip()))
+    return found
+
+
+def jitgemm_commands() -> list[tuple[str, str]]:
+    """(page, command) in blocks, and of `jitgemm …` in running text."""
+    found = [(page, line) for page, line in shell_lines() if line.startswith("jitgemm ")]
+    for page in PAGES:
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        for span in re.findall(r"`(jitgemm [^`]+)`", text):
+            found.append((page.relative_to(ROOT).as_posix(), " ".join(span.split())))
+    return sorted(set(found))
+
+
+PLACEHOLDERS = {
+    "N,K": "256,256",
+    "M": "3",
+    "N": "256",
+    "K": "256",
+    "KEY": "0",
+    "LABEL": "0",
+    "config.json": str(ROOT / "README.md"),
+}
+
+
+@pytest.mark.parametrize(("page", "command"), jitgemm_commands())
+def test_every_jitgemm_command_is_one(page, command):
+    """Parsed, not run: tests/cli/test_cli.py runs them."""
+    pytest.importorskip("typer")
+    from typer.main import get_command
+
+    from jitgemm.cli.app import app
+
+    found = get_command(app)
+    tokens = [PLACEHOLDERS.get(token, token) for token in shlex.split(command)[1:] if token not in ("…", "...")]
+    while tokens and hasattr(found, "commands"):
+        assert tokens[0] in found.commands, f"{command}: no command {tokens[0]}"
+        found = found.commands[tokens.pop(0)]
+    if tokens:  # else only its name is mentioned
+        found.make_context("jitgemm", tokens)
+
+
+def script_lines() -> list[tuple[str, str]]:
+    lines, past = [], False
+    for page, line in shell_lines():
+        past = line.startswith("git checkout") or (past and "scripts/ablate.py" in line)
+        if not past and "scripts/" in line:  # scripts of another commit cannot be looked at here
+            lines.append((page, line))
+    return lines
+
+
+@pytest.mark.parametrize(("page", "line"), script_lines())
+def test_scripts_have_the_options_that_the_docs_give_them(page, line):
+    tokens = shlex.split(line.partition(" > ")[0])
+    tokens = tokens[1:] if tokens[0] == "python" else tokens
+    script = ROOT / tokens[0]
+    assert script.is_file()
+    sources = [script] if script.suffix == ".sh" else [script, *(ROOT / "scripts" / "benchmark_lib").glob("*.py")]
+    text = "".join(source.read_text(encoding="utf-8") for source in sources)
+    unknown = [token for token in tokens[1:] if token.startswith("--") and not re.search(rf'["/]{token}"', text)]
+    assert unknown == []
+    if len(tokens) > 1 and re.fullmatch(r"[a-z]+", tokens[1]):
+        assert re.search(rf"\b{tokens[1]}\b", text), f"{tokens[1]}: not in {script.name}"
+
+
+def test_extras_in_the_docs_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for page in PAGES:
+        for names in re.findall(r"(?:\.|jitgemm)\[([\w,]+)\]", page.read_text(encoding="utf-8")):
+            assert set(names.split(",")) <= set(extras), page
+
+
+# Links and the site.
+
+
+def anchors(page: Path) -> set[str]:
+    """What a forge and MyST call the page's headings."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower()).replace(" ", "-") for title in titles
+    }
+
+
+def test_links_lead_somewhere():
+    bad = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+            if re.match(r"https?:|mailto:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            path = (page.parent / file).resolve() if file else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                bad.append(f"{page.relative_to(ROOT)}: {target}")
+    assert bad == []
+
+
+def named_functions() -> list[tuple[str, str]]:
+    """(file of the package, function) of every `file.py:function` on the architecture page, and of its pictures' lines."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.findall(r"((?:\w+/)*\w+\.py):(\w+(?:\.\w+)*)", text)
+    return sorted({*found, *((file, name) for name, file in re.findall(r"(\w+(?:\.\w+)*)  +((?:\w+/)*\w+\.py)", text))})
+
+
+@pytest.mark.parametrize(("file", "name"), named_functions())
+def test_functions_on_the_architecture_page_are_where_it_says(file, name):
+    scope: ast.AST = ast.parse((ROOT / "jitgemm" / file).read_text(encoding="utf-8"))
+    for part in name.split("."):
+        inside = [each for each in ast.iter_child_nodes(scope) if getattr(each, "name", "") == part]
+        assert inside, f"{file} has no {name}"
+        scope = inside[0]
+
+
+def in_all() -> set[str]:
+    """The names in every `__all__` of the package, and the functions that its entry points name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = {entry.replace(":", ".") for group in project["entry-points"].values() for entry in group.values()}
+    for path in (ROOT / "jitgemm").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+    return found
+
+
+def resolved(name: str) -> object:
+    """The function or class of that dotted name, or that a method's name begins with; None for anything else."""
+    found: object = jitgemm
+    for at, part in list(enumerate(name.split(".")))[1:]:
+        if inspect.ismodule(found) and not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(name.split(".")[: at + 1]))
+            except ImportError:
+                return None
+        found = getattr(found, part, None)
+        if inspect.isfunction(found) or inspect.isclass(found):
+            return found
+    return None
+
+
+def test_the_api_page_has_every_public_name():
+    """Those that a module offers with `__all__`, and the functions and classes that the pages for users name."""
+    names = re.findall(r":: (jitgemm[\w.]*)$", (ROOT / "docs" / "api.rst").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(in_all() - set(names)) == []
+    shown = [resolved(name) for name in names]
+    missing = set()
+    for page in PAGES:
+        if "notes" in page.parts:
+            continue
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"(?<![\w/.:])jitgemm(?:\.\w+)+", text)
+        for module, imported in re.findall(r"^ *from (jitgemm[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+            named += [f"{module}.{name.strip()}" for name in imported.split(",")]
+        missing |= {name for name in named if (found := resolved(name)) is not None and found not in shown}
+    assert sorted(missing - {f"jitgemm.deep_gemm.{name}" for name in vars(deep_gemm)}) == []  # by `automodule`
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    missing = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install '.[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "docs", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert 'id="jitgemm.gemm_w4a8_nt"' in page and "float8_e4m3fn" in page  # with its docstring
+    assert 'id="jitgemm.hf.JitGemmConfig"' in page and "modules_to_not_convert" in page  # without transformers

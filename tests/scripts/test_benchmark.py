@@ -1,0 +1,1159 @@
+"""scripts/benchmark.py without a GPU: arguments, the floor, documents, the gate, tables, the picture, JIT probes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "benchmark.py"
+sys.path.append(str(ROOT / "scripts"))
+
+import benchmark
+from benchmark_lib import cells as cells_lib
+from benchmark_lib import results as results_lib
+from benchmark_lib import run as run_lib
+from benchmark_lib.cells import Cell, Experts, Format, GroupedCell
+from benchmark_lib.cells import from_record, make_cells, make_moe_cells, parse_format, parse_ms, to_record
+from benchmark_lib.compare import compare
+from benchmark_lib.contestant import EXACT, WIDER, Contestant, Refused, Run
+from benchmark_lib.timing import host_microseconds, relative_spread
+
+DEVICE = "NVIDIA H200"
+
+
+def result(us: float | None, spread: float = 0.01, note: str = "", **more) -> dict:
+    figures = {} if us is None else {"spread": spread, "tflops": 100.0, "gbs": 2000.0, "replays": 15}
+    return {"us": us, "note": note, **figures, **more}
+
+
+def contestant_facts(name: str, kind: str, ours: bool = False, missing: str | None = None) -> dict:
+    return {"name": name, "label": f"the {name}", "kind": kind, "ours": ours, "version": "1", "missing": missing}
+
+
+def document(**us: float | None) -> dict:
+    """A recorded run: one decode cell with these times, and one prefill cell ten times as long."""
+    times = {"e4m3_g128": 5.0, "int8_ch": 4.5, "fp8row": 13.0, "hum_fp8_g128": 9.0} | us
+    cells = []
+    for m, factor in ((16, 1), (4096, 10)):
+        results = {name: result(None if value is None else value * factor) for name, value in times.items()}
+        results["int8mm"] = result(None, note="refused: _int_mm: n and k must be multiples of 8")
+        cells.append({"n": 4096, "k": 4096, "m": m, "layer": "", "floor_us": 2.0 * factor, "results": results})
+    return {
+        "schema": results_lib.SCHEMA,
+        "mode": "burst",
+        "date": "2025-01-02T03:04:05+00:00",
+        "environment": {"device": DEVICE, "driver": "580", "commit": "0123456789abcdef", "dirty": False},
+        "settings": {},
+        "floor": cells_lib.H200.floor(),
+        "contestants": [
+            contestant_facts("e4m3_g128", "exact", ours=True),
+            contestant_facts("int8_ch", "channel", ours=True),
+            contestant_facts("fp8row", "wider"),
+            contestant_facts("int8mm", "wider"),
+            contestant_facts("hum_fp8_g128", "exact"),
+            contestant_facts("quack_exact", "exact", missing="cannot import quack.gemm_w4: ModuleNotFoundError"),
+        ],
+        "cells": cells,
+    }
+
+
+def script(*argv: object) -> SimpleNamespace:
+    done = CliRunner().invoke(benchmark.app, [*map(str, argv)])
+    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Writes a document to a file of this name and returns its path."""
+
+    def write(name: str, value: dict) -> Path:
+        path = tmp_path / name
+        results_lib.write_document(path, value)
+        return path
+
+    return write
+
+
+# cells, formats, arguments
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "floor_us"),
+    [(4096, 4096, 1, 1.93), (4096, 4096, 64, 2.1), (4096, 4096, 8192, 183.25), (28672, 4096, 16, 13.68)],
+)
+def test_the_floor_is_the_longer_of_bytes_and_operations(n, k, m, floor_us):
+    assert Cell(n, k, m).floor_us() == pytest.approx(floor_us, abs=0.006)
+
+
+def test_a_device_has_a_floor_of_its_own():
+    from jitgemm.select.devices import device_spec
+
+    half = cells_lib.Rates.of(device_spec("h200,hbm=2.25e6,tensor=0.9e9"))
+    assert Cell(4096, 4096, 1).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 1).floor_us())
+    assert Cell(4096, 4096, 8192).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 8192).floor_us())
+    assert "2.2 TB/s" in half.floor() and "0.75 PFLOP/s" in half.floor()
+
+
+def test_the_floor_of_8_bit_weights_is_that_of_their_bytes():
+    n, k, m, rates = 28672, 4096, 16, cells_lib.H200
+    assert Cell(n, k, m).floor_us(bits=8) == (n * k + m * k + 2 * m * n) / rates.hbm_bytes_per_us
+    assert Cell(n, k, 8192).floor_us(bits=8) == Cell(n, k, 8192).floor_us()  # of operations
+    assert "weights*(n*k)" in rates.floor([8, 8]) and "(n*k/2 + 2*n*k/128 or n*k)" in rates.floor([8, 4])
+    grouped = GroupedCell(n, k, m, "", Experts(8, 2, 8))
+    assert grouped.floor_bytes(8) - grouped.bytes_of(0) == pytest.approx(grouped.hit * n * k)
+
+
+def test_presets_name_the_cells_of_a_llama_8b():
+    cells = make_cells(preset="llama-8b")
+    assert len(cells) == 3 * 9
+    assert {(cell.n, cell.k) for cell in cells} == {(4096, 4096), (28672, 4096), (4096, 14336)}
+    assert len(make_cells(preset="quick", ms=cells_lib.QUICK_MS)) == 10
+
+
+def test_a_model_gives_its_fused_layers_on_one_rank_by_name():
+    cells = make_cells(models=[ROOT / "scripts" / "data" / "llama-3-8b.json"], tp=2, ms=[16])
+    by_shape = {(cell.n, cell.k): cell.layer for cell in cells}
+    assert by_shape[28672 // 2, 4096] == "gate_up_proj"
+    assert by_shape[4096, 14336 // 2] == "down_proj"
+
+
+def test_a_shape_given_twice_is_measured_once():
+    assert len(make_cells(shapes=["4096,4096", "4096x4096"], preset="quick", ms=[1, 2])) == 4
+
+
+def test_numbers_of_tokens_are_lists_and_ranges():
+    assert parse_ms("1,16,16,64") == (1, 16, 64)
+    assert parse_ms("1:9:4,512") == (1, 5, 9, 512)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-4", "1:2:3:4", "1:8:0"])
+def test_wrong_numbers_of_tokens_are_refused(text):
+    with pytest.raises(ValueError):
+        parse_ms(text)
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        *cells_lib.DEFAULT_FORMATS,
+        *cells_lib.MORE_FORMATS,
+        Format("s8", 64, True, batch_invariant=True),
+        Format("s8", 0, any_codes=True),
+        Format("e4m3", 256, batch_invariant=True, any_codes=True),
+        Format("s8", 128, bits=8, lhs_blocks=True, batch_invariant=True),
+        Format("s8", 128, bits=8, lhs_blocks=True, lhs_e8m0=True, batch_invariant=True),
+        Format("e4m3", 0, any_codes=True, lhs_blocks=True, lhs_e8m0=True),
+        Format("e4m3", 64, offset=True, batch_invariant=True),
+        Format("s8", 32, True, corrects=True, batch_invariant=True),
+    ],
+    ids=lambda fmt: fmt.name,
+)
+def test_a_formats_name_reads_back(fmt):
+    assert parse_format(fmt.name) == fmt
+
+
+def test_a_formats_name_ends_in_its_codes_and_then_its_invariance():
+    assert parse_format("e4m3_g128_any") == Format("e4m3", 128, any_codes=True)
+    assert parse_format("fp8_g64z_bi") == Format("e4m3", 64, True, batch_invariant=True)
+    assert parse_format("INT8_ch_any_bi") == Format("s8", 0, batch_invariant=True, any_codes=True)
+    assert Format("s8", 0, batch_invariant=True, any_codes=True).name == "int8_ch_any_bi"
+
+
+def test_different_formats_have_different_names():
+    formats = [
+        Format(lhs, group, zero, invariant, any_codes, lhs_blocks=blocks > 0, lhs_e8m0=blocks > 1)
+        for lhs in ("e4m3", "s8")
+        for group in (0, 32, 128)
+        for zero in (False, True)
+        for invariant in (False, True)
+        for any_codes in (False, True)
+        for blocks in range(3)
+    ]
+    formats += [
+        Format(lhs, group, bits=8, lhs_blocks=blocks > 0, lhs_e8m0=blocks > 1, batch_invariant=invariant)
+        for lhs in ("e4m3", "s8")
+        for group in (0, 128)
+        for blocks in range(3)
+        for invariant in (False, True)
+    ]
+    formats += [
+        Format("e4m3", group, zeros, invariant, any_codes, f16_sums=True)
+        for group in (32, 64, 128)
+        for zeros in (False, True)
+        for invariant in (False, True)
+        for any_codes in (False, True)
+    ]
+    formats += [Format("e4m3", group, mxfp4=True, f16_sums=f16) for group in (0, 32, 128) for f16 in (False, True)]
+    assert len({fmt.name for fmt in formats}) == len(formats)
+    assert all(parse_format(fmt.name) == fmt for fmt in formats)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "e4m3",
+        "bf16_g128",
+        "e4m3_g48",
+        "int8_g128_fast",
+        "",
+        "e4m3_g128_bi_any",
+        "e4m3_g128_any_any",
+        "e4m3_g128_",
+        "z",
+        "w8_e4m3_g32",
+        "w8_int8_block_any",
+        "w8_int8_chz",
+        "e4m3_block",
+        "e4m3_g128_bi_b128",
+        "e4m3_g128_b128_b128e",
+        "e4m3_g128_e",
+        "int8_g128_f16",
+        "e4m3_ch_f16",
+        "e4m3_g128_f16_b128",
+        "w8_e4m3_block_f16",
+        "mxfp4_g32_f16_b128",
+        "nvfp4_g16_f16",
+        "nvfp4_g128",
+        "nvfp4_g16z",
+        "e4m3_2l",
+        "int8_2l_any",
+        "w8_int8_2l",
+        "int8_g128_x",
+        "e4m3_g128z_x",
+        "int8_g128zo",
+        "int8_cho",
+        "int8_g128z_x_b128",
+        "e4m3_g128o_f16",
+    ],
+)
+def test_an_unknown_format_is_refused_with_what_is_known(text):
+    with pytest.raises(ValueError, match="g32, g64, g128, g256, ch"):
+        parse_format(text)
+
+
+def test_a_formats_bytes_count_scales_and_zero_points():
+    codes = 4096 * 4096 / 2
+    assert Format("e4m3", 128).weight_bytes(4096, 4096) == codes + 4096 * 32 * 2
+    assert Format("e4m3", 128, True).weight_bytes(4096, 4096) == codes + 4096 * 32 * 3
+    assert Format("s8", 0).weight_bytes(4096, 4096) == codes + 4096 * 2
+    assert parse_format("int8_g128o").weight_bytes(4096, 4096) == codes + 4096 * 32 * 4
+    assert parse_format("int8_g128z_x").weight_bytes(4096, 4096) == codes + 4096 * 32 * 4
+    assert parse_format("nvfp4_g16").weight_bytes(4096, 4096) == codes + 4096 * 256
+    assert parse_format("int8_2l").weight_bytes(4096, 4096) == codes + 4096 * (2 * 32 + 2)
+
+
+def test_nvfp4_data_is_near_the_weight():
+    import torch
+    from benchmark_lib.data import quantise_nvfp4
+
+    import jitgemm
+
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    found = jitgemm.pack_nvfp4(*quantise_nvfp4(w)).dequantize()
+    assert float((found - w).norm() / w.norm()) < 0.12
+
+
+def test_peers_are_picked_by_name_and_by_library():
+    from benchmark_lib.contestants import pick
+
+    assert [e.name for e in pick(peers=["none"])] == ["e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any"]
+    assert [e.name for e in pick([parse_format("int8_g64_bi")], ["none"])] == ["int8_g64_bi"]
+    names = [e.name for e in pick(peers=["quack", "bf16", "quack_exact"]) if not e.ours]
+    assert names == ["bf16", "quack_exact", "quack_fold"]
+    with pytest.raises(ValueError, match="--peer.*fp8row"):
+        pick(peers=["cublas"])
+
+
+# the command
+
+
+def test_help_teaches_by_example():
+    done = script("--help")
+    assert done.returncode == 0
+    for word in ("--quick", "--compare", "--sustained", "--from", "Examples", "Exit codes"):
+        assert word in done.stdout
+
+
+def test_list_peers_says_who_is_missing_and_why():
+    done = script("--list-peers", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    facts = {each["name"]: each for each in json.loads(done.stdout)}
+    assert facts["bf16"]["missing"] is None
+    assert facts["e4m3_g128"]["kind"] == facts["e4m3_g128_any"]["kind"] == "jitgemm"
+    assert "codes of any activations" in facts["e4m3_g128_any"]["label"]
+    for name in ("hum_fp8_g128", "hum_w8_e4m3_block", "quack_exact", "dg_fp8_block"):
+        assert facts[name]["missing"] is None or "cannot import" in facts[name]["missing"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--shape", "4096"), "--shape"),
+        (("--m", "0"), "--m"),
+        (("--format", "int3_g128"), "--format"),
+        (("--peer", "cublas"), "--peer"),
+        (("--host", "--jit"), "give one of them"),
+        (("--host", "--sustained"), "--sustained"),
+        (("--from", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_which(argv, said):
+    done = script(*argv)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+# documents
+
+
+def test_a_document_is_written_whole_and_reads_back(recorded):
+    path = recorded("result.json", document())
+    assert results_lib.read_document(path) == document()
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_new_document_names_everything_a_reader_asks_for():
+    from benchmark_lib.contestants import pick
+
+    everybody = pick()
+    made = results_lib.new_document("burst", {}, everybody, {"quack_exact": "cannot import"}, cells_lib.H200)
+    results_lib.validate(made)
+    assert {"commit", "driver", "versions", "device", "python", "nvrtc"} <= set(made["environment"])
+    assert next(e for e in made["contestants"] if e["name"] == "quack_exact")["missing"] == "cannot import"
+
+
+@pytest.mark.parametrize(
+    ("breaking", "said"),
+    [
+        (lambda d: d.pop("cells"), "cells is missing"),
+        (lambda d: d.update(schema=99), "schema"),
+        (lambda d: d.update(mode="warm"), "mode"),
+        (lambda d: d["cells"][0].update(m="16"), r"cells\[0\].m"),
+        (lambda d: d["cells"][0]["results"].update(other=result(1.0)), "not among the contestants"),
+        (lambda d: d["cells"][0]["results"]["fp8row"].update(us=-1), "positive"),
+        (lambda d: d["cells"][0]["results"]["fp8row"].pop("spread"), "spread is missing"),
+    ],
+)
+def test_a_broken_document_is_refused_with_the_place(breaking, said):
+    broken = document()
+    breaking(broken)
+    with pytest.raises(ValueError, match=said):
+        results_lib.validate(broken)
+
+
+# the gate
+
+
+def verdicts(base: dict, new: dict, **more) -> dict[tuple[int, str], str]:
+    return {(change.m, change.name): change.verdict for change in compare(base, new, **more).changes}
+
+
+def test_within_the_noise_floor_nothing_is_slower():
+    found = verdicts(document(), document(e4m3_g128=5.0 * 1.039))
+    assert set(found.values()) == {"same"}
+
+
+def test_beyond_it_a_cell_is_slower_or_faster():
+    found = verdicts(document(), document(e4m3_g128=5.0 * 1.05, int8_ch=4.5 / 1.05))
+    assert found[16, "e4m3_g128"] == found[4096, "e4m3_g128"] == "slower"
+    assert found[16, "int8_ch"] == "faster"
+
+
+def test_the_spreads_of_both_files_widen_what_is_allowed():
+    base, new = document(), document(e4m3_g128=5.0 * 1.09)
+    for one in (base, new):
+        for cell in one["cells"]:
+            cell["results"]["e4m3_g128"]["spread"] = 0.05
+    assert verdicts(base, new)[16, "e4m3_g128"] == "same"
+    assert verdicts(base, document(e4m3_g128=5.0 * 1.09))[16, "e4m3_g128"] == "slower"
+
+
+def test_peers_do_not_fail_the_gate_but_their_drift_is_told():
+    compared = compare(document(), document(fp8row=26.0, hum_fp8_g128=18.0))
+    assert compared.regressions == []
+    assert compared.peers_ratio == pytest.approx(2.0)
+
+
+def test_a_cell_that_is_wrong_or_no_longer_runs_counts_as_lost():
+    assert verdicts(document(), document(int8_ch=None))[16, "int8_ch"] == "lost"
+    wrong = document()
+    wrong["cells"][0]["results"]["int8_ch"]["correct"] = False
+    assert verdicts(document(), wrong)[16, "int8_ch"] == "lost"
+
+
+def test_cells_of_the_baseline_that_were_left_out_are_counted():
+    part = document()
+    del part["cells"][1]
+    compared = compare(document(), part)
+    assert compared.missing == 1 and len(compared.changes) == 2
+
+
+@pytest.mark.parametrize(
+    ("breaking", "said"),
+    [
+        (lambda d: d.update(mode="sustained"), "baseline is burst"),
+        (lambda d: d["environment"].update(device="NVIDIA H20"), "measured on"),
+        (lambda d: d["cells"].clear(), "no cell"),
+    ],
+)
+def test_documents_that_cannot_be_compared_are_refused(breaking, said):
+    new = document()
+    breaking(new)
+    with pytest.raises(ValueError, match=said):
+        compare(document(), new)
+
+
+def test_the_command_compares_recorded_files_and_exits_1_on_a_regression(recorded):
+    base = recorded("base.json", document())
+    assert script("--from", base, "--compare", base).returncode == 0
+    slower = script("--from", recorded("new.json", document(e4m3_g128=6.0)), "--compare", base)
+    assert slower.returncode == 1, slower.stderr
+    assert "slower" in slower.stdout and "+20.0%" in slower.stdout
+    assert (
+        script("--from", base, "--compare", recorded("other.json", document() | {"mode": "sustained"})).returncode == 2
+    )
+
+
+def test_a_wrong_result_exits_1_without_any_baseline(recorded):
+    wrong = document(e4m3_g128=None)
+    wrong["cells"][0]["results"]["e4m3_g128"] = result(None, note="WRONG RESULT, not timed", correct=False)
+    done = script("--from", recorded("wrong.json", wrong))
+    assert done.returncode == 1
+    assert "m=16 e4m3_g128: WRONG RESULT" in done.stderr
+
+
+# tables and the picture
+
+
+def test_the_table_has_ours_in_detail_and_says_who_is_missing(recorded):
+    done = script("--from", recorded("result.json", document()))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    decode = next(line.split() for line in lines if line.split()[:4] == ["4096", "4096", "16", "e4m3_g128"])
+    assert decode[4] == "5.00" and "hum_fp8_g128" in decode and "1.80" in decode  # 9 / 5
+    assert "40" in decode  # % of the floor: 2 / 5
+    assert "quack_exact: cannot import quack.gemm_w4" in done.stdout
+    assert "int8mm: refused: _int_mm" in done.stdout
+
+
+def with_8_bits(**floors: tuple[int, float]) -> dict:
+    """A recorded run in which results of ours have these (bits, floor_us); cells have the floor of the least bits."""
+    found = document()
+    bits = min(bits for bits, _ in floors.values())
+    for cell in found["cells"]:
+        cell |= {"floor_bits": bits, "floor_us": next(us for each, us in floors.values() if each == bits)}
+        for name, (each, us) in floors.items():
+            cell["results"][name] |= {"floor_bits": each, "floor_us": us}
+    return found
+
+
+def test_the_table_says_which_floor_a_format_of_a_mixed_run_stands_beside():
+    from benchmark_lib.table import ours_columns, ours_rows, side_by_side
+
+    mixed = with_8_bits(e4m3_g128=(4, 2.0), int8_ch=(8, 3.6))
+    at = ours_columns(mixed).index("% floor")
+    assert ours_columns(mixed)[at + 1] == "of" and "of" not in ours_columns(document())
+    assert [row[at : at + 2] for row in ours_rows(mixed)][:2] == [("40", "4 bits"), ("80", "8 bits")]
+    assert all(len(row) == len(ours_columns(mixed)) for row in ours_rows(mixed))
+    assert side_by_side(mixed)[0][3] == "floor" and side_by_side(mixed)[1][0][3] == "2.00"
+    missing = with_8_bits(e4m3_g128=(4, 2.0), int8_ch=(8, 3.6))
+    missing["cells"][0]["results"]["int8_ch"] = result(None, note="refused: k")
+    assert all(len(row) == len(ours_columns(missing)) for row in ours_rows(missing))
+    eight = with_8_bits(e4m3_g128=(8, 3.8), int8_ch=(8, 3.8))
+    assert side_by_side(eight)[0][3] == "8-bit floor" and side_by_side(eight)[1][0][3] == "3.80"
+
+
+def test_our_formats_say_the_bits_of_their_floor():
+    from benchmark_lib.contestants import pick
+
+    for moe in (False, True):
+        formats = [parse_format("e4m3_g128"), parse_format("w8_e4m3_block")]
+        assert [each.floor_bits for each in pick(formats, ["none"], moe=moe)] == [4, 8]
+    made = results_lib.new_document("burst", {}, pick([parse_format("w8_int8_ch")]), {}, cells_lib.H200)
+    assert made["floor"] == cells_lib.H200.floor([8])
+
+
+def test_the_best_of_its_kind_leaves_other_kinds_out():
+    from benchmark_lib.table import ours_rows
+
+    row = next(row for row in ours_rows(document(fp8row=2.5)) if row[2:4] == ("16", "e4m3_g128"))
+    assert row[9:13] == ("hum_fp8_g128 9.00", "1.80", "fp8row 2.50", "0.50")
+    row = next(row for row in ours_rows(document()) if row[2:4] == ("16", "int8_ch"))
+    assert row[9:11] == ("-", "-")
+
+
+def test_the_picture_is_a_png(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmark_lib.picture import draw
+
+    assert draw(document(), tmp_path / "roofline.png") == 2 * 4
+    assert (tmp_path / "roofline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_without_matplotlib_only_a_picture_that_was_asked_for_fails(recorded, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = recorded("result.json", document())
+    skipped = script("--from", path, "--json", tmp_path / "again.json")
+    assert skipped.returncode == 0 and "import of matplotlib" in skipped.stderr
+    assert (tmp_path / "again.json").exists()
+    assert script("--from", path, "--plot", tmp_path / "picture.png").returncode == 3
+
+
+# the measurement, with nothing to measure on
+
+
+class FakeTimed:
+    """Takes the calls without a GPU: every replay of "fast" takes 2 us a call, of all others 4."""
+
+    def __init__(self, calls):
+        self.calls, self.turns = len(calls), []
+        self.each = calls[0]()
+
+    def turn(self, replays):
+        self.turns.append([self.each] * replays)
+
+    @property
+    def times(self):
+        return [value for turn in self.turns for value in turn]
+
+    us = property(lambda self: self.times[0])
+    spread = property(lambda self: 0.0)
+
+
+def fake(name: str, us: float, ours: bool = False, error: Exception | None = None, bits: int = 4) -> Contestant:
+    def load(source, copies):
+        def start(m, buffers):
+            if error is not None:
+                raise error
+            return Run(calls=[lambda: us] * 2, rows=lambda rows: None, bytes=1e6, poison=lambda: None)
+
+        return start
+
+    return Contestant(name, name, EXACT if ours else WIDER, ours, "torch", None, load, floor_bits=bits)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    import benchmark_lib.data
+    import benchmark_lib.timing
+
+    source = benchmark_lib.data.Source
+    monkeypatch.setattr(benchmark_lib.timing, "Timed", FakeTimed)
+    monkeypatch.setattr(benchmark_lib.data, "Source", lambda n, k: source(n, k, device="cpu"))
+    monkeypatch.setattr(run_lib, "_check_context", lambda error: None)
+    monkeypatch.setattr(run_lib, "_free", lambda: None)
+
+
+def measured(contestants: list[Contestant], ms=(1, 16)) -> list[dict]:
+    records: list[dict] = []
+    cells = [Cell(64, 128, m) for m in ms]
+    run_lib.measure(cells, contestants, run_lib.Settings(3, 2, False, False), records.append, lambda text: None)
+    return records
+
+
+def test_a_failing_or_refusing_peer_is_noted_and_the_rest_is_measured(no_gpu):
+    peers = [
+        fake("broken", 1.0, error=RuntimeError("illegal\nsomething")),
+        fake("picky", 1.0, error=Refused("n too odd")),
+    ]
+    for record in measured([fake("ours", 2.0, ours=True), *peers, fake("slow", 4.0)]):
+        results = record["results"]
+        assert results["ours"]["us"] == 2.0 and results["slow"]["us"] == 4.0
+        assert results["ours"]["replays"] == 6 and results["ours"]["copies"] == 2
+        assert results["broken"] == {"us": None, "note": "failed: RuntimeError: illegal something"}
+        assert results["picky"]["note"] == "refused: n too odd"
+
+
+@pytest.mark.parametrize(("others", "expected"), [((4, 8), (4, 8, 4)), ((8, 8), (8, 8, 8)), ((4, 4), (4, 4, 4))])
+def test_each_format_has_the_floor_of_its_bits_and_peers_that_of_the_cell(no_gpu, others, expected):
+    ours = [fake(f"ours{i}", 4.0, ours=True, bits=bits) for i, bits in enumerate(others)]
+    (record,) = measured([*ours, fake("peer", 5.0)], ms=(1,))
+    floors = {bits: Cell(64, 128, 1).floor_us(bits=bits) for bits in (4, 8)}
+    assert record["floor_bits"] == min(others) and record["floor_us"] == round(floors[min(others)], 3)
+    for (name, found), bits in zip(record["results"].items(), expected):
+        assert found["floor_bits"] == bits and found["floor_us"] == round(floors[bits], 3), name
+        assert found["floor_percent"] == round(100 * floors[bits] / found["us"], 1)
+
+
+def test_a_lost_device_keeps_the_cells_before_it(no_gpu, monkeypatch):
+    def lost(error):
+        raise run_lib.DeviceLost("gone")
+
+    records: list[dict] = []
+    breaking = fake("ours", 2.0, ours=True)
+    seen = []
+
+    def load(source, copies):
+        start = breaking.load(source, copies)
+
+        def once(m, buffers):
+            seen.append(m)
+            if len(seen) > 1:
+                raise RuntimeError("illegal address")
+            return start(m, buffers)
+
+        return once
+
+    monkeypatch.setattr(run_lib, "_check_context", lost)
+    with pytest.raises(run_lib.DeviceLost):
+        run_lib.measure(
+            [Cell(64, 128, 1), Cell(64, 128, 2)],
+            [Contestant("ours", "", EXACT, True, "torch", None, load)],
+            run_lib.Settings(1, 1, False, False),
+            records.append,
+            lambda text: None,
+        )
+    assert [record["m"] for record in records] == [1]
+
+
+def test_everybody_gets_a_turn_a_round_with_changing_neighbours():
+    names = [f"contestant {i}" for i in range(12)]
+    turns = run_lib._turns(dict.fromkeys(names), run_lib.Settings(11, 1, False, True))
+    rounds = [turns[i : i + 12] for i in range(0, len(turns), 12)]
+    assert len(rounds) == 11 and all(sorted(each) == sorted(names) for each in rounds)
+    before = {name: {a for a, b in zip(turns, turns[1:]) if b == name} for name in names}
+    assert min(map(len, before.values())) >= 5
+    assert turns == run_lib._turns(dict.fromkeys(names), run_lib.Settings(11, 1, False, True))
+
+
+def test_a_sustained_cell_holds_everybody_once():
+    assert run_lib._turns({"a": 0, "b": 0}, run_lib.Settings(3, 1, True, True)) == ["a", "b"]
+
+
+def test_spread_is_from_the_10th_to_the_90th_percentile():
+    assert relative_spread([5.0] * 9) == 0.0
+    assert relative_spread([float(i) for i in range(101)]) == pytest.approx(80 / 50)
+    assert relative_spread([10.0] * 50 + [100.0]) == 0.0  # one outlier is no noise
+
+
+def test_host_time_waits_outside_the_clock():
+    import time
+
+    times = host_microseconds([lambda: None], lambda: time.sleep(0.002), burst=10, bursts=5)
+    assert len(times) == 5 and max(times) < 200
+
+
+# our weights, right and wrong results, on the CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("e4m3_g128", "e4m3"),
+        ("e4m3_g128_any", "any"),
+        ("e4m3_ch", "e4m3"),
+        ("e4m3_g64z", "any"),
+        ("int8_g128", "s8"),
+        ("int8_ch", "s8"),
+        ("int8_ch_any_bi", "any"),
+        ("int8_g32z_bi", "any"),
+    ],
+)
+def test_a_weight_has_the_codes_that_its_format_names(name, codes):
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import weight_of
+
+    fmt = parse_format(name)
+    found = weight_of(fmt, Source(72, 288, device="cpu")).format
+    assert found.order == codes
+    assert (found.group_size, found.zero_point) == (fmt.group_size, fmt.zero_point)
+
+
+def test_a_group_that_covers_all_of_k_is_refused():
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import weight_of
+
+    with pytest.raises(Refused, match="that is per channel"):
+        weight_of(parse_format("e4m3_g128"), Source(64, 128, device="cpu"))
+
+
+def test_a_batch_invariant_format_calls_for_it():
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import ours
+
+    def switches(name: str) -> dict:
+        return ours(parse_format(name)).load(Source(64, 256, device="cpu"), 2)(4, 1).calls[0].keywords
+
+    assert switches("e4m3_g128_bi") == {"batch_invariant": True}
+    assert switches("e4m3_g128") == switches("e4m3_g128_any") == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "e4m3_g128",
+        "e4m3_g128_any",
+        "int8_ch_bi",
+        "int8_g32z",
+        "e4m3_ch_any_bi",
+        "w8_int8_ch",
+        "w8_e4m3_block_b128",
+        "int8_g128_b128e",
+        "int8_g128z_x",
+        "int8_g128o_x",
+        "int8_g128o",
+    ],
+)
+def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
+    import torch
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import kernel_label, weight_of
+
+    import jitgemm.jit.cache
+    import jitgemm.runtime.device
+    from jitgemm.select.devices import device_spec
+
+    compiled = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(jitgemm.runtime.device, "device_of", lambda index: device_spec("h200"))
+    monkeypatch.setattr(
+        jitgemm.jit.cache.KernelCache, "get_or_compile", lambda self, source: (compiled.append(source.label), True)
+    )
+    fmt = parse_format(name)
+    ms = (1, 64, 1024)
+    assert run_lib.compile_ahead([Cell(256, 512, m) for m in ms], [fmt]) == (len(compiled), len(compiled))
+    weight = weight_of(fmt, Source(256, 512, device="cpu"))
+    assert set(compiled) == {kernel_label(fmt, weight, m) for m in ms}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "e4m3_g128",
+        "e4m3_g128_any_bi",
+        "e4m3_g64z",
+        "int8_g32",
+        "int8_ch",
+        "int8_ch_any",
+        "e4m3_g64_b128",
+        "w8_e4m3_ch",
+        "w8_int8_ch",
+        "w8_e4m3_block",
+        "w8_int8_block_b128",
+        "w8_e4m3_block_b128e",
+        "int8_g128_b128e",
+    ],
+)
+def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
+    import torch
+    from benchmark_lib.checks import check
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import ours
+
+    source = Source(72, 288, device="cpu")
+    run = ours(parse_format(name)).load(source, 2)(60, 1)
+    found = check(run, source, 60)
+    assert found["correct"] and found["error_over_bound"] <= 1 and 0.01 < found["error"] < 0.3
+
+    out = run.calls[0].args[2]
+    good = list(run.calls)
+    run.calls = [lambda: (good[0](), out[0].mul_(1.05))] * 2
+    assert not check(run, source, 60)["correct"]
+    run.calls = [lambda: (good[0](), out[33].fill_(torch.nan))] * 2
+    assert not check(run, source, 60)["correct"]
+
+
+# the quantiser
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_a_call_of_each_quantiser_mode_moves_the_bytes_it_says(m, monkeypatch):
+    import benchmark_quantize
+    import torch
+
+    monkeypatch.setattr(benchmark_quantize, "COLD_BYTES", 1)
+    for mode in benchmark_quantize.MODES:
+        k = 288
+        calls, copies, moved = benchmark_quantize.calls_of(mode, m, k, "bf16", "cpu")
+        x = calls[0].__defaults__[0]
+        results = calls[0]()
+        q, scale, *more = results[: 3 if "affine" in mode else 2]
+        assert q.shape == (m, 512 if "sums" in mode else k) and scale.shape == ((m, 3) if "block" in mode else (m,)), (
+            mode
+        )
+        assert 0 < float(q.view(torch.uint8).float().std()) and bool((scale > 0).all())
+        parameters = 2 * k * ("rms_norm" in mode) + 4 * k * ("permuted" in mode) + 4 * m * k * ("residual" in mode)
+        assert moved == x.nbytes + q.nbytes + 4 * scale.numel() + sum(each.nbytes for each in more) + parameters, mode
+        assert copies[0].__defaults__[0].nbytes >= moved - 1
+
+
+# compile and look-up times
+
+
+@pytest.mark.nvrtc
+def test_jit_probes_compile_cold_and_find_warm(tmp_path):
+    from benchmark_lib.jit import run_probe
+
+    arguments = {"n": 256, "k": 256, "m": 16, "m2": 1024, "lhs": "e4m3", "group": 128, "device": "h200"}
+    variables = {"JITGEMM_CACHE_DIR": str(tmp_path)}
+    cold = run_probe("kernel", arguments, variables)
+    warm = run_probe("kernel", arguments, variables)
+    assert not cold["found"] and cold["compile_ms"] > 0 and cold["second_compiled"]
+    assert warm["found"] and "compile_ms" not in warm and not warm["second_compiled"]
+    assert warm["find_ms"] < cold["total_ms"]
+
+
+def test_a_probe_that_fails_leaves_a_row_with_its_reason(tmp_path):
+    from benchmark_lib.jit import ProbeFailed, _row, run_probe
+
+    with pytest.raises(ProbeFailed) as failure:
+        run_probe("kernel", {"n": 7}, {"JITGEMM_CACHE_DIR": str(tmp_path)})
+    row = _row("first call", [failure.value], "total_ms")
+    assert row["ms"] is None and "TypeError" in row["note"]
+
+
+def test_a_recorded_document_is_not_changed_by_showing_it():
+    from benchmark_lib.table import ours_rows, peer_notes, side_by_side
+
+    shown = document()
+    before = copy.deepcopy(shown)
+    ours_rows(shown), side_by_side(shown), peer_notes(shown)
+    assert shown == before
+
+
+# mixtures of experts
+
+RECORDED_PEERS = ROOT / "docs" / "performance" / "moe_peers_h200.json"
+
+
+def test_the_preset_cells_are_those_of_the_recorded_peers_with_their_loads():
+    recorded = json.loads(RECORDED_PEERS.read_text())["cells"]
+    cells = {(cell.layer, cell.m): cell for cell in make_moe_cells()}
+    assert len(cells) == len(recorded) == 48
+    for each in recorded:
+        cell = cells[f"{each['model']} {each['gemm']}", each["tokens"]]
+        assert (cell.n, cell.k, cell.experts.count) == (each["n"], each["k"], each["e"])
+        for name, found in (("rows", cell.rows), ("hit", cell.hit), ("floor_us", cell.floor_us())):
+            assert found == pytest.approx(each[name], rel=0.09), (cell.name, name)
+
+
+@pytest.mark.parametrize("routing", cells_lib.ROUTING_NAMES)
+@pytest.mark.parametrize("experts", [(8, 2, 8), (32, 8, 256), (1, 1, 1), (3, 5, 9)], ids=str)
+def test_the_experts_of_a_token_are_distinct_and_every_row_is_somebody_s(experts, routing):
+    experts = Experts(*experts, routing)
+    for tokens in (1, 7, 100):
+        cell = GroupedCell(64, 128, tokens, "", experts)
+        assert len(cell.loads) == cells_lib.ROUTINGS
+        for load in cell.loads:
+            assert len(load) == experts.count and max(load) <= tokens
+            assert experts.count < experts.of or sum(load) == tokens * experts.top_k
+        assert cell.most_rows == max(1, *map(sum, cell.loads))
+        assert cell.loads == GroupedCell(8, 32, tokens, "", experts).loads
+
+
+def test_skewed_routings_give_some_experts_more_rows():
+    def most(routing: str) -> float:
+        return max(GroupedCell(64, 128, 512, "", Experts(128, 8, 128, routing)).loads[0])
+
+    assert most("uniform") < 60 < 200 < most("zipf") <= most("same") == 512
+    assert GroupedCell(64, 128, 512, "", Experts(128, 8, 128, "same")).hit == 8
+    assert {cell.layer for cell in make_moe_cells(["mixtral"], routing="zipf")} == {
+        "mixtral w13 zipf",
+        "mixtral w2 zipf",
+    }
+
+
+def test_a_cell_reads_back_from_its_record():
+    for cell in (Cell(64, 128, 3, "down_proj"), GroupedCell(64, 128, 3, "tiny w2", Experts(4, 2, 8))):
+        record = json.loads(json.dumps(to_record(cell) | {"results": {}}))
+        assert from_record(record) == cell
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "ep", "expected"),
+    [
+        ({}, 1, 1, {(1536, 2048, Experts(128, 8, 128)), (2048, 768, Experts(128, 8, 128))}),
+        ({}, 2, 8, {(768, 2048, Experts(16, 8, 128)), (2048, 384, Experts(16, 8, 128))}),
+        (
+            {"num_experts": None, "n_routed_experts": 64}, 1, 1,
+            {(1536, 2048, Experts(64, 8, 64)), (2048, 768, Experts(64, 8, 64))},
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_gives_its_experts_on_one_rank(tmp_path, changes, tp, ep, expected):
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    cells = make_moe_cells(models=[tmp_path], tp=tp, ep=ep, ms=[1, 64])
+    assert {(cell.n, cell.k, cell.experts) for cell in cells} == expected and len(cells) == 4
+    with pytest.raises(ValueError, match="cannot be cut for ep = 3"):
+        make_moe_cells(models=[tmp_path], ep=3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--moe", "--shape", "64,128"), "--moe: expected none of"),
+        (("--moe", "--host"), "--moe: expected none of"),
+        (("--ep", "2"), "--ep, --routing: expected only with --moe"),
+        (("--moe", "--routing", "random"), "--routing: expected one of uniform, zipf, same"),
+        (("--moe", "--preset", "llama-8b"), "expected one of qwen3-30b, dsv3-ep8"),
+        (("--moe", "--model", ROOT / "scripts" / "data" / "llama-3-8b.json"), "num_experts"),
+        (("--moe", "--peer", "quack_exact"), "--peer: expected one of"),
+    ],
+)
+def test_wrong_arguments_of_moe_exit_2_and_say_which(argv, said):
+    done = script(*argv)
+    assert done.returncode == 2 and said in " ".join(done.stderr.split())
+
+
+def moe_source(experts: Experts = Experts(5, 2, 8)):
+    from benchmark_lib.data import GroupedSource
+
+    return GroupedSource(72, 288, experts, device="cpu")
+
+
+def test_rows_of_a_routing_meet_the_weight_of_their_expert():
+    import torch
+
+    source, tokens = moe_source(), 40
+    x, offsets = source.activations(tokens), source.offsets(tokens)
+    for call in source.checked(tokens, cells_lib.ROUTINGS):
+        load = source.cell(tokens).loads[call]
+        assert offsets[call].diff().tolist() == list(load) and offsets[call][0] == 0
+        rows = source.sample(tokens, call)
+        assert len(rows) and rows.max() < sum(load) <= len(x)
+        expected = torch.cat(
+            [
+                x[a:b].float() @ source.expert(e).weight.float().T
+                for e, (a, b) in enumerate(zip(offsets[call], offsets[call][1:]))
+            ]
+        )
+        torch.testing.assert_close(source.plain(tokens, rows, call), expected[rows])
+        # The expert that has the most rows, and the last one that has some.
+        assert {sum(load[:e]) for e in (load.index(max(load)), max(e for e in range(5) if load[e]))} <= set(
+            rows.tolist()
+        )
+
+
+def test_a_rank_that_no_token_chose_has_nothing_to_check_in_this_call():
+    source = moe_source(Experts(1, 1, 64))
+    loads = source.cell(1).loads
+    empty = next(i for i, load in enumerate(loads) if not sum(load))
+    assert source.sample(1, empty).tolist() == [] and sum(loads[source.checked(1, 24)[0]]) == 1
+
+
+def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_not():
+    pytest.importorskip("torch", minversion="2.13")  # 2.8 has none on the CPU
+    from benchmark_lib.checks import check
+    from benchmark_lib.contestants import pick
+
+    source = moe_source()
+    bf16 = next(each for each in pick([], ["bf16"], moe=True))
+    assert check(bf16.load(source, None)(40, 1), source, 40)["correct"]
+    run = bf16.load(source, None)(40, 1)
+    source.distinct.reverse()
+    assert not check(run, source, 40)["correct"]
+
+
+def deep_gemm_on_the_cpu():
+    """What our contestants call of DeepGEMM, on the CPU, from its documented shapes."""
+
+    import torch
+    from benchmark_lib.data import quantise_blocks, quantise_rows
+
+    def per_block(weight, use_ue8m0):
+        n, k = weight.shape
+        blocks = weight.view(n // 128, 128, k // 128, 128).transpose(1, 2).reshape(-1, 128 * 128)
+        codes, scale = quantise_rows(blocks, torch.float8_e4m3fn)
+        return codes.view(n // 128, -1, 128, 128).transpose(1, 2).reshape(n, k), scale.view(n // 128, -1)
+
+    def plain(x, scale, block):
+        return x.float() * scale.repeat_interleave(block, -2).repeat_interleave(128, -1)
+
+    def gemm(lhs, weight, out, **_):
+        out.copy_(plain(*lhs, 1) @ plain(*weight, 128).transpose(-1, -2))
+
+    def contiguous(lhs, weight, out, owner, **_):
+        assert len(owner) == len(out) and len(out) % 128 == 0
+        for at, expert in zip(range(0, len(out), 128), owner[::128].tolist()):
+            tile = slice(at, at + 128)
+            assert all(each in (-1, expert) for each in owner[tile].tolist()) and expert >= 0
+            gemm([each[tile] for each in lhs], [each[expert] for each in weight], out[tile])
+
+    def masked(lhs, weight, out, rows, expected_m, **_):
+        assert expected_m > 0
+        for expert, count in enumerate(rows.tolist()):
+            mine = [each[expert, :count] for each in lhs]
+            gemm(mine, [each[expert] for each in weight], out[expert, :count])
+
+    return SimpleNamespace(
+        utils=SimpleNamespace(
+            per_block_cast_to_fp8=per_block,
+            per_token_cast_to_fp8=lambda x, use_ue8m0: quantise_blocks(x, torch.float8_e4m3fn),
+        ),
+        get_mn_major_tma_aligned_tensor=lambda scale: scale,
+        fp8_gemm_nt=gemm,
+        m_grouped_fp8_gemm_nt_contiguous=contiguous,
+        m_grouped_fp8_gemm_nt_masked=masked,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "moe"), [("dg_fp8_block", False), ("dg_fp8_block", True), ("dg_fp8_block_masked", True)]
+)
+def test_deepgemm_gets_each_expert_s_rows_where_it_wants_them(name, moe, monkeypatch):
+    from benchmark_lib import moe as moe_lib
+    from benchmark_lib import other_peers
+    from benchmark_lib.checks import check
+    from benchmark_lib.contestants import pick
+    from benchmark_lib.data import GroupedSource, Source
+
+    for module in (moe_lib, other_peers):
+        monkeypatch.setattr(module, "import_deep_gemm", deep_gemm_on_the_cpu)
+    (peer,) = pick([], [name], moe=moe)
+    tokens = 90
+    source = GroupedSource(128, 256, Experts(5, 2, 8), device="cpu") if moe else Source(128, 256, device="cpu")
+    run = peer.load(source, None)(tokens, 1)
+    found = check(run, source, tokens)
+    assert found["correct"] and found["error"] < 0.06
+    if moe:
+        source.distinct.reverse()
+        assert not check(run, source, tokens)["correct"]
+
+
+@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z_bi", "int8_g32", "int8_ch", "w8_e4m3_block_b128e"])
+def test_our_grouped_results_pass_both_checks_and_wrong_ones_do_not(name):
+    import torch
+    from benchmark_lib.checks import check
+    from benchmark_lib.contestants import pick
+
+    source = moe_source()
+    (mine,) = pick([parse_format(name)], ["none"], moe=True)
+    run = mine.load(source, None)(40, 1)
+    assert len(run.calls) == cells_lib.ROUTINGS
+    found = check(run, source, 40)
+    assert found["correct"] and 0 < found["error_over_bound"] <= 1 and 0.01 < found["error"] < 0.3
+
+    out, good = run.calls[0].args[2], list(run.calls)
+    run.calls = [lambda call=call: (call(), out.mul_(1.05)) for call in good]
+    assert not check(run, source, 40)["correct"]
+    run.calls = [lambda call=call: (call(), out[3].fill_(torch.nan)) for call in good]
+    assert not check(run, source, 40)["correct"]
+    assert len(run.snapshot()) == sum(source.cell(40).loads[-1])  # no row that belongs to no expert
+
+
+@pytest.mark.parametrize("name", ["e4m3_g128", "int8_g64z", "int8_ch_bi", "w8_int8_block_b128", "w8_e4m3_ch"])
+def test_the_grouped_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
+    import torch
+    from benchmark_lib.ours import kernel_label, weight_of
+
+    import jitgemm
+    import jitgemm.jit.cache
+    import jitgemm.runtime.device
+    from jitgemm.select.devices import device_spec
+
+    compiled = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(jitgemm.runtime.device, "device_of", lambda index: device_spec("h200"))
+    monkeypatch.setattr(
+        jitgemm.jit.cache.KernelCache, "get_or_compile", lambda self, source: (compiled.append(source.label), True)
+    )
+    monkeypatch.setattr("jitgemm.kernel.render.kernel_source", lambda spec: spec)
+    fmt, source = parse_format(name), moe_source()
+    cells = [GroupedCell(72, 288, m, "", source.experts) for m in (1, 64, 1024)]
+    run_lib.compile_ahead(cells, [fmt])
+    packed = [weight_of(fmt, each) for each in source.distinct]
+    weight = type(packed[0]).stacked(5, packed.__getitem__)
+    assert set(compiled) == {kernel_label(fmt, weight, cell.most_rows) for cell in cells}
+
+
+@pytest.mark.parametrize("mode", ["e4m3", "int8-channel", "w8-e4m3", "w8-int8", "w8-e4m3-block"])
+@pytest.mark.parametrize("everywhere", [4, 8])
+def test_the_parts_of_a_fused_layer_make_the_layer_s_result(mode, everywhere):
+    import benchmark_moe_layer
+    import torch
+
+    torch.manual_seed(5)
+    model = {"experts": 4, "everywhere": everywhere, "top_k": 2, "k": 256, "inter": 160}
+    dtype_name, bits, group_size, _ = benchmark_moe_layer.MODES[mode]
+    weights = benchmark_moe_layer.weights_of(model, bits, group_size, getattr(torch, dtype_name), "cpu")
+    assert {type(weight).__name__ for weight in weights} == {f"W{bits}Weight"}
+    calls = benchmark_moe_layer.calls_of(model, 6, weights, mode, 1, "cpu")
+    out = calls["layer"][0].__defaults__[-1]
+    calls["layer"][0]()
+    expected = out.clone()
+    for part in benchmark_moe_layer.PARTS:
+        calls[part][0]()
+    assert expected.float().norm() > 0
+    assert torch.equal(out, expected)
+
+
+def moe_document(**us: float) -> dict:
+    """A recorded run of two models' cells that have n, k and tokens in common."""
+    found = document()
+    times = {"e4m3_g128": 20.0, "int8_ch": 15.0} | us
+    cells = [
+        GroupedCell(1536, 2048, 8, "qwen3-30b w13", Experts(128, 8, 128)),
+        GroupedCell(1536, 2048, 8, "x w13", Experts(64, 8, 64)),
+    ]
+    found["cells"] = [
+        to_record(cell) | {"floor_us": 18.98, "results": {name: result(value) for name, value in times.items()}}
+        for cell in cells
+    ]
+    return found
+
+
+def test_recorded_peers_stand_beside_ours_where_the_layer_is_theirs():
+    found = moe_document()
+    results_lib.add_recorded_peers(found, RECORDED_PEERS)
+    results_lib.validate(found)
+    first, second = (cell["results"] for cell in found["cells"])
+    assert first["vllm_w4a8"]["us"] == 48.46 and "vllm_w4a8" not in second
+    assert results_lib.best_of(found, found["cells"][0], results_lib.names_of(found, ours=False, kinds=(EXACT,))) == (
+        "hum_fp8_g128",
+        32.37,
+    )
+    found["environment"]["device"] = "NVIDIA H100 80GB HBM3"
+    with pytest.raises(ValueError, match="was measured on NVIDIA H200, this on NVIDIA H100"):
+        results_lib.add_recorded_peers(found, RECORDED_PEERS)
+
+
+def test_the_table_of_grouped_gemms_has_the_floor_and_how_often_it_is_taken(recorded):
+    done = script("--from", recorded("moe.json", moe_document()), "--peers-from", RECORDED_PEERS)
+    assert done.returncode == 0
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b w13")]
+    assert lines[0][:11] == [
+        "qwen3-30b",
+        "w13",
+        "128",
+        "1536",
+        "2048",
+        "8",
+        "e4m3_g128",
+        "20.00",
+        "1.0%",
+        "100",
+        "2000",
+    ]
+    assert lines[0][11:13] == ["18.98", "1.05"] and lines[0][13:16] == ["hum_fp8_g128", "32.37", "1.62"]
+
+
+def test_grouped_cells_are_compared_with_those_of_the_same_experts():
+    changes = compare(moe_document(), moe_document(int8_ch=30.0)).changes
+    assert sorted((change.name, change.verdict) for change in changes) == 2 * [("e4m3_g128", "same")] + 2 * [
+        ("int8_ch", "slower")
+    ]
+    slower = moe_document()
+    slower["cells"][1]["results"]["int8_ch"]["us"] = 30.0
+    assert [change.verdict for change in compare(moe_document(), slower).changes].count("slower") == 1
+
+
+def test_the_picture_has_a_panel_for_each_layer_of_experts(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmark_lib.picture import draw
+
+    assert draw(moe_document(), tmp_path / "moe.png") == 4

@@ -1,0 +1,66 @@
+"""scripts/performance.py: the documentation's tables of times are those of the files in docs/performance."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import performance
+import pictures
+
+
+@pytest.mark.parametrize("page", performance.PAGES, ids=lambda page: page.name)
+def test_a_pages_tables_are_those_of_its_files(page):
+    text = page.read_text()
+    assert performance.with_tables(text) == text
+
+
+def test_every_table_is_in_a_page():
+    text = "".join(page.read_text() for page in performance.PAGES)
+    assert {name for name in performance.TABLES if f"<!-- table {name} -->" not in text} == set()
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_what_the_script_draws(name):
+    path = performance.ROOT / "docs" / name
+    assert pictures.made(performance.RESULTS, [name]) == {name: path.read_text()}
+    assert any(name in page.read_text() for page in (performance.ROOT / "README.md", *path.parents[1].glob("*.md")))
+
+
+def test_a_picture_shows_the_files_times(tmp_path):
+    for name in ("h200", "peers_h200"):
+        document = json.loads((performance.RESULTS / f"{name}.json").read_text())
+        for cell in document["cells"]:
+            for result in cell["results"].values():
+                result["us"] = 1234.0 if cell["m"] == 16 else 56.7
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    drawn = pictures.speed(tmp_path)
+    assert drawn.count(">1234<") == drawn.count(">56.7<") == 5
+
+
+def test_a_table_has_what_its_file_has(tmp_path):
+    cell = {
+        "n": 64,
+        "k": 128,
+        "m": 1024,
+        "floor_us": 1.5,
+        "results": {"e4m3_g128": {"us": 12.345}, "bf16": {"us": None}},
+    }
+    environment = {"device": "a GPU", "commit": "0123456789"}
+    document = {"date": "2026-01-02T03:04", "environment": environment, "cells": [cell]}
+    (tmp_path / "h200.json").write_text(json.dumps(document))
+    made = performance.with_tables("before\n<!-- table torch -->\nold\n<!-- end -->\nbehind\n", tmp_path)
+    assert "| 64 × 128 | 1,024 | 1.50 | 12.35 | - |" in made.replace("12.34 |", "12.35 |") and "old" not in made
+    assert "a GPU, 2026-01-02, commit 0123456, h200.json" in made and made.endswith("<!-- end -->\nbehind\n")
+
+
+def test_speeds_span_all_cells_of_a_range():
+    cells = [
+        {"m": m, "results": {"a": {"us": 2.0}, "b": {"us": us}, "c": {"us": None}}}
+        for m, us in ((1, 3), (9, 5), (80, 1))
+    ]
+    made = performance.speeds([("x", 0, "a", "b c")], {"few": (1, 64), "many": (65, 99)}, {"cells": cells})
+    assert made.splitlines()[-1] == "| x | 1.50 to 2.50 | 0.50 to 0.50 |"

@@ -1,0 +1,335 @@
+"""scripts/vllm_engine.py: engines take turns, and their figures are those of steps with all sequences in them; the
+checkpoints whose logprobs it compares hold one and the same weights.
+
+vLLM is a stand-in, in the script's own processes: with a clock of its own, or with logprobs that the test says.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import builders
+import pytest
+import torch
+
+import jitgemm
+import jitgemm.nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import vllm_checkpoints  # noqa: E402
+import vllm_engine  # noqa: E402
+import vllm_made_up  # noqa: E402
+
+STANDIN = '''
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+now = 0.0
+time.perf_counter = lambda: now
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        self.max_tokens = max_tokens
+
+
+class LLM:
+    """Takes a request in each of the first steps, at 7 ms more; a decode step takes what the test says, and drifts."""
+
+    def __init__(self, model, quantization="bf16", **arguments):
+        self.quant, self.left, self.waiting, self.runs, self.steps = quantization, [], [], {}, 0
+        self.llm_engine = self
+        self.told = json.loads(os.environ["STEPS"])[quantization]
+
+    def enqueue(self, prompts, how, use_tqdm):
+        sequences, tokens = len(prompts), len(prompts[0]["prompt_token_ids"])
+        if how.max_tokens > 64 or tokens > 128:
+            with open(os.environ["TURNS"], "a") as file:
+                print(self.quant, sequences, tokens, file=file)
+            self.runs[sequences] = self.runs.get(sequences, 0) + 1
+        self.waiting = [how.max_tokens] * sequences
+        self.step_s = self.told[min(max(self.runs.get(sequences, 0), 1), len(self.told)) - 1] * 1e-6
+
+    def has_unfinished_requests(self):
+        return bool(self.left or self.waiting)
+
+    def step(self):
+        global now
+        if self.step_s < 0:
+            os._exit(3)
+        now += self.step_s
+        if self.waiting:
+            now += 0.007
+            self.left.append(self.waiting.pop())
+        self.steps += 1
+        if self.steps % int(os.environ.get("EVERY", 1)) == 0:
+            self.left = [each - 1 for each in self.left if each > 1]
+'''
+
+
+@pytest.fixture
+def speed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(STANDIN)
+    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+
+    monkeypatch.setattr(vllm_engine.signal, "signal", lambda *_: None)  # this process keeps its own
+
+    def run(steps, rounds=3, **more):
+        monkeypatch.setenv("STEPS", json.dumps(steps))
+        for name, value in more.items():
+            monkeypatch.setenv(name, value)
+        out = tmp_path / "out.jsonl"
+        code = 0
+        try:
+            vllm_engine.speed([f"llama8b/{quant}" for quant in steps], str(out), rounds, 512, 300, 300)
+        except SystemExit as ended:
+            code = ended.code
+        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        return code, capsys.readouterr().out, {row["quant"]: row for row in rows}
+
+    return run
+
+
+def test_engines_take_turns_and_rows_have_each_rounds_figures_and_medians(speed, tmp_path):
+    code, said, rows = speed({"fp8": [1000, 1900, 1100], "fp8_per_block": [2000, 2800, 2200]})
+    assert code == 0, said
+    sizes = [each for size in (1, 16, 64) for each in (f"fp8 {size} 128", f"fp8_per_block {size} 128")]
+    prefill = ["fp8 8 2048"] * 3 + ["fp8_per_block 8 2048"] * 3
+    assert (tmp_path / "turns").read_text().splitlines() == 3 * (sizes + prefill)
+    for size in (1, 16, 64):  # without what admission takes
+        assert rows["fp8"]["rounds"][f"step_us_{size}"] == [1000, 1900, 1100]
+        assert rows["fp8"][f"step_us_{size}"] == 1100 and rows["fp8_per_block"][f"step_us_{size}"] == 2200
+    row = rows["fp8"]
+    # Three runs a round, the best of which counts; runs 4 to 9 are at the last rate.
+    best = [round(8 * 2048 / (8 * (0.007 + step * 1e-6))) for step in (1000, 1100, 1100)]
+    assert row["rounds"]["prefill_tokens_s"] == best and row["prefill_tokens_s"] == best[1]
+    assert row["started_beside"] == 1 and {"start_s", "date", "device", "commit", "model"} <= set(row)
+    assert "round 3, llama8b/fp8: step_us_64 1100" in said
+
+
+def test_an_engine_that_dies_leaves_the_others_measured(speed):
+    code, said, rows = speed({"fp8": [1000], "fp8_per_block": [1000, -1]}, rounds=2)
+    assert code == 1 and list(rows) == ["fp8"]
+    assert rows["fp8"]["rounds"]["step_us_1"] == [1000] * 2
+    assert "round 1, llama8b/fp8_per_block: failed" in said
+
+
+def test_an_engine_that_does_not_make_a_token_each_step_gives_no_figure(speed):
+    code, said, rows = speed({"fp8": [1000]}, EVERY="2")
+    assert code == 1 and not rows and "llama8b/fp8: failed, exit code 1" in said
+
+
+def test_an_engine_that_does_not_answer_is_ended():
+    engine = subprocess.Popen(
+        ["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert vllm_engine.answer(engine, 0.1, "16") == "" and engine.wait(10) != 0
+
+
+# ---- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_in_mxfp4_have_both_configs_of_the_same_experts():
+    for model, (theirs, arguments, ours) in vllm_engine.MXFP4.items():
+        assert vllm_engine.engine_of(model, "vllm") == (theirs, arguments)
+        marlin = arguments | {"moe_backend": "marlin", "async_scheduling": False}
+        assert vllm_engine.engine_of(model, "marlin+sync") == (theirs, marlin)
+        config, found = vllm_engine.engine_of(model, 'jitgemm:{"activation": "e4m3_block"}')
+        assert config == ours and found["hf_overrides"] == {"jitgemm": {"activation": "e4m3_block"}}
+
+
+def test_layers_take_experts_in_turn():
+    made = vllm_made_up.in_turn(lambda **options: options, 2)
+    layers = [made(prefix=f"layers.{i}") for i in range(5)]
+    assert [layer["prefix"] for layer in layers] == ["layers.0", "layers.1"] * 2 + ["layers.0"]
+    assert layers[0] is layers[2]
+
+
+def test_made_up_weights_have_random_bytes_near_scales_and_wide_routers():
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    for name, dtype in {"weight": torch.uint8, "weight_scale": torch.uint8, "scale": torch.float8_e8m0fnu}.items():
+        zeros = torch.zeros(64, 64, dtype=torch.uint8).view(dtype)
+        model.mlp.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+    model.mlp.gate = torch.nn.Linear(64, 64)
+    model.mlp.up = torch.nn.Linear(64, 64)
+    before = model.mlp.up.weight.clone()
+    vllm_made_up.fill(model)
+    assert len(model.mlp.weight.unique()) == 256 and 0.9 < model.mlp.gate.weight.std() < 1.1
+    for scale in (model.mlp.weight_scale, model.mlp.scale):
+        assert scale.view(torch.uint8).unique().tolist() == [118, 119, 120, 121, 122]
+    assert torch.equal(model.mlp.up.weight, before)
+
+
+# ---- logprobs --------------------------------------------------------------------------------------------------------
+
+SAYS = """
+import atexit
+import json
+import os
+from types import SimpleNamespace
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, prompt_logprobs, detokenize):
+        pass
+
+
+class LLM:
+    def __init__(self, model, quantization="vllm", enforce_eager=False, tensor_parallel_size=1, **arguments):
+        name = f"{os.path.basename(model)} {quantization}{' eager' * enforce_eager}"
+        self.says = json.loads(os.environ["SAYS"])[name]
+        if name == "gptq jitgemm":
+            atexit.register(os._exit, 134)  # as vLLM's interpreters do now and then, behind their answer
+        method = json.load(open(os.path.join(model, "config.json"))).get("quantization_config", {}).get("quant_method")
+        assert os.path.basename(model) == (method or "bf16") and tensor_parallel_size == 2
+
+    def generate(self, prompts, how, use_tqdm):
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            first = len(ids) == 64
+            values = [None] + [{each: SimpleNamespace(logprob=self.says[not first])} for each in ids[1:]]
+            yield SimpleNamespace(prompt_logprobs=values)
+"""
+
+
+@pytest.fixture(scope="module")
+def library():
+    pytest.importorskip("transformers")
+    return pytest.importorskip("compressed_tensors", minversion="0.17")  # that of vLLM 0.24
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def written(request, library, tmp_path_factory):
+    """The folder of a model's checkpoints, and the codes and scales that were drawn for each layer."""
+    folder = tmp_path_factory.mktemp(request.param)
+    drawn = vllm_checkpoints.small(request.param, folder, vllm_checkpoints.PACKED, layers=1)
+    linears = 4 if request.param == "moe" else 7
+    assert len(drawn) == (linears + (3 * 16 if request.param == "moe" else 0))
+    return folder, drawn
+
+
+def same_weight(weight, *layers):
+    """Whether a packed weight holds these layers' rows, bit for bit."""
+    q, scale, zero = weight.unpack()
+    codes, scales = (torch.cat(parts) for parts in zip(*layers, strict=True))
+    return zero is None and builders.same_bits(q, codes) and builders.same_bits(scale, scales)
+
+
+@pytest.mark.parametrize("name", vllm_checkpoints.PACKED)
+def test_a_model_of_a_checkpoint_has_the_weights_that_were_drawn(written, name):
+    import transformers
+    from safetensors.torch import load_file
+
+    folder, drawn = written
+    config = transformers.AutoConfig.from_pretrained(folder / "bf16")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    left = dict(drawn)
+    for layer in jitgemm.nn.load_(model, folder / name, device="cpu"):
+        module = model.get_submodule(layer)
+        if isinstance(module, jitgemm.nn.W4A8Linear):
+            assert same_weight(module.weight, left.pop(layer)), layer
+            continue
+        for e in range(16):
+            gate, up, down = (left.pop(f"{layer}.{e}.{part}_proj") for part in ("gate", "up", "down"))
+            assert same_weight(module.w13.weight[e], gate, up) and same_weight(module.w2.weight[e], down), (layer, e)
+    assert left == {}
+    plain, state = load_file(folder / "bf16" / "model.safetensors"), model.state_dict()
+    others = [tensor for tensor in plain if "_proj" not in tensor]
+    assert "lm_head.weight" in others and all(builders.same_bits(state[each], plain[each]) for each in others)
+
+
+def test_the_file_in_bf16_holds_the_values_of_those_in_4_bits(written, library):
+    """As compressed-tensors itself unpacks them, and as jitgemm does."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from safetensors.torch import load_file
+
+    folder, drawn = written
+    plain = load_file(folder / "bf16" / "model.safetensors")
+    packed = load_file(folder / "compressed-tensors" / "model.safetensors")
+    config = json.loads((folder / "compressed-tensors" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    for layer in drawn:
+        parts = {each: packed[f"{layer}.{each}"] for each in ("weight_packed", "weight_scale", "weight_shape")}
+        theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        ours = jitgemm.load(folder / "gptq", layer, device="cpu").dequantize().bfloat16()
+        # 0 * scale is +0 or -0 by the path taken.
+        assert builders.same_bits(theirs + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+        assert builders.same_bits(ours + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+
+
+def configs_alone(kind, folder, names):
+    """What `small` writes, without weights: a stand-in for vLLM reads none."""
+    for name in ("bf16", *names):
+        (folder / name).mkdir()
+        quantization = vllm_checkpoints.KINDS[kind][name][1] if name != "bf16" else {}
+        (folder / name / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize("kind", ["moe-mxfp4", "gpt-oss"])
+def test_files_in_mxfp4_hold_the_values_of_that_in_bf16(tmp_path, kind):
+    """As jitgemm reads them, which is tested against the specification elsewhere."""
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    [name] = vllm_checkpoints.KINDS[kind]
+    drawn = vllm_checkpoints.small(kind, tmp_path, [name], layers=1)
+    plain = load_file(tmp_path / "bf16" / "model.safetensors")
+    packed = load_file(tmp_path / name / "model.safetensors")
+    if kind == "moe-mxfp4":
+        assert len(drawn) == 3 * 16
+        for layer in list(drawn)[:3]:
+            weight = jitgemm.load(tmp_path / name, layer, device="cpu").dequantize().bfloat16()
+            assert builders.same_bits(weight + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+        return
+    for layer, (n, k) in {"gate_up_proj": (1024, 1024), "down_proj": (1024, 512)}.items():
+        above = f"model.layers.0.mlp.experts.{layer}"
+        blocks, scales = packed[f"{above}_blocks"], packed[f"{above}_scales"]
+        assert blocks.shape == (16, n, k // 32, 16) and scales.shape == (16, n, k // 32)
+        weight = jitgemm.pack_mxfp4(blocks[3].flatten(1), scales[3], k=k).dequantize().bfloat16()
+        assert builders.same_bits(weight + 0.0, plain[above][3].T + 0.0), layer
+        assert packed[f"{above}_bias"].std() > 0.05
+
+
+def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    says = {"bf16 vllm": (-2, -3), "gptq vllm": (-2.5, -3.25), "gptq vllm eager": (-2.5, -3), "gptq jitgemm": (-2, -1)}
+    says |= {
+        "gptq jitgemm eager": (-2, -1),
+        "compressed-tensors vllm": (-2, -3),
+        "compressed-tensors jitgemm": (-2, -4),
+    }
+    says["compressed-tensors jitgemm eager"] = (-2, -3)
+    monkeypatch.setenv("SAYS", json.dumps(says))
+    monkeypatch.setattr(vllm_engine, "small", configs_alone)
+    out = tmp_path / "out.jsonl"
+    vllm_engine.logprobs("dense", str(out), 2, None)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(row["kind"] == "dense" and row["tp"] == 2 and "commit" in row for row in rows)
+    failed = [(row["checkpoint"], row["engine"]) for row in rows if "failed" in row]
+    found = {(row["checkpoint"], row["engine"]): row for row in rows if "failed" not in row}
+    apart = {("bf16", "bf16"): (0, 0), ("gptq", "vllm"): (0.5, 0.25), ("gptq", "vllm-eager"): (0.5, 0)}
+    apart |= {("gptq", name): (0, 2) for name in ("jitgemm", "jitgemm-eager")}
+    equal = {("gptq", "vllm-eager"): False, ("gptq", "jitgemm-eager"): True}
+    assert failed == [("compressed-tensors", "vllm-eager")]
+    apart |= {("compressed-tensors", name): far for name, far in (("vllm", (0, 0)), ("jitgemm", (0, 1)))}
+    apart["compressed-tensors", "jitgemm-eager"] = 0, 0
+    equal["compressed-tensors", "jitgemm-eager"] = False
+    assert found.keys() == apart.keys()
+    assert {name: row["equal_to_compiled"] for name, row in found.items() if "equal_to_compiled" in row} == equal
+    first, rest = 63, sum(63 + 50 * i for i in range(1, 8))  # tokens with logprobs in the first prompt, in the others
+    for name, (a, b) in apart.items():
+        assert found[name]["most_apart"] == max(a, b)
+        assert found[name]["mean_apart"] == pytest.approx((a * first + b * rest) / (first + rest))

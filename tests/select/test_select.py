@@ -1,0 +1,659 @@
+"""The selector: every legal problem gets a legal kernel, on every device, and the same one wherever it is asked.
+
+No GPU, no compiler: the specs' own arithmetic. That kernels compile is tests/kernel/test_compile.py's business.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import builders
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
+from jitgemm.kernel.render import render
+from jitgemm.kernel.spec import (
+    PRODUCER_REGISTERS,
+    REGISTERS_PER_SM,
+    KernelSpec,
+    lhs_copy_rows,
+    slice_tokens,
+    smem_bytes,
+    wgmma_shapes,
+)
+from jitgemm.kernel.tactics import prefetch_stages, promote_records
+from jitgemm.select import choose as choice
+from jitgemm.select import cost, legal
+from jitgemm.select.choose import bands, candidates, choose, kernels_for
+from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
+from jitgemm.select.cost import predict
+from jitgemm.select.legal import illegal, launched_clusters, legal_kernels, units_of_work
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+SMALLER = [
+    device_spec("h200,sms=66"),  # half a GPU
+    device_spec("h200,sms=1"),
+    device_spec("h20,sms=77"),
+    device_spec("h100-pcie,sms=113"),
+    device_spec("h100-sxm,sms=16"),
+    device_spec("h200,smem=166912,smem_per_sm=167936"),
+]
+ALL_DEVICES = [*DEVICES.values(), *SMALLER]
+FORMATS = [WeightFormat(*format) for format in builders.ALL_FORMATS]
+
+
+def formats_of(lhs: str) -> list[WeightFormat]:
+    """Every weight format that meets this type of activations: offsets and orders of codes too."""
+    found = list(FORMATS)
+    for format in FORMATS:
+        if format.group_size:
+            found.append(replace(format, offset=True))
+        if not format.zero_point:
+            found.append(replace(format, order=lhs))
+            if format.group_size:
+                found.append(replace(format, order=lhs, offset=True))
+    return found
+
+
+FORMATS_OF = {lhs: formats_of(lhs) for lhs in LHS_TYPES}
+
+devices = st.sampled_from(ALL_DEVICES)
+outputs = st.fixed_dictionaries({"out": st.sampled_from(REAL_TYPES), "batch_invariant": st.booleans()})
+lhs_and_format = st.sampled_from(LHS_TYPES).flatmap(
+    lambda lhs: st.sampled_from(FORMATS_OF[lhs]).map(lambda format: {"lhs": lhs, "format": format})
+)
+tokens = st.one_of(st.integers(1, 300), st.integers(1, 20000), st.integers(1, 1 << 20))
+problems = st.builds(
+    lambda m, n, k, formats, output: Problem(m=m, n=n, k=k, **formats, **output),
+    m=tokens,
+    n=st.one_of(st.integers(1, 64), st.integers(1, 20000)).map(lambda i: 8 * i),
+    k=st.one_of(st.integers(1, 32), st.integers(1, 2000)).map(lambda i: 32 * i),
+    formats=lhs_and_format,
+    output=outputs,
+)
+relaxed = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
+    """The limits of the hardware, written out apart from the selector's own rules."""
+    # Tile and wgmma shape.
+    assert spec.block_n % 64 == 0 and 1 <= spec.warpgroups <= 4 and spec.threads <= 1024
+    assert spec.halves in (1, 2) and spec.block_m // spec.halves in wgmma_shapes(spec.lhs)
+    # Shared memory: of one CTA, and of all that are to share an SM (each costs 1 KiB of the system's).
+    assert spec.stages >= 2
+    assert smem_bytes(spec) <= device.smem_per_block
+    assert spec.ctas_per_sm * (smem_bytes(spec) + 1024) <= device.smem_per_sm
+    # Registers: what launch bounds leave at entry, and what setmaxnreg makes of them.
+    allocated = ceil_div(spec.entry_registers, 8) * 8
+    assert spec.entry_registers <= 255 and spec.ctas_per_sm * spec.threads * allocated <= REGISTERS_PER_SM
+    if spec.warpgroups > 1:
+        assert spec.entry_registers % 8 == 0 == spec.consumer_registers % 8 and 24 <= spec.consumer_registers <= 256
+        assert PRODUCER_REGISTERS <= spec.producer_registers <= spec.entry_registers
+        held = 128 * (spec.warpgroups * spec.consumer_registers + spec.producer_registers)
+        assert held <= spec.threads * spec.entry_registers
+    assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
+    # Clusters.
+    assert spec.cluster_size in (1, 2, 3, 4, 5, 6) and (spec.multicast == 1 or spec.split_k == 1)
+    assert 1 in (spec.multicast_lhs, spec.multicast_rhs)
+
+
+# ---- every problem gets a kernel ------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(problem, device):
+    spec = choose(problem, device)
+    assert_legal(spec, device)
+    assert (spec.lhs, spec.out) == (problem.lhs, problem.out)
+    # Per-channel kernels read their scales by a run-time type.
+    assert spec.format == (problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32"))
+    assert not spec.debug
+
+
+@relaxed
+@given(problem=problems, sms=st.integers(1, 300), smem=st.integers(112, 227))
+def test_any_number_of_sms_and_less_shared_memory_will_do(problem, sms, smem):
+    device = replace(DEVICES["h200"], name="x", num_sms=sms, smem_per_block=smem << 10, smem_per_sm=(smem + 1) << 10)
+    assert_legal(choose(problem, device), device)
+
+
+@pytest.mark.parametrize("device", ALL_DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_every_candidate_is_legal(device, lhs):
+    for format in FORMATS[ALL_DEVICES.index(device) % 4 :: 4]:
+        kernels = legal_kernels(lhs, format, device)
+        assert len(kernels) > 20
+        for spec in kernels:
+            assert illegal(spec, device) is None
+            assert_legal(spec, device)
+
+
+@pytest.mark.parametrize("device", [DEVICES["h200"], SMALLER[-1]], ids=lambda device: device.name)
+@pytest.mark.parametrize("out", REAL_TYPES)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs, out):
+    for format in FORMATS_OF[lhs][REAL_TYPES.index(out) :: 3]:
+        kernels = legal_kernels(lhs, format, device, out)
+        assert len(kernels) > 20
+        for spec in kernels:
+            assert_legal(spec, device)
+            assert (spec.format.order, spec.format.offset, spec.out) == (format.order, format.offset, out)
+
+
+def test_fp32_outputs_take_twice_the_shared_memory():
+    bf16 = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=64, block_n=128, stages=4)
+    assert smem_bytes(replace(bf16, out="fp16")) == smem_bytes(bf16)
+    assert smem_bytes(replace(bf16, out="fp32")) == smem_bytes(bf16) + 64 * 128 * 2
+
+
+def test_offsets_take_the_shared_memory_of_a_second_row_of_scales():
+    plain = KernelSpec("s8", WeightFormat(32, False, "fp32"), block_m=64, block_n=128, stages=4)
+    records = 4 * 2  # stages times strips
+    offsets = replace(plain, format=replace(plain.format, offset=True))
+    assert smem_bytes(offsets) == smem_bytes(plain) + records * 4 * 64 * 4
+
+
+def test_an_output_of_another_type_is_refused():
+    with pytest.raises(ValueError, match=r"out: expected one of \('bf16', 'fp16', 'fp32'\), got 'int8'"):
+        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), "int8")
+
+
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_no_kernel_is_considered_twice(lhs):
+    kernels = legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"])
+    assert [spec.label for spec in dict.fromkeys(kernels) if kernels.count(spec) > 1] == []
+
+
+def test_a_choice_costs_only_the_tiles_that_it_can_take():
+    """The first call of a process waits for it: milliseconds for a few tokens, several times as many for all tiles."""
+    choice._choose.cache_clear()
+    choice._costed.cache_clear()
+    choose(Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16")), DEVICES["h200"])
+    assert choice._costed.cache_info().misses == len([rows for rows in legal.BLOCK_MS if rows < 32])
+
+
+def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
+    for lhs in LHS_TYPES:
+        kernels = set(legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"]))
+        names = {(spec.label, spec.ctas_per_sm) for spec in kernels}
+        assert len(names) == len(kernels)
+
+
+def test_labels_tell_formats_and_outputs_apart():
+    kernels = [
+        choose(Problem(16, 4096, 4096, lhs, format, out), DEVICES["h200"])
+        for lhs in LHS_TYPES
+        for format in FORMATS_OF[lhs]
+        for out in ("bf16", "fp32")
+    ]
+    kernels = list(dict.fromkeys(kernels))
+    assert len({spec.label for spec in kernels}) == len(kernels)
+
+
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_a_kernel_s_label_is_read_again(lhs):
+    for format in formats_of(lhs):
+        for experts, out in ((0, "bf16"), (0, "fp32"), (256, "fp16")):
+            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::31]:
+                assert KernelSpec.from_label(spec.label) == spec
+                both = replace(spec, direct=True, debug=True)
+                assert KernelSpec.from_label(both.label) == both
+
+
+LAYER = Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "message"),
+    [
+        ("m16n64", {}, "kernel: expected a label such as .*, got 'm16n64'"),
+        ("s8fast-g128-bf16-m16n64-s6", {}, "for these operands, such as e4m3fast-g128-bf16-m16n64-s6, got s8fast-g128"),
+        ("e4m3fast-g128-bf16-m16n64-s6-e64", {}, "for these operands, such as e4m3fast-g128-bf16-m16n64-s6, got"),
+        ("e4m3fast-g128-bf16-m16n64-s6", {"experts": 65}, "operands, such as e4m3fast-g128-bf16-m16n64-s6-e256"),
+        ("e4m3fast-g128-bf16-m16n64-s6", {"out": "fp32"}, "operands, such as e4m3fast-g128-bf16-tofp32-m16n64"),
+        ("e4m3fast-g128-bf16-m16n256-s30", {}, r"h200 can run, got \S+s30: \d+ bytes of shared memory, \d+ available"),
+        ("e4m3fast-g128-bf16-m224n192-s3", {}, "h200 can run, .* registers a thread"),
+        ("e4m3fast-g128-bf16-m20n64-s6", {}, "wgmma has no N of 20/1 for e4m3"),
+        ("e4m3fast-g128-bf16-m16n64-k2x3-s6", {"batch_invariant": True}, "sums k as batch_invariant calls here do"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_is_refused_with_the_reason(label, changes, message):
+    with pytest.raises(ValueError, match=message):
+        choice.kernel_named(label, replace(LAYER, **changes), device_spec("h200"))
+
+
+@given(problem=problems, device=st.sampled_from(ALL_DEVICES))
+@relaxed
+def test_every_candidate_may_be_asked_for_by_name(problem, device):
+    for candidate in candidates(problem, device)[:5]:
+        assert choice.kernel_named(candidate.kernel.label, problem, device) == candidate.kernel
+
+
+def test_per_channel_kernels_do_not_depend_on_the_scale_type():
+    """They read scales by a run-time type, so that three checkpoints' types share one kernel."""
+    for lhs in LHS_TYPES:
+        chosen = {
+            choose(Problem(64, 4096, 4096, lhs, WeightFormat(0, False, scale_type)), DEVICES["h200"])
+            for scale_type in ("fp32", "bf16", "fp16")
+        }
+        assert len(chosen) == 1
+
+
+def test_a_device_that_fits_no_kernel_is_named():
+    device = device_spec("h200,smem=8192")
+    with pytest.raises(ValueError, match="device: no kernel fits"):
+        choose(Problem(1, 8, 32, "s8", WeightFormat(128, False, "bf16")), device)
+
+
+# ---- bands ----------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(max_m=st.one_of(st.integers(1, 3000), st.integers(1, 1 << 21)))
+def test_bands_cover_every_m_without_gaps(max_m):
+    found = bands(max_m)
+    assert found[0][0] == 1 and found[-1][0] <= max_m <= found[-1][1]
+    assert all(first <= last for first, last in found)
+    assert all(last + 1 == first for (_, last), (first, _) in zip(found, found[1:]))
+
+
+def test_bands_do_not_depend_on_where_they_end():
+    assert bands(5000)[: len(bands(700))] == bands(700)
+
+
+@pytest.mark.parametrize("max_m", [0, -1])
+def test_bands_need_a_token(max_m):
+    with pytest.raises(ValueError, match="max_m: expected at least 1"):
+        bands(max_m)
+
+
+@relaxed
+@given(problem=problems, device=devices, data=st.data())
+def test_one_band_one_kernel(problem, device, data):
+    first, last = next(band for band in bands(problem.m) if band[0] <= problem.m <= band[1])
+    other = data.draw(st.integers(first, last))
+    assert choose(problem, device) == choose(replace(problem, m=other), device)
+    assert [c.kernel for c in candidates(problem, device)] == [
+        c.kernel for c in candidates(replace(problem, m=other), device)
+    ]
+
+
+@pytest.mark.parametrize("device", [DEVICES["h20"], SMALLER[0]], ids=lambda device: device.name)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (72, 96)])
+def test_kernels_for_a_layer_are_those_that_any_m_chooses(device, lhs, n, k):
+    format, max_m = WeightFormat(128, False, "bf16"), 2500
+    kernels = kernels_for(n, k, lhs, format, device, max_m)
+    assert len(set(kernels)) == len(kernels)
+    needed = {choose(Problem(m, n, k, lhs, format), device) for m in range(1, max_m + 1)}
+    assert needed <= set(kernels)
+    # Nothing is compiled that no m of a band needs.
+    last = bands(max_m)[-1][1]
+    assert set(kernels) == needed | {choose(Problem(last, n, k, lhs, format), device)}
+
+
+@relaxed
+@given(problem=problems, device=devices, slack=st.integers(0, 5000))
+def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
+    kernels = kernels_for(
+        problem.n, problem.k, problem.lhs, problem.format, device, problem.m + slack,
+        out=problem.out, batch_invariant=problem.batch_invariant,
+    )  # fmt: skip
+    assert choose(problem, device) in kernels
+
+
+@pytest.mark.parametrize("codes", ["any", "e4m3"])
+def test_tall_tiles_do_not_share_sms(codes):
+    """Among GEMMs alone they would be faster; behind a quantiser they are not."""
+    layer = Problem(1, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", codes))
+    chosen = {m: choose(replace(layer, m=m), DEVICES["h200"]).ctas_per_sm for m in (8, 16, 32, 40, 48, 64)}
+    assert chosen == {8: 2, 16: 2, 32: 2, 40: 1, 48: 1, 64: 1}
+
+
+# ---- batch-invariant calls ------------------------------------------------------------------------------------------
+
+
+def order_of(spec: KernelSpec) -> tuple[int, int, str]:
+    """What of a kernel decides in which order k is summed."""
+    return spec.split_k, spec.warpgroups_k, spec.sums
+
+
+@pytest.mark.parametrize(
+    ("layer", "lhs", "format", "out"),
+    builders.third(
+        [(4096, 4096), (1536, 2112), (28672, 8192), (72, 96)],
+        LHS_TYPES,
+        [(128, False, "bf16"), (0, True, "fp32"), (256, False, "fp16")],
+        ["bf16", "fp32"],
+    ),
+)
+def test_a_batch_invariant_layer_sums_k_in_one_order_for_every_m(layer, lhs, format, out):
+    n, k = layer
+    layer = Problem(1, n, k, lhs, WeightFormat(*format), out, batch_invariant=True)
+    max_m = 20000
+    chosen = [choose(replace(layer, m=last), DEVICES["h200"]) for _, last in bands(max_m)]
+    assert len({order_of(spec) for spec in chosen}) == 1
+    kernels = kernels_for(n, k, lhs, layer.format, DEVICES["h200"], max_m, out=out, batch_invariant=True)
+    assert kernels == list(dict.fromkeys(chosen))
+    # Tiles still follow m, where the output is large enough for tiles to differ.
+    assert n < 1000 or len({spec.block_m for spec in kernels}) > 1
+
+
+@relaxed
+@given(problem=problems, device=devices, other=tokens)
+def test_every_batch_invariant_problem_has_its_layer_s_order(problem, device, other):
+    problem = replace(problem, batch_invariant=True)
+    spec = choose(problem, device)
+    assert_legal(spec, device)
+    assert order_of(choose(replace(problem, m=other), device)) == order_of(spec)
+    # Promotion, the other thing that makes sums differ, follows from the order.
+    for candidate in candidates(problem, device):
+        assert order_of(candidate.kernel) == order_of(spec)
+        assert promote_records(candidate.kernel) == promote_records(spec)
+
+
+def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
+    """What the flag is there for."""
+    format = WeightFormat(128, False, "bf16")
+    kernels = kernels_for(4096, 4096, "e4m3", format, DEVICES["h200"], 4096)
+    assert len({order_of(spec) for spec in kernels}) > 1
+    problem = Problem(16, 4096, 4096, "e4m3", format)
+    free, fixed = (candidates(replace(problem, batch_invariant=on), DEVICES["h200"]) for on in (False, True))
+    assert {c.kernel for c in fixed} < {c.kernel for c in free}
+    assert free[0].predicted_us <= fixed[0].predicted_us
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
+    spec = choose(replace(problem, batch_invariant=True), device)
+    same_order = [
+        c for c in candidates(replace(problem, batch_invariant=False), device) if order_of(c.kernel) == order_of(spec)
+    ]
+    assert same_order[0].kernel == spec
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
+    found = candidates(problem, device)
+    times = [candidate.predicted_us for candidate in found]
+    assert times == sorted(times)
+    assert all(math.isfinite(time) and time > 0 for time in times)
+    assert all(math.isfinite(us) and us >= 0 for candidate in found for us in candidate.terms.values())
+    assert found[0].kernel == choose(problem, device)
+    assert {replace(candidate.kernel, direct=False) for candidate in found} <= set(
+        legal_kernels(problem.lhs, problem.format, device, problem.out)
+    )
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_no_prediction_beats_memory_and_tensor_cores(problem, device):
+    best = candidates(problem, device)[0]
+    last = next(last for first, last in bands(problem.m) if first <= problem.m <= last)
+    floor_us = max(
+        problem.n * problem.k / 2 / device.hbm_bytes_per_us, 2 * last * problem.n * problem.k / device.tensor_ops_per_us
+    )
+    assert best.predicted_us >= 0.99 * floor_us
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_the_grid_covers_the_output_and_fits_the_device(problem, device):
+    spec = choose(problem, device)
+    units = units_of_work(spec, problem.m, problem.n)
+    resident = device.resident_clusters(spec.cluster_size, spec.ctas_per_sm)
+    clusters = launched_clusters(spec, units, device.num_sms, resident)
+    assert 1 <= clusters <= units
+    assert clusters * spec.cluster_size <= max(device.num_sms, spec.cluster_size)
+    tiles = ceil_div(problem.m, spec.block_m) * ceil_div(problem.n, spec.block_n)
+    assert tiles <= units * spec.multicast
+
+
+def test_more_sms_are_never_predicted_slower():
+    problem = Problem(4096, 8192, 8192, "e4m3", WeightFormat(128, False, "bf16"))
+    whole, half = DEVICES["h200"], SMALLER[0]
+    for spec in legal_kernels("e4m3", problem.format, whole):
+        assert predict(spec, problem, whole).predicted_us <= predict(spec, problem, half).predicted_us + 1e-9
+
+
+def test_8_bit_weights_make_no_room_for_wider_tiles():
+    """Those of 3 warpgroups and 144 tokens, and of 224 tokens, spilled up to 500 bytes."""
+    device, fmt = DEVICES["h200"], WeightFormat(128, False, "fp32", "e4m3", code="e4m3")
+    wide = KernelSpec("e4m3", fmt, 144, 192, 3)
+    for spec in (wide, replace(wide, block_m=224, block_n=128, halves=2)):
+        assert "registers" in illegal(spec, device)
+    assert illegal(replace(wide, block_m=128), device) is None
+
+
+def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
+    for lhs in LHS_TYPES:
+        for device in ALL_DEVICES:
+            narrow = choose(Problem(1, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
+            wide = choose(Problem(8192, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
+            assert narrow.block_m <= 16 and wide.block_m >= 48 and wide.block_m * wide.block_n >= 64 * 128
+
+
+# ---- purity ---------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_equal_inputs_give_equal_outputs(problem, device):
+    before = candidates(problem, device)
+    for cached in (choice._choose, choice._invariant_order, choice._costed, legal.kernels):
+        cached.cache_clear()
+    copy = replace(problem, format=replace(problem.format))
+    assert candidates(copy, replace(device)) == before
+
+
+def test_other_processes_choose_alike():
+    script = """
+import jitgemm_cli  # without torch
+from jitgemm.select.choose import candidates
+from jitgemm.select.devices import DEVICES
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import Problem, WeightFormat
+for lhs in ("e4m3", "s8"):
+    for m in (1, 100, 3000):
+        for c in candidates(Problem(m, 4096, 14336, lhs, WeightFormat(64, True, "fp16")), DEVICES["h100-sxm"])[:20]:
+            print(c.kernel, c.predicted_us.hex())
+"""
+    outputs = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1 and outputs.pop().count(b"KernelSpec") == 120
+
+
+# ---- shared memory --------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device):
+    spec = choose(problem, device)
+    assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
+
+
+@pytest.mark.parametrize("block_m", legal.BLOCK_MS)
+@pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
+def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
+    split = {"warpgroups_k": warpgroups_k, "split_k": split_k}
+    spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, **split)
+    assert slice_tokens(spec) == block_m
+    share = slice_tokens(replace(spec, scatter=True))
+    splits = split_k * warpgroups_k
+    assert share % 8 == 0 and block_m % share == 0 and block_m // share <= splits
+    # As short as that allows.
+    assert not any(block_m % less == 0 and block_m // less <= splits for less in range(8, share, 8))
+
+
+@given(problem=problems, m=st.integers(1, 5000), device=devices)
+def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, device):
+    for spec in legal_kernels(problem.lhs, problem.format, device, problem.out)[::7]:
+        shares = spec.multicast_lhs
+        whole, last = lhs_copy_rows(spec, m)
+        left = (m - 1) % spec.block_m + 1
+        assert shares * whole == spec.block_m and 0 < last <= whole
+        # All of them; the CTAs that share a tile start on rows of eight, and none brings eight for nothing.
+        assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
+
+
+def without_sharing(spec: KernelSpec) -> KernelSpec:
+    return replace(spec, multicast_lhs=1, multicast_rhs=1)
+
+
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_dense_kernels_share_either_operand_in_halves(lhs):
+    for format in FORMATS_OF[lhs]:
+        shared = {spec for spec in legal_kernels(lhs, format, DEVICES["h200"]) if spec.multicast > 1}
+        assert {(spec.multicast_lhs, spec.multicast_rhs) for spec in shared} == {(1, 2), (2, 1)}
+        assert all(spec.halves == 2 and spec.block_m > legal.NARROW_TOKENS for spec in shared)
+
+
+@relaxed
+@given(problem=problems, device=devices)
+@example(Problem(160, 6784, 384, "s8", WeightFormat(0, False, "fp32", "s8", code="int8")), DEVICES["gh200"])
+@example(Problem(3072, 6752, 2048, "e4m3", WeightFormat(32, False, "fp32", "e4m3")), device_spec("h100-pcie,sms=113"))
+def test_a_dense_cluster_that_shares_an_operand_is_predicted_no_faster_and_wins_no_tie(problem, device):
+    """Not by a CTA that only fills it up, or by an SM that clusters leave: in the examples 53 tiles make 27 clusters,
+    and 113 SMs have room for 56."""
+    ranked = [candidate.kernel for candidate in candidates(problem, device)]
+    assert ranked[0].multicast == 1
+    problem = replace(problem, m=choice.band_end(problem.m))
+    for spec in [spec for spec in ranked if spec.multicast > 1][:4]:
+        alone = predict(without_sharing(spec), problem, device).predicted_us
+        assert alone <= predict(spec, problem, device).predicted_us
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
+    spec = choose(problem, device)
+    assert min(spec.stages, 2) <= prefetch_stages(spec) <= spec.stages
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_a_kernel_that_is_alone_in_its_family_has_every_stage_that_fits_unless_its_tile_is_narrow(problem, device):
+    spec = choose(problem, device)
+    deeper = replace(spec, stages=spec.stages + 1)
+    narrow = spec.block_m <= legal.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
+    assert narrow or spec.stages == legal.MAX_STAGES or "shared memory" in illegal(deeper, device)
+
+
+def test_which_kernels_exist_does_not_depend_on_the_model(monkeypatch):
+    layers = [(lhs, format, DEVICES["h200"]) for lhs in LHS_TYPES for format in FORMATS_OF[lhs][::5]]
+    before = [legal_kernels(*layer) for layer in layers]
+    for name, value in vars(cost).items():
+        if name.isupper():
+            changed = {key: 3 * each for key, each in value.items()} if isinstance(value, dict) else 3 * value
+            monkeypatch.setattr(cost, name, changed)
+    legal.kernels.cache_clear()
+    assert [legal_kernels(*layer) for layer in layers] == before
+    source = (REPOSITORY / "jitgemm" / "select" / "legal.py").read_text()
+    assert "select.cost" not in source and "select import cost" not in source
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"stages": 2}, "fewer than 3 stages"),
+        ({"stages": 100}, "shared memory"),
+        ({"block_m": 20}, "wgmma has no N of 20"),
+        ({"block_m": 224, "block_n": 192, "stages": 3}, "registers"),
+        ({"multicast_lhs": 2, "split_k": 2}, "either splits k or shares"),
+        ({"split_k": 16}, "do not fit"),
+        ({"multicast_lhs": 2, "multicast_rhs": 2}, "shares one operand"),
+        ({"block_m": 8, "multicast_lhs": 2}, "swizzle rows"),
+        ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
+    ],
+)
+def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):
+    legal = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)
+    assert illegal(legal, DEVICES["h200"]) is None
+    assert reason in illegal(replace(legal, **change), DEVICES["h200"])
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+def described(name: str, **changes: float) -> DeviceSpec:
+    """A GPU as the driver describes it: an H200, but for the name and what else is given."""
+    figures = {
+        "num_sms": 132, "smem_per_block": 232448, "smem_per_sm": 233472,
+        "clock_mhz": 1980.0, "memory_mhz": 3201.0, "memory_bits": 6144,
+    }  # fmt: skip
+    return device_from_properties(name, **(figures | changes))
+
+
+@pytest.mark.parametrize("name", _DRIVER_NAMES)
+def test_a_gpu_of_the_table_has_the_table_s_figures_whatever_clocks_the_driver_reports(name):
+    known = DEVICES[_DRIVER_NAMES[name]]
+    assert described(name, num_sms=known.num_sms, clock_mhz=1.0, memory_mhz=1.0) == known
+
+
+def test_every_device_of_the_table_has_a_name_of_the_driver_s():
+    assert set(_DRIVER_NAMES.values()) == set(DEVICES)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200X", "NVIDIA H20Z", "NVIDIA H8000", "NVIDIA H100 96GB HBM3", "H200"])
+def test_an_unknown_hopper_is_described_by_what_the_driver_reports(name):
+    h200 = DEVICES["h200"]
+    alike = described(name)
+    assert alike == replace(h200, name=name)
+    slower = described(name, num_sms=66, memory_mhz=1600.5, clock_mhz=990.0)
+    assert slower.name == name and slower.num_sms == 66
+    assert slower.hbm_bytes_per_us == pytest.approx(h200.hbm_bytes_per_us / 2)
+    assert slower.tensor_ops_per_us == pytest.approx(h200.tensor_ops_per_us / 4)
+    assert slower.clock_mhz == pytest.approx(h200.clock_mhz / 2)
+
+
+def test_a_part_of_a_gpu_has_its_share_of_the_rates():
+    half = described("NVIDIA H200 MIG 3g.71gb", num_sms=66)
+    assert half.name == "h200" and half.num_sms == 66
+    assert half.hbm_bytes_per_us == DEVICES["h200"].hbm_bytes_per_us / 2
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
+def test_clusters_are_predicted_to_fit_the_sms(device):
+    for size in (1, 2, 3, 4, 5, 6, 8):
+        assert 0.7 * device.num_sms <= size * device.resident_clusters(size) <= device.num_sms
+        assert device.resident_clusters(size) <= device.resident_clusters(size, ctas_per_sm=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a100", "expected one of h200, h200-nvl, h100-sxm, h100-nvl, h100-pcie, h800, h800-pcie, gh200"),
+        ("h200,cores=3", "unknown figure 'cores=3'"),
+        ("h200,sms=many", "needs a number"),
+        ("h200,sms=0", "must be at least 1"),
+        ("", "expected one of"),
+    ],
+)
+def test_an_unknown_device_is_refused_with_what_is_known(name, message):
+    with pytest.raises(ValueError, match=message):
+        device_spec(name)
+
+
+def test_figures_alone_start_from_the_h200():
+    name = "sms=66,hbm=2.2e6"
+    assert device_spec(name) == replace(DEVICES["h200"], name=name, num_sms=66, hbm_bytes_per_us=2.2e6)

@@ -1,0 +1,311 @@
+"""The selector for grouped GEMMs: which kernels there are, the routings it expects, and what it makes of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_select import ALL_DEVICES, FORMATS_OF, assert_legal, lhs_and_format, order_of
+
+from jitgemm.dtypes import LHS_TYPES
+from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div, tuned_order
+from jitgemm.kernel.spec import KernelSpec, smem_bytes
+from jitgemm.kernel.tactics import direct_lhs, multiply_widths, prefetch_stages
+from jitgemm.select import cost, legal
+from jitgemm.select.choose import band_end, bands, candidates, choose, kernels_for
+from jitgemm.select.devices import DEVICES
+from jitgemm.select.cost import predict
+from jitgemm.select.legal import illegal, legal_kernels, most_units
+
+H200 = DEVICES["h200"]
+FP8 = WeightFormat(128, False, "bf16", "e4m3")
+
+relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+experts = st.one_of(st.integers(1, 1024), st.sampled_from([1, 2, 8, 64, 65, 128, 256, 257, 512, 1024]))
+rows = st.one_of(st.integers(1, 300), st.integers(1, 1 << 17))
+grouped = st.builds(
+    lambda experts, m, n, k, formats, out, invariant: Problem(
+        m, n, k, **formats, out=out, batch_invariant=invariant, experts=experts
+    ),
+    experts=experts,
+    m=rows,
+    n=st.integers(1, 1000).map(lambda i: 8 * i),
+    k=st.integers(1, 300).map(lambda i: 32 * i),
+    formats=lhs_and_format,
+    out=st.sampled_from(["bf16", "fp32"]),
+    invariant=st.booleans(),
+)
+
+
+def qwen(rows: int, **changes) -> Problem:
+    """The gate and up projections of Qwen3-30B-A3B's experts."""
+    return replace(Problem(rows, 1536, 2048, "e4m3", FP8, experts=128), **changes)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=grouped, device=st.sampled_from(ALL_DEVICES))
+def test_every_grouped_problem_gets_a_legal_kernel_whose_table_holds_its_experts(problem, device):
+    spec = choose(problem, device)
+    assert_legal(spec, device)
+    assert illegal(spec, device) is None
+    assert spec.experts in TABLE_SIZES and problem.experts <= spec.experts
+    assert spec.multicast_rhs == 1 and not spec.direct and not direct_lhs(spec) and prefetch_stages(spec) == 0
+    assert (spec.lhs, spec.out) == (problem.lhs, problem.out)
+
+
+@pytest.mark.parametrize("table", TABLE_SIZES)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_the_kernels_are_the_dense_ones_with_the_stages_that_a_table_leaves(lhs, table):
+    for format in FORMATS_OF[lhs][::4]:
+        dense = {replace(spec, stages=0) for spec in legal_kernels(lhs, format, H200) if spec.multicast == 1}
+        found = legal_kernels(lhs, format, H200, experts=table)
+        assert {spec.experts for spec in found} == {table}
+        # A kernel whose third stage only just fits has no room for a large table, and some count more registers.
+        shared = {spec for spec in found if spec.multicast > 1}
+        assert {replace(spec, stages=0, experts=0) for spec in set(found) - shared} <= dense
+        assert len(found) - len(shared) > 0.8 * len(dense)
+        assert {(spec.multicast_lhs, spec.multicast_rhs, spec.split_k, spec.warpgroups_k) for spec in shared} <= {
+            (2, 1, 1, 1)
+        }
+        for spec in found:
+            assert_legal(spec, H200)
+            deeper = replace(spec, stages=spec.stages + 1)
+            few = spec.block_m <= legal.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
+            assert few or spec.stages == legal.MAX_STAGES or "shared memory" in illegal(deeper, H200)
+
+
+def test_a_table_takes_12_bytes_an_expert():
+    dense = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4)
+    for table in TABLE_SIZES:
+        assert smem_bytes(replace(dense, experts=table)) == smem_bytes(dense) + 12 * table
+
+
+@pytest.mark.parametrize("change", [{"multicast_rhs": 2}, {"direct": True}], ids=str)
+def test_a_grouped_kernel_that_shares_weights_or_copies_directly_is_refused_with_the_reason(change):
+    legal = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=64)
+    assert illegal(legal, H200) is None
+    assert "grouped" in illegal(replace(legal, **change), H200)
+
+
+@pytest.mark.parametrize(("count", "table"), [(1, 64), (64, 64), (65, 256), (256, 256), (257, 1024), (1024, 1024)])
+def test_the_least_table_that_holds_the_experts_is_taken(count, table):
+    assert choose(Problem(100, 1536, 2048, "e4m3", FP8, experts=count), H200).experts == table
+
+
+@pytest.mark.parametrize("count", [-1, 1025])
+def test_a_number_of_experts_that_no_table_holds_is_refused(count):
+    with pytest.raises(ValueError, match=f"experts: expected .* got {count}"):
+        Problem(100, 1536, 2048, "e4m3", FP8, experts=count)
+
+
+def test_dense_problems_have_no_table():
+    dense = Problem(16, 4096, 4096, "e4m3", FP8)
+    assert {candidate.kernel.experts for candidate in candidates(dense, H200)} == {0}
+
+
+# ---- bands ----------------------------------------------------------------------------------------------------------
+
+
+def test_bands_of_rows_are_sixteen_from_one_power_of_two_to_the_next():
+    ends = [last for _, last in bands(128, experts=128)]
+    assert ends == [*range(1, 32), *range(32, 64, 2), *range(64, 129, 4)]
+
+
+@relaxed
+@given(most=rows, count=experts)
+def test_bands_of_rows_leave_no_gap(most, count):
+    found = bands(most, count)
+    assert found[0][0] == 1 and found[-1][0] <= most <= found[-1][1]
+    assert all(last + 1 == first for (_, last), (first, _) in zip(found, found[1:]))
+    assert all(first <= last == band_end(first, count) == band_end(last, count) for first, last in found)
+
+
+@relaxed
+@given(problem=grouped, device=st.sampled_from(ALL_DEVICES), data=st.data())
+def test_one_band_one_kernel_and_kernels_for_has_it(problem, device, data):
+    first, last = bands(problem.m, problem.experts)[-1]
+    other = replace(problem, m=data.draw(st.integers(first, last)))
+    spec = choose(problem, device)
+    assert choose(other, device) == spec
+    assert spec in kernels_for(
+        problem.n, problem.k, problem.lhs, problem.format, device, problem.m, out=problem.out,
+        batch_invariant=problem.batch_invariant, experts=problem.experts,
+    )  # fmt: skip
+
+
+def test_a_layer_with_any_routing_takes_a_few_kernels():
+    """Warm-up compiles them all."""
+    kernels = kernels_for(1536, 2048, "e4m3", FP8, H200, 8 * 4096, experts=128)
+    assert len(set(kernels)) == len(kernels) <= 24
+
+
+# ---- routings -------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(count=experts, total=rows)
+def test_routings_give_every_row_to_an_expert(count, total):
+    for routing in cost.routings(count, total):
+        assert sum(routing) == total and 1 <= len(routing) <= min(count, total) and min(routing) >= 1
+    assert 1 <= cost.weights_read(count, total) <= min(count, total)
+    assert cost.most_rows(count, total) >= ceil_div(total, count)
+
+
+def test_without_experts_and_with_one_all_rows_belong_to_one_weight():
+    for count in (0, 1):
+        assert cost.routings(count, 300) == ((300,),)
+        assert cost.token_tiles(count, 300, 64) == (5,)
+
+
+@pytest.mark.parametrize("count", [8, 32, 128, 512])
+def test_more_rows_reach_more_experts(count):
+    hit = [cost.weights_read(count, last) for _, last in bands(20 * count, count)]
+    assert all(a <= b + 0.02 * count for a, b in zip(hit, hit[1:]))
+    assert hit[0] == 1 and hit[-1] == count
+
+
+@pytest.mark.parametrize("total", [1024, 8 * 1024, 64 * 1024])
+def test_rows_scatter_as_those_of_a_multinomial_draw(total):
+    """Drawn one by one or from a normal distribution: variance = mean, about."""
+    mean = total / 128
+    counts = [count for routing in cost.routings(128, total) for count in routing]
+    variance = sum((count - mean) ** 2 for count in counts) / len(counts)
+    assert variance == pytest.approx(mean, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("count", "drawn", "tokens", "hit"),
+    # Counted in 24 routings, as scripts/benchmark.py --moe draws them.
+    [(128, 8, 8, 52.5), (128, 8, 32, 113.0), (8, 2, 8, 7.4), (128, 4, 8, 29.1), (128, 4, 32, 80.4)],
+)
+def test_experts_that_have_rows_are_as_many_as_when_tokens_choose_distinct_ones(count, drawn, tokens, hit):
+    assert cost.weights_read(count, drawn * tokens) == pytest.approx(hit, rel=0.1)
+
+
+@given(count=st.integers(1, 300), total=st.integers(1, 3000), seed=st.integers(0, 1000))
+@relaxed
+def test_no_routing_has_more_tiles_than_a_grid_is_made_for(count, total, seed):
+    random = Random(seed)
+    favourites = [random.randrange(count) for _ in range(random.randint(1, count))]
+    chosen = [random.choice(favourites) for _ in range(total)]
+    spec = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=1024)
+    tiles = sum(ceil_div(chosen.count(expert), 16) for expert in set(chosen))
+    assert ceil_div(total, 16) * 12 <= tiles * 12 <= most_units(spec, count, total, 1536)
+
+
+def test_a_grid_is_no_larger_than_the_worst_routing():
+    spec = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=64)
+    # 33 rows to 2 experts: 17 + 16.
+    assert most_units(spec, 2, 33, 128) == 3
+    assert most_units(spec, 64, 5, 128) == 5
+    assert most_units(spec, 64, 1, 1536) == 12
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def test_decode_is_predicted_by_the_weights_that_it_reads():
+    """Mixtral's down projections: most of the time is memory's."""
+    for total in (2, 16, 64):
+        problem = Problem(total, 4096, 14336, "e4m3", FP8, experts=8)
+        best = candidates(problem, H200)[0]
+        record = 64 * 128 // 2 + 64 * 2
+        moved = cost.weights_read(8, total) * 64 * 112 * record + total * (14336 + 2 * 4096)
+        assert 1 <= best.terms["memory"] / moved * H200.hbm_bytes_per_us < 1.15  # some SMs have a tile less
+        assert best.terms["memory"] < best.predicted_us < 1.15 * best.terms["memory"] + 3.5
+
+
+def test_a_tile_multiplies_no_more_tokens_than_it_needs():
+    widths = multiply_widths(KernelSpec("e4m3", FP8, block_m=144, block_n=128, stages=5, experts=64))
+    assert widths == (48, 80, 112, 128, 144)
+    assert multiply_widths(KernelSpec("e4m3", FP8, block_m=144, block_n=128, stages=5)) == (144,)
+    assert cost.filled(1, 144, widths) == 1 and cost.filled(1, 145, widths) == (144 + 48) / 288
+    assert cost.filled(1, 100, widths) == 112 / 144 and cost.filled(1, 1, (144,)) == 1
+    assert 0.8 < cost.filled(32, 32 * 128, widths) < 0.95
+
+
+def test_an_expert_is_predicted_as_a_dense_gemm_without_prefetch():
+    dense = Problem(8, 2 * 128 * H200.num_sms, 4096, "e4m3", FP8)
+    spec = KernelSpec("e4m3", FP8, block_m=8, block_n=128, stages=8)
+
+    def apart(n):
+        alone, grouped = replace(dense, n=n), replace(dense, n=n, experts=1)
+        return predict(replace(spec, experts=64), grouped, H200).predicted_us - predict(spec, alone, H200).predicted_us
+
+    assert 0.3 < apart(dense.n) < cost.PREFETCH_US
+    # SMs without a tile of the last round prefetch nothing either.
+    assert apart(dense.n) + 2 < apart(dense.n + 128)
+
+
+@relaxed
+@given(problem=grouped, device=st.sampled_from(ALL_DEVICES))
+def test_candidates_are_sorted_and_none_beats_memory_or_tensor_cores(problem, device):
+    found = candidates(problem, device)
+    assert found[0].kernel == choose(problem, device)
+    assert [c.predicted_us for c in found] == sorted(c.predicted_us for c in found)
+    last = band_end(problem.m, problem.experts)
+    code_bytes = cost.weights_read(problem.experts, last) * problem.n * problem.k / 2
+    operations = 2 * last * problem.n * problem.k
+    floor_us = max(code_bytes / device.hbm_bytes_per_us, operations / device.tensor_ops_per_us)
+    assert found[0].predicted_us >= 0.99 * floor_us
+
+
+def test_experts_with_few_rows_take_low_tiles_and_those_with_many_high_ones():
+    for lhs in LHS_TYPES:
+        format = WeightFormat(128, False, "bf16", tuned_order(lhs, 128, False, 2048))
+        per_expert = {
+            mean: choose(qwen(128 * mean, lhs=lhs, format=format), H200).block_m for mean in (1, 4, 16, 64, 256)
+        }
+        assert per_expert[1] == 8 and per_expert[4] <= 16 and per_expert[16] <= 48 and per_expert[64] >= 48
+        assert per_expert[256] >= 96
+        assert list(per_expert.values()) == sorted(per_expert.values())
+
+
+def test_tiles_follow_the_rows_of_an_expert_and_not_those_of_all():
+    """4096 rows are 8 an expert of 512, and 4096 of a single one."""
+    assert choose(qwen(4096, experts=512), H200).block_m <= 16
+    assert choose(qwen(4096, experts=1), H200).block_m >= 96
+
+
+# ---- batch-invariant calls ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 8, 128, 512])
+@pytest.mark.parametrize(("n", "k"), [(1536, 2048), (4096, 14336), (72, 96)])
+def test_a_batch_invariant_layer_sums_k_in_one_order_for_any_rows(n, k, count):
+    kernels = kernels_for(n, k, "e4m3", FP8, H200, 30000, experts=count, batch_invariant=True)
+    assert len({order_of(spec) for spec in kernels}) == 1
+    assert n < 1000 or len({spec.block_m for spec in kernels}) > 1
+
+
+# ---- purity ---------------------------------------------------------------------------------------------------------
+
+
+def test_other_processes_draw_and_choose_alike():
+    script = """
+import jitgemm_cli  # without torch
+from jitgemm.select import cost
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
+from jitgemm.kernel.formats import Problem, WeightFormat
+for rows in (8, 1000, 40000):
+    print(cost.routings(128, rows))
+    print(choose(Problem(rows, 1536, 2048, "e4m3", WeightFormat(64, True, "fp16"), experts=128), DEVICES["h200"]))
+"""
+
+    def answer(seed: str) -> str:
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+        return subprocess.run(
+            [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    one, two = answer("1"), answer("2")
+    assert one == two and one.count("KernelSpec") == 3
