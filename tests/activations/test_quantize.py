@@ -795,7 +795,7 @@ def cache(tmp_path_factory) -> KernelCache:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("spec", sampled(), ids=lambda spec: spec.label)
+@pytest.mark.parametrize("spec", sampled()[::3], ids=lambda spec: spec.label)
 def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
     entry, compiled = cache.get_or_compile(quantize_source(spec))
     log = entry.metadata["log"]

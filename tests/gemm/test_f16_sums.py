@@ -57,10 +57,15 @@ def extreme(seed: int, n: int, k: int, group_size: int, codes: str = "any", **fo
 # ---- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [1, 5, 8])
-@pytest.mark.parametrize("codes", ["any", "e4m3", "zero points"])
-@pytest.mark.parametrize("group_size", GROUPS)
-@pytest.mark.parametrize("kind", ["plain", "outliers", "positive", "last step", "extreme", "largest"])
+@pytest.mark.parametrize(
+    ("kind", "group_size", "codes", "first"),
+    builders.third(
+        ["plain", "outliers", "positive", "last step", "extreme", "largest"],
+        GROUPS,
+        ["any", "e4m3", "zero points"],
+        [1, 5, 8],
+    ),
+)
 def test_the_arithmetic_is_within_the_bound(kind, group_size, codes, first):
     k, zero_point = 1696, codes == "zero points"
     form = dict(zero_point=True) if zero_point else dict(codes=codes)

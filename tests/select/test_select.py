@@ -205,7 +205,7 @@ def test_labels_tell_formats_and_outputs_apart():
 def test_a_kernel_s_label_is_read_again(lhs):
     for format in formats_of(lhs):
         for experts, out in ((0, "bf16"), (0, "fp32"), (256, "fp16")):
-            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::31]:
+            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::97]:
                 assert KernelSpec.from_label(spec.label) == spec
                 both = replace(spec, direct=True, debug=True)
                 assert KernelSpec.from_label(both.label) == both
