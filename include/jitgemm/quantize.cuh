@@ -415,7 +415,7 @@ __device__ __forceinline__ void store_vector(u8* target, const Vector<kType>& ve
     }
 }
 
-// The vector of y, but for RMSNorm's factor, which is known at the end of the row only. `again` as load() had it.
+// The vector of y without RMSNorm's factor, which is known only at the end of the row. `again` as load() had it.
 template <class Config>
 __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Input<Config>& input, u32 row,
                                                   u32 vector, Range<Config>& range, bool again = false) {
@@ -494,7 +494,7 @@ struct Quantizer {
             inverse = __fdiv_rn(1.0f, scale);
             if constexpr (Config::kAffine) zero = zero_point(high, low, scale);
         }
-        asm volatile("" : "+f"(inverse));  // else each vector divides anew
+        asm volatile("" : "+f"(inverse));  // else each vector divides again
     }
 
     // The zero point of -low..high. It follows from either end; the sum of both errors tells which, as in XNNPACK.
@@ -828,8 +828,8 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const 
     }
 }
 
-// Asks the L2 for what a row needs beside what the kernel before this one may have made last: weights, which other
-// kernels' have pushed out of it. Before the wait: what is written meanwhile goes through the L2, too.
+// Prefetches into the L2 the weights that a row needs; other kernels' weights may have evicted them. Runs before the wait
+// for the previous grid: what that grid still writes goes through the L2, too.
 template <class Config>
 __device__ __forceinline__ void prefetch_weights(const QuantizeArgs& args, const Team<Config>& team) {
     const u32 bytes = kVector * (args.norm_weight_type == kFp32 ? 4 : 2);

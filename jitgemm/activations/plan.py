@@ -1,4 +1,4 @@
-"""From a quantiser's checked arguments to a launch, as `gemm/plan.py` does for GEMMs."""
+"""From a quantiser's checked arguments to a launch, as `gemm/launch.py` does for GEMMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From checked arguments to launches of routing and combining, as `gemm/plan.py` does for GEMMs."""
+"""From checked arguments to launches of routing and combining, as `gemm/launch.py` does for GEMMs."""
 
 from __future__ import annotations
 

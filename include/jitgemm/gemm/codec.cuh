@@ -261,7 +261,7 @@ struct Nvfp4Half {
 // magnitudes, then the low ones. The least term is 2^-10, and e5m2's least normal number 2^-14 (jitgemm/weight/terms.py).
 // Shifts are multiplications, as the ALUs have the most to do (docs/notes/nvfp4.md).
 //
-// Scales, of which a thread takes those of its two rows and of half of the k:
+// Scales. A thread takes the scales of its two rows and of half of the k:
 //
 //     [warp: 4][row: 8][row, row + 8: 2][group of 16 k: 8]
 struct Nvfp4Codec {

@@ -1,5 +1,5 @@
-// A kernel's constants: what may be chosen, and what follows. The rendered source has a struct of those that differ from
-// Defaults (jitgemm/kernel/render.py); KernelSpec in jitgemm/kernel/spec.py says what each is.
+// A kernel's constants: what may be chosen, and what follows. The rendered source has a struct of the constants that
+// differ from Defaults (jitgemm/kernel/render.py); KernelSpec in jitgemm/kernel/spec.py says what each is.
 #pragma once
 #include <jitgemm/gemm/types.cuh>
 

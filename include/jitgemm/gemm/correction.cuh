@@ -4,7 +4,7 @@
 //
 // a multiply of [n, groups] by [groups, m]. Its blocks follow those of the codes along k, in records of the same size and
 // in rows of activations that are as much longer: a block has kCorrected groups. Both are 16-bit floats that hold every
-// number exactly, a token's sums as two digits, the second of which is what the first rounds off.
+// number exactly, a token's sums as two digits: the second is what the first rounds off.
 //
 //     record   [k-step of 16 groups: 2][thread: 128][A register: 4] pairs of factors
 //     token    [digit: 2][group: 32], 128 bytes

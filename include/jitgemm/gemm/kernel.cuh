@@ -156,8 +156,8 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
         __syncwarp();
     } else {
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
-        // The reduction is for ptxas, which cannot compute it again: else main loops ask for the CTA's rank in each
-        // iteration, of which addresses consist, and derive from it what they need (docs/notes/main-loop.md).
+        // Keeps the shared memory's address in a register for the whole main loop. ptxas cannot recompute the result of a
+        // reduction; without it, each iteration reads the CTA's rank again and derives addresses (docs/notes/main-loop.md).
         const u32 base = Config::kPinSharedBase ? __reduce_or_sync(0xFFFFFFFFu, shared.base) : shared.base;
         consume<Config>(args, maps, Shared<Config>{base}, rank);
     }

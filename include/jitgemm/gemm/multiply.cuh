@@ -239,7 +239,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
         block += Config::kWarpgroupsK;
         if constexpr (kAdvancesLast) advance(next, last, load_next);
     };
-    // The same of a record in two parts, the first of which is in `even`.
+    // The same for a record in two parts; the first part is in `even`.
     auto multiply_parts = [&](Operand& even, Operand& odd, bool last, bool load_next) {
         const u32 stage = ring.stage;
         const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
@@ -351,13 +351,13 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     }
 }
 
-// Whether a warpgroup has some of a tile's tokens, of which there may be fewer than the tile has room for.
+// Whether a warpgroup has any of a tile's tokens; a tile may hold fewer tokens than it is wide.
 template <typename Config>
 __device__ __forceinline__ bool has_tokens(const Position& position, u32 tokens) {
     return Config::kWarpgroupsM == 1 || first_token_row<Config>(position, 0) < tokens;
 }
 
-// Hands all stages of a tile back, of which the warpgroup has no tokens.
+// Hands all stages of a tile back; the warpgroup has none of the tile's tokens.
 template <typename Config, typename Begin>
 __device__ __forceinline__ void skip_tile(Multiplicands<Config>& of, Begin begin) {
     begin();

@@ -198,8 +198,8 @@ __device__ __forceinline__ u32 prefetch_weights(const Source<Config>& source) {
     return filled;
 }
 
-// Brings what the stages lack: first activations to those that hold weights, then both to all that follow. Finds its
-// first tile, which takes divisions, before it waits for the previous grid, if it can.
+// Fills the stages: first the activations of the stages that hold prefetched weights, then weights and activations of all
+// further stages. If it can, it finds its first tile, which takes divisions, before it waits for the previous grid.
 template <typename Config>
 __device__ __forceinline__ void produce(const Source<Config>& source, u32 prefetched) {
     constexpr bool kKnown = Scheduler<Config>::kKnownBeforeWait;

@@ -99,7 +99,7 @@ struct RowScaling {
 };
 
 // The same with sums in f16, two to a register: in the tensor cores for a group, then times scale / 2^E for a run of
-// records, of which no sum can overflow (docs/notes/f16-sums.md). E is the row's, the least with all scales below 2^E, so
+// records, short enough that no sum overflows (docs/notes/f16-sums.md). E is the row's, the least with all scales below 2^E, so
 // that scales are exact in f16; the epilogue multiplies by 2^E. A run's end adds it to `acc`:
 //
 //     record         0        1       ..  7       8        ...

@@ -23,7 +23,7 @@
 //                    decode   [the codec's kTableBytes]                    its tables (codec.cuh), 16-aligned
 //
 // The sums over the splits of k are a reduce-scatter in two steps (sums.cuh). A `slice` is the tokens that one
-// warpgroup stores; a `span` those that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster,
+// warpgroup stores; a `span` is the tokens that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster,
 // as long as there are slices. `reducers` are the warpgroups of a CTA that have a span.
 #pragma once
 #include <jitgemm/gemm/codec.cuh>

@@ -12,7 +12,7 @@ constexpr u32 kSwizzleRows = 8;  // after so many rows the swizzle repeats
 constexpr u32 kWarpgroup = 128;  // threads
 constexpr u32 kWarpgroupVector = kWarpgroup * 16;  // bytes that a warpgroup loads or stores with 16 a thread
 
-// Run-time arguments; jitgemm/gemm/plan.py fills the same layout. Everything that may change from call to call is here,
+// Run-time arguments; jitgemm/gemm/launch.py fills the same layout. Everything that may change from call to call is here,
 // so that a new m, n, k or stride never compiles.
 struct Args {
     const u8* lhs;              // activations, as lhs_map has them
@@ -31,9 +31,9 @@ struct Args {
     i32 bias_type;
     u32 last_rows;  // tokens of a copy of the last tile along m
 };
-static_assert(sizeof(Args) == 104, "jitgemm/gemm/plan.py packs this struct");
+static_assert(sizeof(Args) == 104, "jitgemm/gemm/launch.py packs this struct");
 
-// What a grouped GEMM has beside it; jitgemm/gemm/grouped_plan.py fills the same layout. The weight's tensors and the
+// The arguments that a grouped GEMM adds; jitgemm/gemm/launch.py fills the same layout. The weight's tensors and the
 // bias have the experts as their first dimension.
 struct GroupPointers {
     const void* sizes;     // first rows and ends of the experts, or numbers of rows
@@ -46,9 +46,9 @@ struct GroupedArgs : GroupPointers, Args {
     u32 tokens;          // rows of lhs
     u32 sizes_step;      // from one expert's first row in `sizes` to the next one's; its end stands behind it
     u32 wide_sizes;      // 64-bit ones
-    u64 scale_expert_step;  // kLhsGroup: what an expert adds to a scale's index beside its rows' strides, modulo 2^64
+    u64 scale_expert_step;  // kLhsGroup: elements, mod 2^64, from one expert's scales to the next, beyond rows * stride
 };
-static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/grouped_plan.py packs this struct");
+static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/launch.py packs this struct");
 
 // The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
 // in grouped kernels of kSwizzleRows rows and of one.

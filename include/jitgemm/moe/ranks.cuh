@@ -24,7 +24,7 @@ struct Head {
     u64 calls;                 // that are over
 };
 
-// A value in a word that says of which call it is, so that it needs no flag: who waits for it reads the word again.
+// A value in one word with the number of its call, so that no flag is needed: a waiting thread reads the word again.
 constexpr u32 kStampAt = 24;
 constexpr u32 kStampedNone = (1u << kStampAt) - 1;  // larger than any expert
 
