@@ -228,7 +228,7 @@ def test_layers_that_qserve_s_tiles_do_not_hold_stay():
     """96 columns are three tiles, 160 no group of 128 and a part."""
     from jitgemm.cli.quantize import _filter
 
-    model, reasons = model_of("Llama", intermediate_size=160), {}
+    model, reasons = model_of("Llama", **(SIZES | {"intermediate_size": 160})), {}
     fits, mlp = _filter(model, reasons, "two-level"), model.model.layers[0].mlp
     assert fits("model.layers.0.mlp.up_proj", mlp.up_proj) and not fits("model.layers.0.mlp.down_proj", mlp.down_proj)
     assert "columns in multiples of 128, or of 32 up to there" in reasons["model.layers.0.mlp.down_proj"]

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="needs SGLang: scripts/sglang_contract.sh runs it")
+pytest.importorskip("sglang.srt.model_loader", reason="needs SGLang: scripts/sglang_contract.sh runs it")
 
 from safetensors.torch import save_file  # noqa: E402
 from sglang_layers import BF16, running  # noqa: E402
