@@ -16,7 +16,7 @@ from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.serving.layouts import BLOCK
-from jitgemm.serving.matrix import Marks, Matrix, Packing
+from jitgemm.serving.matrix import SHAPE, Marks, Matrix, Packing
 
 AT_ONCE = 16 << 20
 """Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
@@ -79,6 +79,9 @@ class ExpertsMatrix(Matrix):
             if tensor.shape == param.shape:
                 return param.data.copy_(tensor)
             raise ValueError(f"{weight_name}: expected shape {list(param.shape)}, got {list(tensor.shape)}")
+        if suffix == SHAPE and PARTS in self.tensors[SHAPE].dims:
+            ((part, _),) = self.marks(tensor, weight_name, *where, **named)
+            param = torch.nn.Parameter(param.data[:, part], requires_grad=False)
         own = weight_name.replace(self.layout.called.get(suffix, suffix), suffix)
         if suffix == "bias":  # vLLM's loaders before 0.33 know no biases: cut like a scale per row
             own = f"{self.part}_weight_scale"

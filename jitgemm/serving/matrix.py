@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -23,7 +24,8 @@ from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 CHILD = "jitgemm"
 """What a layer calls the module of its packed weights."""
-_NOT_READ = ("weight_shape", "input_global_scale")
+SHAPE = "weight_shape"
+_NOT_READ = (SHAPE, "input_global_scale")
 """Of a file's layer, and of inputs of 4 bits, which have 8 here."""
 Marks = frozenset[tuple[int | None, int | None]]
 """(number of the joined layer, number of the expert) that loaders have written; None stands for all."""
@@ -60,7 +62,11 @@ class Matrix:
             start, stop = rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
             self.touched, self.own, k = (start, stop), (rank * k - start, (rank + 1) * k - start), stop - start
         self.sizes = self.layout.sizes(sum(widths), k, len(widths))
-        self.tensors = self.layout.tensors
+        self.tensors = dict(self.layout.tensors)
+        if SHAPE in self.tensors and len(widths) > 1:
+            # One of each joined layer: vLLM, when it loads again, packs once it has counted all numbers, and this is what
+            # comes last.
+            self.tensors[SHAPE] = replace(self.tensors[SHAPE], dims=(PARTS, 2))
         self.parameters = {suffix: self.layout.called.get(suffix, suffix) for suffix in self.tensors}
 
     @property
@@ -133,6 +139,10 @@ class Matrix:
     def load(
         self, load: Callable[..., Any], suffix: str, param: Any, tensor: torch.Tensor, *where: Any, **named: Any
     ) -> Any:
+        if suffix == SHAPE and PARTS in self.tensors[SHAPE].dims:
+            for part, _ in self.marks(tensor, *where, **named):
+                (param.data if part is None else param.data[part]).copy_(tensor)
+            return None
         again = suffix.endswith("g_idx") and not param.is_meta and bool(written(param))
         before = param.data.clone() if again else None
         result = load(param, self.shares(suffix, tensor), *where, **named)
@@ -205,7 +215,7 @@ class Matrix:
         tensor, found = self.tensors[suffix], {part for part, _ in written(param)}
         if suffix.endswith("g_idx") and not found:
             param.data.copy_(self.in_order())
-        single, axis = tensor.dims == (PARTS,), tensor.axis("n", "parts")
+        single, axis = PARTS in tensor.dims, tensor.axis("n", "parts")
         if axis is None:
             return
         parts = param.data.split([1 if single else ceil_div(width, tensor.per(axis)) for width in self.widths], axis)

@@ -159,11 +159,11 @@ def check(found: set[str], needed: set[str]) -> None:
     assert len(found - needed) <= len(found) / 10, found - needed
 
 
-def loaded(folder) -> torch.nn.Module:
+def loaded(folder, **options) -> torch.nn.Module:
     said = json.loads((folder / "config.json").read_text())
     kind = getattr(transformers, said["architectures"][0])
     model = kind(kind.config_class.from_pretrained(folder)).bfloat16()
-    jitgemm.nn.load_(model, folder)
+    jitgemm.nn.load_(model, folder, **options)
     return model.eval()
 
 
@@ -199,12 +199,18 @@ def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, capsys, f
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq"}))
+@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "nvfp4", "modelopt-nvfp4"}))
 def test_so_it_does_in_every_format(tmp_path, capsys, family, form):
     if (form == "w4afp8") != (family == "qwen3-moe"):
         pytest.skip("w4afp8 is the format of experts")
     save(tmp_path, family, CONFIGS[form])
     check(wanted(capsys, tmp_path), needed_by(loaded(tmp_path), "linear"))
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "modelopt-nvfp4"])
+def test_inputs_of_four_bits_are_quantised_as_the_user_says(tmp_path, capsys, form):
+    save(tmp_path, "llama", CONFIGS[form])
+    check(wanted(capsys, tmp_path, "--activation", "e4m3"), needed_by(loaded(tmp_path, activation="e4m3"), "linear"))
 
 
 def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
