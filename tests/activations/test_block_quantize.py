@@ -171,7 +171,7 @@ def test_labels_tell_them_from_other_kernels():
     assert all("-block-" in label for label in labels)
     for k, spec in SPECS:
         assert smem_bytes(spec, k) == (4 * k * block_dims(spec, k)[1] if spec.permuted else 0) <= 131072
-    with pytest.raises(ValueError, match="block: expected neither a static scale nor a zero point"):
+    with pytest.raises(ValueError, match="block: cannot be combined with a static scale or a zero point"):
         quantize_spec(512, "bf16", "s8", block=True, affine=True)
 
 
