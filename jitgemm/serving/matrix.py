@@ -29,8 +29,6 @@ _NOT_READ = (SHAPE, "input_global_scale")
 """Of a file's layer, and of inputs of 4 bits, which have 8 here."""
 Marks = frozenset[tuple[int | None, int | None]]
 """(number of the joined layer, number of the expert) that loaders have written; None stands for all."""
-
-
 _ANOTHERS = ("qzeros", "s2_scales", "weight_global_scale", "weight_scale_2")
 """What a joined layer of zeros takes of another one: packed zero points, so that symmetric ones stay so, and what may not
 be zero, as other scales are."""

@@ -2,7 +2,7 @@
 
 A model in floats is packed while it is loaded: a layer's parameters get their memory with the first tensor that is
 written, and are gone once the last one is. Weights that are loaded again (`restore_weights_before_loading`) go through
-parameters that are made anew, into the memory of the packed weights, which CUDA graphs hold.
+parameters that are made again, into the memory of the packed weights, which CUDA graphs hold.
 """
 
 from __future__ import annotations

@@ -1039,6 +1039,14 @@ def test_ages_and_sizes_for_people():
     assert common.show_age(None) == "-"
 
 
+def check_warmup_compiles(run, label, *flags):
+    """A warm-up with these flags, and the one that the kernel's source names, compile the kernel of a 4096 x 4096 layer."""
+    named = kernel_source(KernelSpec.from_label(label)).warmup.replace("N,K", "4096,4096").partition(" [")[0]
+    for command in (["warmup", "--shape", "4096,4096", *flags], named.split()[1:]):
+        found = run(*command, "--max-m", "16", "--dry-run", "--json")
+        assert label in {each["label"] for each in found.json["kernels"]}
+
+
 @pytest.mark.parametrize(
     ("group_size", "tier"), [("channel", "a row"), ("128", "a row and 128 k"), ("32", "a row and 32 k")]
 )
@@ -1049,17 +1057,7 @@ def test_mxfp4_layers_are_explained_and_warmed_by_tier(run, group_size, tier):
         in run("explain", "16", "4096", "4096", *flags).stderr
     )
     report = run("explain", "16", "4096", "4096", *flags, "--json").json
-    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", *flags, "--dry-run", "--json")
-    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
-    source = kernel_source(KernelSpec.from_label(report["chosen"]))
-    again = run(
-        *source.warmup.replace("N,K", "4096,4096").partition(" [")[0].split()[1:],
-        "--max-m",
-        "16",
-        "--dry-run",
-        "--json",
-    )
-    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+    check_warmup_compiles(run, report["chosen"], *flags)
 
 
 def test_mxfp4_layers_are_warmed_in_every_tier_unless_one_is_named(run):
@@ -1080,17 +1078,7 @@ def test_nvfp4_layers_are_explained_and_warmed(run, codes, type):
         f"NVFP4 with 2 {type} terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4", *codes.split()).stderr
     )
     report = run("explain", "16", "4096", "4096", "--nvfp4", *codes.split(), "--json").json
-    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", "--nvfp4", "--dry-run", "--json")
-    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
-    source = kernel_source(KernelSpec.from_label(report["chosen"]))
-    again = run(
-        *source.warmup.replace("N,K", "4096,4096").partition(" [")[0].split()[1:],
-        "--max-m",
-        "16",
-        "--dry-run",
-        "--json",
-    )
-    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+    check_warmup_compiles(run, report["chosen"], "--nvfp4")
 
 
 @pytest.mark.parametrize("flags", ["--group-size 128", "--lhs int8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
@@ -1104,17 +1092,7 @@ def test_layers_of_two_levels_are_explained_and_warmed(run):
     assert ", two levels; m = " in run("explain", "16", "4096", "4096", *flags).stderr
     report = run("explain", "16", "4096", "4096", *flags, "--json").json
     assert report["problem"]["codes"] == "two_level" and report["chosen"].startswith("s8tl-channel-")
-    found = run("warmup", "--shape", "4096,4096", "--max-m", "16", *flags, "--dry-run", "--json")
-    assert report["chosen"] in {each["label"] for each in found.json["kernels"]}
-    source = kernel_source(KernelSpec.from_label(report["chosen"]))
-    again = run(
-        *source.warmup.replace("N,K", "4096,4096").partition(" [")[0].split()[1:],
-        "--max-m",
-        "16",
-        "--dry-run",
-        "--json",
-    )
-    assert report["chosen"] in {each["label"] for each in again.json["kernels"]}
+    check_warmup_compiles(run, report["chosen"], *flags)
 
 
 @pytest.mark.parametrize("flags", ["--group-size 128", "--lhs fp8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
