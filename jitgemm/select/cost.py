@@ -36,8 +36,8 @@ ALONE_US = 0.98
 square root of the part of the next kernel's CTAs that find no SM of their own counts; nothing where all do."""
 RECORD_CYCLES = 140.0
 """Latency of a record that no multiply hides: barrier, loads from shared memory, loop. In halves, where a record's one
-group is promoted, twice, as nothing overlaps the second half's promotion; where tokens are wgmma's rows, three times,
-as the second half's multiply comes after the first's, too."""
+group is promoted, twice, as nothing overlaps the second half's promotion, unless decoding for e4m3 is slow; where tokens
+are wgmma's rows, three times, as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
 DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.5, "terms": 2.6, "near": 2.0}
@@ -134,8 +134,10 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
-    # If a record has several groups, one half's promotion overlaps the other's multiplies; else it follows them.
-    if groups > 1:
+    # If a record has several groups, one half's promotion overlaps the other's multiplies; else it follows them, unless
+    # both halves' multiplies end before the next record is decoded.
+    slow = spec.lhs == "e4m3" and spec.sums == "f32" and fmt.decodes_slowly and fmt.scale_rows and not fmt.zero_point
+    if groups > 1 or slow:
         serial += promote / spec.halves
     elif promote:
         serial += promote + RECORD_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
