@@ -37,26 +37,13 @@ SHOWN = 10
 _BATCH = 8
 """Windows in one call of the model."""
 
-_DATA = (
-    'Text like what the model will read: UTF-8, or .jsonl with a "text" in each line. Its first eighth is held back to '
-    "evaluate, the rest calibrates. none: no calibration, which costs a 4-bit model much more. Default: Python's help topics."
-)
+_DATA = 'UTF-8 text, or .jsonl with "text" in each line, to calibrate; or none. Default: Python\'s help topics.'
 _TOKENS = "Tokens that calibrate, in windows of 256."
-_SCHEME = (
-    "int4: integers with a scale per group. mxfp4: floats with a power of two per 32 columns, for e4m3 only. two-level: "
-    "QServe's tensors, groups of 128 with an integer scale and zero point under a scale per row, for int8 only; faster "
-    "prefill than int4 in groups. Default: int4."
-)
-_ACTIVATION = "Inputs of layers, per token: e4m3 or int8. Default: e4m3; int8 with --scheme two-level."
-_GROUP = (
-    "Columns that share a scale. Default: 128, or 32 and zero points without calibration; less where a layer's columns "
-    "are not a multiple."
-)
-_KEEP = (
-    "Layers whose result has a larger relative squared error get 8 bits, and with them the layers of the same input, such "
-    f"as q, k and v. AUTO: {AUTO_KEEP_8BIT}. Default: all get 4 bits."
-)
-_ON = "Where the model runs: a Hopper GPU, or cpu, which takes long. Default: the Hopper GPU at hand, else cpu."
+_SCHEME = "int4, mxfp4 (e4m3 only) or two-level (QServe's; int8 only). Default: int4."
+_ACTIVATION = "Inputs, per token: e4m3 or int8. Default: e4m3; int8 with two-level."
+_GROUP = "Columns that share a scale. Default: 128, or 32 and zero points without calibration."
+_KEEP = f"Layers with a larger relative squared error get 8 bits. AUTO: {AUTO_KEEP_8BIT}. Default: none."
+_ON = "Where the model runs. Default: the Hopper GPU at hand, else cpu, which takes long."
 
 
 @common.guarded
@@ -93,8 +80,7 @@ def quantize(
       jitgemm quantize Qwen3-30B-A3B Qwen3-W4A8 --data chats.jsonl --tokens 65536
       jitgemm quantize gemma-3-1b-it gemma-W4A8 --group-size 32 --keep-8bit AUTO
       jitgemm quantize gpt-oss-20b-BF16 gpt-oss-MXFP4 --scheme mxfp4
-      jitgemm quantize Llama-3.1-8B-Instruct Llama-3.1-8B-QServe --scheme two-level
-      jitgemm quantize FOLDER OUT --activation int8 --data none --json
+      jitgemm quantize Llama-3-8B Llama-3-8B-QServe --scheme two-level
 
     \b
     Then one of:
