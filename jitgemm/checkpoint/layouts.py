@@ -156,8 +156,8 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
             if isinstance(dim, Dim):
                 sizes.setdefault(dim.of, size * dim.per)
         if tuple(tensor.shape) != (shape := expected.shape(sizes)):
-            said = expected.wanted.format(shape=list(shape), got=list(tensor.shape), **sizes)
-            raise ValueError(f"{name}: expected {said}")
+            shapes = expected.wanted.format(shape=list(shape), got=list(tensor.shape), **sizes)
+            raise ValueError(f"{name}: expected {shapes}")
     return sizes
 
 

@@ -165,7 +165,7 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that needs the model; returns what --json prints."""
     from jitgemm.nn.quantize.evaluate import compared, log_probabilities
-    from jitgemm.nn.quantize.quantize import Quantising, form_of_4_bits
+    from jitgemm.nn.quantize.quantize import Quantising, grouping_of_4_bits
     from jitgemm.nn.quantize.swap import bar
     from jitgemm.nn.report import by_reason, some
     from jitgemm.nn.save.folder import quantization_config, write_folder
@@ -175,20 +175,20 @@ def _run(
     tested, ids = _windows(source, texts, windows)
     model = model_of(source, device)
     reasons: dict[str, str] = {}
-    form, options = form_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
+    grouping, options = grouping_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
     if scheme in MEETS:
-        form, options, size = {"scheme": scheme}, {}, MEETS[scheme][1]
+        grouping, options, size = {"scheme": scheme}, {}, MEETS[scheme][1]
     else:
-        size = form["group_size"] = _group_size(model, group_size, form["group_size"])
+        size = grouping["group_size"] = _group_size(model, group_size, grouping["group_size"])
     job = Quantising(
         model, _filter(model, reasons, scheme), activation=activation, keep_8bit=limit, device=device,
-        calibration=None if ids is None else ids.split(_BATCH), **form, **options,
+        calibration=None if ids is None else ids.split(_BATCH), **grouping, **options,
     )  # fmt: skip
     skipped = job.report.skipped | reasons
     if not job.chosen:
         why = "\n".join(by_reason(skipped)) or "  it holds no torch.nn.Linear"
         raise ValueError(f"{source.folder}: expected a layer that can be quantised, found none:\n{why}")
-    places = find_places(model, source, job.chosen, job.found.forms, job.found.head)
+    places = find_places(model, source, job.chosen, job.found.experts, job.found.head)
     tested = None if tested is None else tested.to(device)
     base = [] if tested is None else [part.cpu() for part in log_probabilities(model, tested)]
 
@@ -196,7 +196,7 @@ def _run(
     if job.report.unreached:
         common.note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
     with bar("writing", len(source.shards)) as show:
-        config = quantization_config(model, places, INPUTS[activation], **form)
+        config = quantization_config(model, places, INPUTS[activation], **grouping)
         written = write_folder(model, source, places, unfinished.folder, config, show)
     unfinished.finish()
     evaluation = None
@@ -250,7 +250,7 @@ def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> 
     read: set[str] = set()
 
     def ready(names: list[str]) -> dict[str, Any] | None:
-        layers = unfinished.kept(names, job.report, job.found.forms, device)
+        layers = unfinished.kept(names, job.report, job.found.experts, device)
         read.update(layers or ())
         return layers
 
@@ -289,10 +289,10 @@ def _filter(model: Any, reasons: dict[str, str], scheme: str = "int4") -> Any:
 
 def _sizes(found: Any, name: str, module: Any) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of a Linear, or of each of the weights that files have of an expert."""
-    form = found.forms.get(name)
-    if form is None:
+    layout = found.experts.get(name)
+    if layout is None:
         return ((module.out_features, module.in_features),)
-    return (form.inter, form.hidden), (form.hidden, form.inter)
+    return (layout.inter, layout.hidden), (layout.hidden, layout.inter)
 
 
 def _columns(found: Any, name: str, module: Any) -> set[int]:

@@ -78,8 +78,8 @@ class KernelSource:
         try:
             return replace(compiled, cubin=apply_yields(compiled.cubin, self.yields), built=compiled.cubin)
         except BadCubin as problem:
-            said = f"kernel {self.label} runs without yield hints, a few percent slower: {problem}"
-            warnings.warn(said, stacklevel=2)
+            message = f"kernel {self.label} runs without yield hints, a few percent slower: {problem}"
+            warnings.warn(message, stacklevel=2)
             return compiled
 
 

@@ -21,7 +21,7 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
 from jitgemm.kernel.tactics import prefetch_stages, promote_records, split_blocks, token_widths, units_in_flight
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, units_along_n
+from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, cluster_tiles_along_n
 
 TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
@@ -184,7 +184,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     """The times, the rounds of tiles and the CTAs. Of a grouped problem they are means over its routings."""
     m, n, k = problem.m, problem.n, problem.lhs_columns
     tiles = token_tiles(problem.experts, m, spec.block_m * spec.multicast_rhs)
-    along_n = units_along_n(spec, n)
+    along_n = cluster_tiles_along_n(spec, n)
     clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)
     ctas = clusters * spec.cluster_size
     rounds = sum(ceil_div(along_m * along_n, clusters) for along_m in tiles) / len(tiles)

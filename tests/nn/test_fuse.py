@@ -696,7 +696,7 @@ def test_unfuse_goes_back_bit_for_bit(family):
         assert isinstance(module, PackedLinear) or module is modules[name]
         if isinstance(module, PackedLinear):
             assert module.blocks.untyped_storage().nbytes() == module.blocks.nbytes
-    assert "fronts" not in vars(model.model.layers[0].mlp.down_proj)
+    assert "prologues" not in vars(model.model.layers[0].mlp.down_proj)
     assert unfuse_(model) == []
     assert fuse_(model) == report  # and again
 

@@ -177,8 +177,8 @@ def make_layer(
         ValueError: data that does not fit the old module, or cannot be divided.
     """
     source: Any = plan.layers[name]
-    if source.form is not None:
-        split = None if division is None else division.expert_split(name, source.form.experts)
+    if source.layout is not None:
+        split = None if division is None else division.expert_split(name, source.layout.experts)
         if split is not None and source.projections:
             experts = source.read(device, split.mine)
             experts.split = split
