@@ -49,8 +49,8 @@ def model_of(folder: str | Path) -> torch.nn.Module:
     try:
         import transformers
 
-        config, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
-        names = (getattr(transformers, name, None) for name in config.get("architectures") or ())
+        settings, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
+        names = (getattr(transformers, name, None) for name in settings.get("architectures") or ())
         kind = next((each for each in names if getattr(each, "config_class", None) is not None), None)
         config = (transformers.AutoConfig if kind is None else kind.config_class).from_pretrained(folder)
         with _without_data():
@@ -95,8 +95,9 @@ def _without_data() -> Iterator[None]:
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
     """The type that a model's config says it runs in; bfloat16 where that is none of ours."""
     configs = model.config, model.config.get_text_config()
-    found = [getattr(config, name, None) for config in configs for name in ("dtype", "torch_dtype")]
-    return next((dtype for dtype in found if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
+    # transformers 5 warns of the older name, so it is read last, and lazily.
+    stated = (getattr(config, name, None) for name in ("dtype", "torch_dtype") for config in configs)
+    return next((dtype for dtype in stated if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
 
 
 def models_ahead(
