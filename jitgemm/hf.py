@@ -204,7 +204,7 @@ class JitGemmQuantizer(HfQuantizer):
     ) -> None:
         _check_parallel(model)
         config = self.quantization_config
-        device = torch.empty(0).device  # meta where transformers makes room for buffers after loading, else the CPU
+        device = torch.empty(0).device  # meta where transformers allocates buffers after loading, else the CPU
         checkpoint = Checkpoint(checkpoint_files or _folder(model.config))
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))  # of transformers 5, which ties after loading
         for name, other in self._tied.items():

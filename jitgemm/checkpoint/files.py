@@ -51,7 +51,7 @@ class Rows:
     """Of some tensors one below the other, `count` rows from `start` on.
 
     Attributes:
-        numbers: they hold (rows, columns) of a matrix instead, of which there are `count` rows.
+        numbers: they hold (rows, columns) of a matrix of `count` rows instead.
     """
 
     sources: tuple[str, ...]

@@ -61,7 +61,7 @@ class KernelSource:
         digest = hashlib.sha256()
         for text in (str(SCHEMA), self.source, self.tighter, *counted, *built):
             data = text.encode()
-            # The length in front keeps ("ab", "c") and ("a", "bc") apart.
+            # The leading length keeps ("ab", "c") and ("a", "bc") apart.
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.hexdigest()
 

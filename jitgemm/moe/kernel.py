@@ -33,7 +33,7 @@ each of two ranks through Qwen3-30B-A3B's experts, a layer takes 55.2 us where t
 ROUTE_QUANTIZE_THREADS = 512
 COMBINE_THREADS = 128
 MAX_RANKS = 8
-"""Of one host: what `Head` in include/jitgemm/moe/ranks.cuh has room for."""
+"""Of one host: what `Head` in include/jitgemm/moe/ranks.cuh holds."""
 _VECTOR = 8
 
 

@@ -28,7 +28,7 @@ TILE_US = 1.23
 of grouped kernels of 4-bit weights, which have many rounds, the part that their tokens are of `NARROW_TOKENS`: dense ones
 would take tiles of 8 x 64 at m = 1 where 8 x 256 are up to 1.2 times as fast (28672 x 4096, zero points and MXFP4)."""
 HAND_US = 0.0091
-"""For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
+"""For every token and strip of rows whose sums a CTA's warpgroups along k add up, through shared memory."""
 SEND_US = 0.0135
 """The same for sums that the CTAs of a cluster send one another."""
 ALONE_US = 0.98

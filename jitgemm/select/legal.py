@@ -133,7 +133,7 @@ def legal_kernels(
     return tuple(s for block_m in BLOCK_MS for s in kernels(*formats, block_m, experts, lhs_group, sums))
 
 
-def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
+def illegal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
     """Every kernel that only the bound on registers keeps out, for `scripts/register_bound.py`."""
     every = (spec for block_m in BLOCK_MS for spec in _enumerate(lhs, fmt, device, out, block_m))
     return tuple(spec for spec in every if "registers" in (illegal(spec, device) or ""))
@@ -246,7 +246,7 @@ where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
 """More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, without and with zero points, from so
-many tokens on: a fifth of those that it leaves out spill with one set of fragments, too, none was the best of its problem."""
+many tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its problem."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 FOUR_ZEROS_REGISTERS = 6

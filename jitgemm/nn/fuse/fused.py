@@ -45,7 +45,7 @@ class ProjectionView(Fused, PackedLinear):
         """x [..., width], what `FusedProjections` gave -> [..., out_features], a view."""
         if x.shape[-1:] != (self.width,):
             raise ValueError(
-                f"x: expected shape [..., {self.width}], what the fused module in front computes, got {list(x.shape)}; "
+                f"x: expected shape [..., {self.width}], what the preceding fused module computes, got {list(x.shape)}; "
                 f"to call the Linear by itself, {UNFUSE}"
             )
         return x[..., self.start : self.start + self.out_features]
@@ -268,11 +268,11 @@ class FusedMLP(Fused, torch.nn.Module):
         width = 2 * down.in_features
         if is_dtensor(x):
             if joint is None and down.split is not None:
-                raise TypeError("x: expected a plain tensor, what the fused norm in front computes, got a DTensor")
+                raise TypeError("x: expected a plain tensor, what the preceding fused norm computes, got a DTensor")
             return on_parts(self.forward, x, joint and joint.slices[0].split)
         y = x if joint is None else joint.forward(x)
         if y.shape[-1:] != (width,):
-            expected = f"x: expected shape [..., {width}], what the fused norm in front computes"
+            expected = f"x: expected shape [..., {width}], what the preceding fused norm computes"
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {UNFUSE}")
         rows = input_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)

@@ -4,7 +4,7 @@
 
     experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format;
                                                 up_proj and down_proj, or w1 and w2, of experts without gates
-    experts.gate_up_proj, experts.down_proj     tensors with the experts in front (up_proj without gates); also
+    experts.gate_up_proj, experts.down_proj     tensors stacked over experts (up_proj without gates); also
                                                 w13_weight and w2_weight, and
                                                 names with _ instead of . behind the projection's, and those of
                                                 transformers' FP8Experts: gate_up_proj with gate_up_proj_scale_inv

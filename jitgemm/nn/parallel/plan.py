@@ -92,7 +92,7 @@ class ShardingPlan:
         if size % (world * multiple):
             raise ValueError(
                 f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
-                "another style in tp_plan, with those that share its heads or columns"
+                "another style in tp_plan, as for the layers that share its heads or columns"
             )
         return True
 

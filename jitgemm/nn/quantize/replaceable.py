@@ -51,7 +51,7 @@ class Replaceable:
 
     Attributes:
         places: {first name: all names at which the module stands}.
-        experts: {first name: how it holds its experts} of those that are experts.
+        experts: {first name: how it holds its experts} of the modules of experts.
         head: first name of the output embedding, None where it is no such module.
     """
 

@@ -248,7 +248,7 @@ def _fill_blocks(model: torch.nn.Module) -> None:
 
 
 def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
-    """vLLM's layers of the model, each kind once, by the names of those that it joins."""
+    """vLLM's layers of the model, each kind once, by the names of the layers that it joins."""
     made: dict[Hashable, torch.nn.Module] = {}
     gates = gates_of(layers.model.config)
     done: set[str] = set()

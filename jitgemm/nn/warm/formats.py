@@ -157,7 +157,7 @@ class LayersOfPlan:
 
 
 def _group_size(format: WeightFormat, given: int, k: int) -> int:
-    """`Weight.group_size` of all rows in this format, of which some have `given`."""
+    """`Weight.group_size` of all rows in this format, if some have `given`."""
     return format.group_size or k if format.powers else given
 
 

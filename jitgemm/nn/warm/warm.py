@@ -64,7 +64,7 @@ def warmup(
         jobs: threads; None: one for each CPU that the process may use.
         build: False to compile nothing, only to load.
         compiled: True for a model that `torch.compile` compiles: also quantisers that compute a norm or a gate first,
-            where a layer stands so that it may read one; of gates those that the model's config names.
+            where a layer stands so that it may read one; of gates, the gates that the model's config names.
 
     Returns:
         Labels of the kernels that had to be compiled, in the order of the layers.
@@ -230,7 +230,7 @@ def gates_of(config: Any) -> tuple[Gate, ...]:
 
 def prologues_in_vllm(dim: str | None, gates: Sequence[Gate]) -> tuple[Prologue, ...]:
     """`PackedLinear.prologues` in graphs that vLLM compiles: column-parallel layers ("n") read norms, row-parallel ones
-    ("k") products of gates, and those that every rank has whole (None) may read either."""
+    ("k") products of gates, and layers that every rank has whole (None) may read either."""
     return _prologues(NORMS if dim != "k" else (), gates if dim != "n" else ())
 
 
