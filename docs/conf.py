@@ -24,6 +24,7 @@ version = release = jitgemm.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"jitgemm {version}"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 
 myst_heading_anchors = 3
 highlight_language = "none"  # blocks without a language are tables, drawings and commands

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jitgemm.errors import CacheMissError, CompileError, DriverError, JitGemmError, UnsupportedDeviceError
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "CacheMissError", "CompileError", "DriverError", "JitGemmError", "UnsupportedDeviceError", "W4Weight",

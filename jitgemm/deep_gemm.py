@@ -142,8 +142,8 @@ fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 
 def _with_transposed(name: str, call: Callable[..., None], *names: str) -> Callable[..., None]:
     def transposed(a: Pair, b: Pair | Weight, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """The _nt call's product. An n in the name: w is [k, n] and its scales [ceil(k / 128), ceil(n / 128)], with E in
-        front where it is grouped. A t in front: x is [k, m] and its scales [ceil(k / 128), m]; x is copied, as values
+        """The _nt call's product. An n in the name: w is [k, n] and its scales [ceil(k / 128), ceil(n / 128)], with E
+        first where it is grouped. A leading t: x is [k, m] and its scales [ceil(k / 128), m]; x is copied, as values
         along k have to lie next to one another.
         """
         if "a" in names:

@@ -32,7 +32,7 @@ from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.sums import check_layers, put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
-from jitgemm.nn.quantize.quantize import check_options, choose, form_of_4_bits, quantised, warn_of_experts
+from jitgemm.nn.quantize.quantize import check_options, choose, grouping_of_4_bits, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.report import Report
 from jitgemm.tensors import check_flag
@@ -73,7 +73,7 @@ def config(
     """
     if not isinstance(folder, (str, PathLike)):
         raise TypeError(f"folder: expected a path, or a name on the hub, got {type(folder).__name__}")
-    said = JitGemmConfig(
+    settings = JitGemmConfig(
         activation=activation, modules_to_not_convert=modules_to_not_convert, strict=strict,
         allow_missing=allow_missing, format=format, sums=sums,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def config(
     if unknown:
         wanted = "arguments of its own or of AutoConfig.from_pretrained"
         raise TypeError(f"config: expected {wanted}, got {', '.join(unknown)}")
-    found.quantization_config = said.to_dict()  # transformers takes a dict for one that stood in the file
+    found.quantization_config = settings.to_dict()  # transformers takes a dict for one that stood in the file
     return found
 
 
@@ -165,8 +165,8 @@ class JitGemmConfig(QuantizationConfigMixin):
         options = {"bits": self.bits, "activation": activation, "lm_head": self.lm_head}
         if self.bits == 8 or self.scheme is not None:
             return options | {"scheme": self.scheme}
-        form = form_of_4_bits(activation, self.group_size, self.symmetric)
-        return options | form | {"scale_dtype": getattr(torch, self.scale_dtype)}
+        grouping = grouping_of_4_bits(activation, self.group_size, self.symmetric)
+        return options | grouping | {"scale_dtype": getattr(torch, self.scale_dtype)}
 
 
 @register_quantizer(NAME)
@@ -203,8 +203,8 @@ class JitGemmQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         _check_parallel(model)
-        said = self.quantization_config
-        device = torch.empty(0).device  # meta where transformers makes room for buffers after loading, else the CPU
+        config = self.quantization_config
+        device = torch.empty(0).device  # meta where transformers allocates buffers after loading, else the CPU
         checkpoint = Checkpoint(checkpoint_files or _folder(model.config))
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))  # of transformers 5, which ties after loading
         for name, other in self._tied.items():
@@ -212,13 +212,13 @@ class JitGemmQuantizer(HfQuantizer):
         with _usual_defaults():
             # What no file holds is transformers' to compute.
             computed = {name for name, _ in model.named_buffers()} - set(model.state_dict()) | never_saved(model)
-            filter = (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None
-            activation, may_miss = said.activation if self.pre_quantized else None, [*said.allow_missing, *computed]
-            plan = plan_for(model, checkpoint, filter, activation, said.format, may_miss, said.strict)
+            filter = (lambda name, module: not config.leaves(name)) if config.modules_to_not_convert else None
+            activation, may_miss = config.activation if self.pre_quantized else None, [*config.allow_missing, *computed]
+            plan = plan_for(model, checkpoint, filter, activation, config.format, may_miss, config.strict)
             kept = {name: why for name, why in plan.kept.items() if name not in computed}
             self.report = Report((), plan.skipped, plan.ignored, kept)  # names are not known yet
-            check_sums(plan, said.sums)
-            _check_patterns(model, said.modules_to_not_convert, plan)
+            check_sums(plan, config.sums)
+            _check_patterns(model, config.modules_to_not_convert, plan)
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
         self._untied = any(plan.replaceable.shared(name) for name in (*plan.layers, *self._chosen))
@@ -261,8 +261,8 @@ class JitGemmQuantizer(HfQuantizer):
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
         tensors = list(plan.model.get_submodule(name).parameters(recurse=False))
         if name in self._chosen:
-            said = self.quantization_config
-            eighths = 9 if said.bits == 8 or (said.lm_head is not None and name == plan.replaceable.head) else 5
+            config = self.quantization_config
+            eighths = 9 if config.bits == 8 or (config.lm_head is not None and name == plan.replaceable.head) else 5
             return sum(tensor.numel() * eighths // 8 for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -316,9 +316,9 @@ class JitGemmQuantizer(HfQuantizer):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
         describe_to_transformers(model, self._untied or bool(plan.untied))
         if hasattr(model.config, "quantization_config"):
-            said = copy.copy(self.quantization_config)
-            said._loaded = True
-            model.config.quantization_config = said
+            config = copy.copy(self.quantization_config)
+            config._loaded = True
+            model.config.quantization_config = config
         self.report += [name for name in replaceable.places if name in layers]
         if said_sums != "f32":
             put_sums({name: model.get_submodule(name) for name in self.report}, said_sums, "from_pretrained")
@@ -340,14 +340,14 @@ def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan)
 
 def _check_parallel(model: PreTrainedModel) -> None:
     """Raises ValueError for what of transformers' parallel plans layers of jitgemm.nn do not take part in."""
-    told = getattr(model.config, "distributed_config", None)
-    if told is not None and not hasattr(PreTrainedModel, "_mesh_manager"):
+    distributed = getattr(model.config, "distributed_config", None)
+    if distributed is not None and not hasattr(PreTrainedModel, "_mesh_manager"):
         raise ValueError(
             "tp_plan, distributed_config: expected none with this transformers, whose plans divide no layers of "
             "jitgemm.nn; update it, or call jitgemm.nn.load_(model, folder, tp=mesh)"
         )
     for name in ("dp_size", "pp_size", "ep_size"):
-        size = (told.get(name) if isinstance(told, Mapping) else getattr(told, name, None)) or 1
+        size = (distributed.get(name) if isinstance(distributed, Mapping) else getattr(distributed, name, None)) or 1
         if size > 1:
             raise ValueError(f"distributed_config: expected {name} = 1, as jitgemm.nn knows tp_size only, got {size}")
 
@@ -358,7 +358,7 @@ def _division(model: Any, plan: Plan) -> ShardingPlan | None:
         return None
     from jitgemm.nn.parallel.plan import ShardingPlan  # half a second of torch.distributed
 
-    experts = next((name for name, layer in plan.layers.items() if layer.form is not None), None)
+    experts = next((name for name, layer in plan.layers.items() if layer.layout is not None), None)
     summed = {"all_reduce", "moe_identity_expert"} & set(model.tp_plan.values())
     if experts is not None and summed:
         raise ValueError(
@@ -397,10 +397,10 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _folder(told: Any) -> str:
+def _folder(config: Any) -> str:
     """Where the files are, in transformers 4, which has downloaded them but does not say so."""
-    revision = getattr(told, "_commit_hash", None)
-    file = cached_file(told.name_or_path, "config.json", revision=revision, local_files_only=True)
+    revision = getattr(config, "_commit_hash", None)
+    file = cached_file(config.name_or_path, "config.json", revision=revision, local_files_only=True)
     return str(Path(str(file)).parent)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times jitgemm beside its peers on the GPU at hand: `python scripts/benchmark.py --help`. benchmark_lib does it."""
+"""Times jitgemm next to its peers on the GPU at hand: `python scripts/benchmark.py --help`. benchmark_lib does it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def benchmark(
         typer.Option(
             "--peer",
             metavar="NAME",
-            help="Who to time beside: all, none, torch, humming, quack, or a name of --list-peers.",
+            help="Who to compare with: all, none, torch, humming, quack, or a name of --list-peers.",
         ),
     ] = None,
     sustained: Annotated[
@@ -95,7 +95,7 @@ def benchmark(
         typer.Option(
             "--routing",
             metavar="|".join(cells_lib.ROUTING_NAMES),
-            help="--moe: experts alike, expert i by 1 / i, or all tokens to the same ones.",
+            help="--moe: all experts the same, expert i by 1 / i, or all tokens to the same ones.",
         ),
     ] = "uniform",
     quick: Annotated[
@@ -130,7 +130,7 @@ def benchmark(
             "--plot",
             metavar="FILE.png",
             help="Draw the roofline; needs matplotlib.",
-            show_default="beside --json, if matplotlib is there",
+            show_default="next to --json, if matplotlib is there",
         ),
     ] = None,
     baseline: Annotated[
@@ -154,19 +154,19 @@ def benchmark(
         typer.Option(
             "--peers-from",
             metavar="FILE.json",
-            help="--moe: show peers' recorded times beside ours, as docs/performance/moe_peers_h200.json has them.",
+            help="--moe: show peers' recorded times next to ours, as docs/performance/moe_peers_h200.json has them.",
         ),
     ] = None,
     list_peers: Annotated[
         bool, typer.Option("--list-peers", help="Say who can take part here, and why the others cannot.")
     ] = False,
 ) -> None:
-    """Time jitgemm beside its peers: checked results, microseconds, part of the floor, and who is faster.
+    """Time jitgemm next to its peers: checked results, microseconds, part of the floor, and who is faster.
 
     A cell is one weight shape (n, k) and one number of tokens m. Its time is the median over replays of a CUDA graph
     that holds one call per copy of the weight, with copies of 300 MB and more, so that weights come from HBM as in a
     model. Contestants take turns, because large cells run at the power limit. Every result is compared with the exact
-    reference first; a wrong one is not timed. A peer that is not installed, refuses a cell or fails stands in the
+    reference first; a wrong one is not timed. A peer that is not installed, does not take a cell or fails stands in the
     notes, and the others go on.
 
     With --moe a cell is a grouped GEMM over a layer's experts. Its time is the mean over 24 routings in one CUDA graph,
@@ -213,7 +213,7 @@ def benchmark(
     if (host or jit) and (baseline or plot or sustained):
         raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
     if moe and (host or jit or shape):
-        raise ValueError("--moe: expected none of --host, --jit and --shape beside it")
+        raise ValueError("--moe: --host, --jit and --shape cannot be combined with it")
     if len(preset or ()) > 1 and not moe:
         raise ValueError(f"--preset: expected one, or --moe, got {', '.join(preset or ())}")
     if (ep > 1 or routing != "uniform") and not moe:

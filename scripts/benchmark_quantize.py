@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times the activation quantiser beside a copy of as many bytes. Needs a Hopper GPU.
+"""Times the activation quantiser next to a copy of as many bytes. Needs a Hopper GPU.
 
 The figures of docs/notes/quantiser.md. A call reads x and writes codes and scales; a copy of half those bytes
 (`Tensor.copy_`, what `torch.clone` does) reads and writes as many, and is timed in the same run, in turns. Both as CUDA

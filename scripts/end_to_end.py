@@ -680,7 +680,7 @@ def compare_logits(model: Any, ours: dict, plain: dict, tokens: int, vocab: int,
 
 
 def _libraries(*packages: str) -> dict[str, str]:
-    """Versions of torch and of what is needed beside the package."""
+    """Versions of torch and of what is needed besides the package."""
     missing = []
     versions = {}
     for package in ("torch", *packages):

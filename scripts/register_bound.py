@@ -25,7 +25,7 @@ from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.devices import DeviceSpec, device_spec
-from jitgemm.select.legal import legal_kernels, refused_kernels, registers_needed
+from jitgemm.select.legal import legal_kernels, illegal_kernels, registers_needed
 
 FORMATS = (
     "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",
@@ -66,7 +66,7 @@ def sample(
     codes = "any" if fmt.any_codes else tuned_order(fmt.lhs, fmt.group_size, fmt.zero_point, BLOCK_K)
     weight = WeightFormat(fmt.group_size, fmt.zero_point, scale_type, codes)
     rng, found = random.Random(seed), {}
-    for legal, kernels in ((True, legal_kernels), (False, refused_kernels)):
+    for legal, kernels in ((True, legal_kernels), (False, illegal_kernels)):
         some = [
             with_k_rules(spec, LONG_K) if rng.random() < 0.5 else spec
             for spec in kernels(fmt.lhs, weight, device, out)
@@ -137,12 +137,12 @@ def register_bound(
 
     \b
     jitgemm/select/legal.py adds up what a kernel needs, so that the
-    selector refuses what would spill badly. This command asks the NVRTC at
+    selector leaves out what would spill badly. This command asks the NVRTC at
     hand. It needs no GPU and leaves the kernel cache alone. Run it when
     headers or shapes of tiles change, and with a new NVRTC.
 
     \b
-    The table has the kernels that spill, and those that the sum refuses and
+    The table has the kernels that spill, and the kernels that the sum leaves out and
     that do not. A format takes half a minute on two cores.
 
     \b
@@ -185,14 +185,14 @@ def register_bound(
             write_document(json_file, document)
     if json_file != Path("-"):
         rows = [
-            (each.kernel, "legal" if each.legal else "refused", each.needed, each.available, each.spill_bytes,
+            (each.kernel, "legal" if each.legal else "illegal", each.needed, each.available, each.spill_bytes,
              "serialised" if each.serialised else "")
             for each in found
             if each.legal == bool(each.spill_bytes or each.serialised)
         ]  # fmt: skip
         columns = ("kernel", "the sum says", "needed", "available", "spilled bytes", "wgmma")
         common.out().print(common.table(columns, rows))
-    for legal, name in ((True, "legal"), (False, "refused")):
+    for legal, name in ((True, "legal"), (False, "illegal")):
         some = [each for each in found if each.legal == legal]
         spill, badly = sum(each.spill_bytes > 0 for each in some), sum(each.badly for each in some)
         common.note(f"NVRTC {version}: {len(some)} {name}, {spill} spill, {badly} badly")

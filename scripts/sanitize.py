@@ -1,6 +1,6 @@
 """Small GEMMs, grouped ones and expert layers that take every way through the kernels, for compute-sanitizer.
 
-scripts/sanitize.sh runs them. Inputs and references are computed on the CPU, so that the tool watches little beside our
+scripts/sanitize.sh runs them. Inputs and references are computed on the CPU, so that the tool watches little except our
 kernels. Exits 1 on a wrong result. Needs a Hopper GPU.
 """
 

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: sets PYTHON to a Python that can run jitgemm, and its tests if the caller set
+# Sourced by the scripts of this folder: sets PYTHON to a Python that can run jitgemm, and its tests if the caller set
 # WANT_TESTS=1, those too that need other libraries if JITGEMM_TEST_LIBRARIES is set, and makes `import jitgemm` find
 # this checkout.
 #

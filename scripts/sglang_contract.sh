@@ -21,7 +21,7 @@ if [ ! -f "$venv/made" ]; then
     "${pip[@]}" download --no-deps --dest "$venv/wheel" --only-binary=:all: "sglang==$version"
     unzip -q "$venv"/wheel/sglang-*.whl -d "$site" -x '*.so'
     rm -r "$venv/wheel"
-    # What its modules import, beside torch; versions as it pins them where it does.
+    # What its modules import, besides torch; versions as it pins them where it does.
     "$venv/bin/python" - "$site" >"$venv/requirements.txt" <<'END'
 import re
 import sys

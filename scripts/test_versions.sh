@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the oldest and the newest torch and transformers that the README names, and a transformers between whose
-# quantizers have other methods, each pair in an environment of its own that is made anew:
+# quantizers have other methods, each pair in an environment of its own that is made for it:
 #   scripts/test_versions.sh [oldest|between|newest] [pytest arguments, tests to run included]
 # Without any for pytest those tests run that need torch or transformers most.
 set -euo pipefail

@@ -40,9 +40,9 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
         raise ValueError(f"extra_config: expected settings by names of layers, got {extra!r}")
-    said = {key: config.get(key) for key in _SETTINGS}
-    said |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
-    kind, family, activations = said["data_type"], _family(packing), (said["act_bits"] or 16) < 16
+    settings = {key: config.get(key) for key in _SETTINGS}
+    settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
+    kind, family, activations = settings["data_type"], _family(packing), (settings["act_bits"] or 16) < 16
     if config.get("rotation_config"):
         raise ValueError(
             "rotation_config: expected none, as activations would have to be transformed at run time, got one"
@@ -50,24 +50,24 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     if str(kind).startswith("fp"):
         if kind not in _FP8:
             raise ValueError(f"data_type: expected int, got {kind!r} (or fp of 8 bits, in e4m3)")
-        if said["bits"] != 8:
-            raise ValueError(f"bits: expected 8 with data_type {kind!r}, got {said['bits']!r}")
-        if said["fmt"] not in _FP8:
-            raise ValueError(f"fmt: expected e4m3, got {said['fmt']!r}")
-        if activations and said["act_data_type"] not in _FP8:
-            raise ValueError(f"act_data_type: expected fp, as data_type is, got {said['act_data_type']!r}")
-        size = said["group_size"]  # of blocks, of the whole weight (0) or a row
+        if settings["bits"] != 8:
+            raise ValueError(f"bits: expected 8 with data_type {kind!r}, got {settings['bits']!r}")
+        if settings["fmt"] not in _FP8:
+            raise ValueError(f"fmt: expected e4m3, got {settings['fmt']!r}")
+        if activations and settings["act_data_type"] not in _FP8:
+            raise ValueError(f"act_data_type: expected fp, as data_type is, got {settings['act_data_type']!r}")
+        size = settings["group_size"]  # of blocks, of the whole weight (0) or a row
         if isinstance(size, (list, tuple)):
-            return said | {"quant_method": "fp8", "weight_block_size": list(size)}
-        return said | {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
+            return settings | {"quant_method": "fp8", "weight_block_size": list(size)}
+        return settings | {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
     if family not in _METHODS:
         raise ValueError(f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}")
     if kind not in (None, "int"):
         raise ValueError(f"data_type: expected int, got {kind!r} (or fp of 8 bits, in e4m3)")
     if activations:
-        got = f"{said['act_bits']}; give a config without it, and choose activation=..."
+        got = f"{settings['act_bits']}; give a config without it, and choose activation=..."
         raise ValueError(f"act_bits: expected 16, got {got}")
-    return said | _METHODS[family]
+    return settings | _METHODS[family]
 
 
 def _family(packing: str) -> str:

@@ -78,10 +78,10 @@ class _CompressedTensors(Format):
             return False
         if "weight_packed" in names:  # of NVFP4: see nvfp4.py
             return "weight_global_scale" not in names or _dtype(names, "weight_scale") != torch.float8_e4m3fn
-        plain, said = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
+        plain, listed = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
         if plain is None or "weight_scale" not in names or {"weight_scale_2", "qweight"} & set(names):
             return False
-        return plain.dtype == torch.int8 or (plain.dtype == torch.float8_e4m3fn and bool(said))
+        return plain.dtype == torch.int8 or (plain.dtype == torch.float8_e4m3fn and bool(listed))
 
     def left_out(self, config: Config, prefix: str) -> str | None:
         _check_kinds(config)

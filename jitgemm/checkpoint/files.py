@@ -51,7 +51,7 @@ class Rows:
     """Of some tensors one below the other, `count` rows from `start` on.
 
     Attributes:
-        numbers: they hold (rows, columns) of a matrix instead, of which there are `count` rows.
+        numbers: they hold (rows, columns) of a matrix of `count` rows instead.
     """
 
     sources: tuple[str, ...]
@@ -355,7 +355,7 @@ def _flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
         return {each: getattr(tensor, each, None) for names in lists for each in names}
 
     found: dict[str, torch.Tensor] = {}
-    said: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for name, tensor in source.items():
         held = {each: value for each, value in named(tensor, "data").items() if value is not None}
         if not _subclass(tensor) or not held:
@@ -364,8 +364,8 @@ def _flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
         above, dot, child = name.rpartition(".")
         found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
         data = {"_type": _subclass(tensor), "_data": named(tensor, "attribute"), "_tensor_data_names": list(held)}
-        said[name] = json.dumps(data, default=_encoded)
-    return found, said
+        metadata[name] = json.dumps(data, default=_encoded)
+    return found, metadata
 
 
 def _encoded(value: Any) -> Any:

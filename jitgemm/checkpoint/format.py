@@ -54,12 +54,12 @@ class Inputs:
         return self.num_bits == 16
 
     @classmethod
-    def of(cls, said: Mapping[str, Any] | None) -> Inputs:
+    def of(cls, scheme: Mapping[str, Any] | None) -> Inputs:
         """From compressed-tensors' `input_activations`; nothing there means that the input stays in floats."""
-        if not said:
+        if not scheme:
             return cls(num_bits=16)
-        type, bits, dynamic = said.get("type", "int"), said.get("num_bits", 8), bool(said.get("dynamic", False))
-        return cls(type, bits, said.get("strategy"), said.get("group_size"), said.get("symmetric", True), dynamic)
+        type, bits, dynamic = scheme.get("type", "int"), scheme.get("num_bits", 8), bool(scheme.get("dynamic", False))
+        return cls(type, bits, scheme.get("strategy"), scheme.get("group_size"), scheme.get("symmetric", True), dynamic)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class TensorLayout:
     """A tensor of a layer as a format stores it.
 
     Attributes:
-        dtypes: those that it may have, the usual one first.
+        dtypes: what it may have, the usual one first.
         dims: `Dim`s and numbers. (PARTS,) is a single element, in a file of any number of dimensions.
         optional: whether files may lack it; as text, what an error says where columns in groups are in activation order.
         wanted: what an error says of another shape.
@@ -156,8 +156,8 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
             if isinstance(dim, Dim):
                 sizes.setdefault(dim.of, size * dim.per)
         if tuple(tensor.shape) != (shape := expected.shape(sizes)):
-            said = expected.wanted.format(shape=list(shape), got=list(tensor.shape), **sizes)
-            raise ValueError(f"{name}: expected {said}")
+            shapes = expected.wanted.format(shape=list(shape), got=list(tensor.shape), **sizes)
+            raise ValueError(f"{name}: expected {shapes}")
     return sizes
 
 

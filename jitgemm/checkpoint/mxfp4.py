@@ -3,7 +3,7 @@
 ::
 
     blocks            uint8 [n, k / 32, 16]   gpt-oss (`quant_method: mxfp4`): experts.gate_up_proj_blocks and so on, with
-                                              the experts in front, gate and up in alternate rows
+                                              stacked over experts, gate and up in alternate rows
     scales            uint8 [n, k / 32]
     weight            int8 [n, k / 2]         DeepSeek-V4's experts (`expert_dtype: fp4`, `quant_method: fp8`)
     scale             e8m0 [n, k / 32]        transformers calls it weight_scale_inv
@@ -93,10 +93,10 @@ def _inputs(config: Mapping[str, Any], headers: Iterable[str]) -> Inputs | None:
     """What a Quark config says of inputs, or the static scale that ModelOpt's W4A8_MXFP4_FP8 has; None for nothing."""
     if "input_scale" in headers:
         return Inputs("float", strategy="tensor", dynamic=False)
-    said = (config.get("global_quant_config") or {}).get("input_tensors")
-    if isinstance(said, Mapping) and isinstance(dtype := said.get("dtype"), str):
+    inputs = (config.get("global_quant_config") or {}).get("input_tensors")
+    if isinstance(inputs, Mapping) and isinstance(dtype := inputs.get("dtype"), str):
         bits = {"fp4": 4, "fp6_e3m2": 6, "fp6_e2m3": 6}.get(dtype, 8)
-        return Inputs("float" if dtype.startswith("fp") else "int", bits, dynamic=bool(said.get("is_dynamic", True)))
+        return Inputs("float" if dtype.startswith("fp") else "int", bits, dynamic=bool(inputs.get("is_dynamic", True)))
     return None
 
 

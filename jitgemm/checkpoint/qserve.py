@@ -24,7 +24,7 @@ A tile is 512 bytes, 16 for each lane of a warp; the low nibble is row r, the hi
     byte  = 64 * (row % 8) + 16 * (column % 16 / 4) + 8 * (column / 16) + 4 * (row / 8 % 2) + column % 4
 
 Read from OmniServe's w4a8_linear.py and the kernels qgemm/w4a8_per_group and w4a8_per_chn. Mixture-of-experts files
-stack experts in front, each laid out so.
+stack experts along the first dimension, each laid out so.
 """
 
 from __future__ import annotations

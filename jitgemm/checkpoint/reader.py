@@ -258,7 +258,7 @@ def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, Tensor
     counts = {info.shape[:1] for info in infos.values()}
     if len(counts) != 1 or counts == {()}:
         shapes = ", ".join(f"{suffix} {list(info.shape)}" for suffix, info in infos.items())
-        raise ValueError(f"expert: expected tensors with one number of experts in front, got {shapes}")
+        raise ValueError(f"expert: expected tensors with one number of experts as their first size, got {shapes}")
     (count,) = counts.pop()
     if not 0 <= expert < count:
         raise ValueError(f"expert: expected 0..{count - 1}, got {expert}")

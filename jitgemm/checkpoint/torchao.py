@@ -128,8 +128,8 @@ class _TorchAo(Format):
         [n, k], ...}} under its name. prefix is that of a layer, or a parameter that stacks experts."""
         try:
             whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
-            data, said = whole.get("_data", {}), {"class": whole["_type"]}
-            said |= {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
+            data, settings = whole.get("_data", {}), {"class": whole["_type"]}
+            settings |= {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
         except (AttributeError, KeyError, TypeError, ValueError):
             return {}
         named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
@@ -144,8 +144,8 @@ class _TorchAo(Format):
             static = "act_quant_scale" in whole.get("_tensor_data_names", ())
             inputs = _activations(given["_data"]) | {"dynamic": not static}
         else:
-            return said
-        return said | {"input_activations": inputs}
+            return settings
+        return settings | {"input_activations": inputs}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes, form, settings = self.sizes(tensors, scheme), scheme.form, scheme.settings
@@ -179,14 +179,14 @@ class _TorchAo(Format):
 
 def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The class of a flattened subclass. Raises ValueError, before data is read, for one that is not read."""
-    said, qdata, zero = config.get("class"), tensors[_QDATA], tensors.get(_ZERO)
+    stated, qdata, zero = config.get("class"), tensors[_QDATA], tensors.get(_ZERO)
     for name, why in (("act_pre_scale", "none, as it scales the activations first; got one"),
                       ("group_scale", "a plain packing, got the preshuffled one")):  # fmt: skip
         if _FLAT + name in tensors:
             raise ValueError(f"{_FLAT}{name}: expected {why}")
-    if said not in (None, *_KNOWN):
-        raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {said}")
-    if said == "IntxUnpackedToInt8Tensor" and config.get("target_dtype") in ("int5", "int6", "int7", "int8"):
+    if stated not in (None, *_KNOWN):
+        raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {stated}")
+    if stated == "IntxUnpackedToInt8Tensor" and config.get("target_dtype") in ("int5", "int6", "int7", "int8"):
         return "Int8Tensor"
     if _BOTH in tensors:
         if qdata.dtype != torch.int32 or qdata.dim() != 4:
@@ -199,8 +199,8 @@ def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         if zero is not None and zero.dtype != torch.int8:
             raise ValueError(f"{_ZERO}: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
         return "Int4PlainInt32Tensor"
-    if said is not None:
-        return said
+    if stated is not None:
+        return stated
     if zero is None:
         return "Float8Tensor" if qdata.dtype.is_floating_point else "Int8Tensor"
     fitting = [each for each in _LAYOUTS if fits(tensors, _LAYOUTS[each])]
@@ -308,15 +308,15 @@ def _activations(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What act_quant_kwargs say, apart from whether the scale is static."""
     kind, inner = settings["granularity"]["_type"], settings["granularity"].get("_data") or {}
     dtype, (rows, columns) = _plain(settings.get("float8_dtype", "int8")), inner.get("block_size", (0, 0))
-    said = {"type": {"float8_e4m3fn": "float", "int8": "int"}.get(dtype, dtype)}
-    said["symmetric"] = _plain(settings.get("mapping_type")) != "ASYMMETRIC"
+    inputs = {"type": {"float8_e4m3fn": "float", "int8": "int"}.get(dtype, dtype)}
+    inputs["symmetric"] = _plain(settings.get("mapping_type")) != "ASYMMETRIC"
     if kind == "PerBlock" and rows == 1:
-        return said | {"strategy": "group", "group_size": columns}
+        return inputs | {"strategy": "group", "group_size": columns}
     if kind == "PerRow" and inner.get("dim", -1) not in (-1, 1):
         kind = f"PerRow of dim {inner['dim']}"
     known = {"PerRow": "token", "PerToken": "token", "PerTensor": "tensor"}
     known["PerBlock"] = f"PerBlock of {rows} x {columns}"
-    return said | {"strategy": known.get(kind, kind)}
+    return inputs | {"strategy": known.get(kind, kind)}
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@
 
     weight            float8_e4m3fn or int8 [n, k]
     weight_scale_inv  [ceil(n / B), ceil(k / B')], a scale for each block of B x B' (not its inverse, whatever the name
-                      says), as config's weight_block_size says: 128 x 128; one element without blocks, of which the
+                      says), as config's weight_block_size says: 128 x 128; one element without blocks; the
                       rows of gate_up_proj may have two, one above the other. DeepSeek-V4 calls it scale, Mistral
                       qscale_weight
     weight_scale      [n], [n, 1] or one element: without weight_scale_inv; ModelOpt's FP8_PB_WO has blocks of 128 x 128
@@ -64,7 +64,7 @@ class _W8A8(Format):
         if method == "compressed-tensors" or (not method and "config_groups" in config and not of_modelopt):
             return False
         if name in _BLOCKED:
-            # beside int8 with its own number of rows it is w4afp8's, unless the config says otherwise
+            # next to int8 with its own number of rows it is w4afp8's, unless the config says otherwise
             return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
         return weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt
 
@@ -116,7 +116,7 @@ def _by_config(config: Mapping[str, Any]) -> _Found:
 
 
 def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found:
-    """What the shape of the scale says, among those that the config allows."""
+    """What the shape of the scale says, as far as the config allows it."""
     name, weight = _scale_name(headers), headers["weight"]
     if weight.dtype not in CODE_TYPES.values() or weight.dim() != 2:
         raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")

@@ -22,7 +22,6 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import BLOCK_K, CORRECTION_TYPES, GROUP_SIZES, K_ALIGNMENT, SUMS, WeightFormat, tuned_order
-from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
 """Exit codes other than 0: a check found something, wrong arguments, the work failed."""
@@ -42,21 +41,20 @@ NVFP4_ORDERS = {"any": "nvfp4", "tuned": "near"}
 _GROUPS = ", ".join(map(str, GROUP_SIZES))
 HELP = {
     "--lhs": "Activations: fp8 (or e4m3), int8.",
-    "--group-size": f"k per scale: {_GROUPS}; channel (or -1, or k): a scale per row of n.",
-    "--zero-point": "Integer zero points: codes 0..15, not -8..7.",
-    "--offset": "A float offset per group, as of torchao, ExecuTorch, QServe.",
-    "--correction": "pack_w4(correction=True): fp16 (zero points) or bf16 (most offsets). For int8 in groups.",
-    "--bits": "4 or 8. 8 bits have the type of --lhs; groups of 128 are then blocks of 128 x 128.",
-    "--scale-dtype": "Scales in the checkpoint: bf16, fp16, fp32.",
-    "--codes": "any: pack_w4 without lhs_dtype, or e4m3 with a code -8. tuned: with lhs_dtype, as in jitgemm.nn. NVFP4: any "
-    "scales; tuned: those of a row within 2^10.",
-    "--mxfp4": "MXFP4. --group-size channel, 128, 32: a base per row, a base per row and 128 k, a scale per 32 k.",
+    "--group-size": f"k per scale: {_GROUPS}; channel (or -1).",
+    "--zero-point": "Codes 0..15 with integer zero points.",
+    "--offset": "A float offset per group.",
+    "--correction": "fp16 or bf16: pack_w4(correction=True).",
+    "--bits": "4 or 8.",
+    "--scale-dtype": "Of scales: bf16, fp16, fp32.",
+    "--codes": "Their order: any, or tuned as jitgemm.nn packs.",
+    "--mxfp4": "MXFP4 with --group-size channel, 128, 32.",
     "--nvfp4": "NVFP4, without --group-size.",
-    "--two-level": "Two levels, as of QServe; with --lhs int8, without --group-size.",
-    "--out": "Result: bf16, fp16, fp32.",
-    "--sums": "f32; f16 (groups of e4m3); exact (int8 without sums by parts).",
-    "--block-scales": "Activations: a scale per token and 128 k.",
-    "--e8m0": "The same, packed as powers of two.",
+    "--two-level": "Two levels (QServe), for --lhs int8.",
+    "--out": "Of results: bf16, fp16, fp32.",
+    "--sums": "f32, f16 (e4m3), exact (int8).",
+    "--block-scales": "A scale per token and 128 k.",
+    "--e8m0": "The same as powers of two, packed.",
 }
 """Options that mean the same to every command."""
 
@@ -67,9 +65,9 @@ def layer_option(flag: str, more: str = "", metavar: str | None = "TYPE", **opti
 
 
 BatchInvariant = Annotated[bool, typer.Option("--batch-invariant", help="Calls are batch_invariant=True.")]
-_DEVICE_HELP = f"Choose kernels for {', '.join(DEVICES)}, or figures such as 'h200,sms=66'. Default: the Hopper GPU at hand, else h200."
+_DEVICE_HELP = "Its kernels: h100-sxm, h20, 'h200,sms=66'. Default: the GPU at hand, else h200."
 Device = Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=_DEVICE_HELP)]
-_JSON_HELP = "Print JSON, with all columns, not a table."
+_JSON_HELP = "Print JSON with all columns."
 Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
 
 

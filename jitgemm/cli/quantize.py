@@ -37,26 +37,13 @@ SHOWN = 10
 _BATCH = 8
 """Windows in one call of the model."""
 
-_DATA = (
-    'Text like what the model will read: UTF-8, or .jsonl with a "text" in each line. Its first eighth is held back to '
-    "evaluate, the rest calibrates. none: no calibration, which costs a 4-bit model much more. Default: Python's help topics."
-)
+_DATA = 'UTF-8 text, or .jsonl with "text" in each line, to calibrate; or none. Default: Python\'s help topics.'
 _TOKENS = "Tokens that calibrate, in windows of 256."
-_SCHEME = (
-    "int4: integers with a scale per group. mxfp4: floats with a power of two per 32 columns, for e4m3 only. two-level: "
-    "QServe's tensors, groups of 128 with an integer scale and zero point under a scale per row, for int8 only; faster "
-    "prefill than int4 in groups. Default: int4."
-)
-_ACTIVATION = "Inputs of layers, per token: e4m3 or int8. Default: e4m3; int8 with --scheme two-level."
-_GROUP = (
-    "Columns that share a scale. Default: 128, or 32 and zero points without calibration; less where a layer's columns "
-    "are not a multiple."
-)
-_KEEP = (
-    "Layers whose result has a larger relative squared error get 8 bits, and with them the layers of the same input, such "
-    f"as q, k and v. AUTO: {AUTO_KEEP_8BIT}. Default: all get 4 bits."
-)
-_ON = "Where the model runs: a Hopper GPU, or cpu, which takes long. Default: the Hopper GPU at hand, else cpu."
+_SCHEME = "int4, mxfp4 (e4m3 only) or two-level (QServe's; int8 only). Default: int4."
+_ACTIVATION = "Inputs, per token: e4m3 or int8. Default: e4m3; int8 with two-level."
+_GROUP = "Columns that share a scale. Default: 128, or 32 and zero points without calibration."
+_KEEP = f"Layers with a larger relative squared error get 8 bits. AUTO: {AUTO_KEEP_8BIT}. Default: none."
+_ON = "Where the model runs. Default: the Hopper GPU at hand, else cpu, which takes long."
 
 
 @common.guarded
@@ -93,8 +80,7 @@ def quantize(
       jitgemm quantize Qwen3-30B-A3B Qwen3-W4A8 --data chats.jsonl --tokens 65536
       jitgemm quantize gemma-3-1b-it gemma-W4A8 --group-size 32 --keep-8bit AUTO
       jitgemm quantize gpt-oss-20b-BF16 gpt-oss-MXFP4 --scheme mxfp4
-      jitgemm quantize Llama-3.1-8B-Instruct Llama-3.1-8B-QServe --scheme two-level
-      jitgemm quantize FOLDER OUT --activation int8 --data none --json
+      jitgemm quantize Llama-3-8B Llama-3-8B-QServe --scheme two-level
 
     \b
     Then one of:
@@ -179,7 +165,7 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that needs the model; returns what --json prints."""
     from jitgemm.nn.quantize.evaluate import compared, log_probabilities
-    from jitgemm.nn.quantize.quantize import Quantising, form_of_4_bits
+    from jitgemm.nn.quantize.quantize import Quantising, grouping_of_4_bits
     from jitgemm.nn.quantize.swap import bar
     from jitgemm.nn.report import by_reason, some
     from jitgemm.nn.save.folder import quantization_config, write_folder
@@ -189,20 +175,20 @@ def _run(
     tested, ids = _windows(source, texts, windows)
     model = model_of(source, device)
     reasons: dict[str, str] = {}
-    form, options = form_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
+    grouping, options = grouping_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
     if scheme in MEETS:
-        form, options, size = {"scheme": scheme}, {}, MEETS[scheme][1]
+        grouping, options, size = {"scheme": scheme}, {}, MEETS[scheme][1]
     else:
-        size = form["group_size"] = _group_size(model, group_size, form["group_size"])
+        size = grouping["group_size"] = _group_size(model, group_size, grouping["group_size"])
     job = Quantising(
         model, _filter(model, reasons, scheme), activation=activation, keep_8bit=limit, device=device,
-        calibration=None if ids is None else ids.split(_BATCH), **form, **options,
+        calibration=None if ids is None else ids.split(_BATCH), **grouping, **options,
     )  # fmt: skip
     skipped = job.report.skipped | reasons
     if not job.chosen:
         why = "\n".join(by_reason(skipped)) or "  it holds no torch.nn.Linear"
         raise ValueError(f"{source.folder}: expected a layer that can be quantised, found none:\n{why}")
-    places = find_places(model, source, job.chosen, job.found.forms, job.found.head)
+    places = find_places(model, source, job.chosen, job.found.experts, job.found.head)
     tested = None if tested is None else tested.to(device)
     base = [] if tested is None else [part.cpu() for part in log_probabilities(model, tested)]
 
@@ -210,7 +196,7 @@ def _run(
     if job.report.unreached:
         common.note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
     with bar("writing", len(source.shards)) as show:
-        config = quantization_config(model, places, INPUTS[activation], **form)
+        config = quantization_config(model, places, INPUTS[activation], **grouping)
         written = write_folder(model, source, places, unfinished.folder, config, show)
     unfinished.finish()
     evaluation = None
@@ -264,7 +250,7 @@ def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> 
     read: set[str] = set()
 
     def ready(names: list[str]) -> dict[str, Any] | None:
-        layers = unfinished.kept(names, job.report, job.found.forms, device)
+        layers = unfinished.kept(names, job.report, job.found.experts, device)
         read.update(layers or ())
         return layers
 
@@ -303,10 +289,10 @@ def _filter(model: Any, reasons: dict[str, str], scheme: str = "int4") -> Any:
 
 def _sizes(found: Any, name: str, module: Any) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of a Linear, or of each of the weights that files have of an expert."""
-    form = found.forms.get(name)
-    if form is None:
+    layout = found.experts.get(name)
+    if layout is None:
         return ((module.out_features, module.in_features),)
-    return (form.inter, form.hidden), (form.hidden, form.inter)
+    return (layout.inter, layout.hidden), (layout.hidden, layout.inter)
 
 
 def _columns(found: Any, name: str, module: Any) -> set[int]:

@@ -67,14 +67,11 @@ _SHAPES, _FLOATS = "Layers by shape", "Layers by shape, or a --model in 16 bits"
 _of_shape, _shape = (partial(option, rich_help_panel=_SHAPES) for option in (typer.Option, layer_option))
 _floats = partial(layer_option, rich_help_panel=_FLOATS)
 _of_model = partial(typer.Option, rich_help_panel="A model")
-_FOLDER = "Hugging Face folder; headers and some rows are read. Repeatable."
-_USE = "linear (as load_ leaves it), fused (after fuse_), compiled (under torch.compile), vllm. Default: linear."
-_QUANTIZER = (
-    f"Quantisers to --lhs by their input: {', '.join(REAL_TYPES)}, with "
-    f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}; or none. Repeatable. Default: the types of --out."
-)
-_KIND = f"{', '.join(ACTIVATIONS)}. Default: as load_ does."
-_STRICT = "A kernel that spills registers or serialises its wgmma fails."
+_FOLDER = "A Hugging Face folder. Repeatable."
+_USE = "linear, fused, compiled or vllm. Default: linear."
+_QUANTIZER = "Of inputs, such as fp16+rms_norm; or none. Repeatable. Default: --out."
+_KIND = f"{', '.join(ACTIVATIONS)}."
+_STRICT = "Fail if a kernel spills or serialises."
 Some = Optional[list[str]]
 
 
@@ -90,7 +87,7 @@ def warmup(
     activation: Annotated[
         Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default=False)
     ] = None,
-    lhs: Annotated[Optional[list[common.Lhs]], _shape("--lhs", "Repeatable. Default: fp8.")] = None,
+    lhs: Annotated[Optional[list[common.Lhs]], _shape("--lhs", "Repeatable.")] = None,
     offset: Annotated[bool, _shape("--offset", metavar=None)] = False,
     correction: Annotated[Optional[common.Correction], _shape("--correction")] = None,
     block_scales: Annotated[bool, _shape("--block-scales", metavar=None)] = False,
@@ -98,19 +95,15 @@ def warmup(
     quantizer: Annotated[
         Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default=False)
     ] = None,
-    group_size: Annotated[
-        Optional[str], _floats("--group-size", "Default: 128; --model: 32, zero points.", metavar="G")
-    ] = None,
+    group_size: Annotated[Optional[str], _floats("--group-size", metavar="G")] = None,
     zero_point: Annotated[bool, _floats("--zero-point", metavar=None)] = False,
     bits: Annotated[Optional[int], _floats("--bits", "Default: 4.", metavar="4|8")] = None,
-    mxfp4: Annotated[bool, _shape("--mxfp4", "Default: all three.", metavar=None)] = False,
+    mxfp4: Annotated[bool, _shape("--mxfp4", metavar=None)] = False,
     nvfp4: Annotated[bool, _shape("--nvfp4", metavar=None)] = False,
     two_level: Annotated[bool, _shape("--two-level", metavar=None)] = False,
     scale_dtype: Annotated[Optional[common.RealType], _floats("--scale-dtype", "Default: bf16.")] = None,
-    codes: Annotated[
-        Optional[CodesSet], _floats("--codes", "Default: both, in twice the time.", metavar="ORDER")
-    ] = None,
-    out: Annotated[Optional[list[common.RealType]], layer_option("--out", "Default: the model's, else bf16.")] = None,
+    codes: Annotated[Optional[CodesSet], _floats("--codes", "Default: both.", metavar="ORDER")] = None,
+    out: Annotated[Optional[list[common.RealType]], layer_option("--out")] = None,
     sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
@@ -126,11 +119,10 @@ def warmup(
 ) -> None:
     """Compile every kernel that layers can need, for any number of tokens up to --max-m.
 
-    Needs no GPU: kernels are chosen and compiled for the named device. What
-    the cache holds is not compiled again.
+    Needs no GPU. What the cache holds is not compiled again.
 
     \b
-    Examples (more: docs/commands.md):
+    Examples (docs/commands.md has more, and what each option means):
       jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --device h100-sxm
       jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --check && echo warm
       jitgemm warmup --shape 4096,14336 --lhs int8 --quantizer bf16+affine
@@ -140,8 +132,7 @@ def warmup(
       0  every kernel is in the cache (or would be, with --dry-run)
       1  --check: a kernel is missing
       2  wrong arguments, or a model that cannot be made, read or cut
-      3  a kernel failed to compile, or was compiled and could not be stored;
-         --strict: it spills or is serialised
+      3  a kernel was not compiled or not stored; --strict: it is slow
     """
     if not shape and not model:
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model FOLDER")

@@ -11,7 +11,7 @@ than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
 hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their exponents,
 max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
-NVFP4's codes times their scales are two terms (`jitgemm.weight.terms`), each of which takes a step: twice the steps.
+NVFP4's codes times their scales are two terms (`jitgemm.weight.terms`), and each takes a step: twice the steps.
 
 With sums in f16 a step's sum is rounded to 11 bits as well, which loses 2^-11 of |sum after| more. A kernel multiplies
 it by scale / 2^E, exact in f16 (`jitgemm.weight.f16_sums`), and adds up at most eight records that follow one another in

@@ -392,7 +392,7 @@ def masked(
         for name, each, columns in ((X, x, "k"), (X_SCALE, x_scale, ""), (X_ZERO, x_zero, ""), ("out", out, "n"))
     )
     expected_rows = expected_rows_of(experts, expected_m)
-    # 0 would stand for offsets; where no expert has room for a row, any other number serves.
+    # 0 would stand for offsets; where no expert can have a row, any other number serves.
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
     _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")

@@ -26,7 +26,7 @@ from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import launched_clusters, most_units, units_of_work
+from jitgemm.select.legal import launched_clusters, max_cluster_tiles, cluster_tiles
 from jitgemm.tensors import TYPE_NAMES
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ class GemmLaunch(Launch):
             # The only tile is the last one, too.
             x_boxes: tuple[int, ...] = (copied if rows > spec.block_m else last_rows, last_rows)
             out_boxes: tuple[int, ...] = (slice_tokens(spec),)
-            units = units_of_work(spec, rows, n)
+            tiles = cluster_tiles(spec, rows, n)
         else:
             last_rows = 0
             x_boxes = spec.block_m // spec.multicast_lhs, SWIZZLE_ROWS if groups.row_index is None else 1
             out_boxes = slice_tokens(spec), SWIZZLE_ROWS, 1
-            units = most_units(spec, experts, rows, n)
+            tiles = max_cluster_tiles(spec, experts, rows, n)
         # One row's stride is never walked, and torch may report any value for it.
         x_row_bytes = x.stride(0) if tokens > 1 else k
         out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else n)
@@ -91,7 +91,7 @@ class GemmLaunch(Launch):
         block = ARGUMENTS if groups is None else GROUPED_ARGUMENTS
         x_at, out_at = len(block.pointers) - len(POINTERS), len(block.pointers) - 1
         super().__init__(
-            loaded, block, _values(gemm, x_row_bytes, last_rows), grid=_grid(spec, loaded, units, device),
+            loaded, block, _values(gemm, x_row_bytes, last_rows), grid=_grid(spec, loaded, tiles, device),
             threads=(spec.threads, 1), smem_bytes=smem_bytes(spec),
             maps=(*((x_at, x_maps[box]) for box in x_boxes), *((out_at, each) for each in out_maps)),
         )  # fmt: skip
@@ -142,12 +142,12 @@ def problem_of(gemm: Gemm) -> Problem:
     )  # fmt: skip
 
 
-def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:
-    """CTAs of a launch for so many units of work."""
+def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, tiles: int, device: DeviceSpec) -> int:
+    """CTAs of a launch for so many tiles of work."""
     size, resident = spec.cluster_size, device.num_sms
     if size > 1:
         resident = driver.resident_clusters(loaded, size, spec.threads, smem_bytes(spec))
-    return size * launched_clusters(spec, units, device.num_sms, resident)
+    return size * launched_clusters(spec, tiles, device.num_sms, resident)
 
 
 def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:

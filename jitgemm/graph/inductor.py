@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from jitgemm.activations.scheme import Prologue
-from jitgemm.graph.producers import PRODUCERS, Front, Producer, call_of, converts, either, is_tensor, only_for
+from jitgemm.graph.producers import PRODUCERS, Fold, Producer, call_of, converts, either, is_tensor, only_for
 from jitgemm.graph.producers import readers_of, root_of, same_shape, types_of, value_of
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def register() -> None:
     """
     config = sys.modules.get(_CONFIG)
     if config is not None and _State.key is None:
-        modules = {each.__module__ for each in (fuse, Front, Prologue, *itertools.chain(*PRODUCERS.values()))}
+        modules = {each.__module__ for each in (fuse, Fold, Prologue, *itertools.chain(*PRODUCERS.values()))}
         files = sorted(str(sys.modules[module].__file__) for module in modules)
         _State.key = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
         noted = {**config.unsafe_marked_cacheable_functions, __name__: _State.key}
@@ -82,20 +82,20 @@ def fuse(quantiser: Node) -> None:
         return
     readers = list(readers_of(value, converts))
     exact = getattr(sys.modules.get(_CONFIG), "emulate_precision_casts", False)
-    front = None if exact or not all(map(_plain, readers)) else _front(value)
+    fold = None if exact or not all(map(_plain, readers)) else _fold(value)
     same_work: dict[Any, list[Node]] = {}
     for reader in filter(_is_quantiser, readers):
         arguments = tuple(_arguments(reader).items())[1:]
         same_work.setdefault((_region(reader), types_of(reader.args[0]), *arguments), []).append(reader)
     for same in sorted(same_work.values(), key=min):
         first = min(same)
-        made = None if front is None else _fused(first, front)
+        made = None if fold is None else _fused(first, fold)
         for node in same:
             if made is not None or node is not first:
                 node.replace_all_uses_with(made or first)
                 _erase(node)
-        if made is not None and front is not None and front.sum is not None:  # which the others normalise
-            front = Front(_read_sum(made, front.sum), front.prologue._replace(residual=None), ())
+        if made is not None and fold is not None and fold.sum is not None:  # which the others normalise
+            fold = Fold(_read_sum(made, fold.sum), fold.prologue._replace(residual=None), ())
 
 
 def add_residual(quantiser: Node) -> None:
@@ -111,8 +111,8 @@ def add_residual(quantiser: Node) -> None:
         return
     same = all(same_shape(part, total) and value_of(part).dtype == value_of(total).dtype for part in parts)
     if same and parts[0] is not parts[1] and all(map(_is_stored, parts)):
-        front = Front(parts[0], Prologue(residual=parts[1]), (total,), total)
-        made = _fused(quantiser, front)
+        fold = Fold(parts[0], Prologue(residual=parts[1]), (total,), total)
+        made = _fused(quantiser, fold)
         if made is not None:
             quantiser.replace_all_uses_with(made)
             _erase(quantiser)
@@ -156,30 +156,30 @@ def _sizes(node: Node) -> list[Any] | None:
     return None
 
 
-def _front(value: Node) -> Front | None:
+def _fold(value: Node) -> Fold | None:
     made_by = value.target
     if made_by is operator.getitem:
         made_by = value.args[0].target
         if made_by in _FUNCTIONALISED:
             made_by = value.args[0].args[0]
-    return next((front for producer in PRODUCERS.get(made_by, ()) if (front := producer(value)) is not None), None)
+    return next((fold for producer in PRODUCERS.get(made_by, ()) if (fold := producer(value)) is not None), None)
 
 
-def _fused(quantiser: Node, front: Front) -> Node | None:
-    """A quantiser with that front, ahead of this one; None if the op takes no such arguments."""
-    arguments = _arguments(quantiser) | front.prologue.keywords
-    outs = [_gemm_out(root_of(part)) for part in front.x] if isinstance(front.x, tuple) else None
-    if any(_region(node) != _region(quantiser) for node in front.reads):
+def _fused(quantiser: Node, fold: Fold) -> Node | None:
+    """A quantiser with that fold, ahead of this one; None if the op takes no such arguments."""
+    arguments = _arguments(quantiser) | fold.prologue.keywords
+    outs = [_gemm_out(root_of(part)) for part in fold.x] if isinstance(fold.x, tuple) else None
+    if any(_region(node) != _region(quantiser) for node in fold.reads):
         return None
     if outs:
         a, b = outs
         if a is None or b is None or a is b or a.kwargs != b.kwargs or not same_shape(a, b):
             return None
-    if (total := front.sum) is not None:  # whatever else reads it can wait for the quantiser
+    if (total := fold.sum) is not None:  # whatever else reads it can wait for the quantiser
         later = all(user > quantiser or only_for(user, quantiser) for user in total.users)
         if not later or (total.meta["val"].dim() != 2 and _sizes(total) is None):
             return None
-    arguments["x"] = None if outs else root_of(front.x)
+    arguments["x"] = None if outs else root_of(fold.x)
     wide = [name for name in ("x", "residual") if isinstance(arguments.get(name), Node)]
     values = {name: value_of(argument) for name, argument in arguments.items()}
     op = torch.ops.jitgemm.add_quantize_activations if "residual" in wide else torch.ops.jitgemm.quantize_activations
@@ -223,9 +223,9 @@ def _gemm_out(result: Node) -> Node | None:
     gemm = args[0] if args else None
     if not args or args[1] != 1 or gemm.target is not torch.ops.higher_order.auto_functionalized_v2:
         return None
-    told = {name: value for name, value in gemm.kwargs.items() if name.startswith("_")}
-    out = (told.pop("_all_bases", None) or [None])[0]
-    if gemm.args != (torch.ops.jitgemm.gemm_w4a8_nt.default,) or told != {"_out_base_index": 0}:
+    extra = {name: value for name, value in gemm.kwargs.items() if name.startswith("_")}
+    out = (extra.pop("_all_bases", None) or [None])[0]
+    if gemm.args != (torch.ops.jitgemm.gemm_w4a8_nt.default,) or extra != {"_out_base_index": 0}:
         return None
     alone = isinstance(out, Node) and out.target is aten.empty.memory_format and len(out.users) == len(gemm.users) == 1
     return out if alone and len(out.args[0]) == 2 else None
@@ -242,16 +242,16 @@ def _side_by_side(outs: list[Node], fake: torch.Tensor) -> Node:
         out.meta["val"] = fake
     for gemm in sorted(gemms):
         start = n * gemms.index(gemm)
-        told = {"_out_slice_dim": 1, "_out_slice_start": start, "_out_slice_end": start + n}
+        extra = {"_out_slice_dim": 1, "_out_slice_start": start, "_out_slice_end": start + n}
         (result,) = gemm.users
         old = gemm.kwargs["_all_bases"][0]
-        gemm.kwargs = {**gemm.kwargs, **told, "_all_bases": [out]}
+        gemm.kwargs = {**gemm.kwargs, **extra, "_all_bases": [out]}
         with fake.fake_mode:  # a memory of its own, as what is written in place is told from that
             result.meta["val"] = torch.empty_like(fake)
         gemm.meta["val"] = (*gemm.meta["val"][:1], result.meta["val"])
         if "eager_input_vals" in gemm.meta:
             args, kwargs = gemm.meta["eager_input_vals"]
-            _note_inputs(gemm, args, {**kwargs, **told, "_all_bases": type(kwargs["_all_bases"])([fake])})
+            _note_inputs(gemm, args, {**kwargs, **extra, "_all_bases": type(kwargs["_all_bases"])([fake])})
         _erase(old)
         out, fake = result, result.meta["val"]
     return out

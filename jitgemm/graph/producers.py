@@ -18,8 +18,8 @@ from jitgemm.activations.scheme import GELU_MULS, SILU_MUL, Gate, Prologue
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-class Front(NamedTuple):
-    """What a quantiser can compute itself.
+class Fold(NamedTuple):
+    """What the pass folds into a quantiser, which computes it itself.
 
     Attributes:
         x: what it then reads: [..., k], or [..., 2k] with a gate; or two tensors [..., k] for the halves of that,
@@ -35,7 +35,7 @@ class Front(NamedTuple):
     sum: Node | None = None
 
 
-Producer = Callable[[Node], Front | None]
+Producer = Callable[[Node], Fold | None]
 """producer(value): the operations whose result `value` is, roundings to 16 bits aside; None if there are none. Conversions of
 the value to another floating-point type are behind it."""
 
@@ -123,7 +123,7 @@ def either(args: tuple[Any, ...] | None) -> Iterator[tuple[Any, Any]]:
 # ---- producers -------------------------------------------------------------------------------------------------------
 
 
-def norm(value: Node) -> Front | None:
+def norm(value: Node) -> Fold | None:
     """x * rsqrt(mean(x^2) + eps) * weight, x and mean in fp32; rounded ahead of the weight, behind it or nowhere."""
     for weight, normed in either(call_of(value, aten.mul.Tensor)):
         if not _same(value_of(weight).shape, value_of(value).shape[-1:]):
@@ -133,7 +133,7 @@ def norm(value: Node) -> Front | None:
             if eps is not None and same_shape(wide, value):
                 x = _unconverted(wide)
                 weight = _unconverted(weight) if _is_fp32(weight) else weight  # widened exactly
-                return Front(x, Prologue(weight, eps), (wide, factor, normed, value))
+                return Fold(x, Prologue(weight, eps), (wide, factor, normed, value))
     return None
 
 
@@ -159,7 +159,7 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(x is y or str(x) == str(y) for x, y in zip(a, b))
 
 
-def _whole_norm(value: Node) -> Front | None:
+def _whole_norm(value: Node) -> Fold | None:
     """PyTorch's own RMSNorm, where it is one operator yet."""
     call = value.args[0] if value.target is operator.getitem else value
     if value.target is operator.getitem and value.args[1] != 0:
@@ -167,10 +167,10 @@ def _whole_norm(value: Node) -> Front | None:
     x, sizes, weight, eps = (*call.args, None, None)[:4]
     if weight is None or eps is None or call.kwargs or len(sizes) != 1:
         return None
-    return Front(x, Prologue(weight, float(eps)), (call,))
+    return Fold(x, Prologue(weight, float(eps)), (call,))
 
 
-def _gate_mul(value: Node) -> Front | None:
+def _gate_mul(value: Node) -> Fold | None:
     """silu(gate) * up or gelu(gate) * up of one tensor's halves, silu and gelu in fp32."""
     for activated, up in either(call_of(value, aten.mul.Tensor)):
         activated = _unconverted(activated)
@@ -179,7 +179,7 @@ def _gate_mul(value: Node) -> Front | None:
             gate, up = _unconverted(gate), _unconverted(up)
             x = _whole(gate, up) or (root_of(gate), root_of(up))
             if isinstance(x, Node) or all(only_for(part, value) for part in x):
-                return Front(x, Prologue(gate=kind), (gate, up, value))
+                return Fold(x, Prologue(gate=kind), (gate, up, value))
     return None
 
 

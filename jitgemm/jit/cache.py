@@ -157,15 +157,15 @@ class KernelCache:
                 continue
             _remove_leftovers(root, STALE_AFTER_S)
             for folder, why in failed.items():
-                said = f"kernel cache {folder} cannot be written ({why}); {root} is used instead"
-                self._warn_once("full", folder, said)
+                message = f"kernel cache {folder} cannot be written ({why}); {root} is used instead"
+                self._warn_once("full", folder, message)
             self._unwritten.pop(key, None)
             return Entry(key, path, metadata, cubin)
         folders = os.pathsep.join(map(str, self.roots))
         why = "; ".join(failed.values()) or ("no folder is writable" if folders else "there is no folder")
         problem = f"kernel cache {folders} cannot be written ({why})"
-        said = f"{problem}; every process compiles its kernels again. JITGEMM_CACHE_DIR names folders"
-        self._warn_once("unwritten", None, said)
+        message = f"{problem}; every process compiles its kernels again. JITGEMM_CACHE_DIR names folders"
+        self._warn_once("unwritten", None, message)
         self._unwritten[key] = entry = Entry(key, None, metadata, cubin, problem)
         return entry
 

@@ -182,8 +182,8 @@ def load_entry(path: Path, *, aside: bool = False) -> Entry:
             with suppress(OSError):
                 if aside and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                     os.replace(path, path.with_suffix(SET_ASIDE))
-                    said = f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}"
-                    warnings.warn(said, stacklevel=2)
+                    message = f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}"
+                    warnings.warn(message, stacklevel=2)
             raise
 
 

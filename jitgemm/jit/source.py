@@ -61,7 +61,7 @@ class KernelSource:
         digest = hashlib.sha256()
         for text in (str(SCHEMA), self.source, self.tighter, *counted, *built):
             data = text.encode()
-            # The length in front keeps ("ab", "c") and ("a", "bc") apart.
+            # The leading length keeps ("ab", "c") and ("a", "bc") apart.
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.hexdigest()
 
@@ -78,8 +78,8 @@ class KernelSource:
         try:
             return replace(compiled, cubin=apply_yields(compiled.cubin, self.yields), built=compiled.cubin)
         except BadCubin as problem:
-            said = f"kernel {self.label} runs without yield hints, a few percent slower: {problem}"
-            warnings.warn(said, stacklevel=2)
+            message = f"kernel {self.label} runs without yield hints, a few percent slower: {problem}"
+            warnings.warn(message, stacklevel=2)
             return compiled
 
 

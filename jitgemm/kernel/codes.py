@@ -53,7 +53,7 @@ class Order:
     Attributes:
         name: in names of formats, which exported programs hold.
         number: in state dicts. Append only; different from those of all codes of as many bits.
-        decoders: by the type of activations; those that the order meets.
+        decoders: by the type of the activations that the order serves.
         zero_decoders: the same with zero points; empty where the order has none.
         mark: in kernels' labels, behind the type of activations.
         max_channel_k: largest k of int8 activations with one scale per row, whose sums stay in int32.

@@ -44,7 +44,7 @@ class KernelSpec:
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; `tactics.with_k_rules` sets it.
         token_rows: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
-            them in tiles of 64 x 256, of which two warpgroups have the same tokens. A thread then has sums of two
+            them in tiles of 64 x 256; two warpgroups have the same tokens. A thread then has sums of two
             tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for 8-bit weights of a
             format with `strip_scales`.
         out: type of the result.
@@ -110,7 +110,7 @@ class KernelSpec:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the consumer warpgroups and one more, of which a single warp produces.
+        """Threads of a CTA: the consumer warpgroups and one more, whose first warp produces.
 
         Registers are allocated for whole warpgroups, and `setmaxnreg` moves them between whole warpgroups only.
         """

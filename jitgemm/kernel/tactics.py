@@ -15,7 +15,7 @@ from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes, wgmma_shapes
 MIN_PREFETCH_STAGES = 5
 PREFETCH_BYTES = {1: 54_000, 2: 40_000}
 """Bytes of weights that a CTA asks for before it waits for the grid before, and MIN_PREFETCH_STAGES at least: about
-what memory delivers in that time. More would stand in front of the activations; less where CTAs of few tokens share an
+what memory delivers in that time. More would delay the activations; less where CTAs of few tokens share an
 SM (docs/notes/decode.md)."""
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
@@ -82,7 +82,7 @@ def fragment_sets(spec: KernelSpec) -> int:
     Two make the loop two records long. That is too much code with groups of 32, which unroll to four times as much, and
     too many registers for four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow tiles, or
     codes for any activations, ptxas serialises the multiplies of a single set. Those of 8-bit weights hold addresses
-    and factors only. With f16 sums there are registers and, half as many promotions, room for code.
+    and factors only. With f16 sums there are registers and, half as many promotions, space for code.
     """
     if spec.shared_weights or spec.sums != "f32":
         return 2

@@ -35,14 +35,14 @@ ROUTE_POINTERS = (
     *(Pointer(name, name, 4, written=True) for name in ("offsets", "row_index", "inverse")),
 )
 """What a launch has addresses of, in the order of `RouteArgs` in include/jitgemm/moe/route.cuh."""
-FRONT_POINTERS = (
+ROUTE_QUANTIZE_POINTERS = (
     *ROUTE_POINTERS,
     Pointer("x", "x", ALIGNMENT),
     Pointer("q", "q", ALIGNMENT, written=True),
     Pointer("scale", "scale", 4, written=True),
     Pointer("zero", "zero", 4, written=True),
 )
-"""What a launch has addresses of, in the order of `FrontArgs` in include/jitgemm/moe/front.cuh."""
+"""What a launch has addresses of, in the order of `RouteQuantizeArgs` in include/jitgemm/moe/route_quantize.cuh."""
 COMBINE_POINTERS = (
     Pointer("rows", "rows", ALIGNMENT),
     Pointer("inverse", "inverse", 4),

@@ -1,6 +1,6 @@
 """The fused expert layer: the public call, its workspace, and its `torch.library` op.
 
-Six launches at most, each of which starts while the one before it ends: route, quantise (of few tokens both in one),
+Six launches at most. Each starts while the one before it ends: route, quantise (of few tokens both in one),
 GEMM, gate and quantise, GEMM, combine. Sizes of the experts' parts live on the device alone, so that a CUDA graph can
 be replayed with other routings.
 """

@@ -18,7 +18,7 @@ from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.moe.arguments import COLLECT_POINTERS, DISPATCH_POINTERS, ExpertsCall, Routing
 from jitgemm.moe.call import multiply, sort_sent
 from jitgemm.moe.layout import Layout
-from jitgemm.moe.kernel import FRONT_THREADS, CollectSpec, DispatchSpec, dispatch_spec
+from jitgemm.moe.kernel import ROUTE_QUANTIZE_THREADS, CollectSpec, DispatchSpec, dispatch_spec
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES
 
@@ -115,7 +115,7 @@ def collect(
 
 def most_hidden() -> int:
     """The largest k that `dispatch` takes."""
-    return 4 * 8 * FRONT_THREADS
+    return 4 * 8 * ROUTE_QUANTIZE_THREADS
 
 
 class _Dispatch(NamedTuple):

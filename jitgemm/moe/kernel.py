@@ -30,10 +30,10 @@ GEMM, which copies row by row then: a layer takes 1 to 2 % less at 4 rows, half 
 GATHER_SENT_M = 2
 """The same for tokens that come quantised from other ranks, which a kernel of its own gathers: at 2 rows, 16 tokens of
 each of two ranks through Qwen3-30B-A3B's experts, a layer takes 55.2 us where the GEMM's own gather takes 62.9."""
-FRONT_THREADS = 512
+ROUTE_QUANTIZE_THREADS = 512
 COMBINE_THREADS = 128
 MAX_RANKS = 8
-"""Of one host: what `Head` in include/jitgemm/moe/ranks.cuh has room for."""
+"""Of one host: what `Head` in include/jitgemm/moe/ranks.cuh holds."""
 _VECTOR = 8
 
 
@@ -51,10 +51,10 @@ class RouteSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontSpec:
+class RouteQuantizeSpec:
     """Everything that is a compile-time constant of a kernel that routes and quantises: the quantiser's constants."""
 
-    kind, family = "routing", "front"
+    kind, family = "routing", "route_quantize"
 
     quantizer: QuantizeSpec
 
@@ -123,7 +123,7 @@ class GatherSpec:
 
 ENTRIES = {
     "route": "route",
-    "front": "route_and_quantize",
+    "route_quantize": "route_and_quantize",
     "combine": "combine",
     "dispatch": "dispatch",
     "gather": "gather",
@@ -137,25 +137,27 @@ def route_spec(choices: int) -> RouteSpec:
     return RouteSpec(1 if choices <= ONE_CTA_CHOICES else CLUSTER)
 
 
-def front_spec(choices: int, k: int, x: str, q: str, affine: bool, block: bool = False) -> FrontSpec | None:
+def route_quantize_spec(
+    choices: int, k: int, x: str, q: str, affine: bool, block: bool = False
+) -> RouteQuantizeSpec | None:
     """The kernel that routes so many choices and quantises tokens of k values; None where two kernels are needed."""
-    vectors = next((count for count in (1, 2, 4) if k <= count * FRONT_THREADS * _VECTOR), 0)
+    vectors = next((count for count in (1, 2, 4) if k <= count * ROUTE_QUANTIZE_THREADS * _VECTOR), 0)
     if choices > ONE_CTA_CHOICES or not vectors:
         return None
-    return FrontSpec(QuantizeSpec(x, q, vectors, affine, block=block))
+    return RouteQuantizeSpec(QuantizeSpec(x, q, vectors, affine, block=block))
 
 
 def dispatch_spec(
     choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, debug: bool = False
 ) -> DispatchSpec | None:
     """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
-    front = front_spec(1, k, x, q, affine, block)
-    return None if front is None else DispatchSpec(front.quantizer, route_spec(choices).ctas, debug)
+    first = route_quantize_spec(1, k, x, q, affine, block)
+    return None if first is None else DispatchSpec(first.quantizer, route_spec(choices).ctas, debug)
 
 
 def layer_specs(
     k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False, masked: bool = False
-) -> tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...]:
+) -> tuple[RouteSpec | RouteQuantizeSpec | CombineSpec | QuantizeSpec, ...]:
     """Every kernel of a layer other than its GEMMs, whatever the numbers of tokens, choices and experts are.
 
     Args:
@@ -169,7 +171,7 @@ def layer_specs(
     if masked:
         quantisers += [(k, {"masked": True}), (inter, {"gate": gate, "masked": True})]
     return (
-        *filter(None, [front_spec(1, k, x, q, affine, block)]),  # up to GATHER_M rows an expert
+        *filter(None, [route_quantize_spec(1, k, x, q, affine, block)]),  # up to GATHER_M rows an expert
         RouteSpec(1),
         RouteSpec(CLUSTER),
         *(each for n, more in quantisers for each in quantize_specs(n, x, q, affine=affine, block=block, **more)),
@@ -209,7 +211,7 @@ def combine_blocks(tokens: int, n: int) -> int:
     return tokens * ceil_div(n, _VECTOR * COMBINE_THREADS)
 
 
-def render(spec: RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec) -> str:
+def render(spec: RouteSpec | RouteQuantizeSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec) -> str:
     """The CUDA source of a kernel; the entry point is `function_name` of its label."""
     from jitgemm.jit.source import function_name
 
@@ -217,10 +219,10 @@ def render(spec: RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec
     bounds, constants, config, ctas = str(COMBINE_THREADS), ["jitgemm::Config"], "", 1
     if isinstance(spec, RouteSpec):
         bounds, constants, ctas = "1024, 1", [str(spec.ctas)], spec.ctas
-    elif isinstance(spec, FrontSpec):
-        bounds, config = f"{FRONT_THREADS}, 1", render_config(spec.quantizer)
+    elif isinstance(spec, RouteQuantizeSpec):
+        bounds, config = f"{ROUTE_QUANTIZE_THREADS}, 1", render_config(spec.quantizer)
     elif isinstance(spec, DispatchSpec):
-        bounds, config, ctas = f"{FRONT_THREADS}, 1", render_config(spec.quantizer), spec.ctas
+        bounds, config, ctas = f"{ROUTE_QUANTIZE_THREADS}, 1", render_config(spec.quantizer), spec.ctas
         constants += [str(spec.ctas), str(spec.debug).lower()]
     elif isinstance(spec, GatherSpec):
         bounds, constants = str(spec.threads), []
@@ -237,7 +239,7 @@ def render(spec: RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec
 #include <jitgemm/moe/{header}.cuh>
 
 {namespace}extern "C" __global__ void {cluster}__launch_bounds__({bounds})
-{function_name(spec.label)}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
+{function_name(spec.label)}(const __grid_constant__ jitgemm::{header.title().replace("_", "")}Args args) {{
     jitgemm::{name}{arguments}(args);
 }}
 """

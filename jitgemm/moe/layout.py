@@ -12,13 +12,13 @@ from jitgemm.activations.scheme import Activation
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 
 HEAD_BYTES = 256
-"""In front of a buffer: `Head` in include/jitgemm/moe/ranks.cuh."""
+"""At the start of a buffer: `Head` in include/jitgemm/moe/ranks.cuh."""
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank's buffer has room for, and where.
+    """What a rank's buffer holds, and where.
 
     Attributes:
         rank, world: this rank, and how many.

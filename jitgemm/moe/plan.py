@@ -11,10 +11,10 @@ from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.moe.arguments import COLLECT_POINTERS, COMBINE_POINTERS, DISPATCH_POINTERS, FRONT_POINTERS
+from jitgemm.moe.arguments import COLLECT_POINTERS, COMBINE_POINTERS, DISPATCH_POINTERS, ROUTE_QUANTIZE_POINTERS
 from jitgemm.moe.arguments import GATHER_POINTERS, ROUTE_POINTERS
-from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, MAX_EXPERTS
-from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CollectSpec, CombineSpec, DispatchSpec, FrontSpec, GatherSpec
+from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, ROUTE_QUANTIZE_THREADS, MAX_EXPERTS
+from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CollectSpec, CombineSpec, DispatchSpec, RouteQuantizeSpec, GatherSpec
 from jitgemm.moe.kernel import combine_blocks, route_launch, route_smem_bytes, route_spec, route_threads, source_of
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 _ROUTE_VALUES = dict.fromkeys(("choices", "top_k", "experts", "global_experts", "run", "id_bytes"), "I")
 ROUTE_ARGUMENTS = ArgumentBlock(ROUTE_POINTERS, **_ROUTE_VALUES)
 """`RouteArgs` in include/jitgemm/moe/route.cuh."""
-FRONT_ARGUMENTS = ArgumentBlock(FRONT_POINTERS, x_row_bytes="Q", **_ROUTE_VALUES, m="I", k="I", scale_block_stride="Q")
-"""`FrontArgs` in include/jitgemm/moe/front.cuh."""
+ROUTE_QUANTIZE_ARGUMENTS = ArgumentBlock(
+    ROUTE_QUANTIZE_POINTERS, x_row_bytes="Q", **_ROUTE_VALUES, m="I", k="I", scale_block_stride="Q"
+)
+"""`RouteQuantizeArgs` in include/jitgemm/moe/route_quantize.cuh."""
 COMBINE_ARGUMENTS = ArgumentBlock(
     COMBINE_POINTERS, addend_row_bytes="Q", out_row_bytes="Q", tokens="I", top_k="I", n="I", weights_type="i"
 )
@@ -50,9 +52,9 @@ COLLECT_ARGUMENTS = ArgumentBlock(
 
 _SMEM_BYTES = {
     "route": route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
-    "front": route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    "route_quantize": route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
     "combine": 0,
-    "dispatch": route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, 0),
+    "dispatch": route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, MAX_EXPERTS, 0),
     "gather": 0,
     "collect": 0,
 }
@@ -83,17 +85,19 @@ def prepare_route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     return Launch(kernel, ROUTE_ARGUMENTS, values, grid=spec.ctas, threads=(threads, 1), smem_bytes=smem)
 
 
-def prepare_front(
-    spec: FrontSpec, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
+def prepare_route_and_quantize(
+    spec: RouteQuantizeSpec, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
 ) -> Launch:
     """The routing, and quantising of the tokens in other CTAs. It waits for the kernel before it, as does the next."""
     m, k = x.shape
-    values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
+    values, smem = _route_values(topk_ids, experts, expert_map, ROUTE_QUANTIZE_THREADS, 1)
     # Scales as `QuantizeCall.new_outputs` lays them out.
     values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k, "scale_block_stride": 4 * ceil_div(m, 4)}
-    kernel = FAMILIES["front"].load(spec, x.get_device())
+    kernel = FAMILIES["route_quantize"].load(spec, x.get_device())
     # One CTA routes, and each token has a CTA: there are few tokens.
-    return Launch(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)
+    return Launch(
+        kernel, ROUTE_QUANTIZE_ARGUMENTS, values, grid=1 + m, threads=(ROUTE_QUANTIZE_THREADS, 1), smem_bytes=smem
+    )
 
 
 def prepare_combine(
@@ -143,8 +147,8 @@ def prepare_dispatch(
     """For tokens of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
     (m, k), device = x.shape, x.get_device()
     kernel = FAMILIES["dispatch"].load(spec, device)
-    smem = route_smem_bytes(FRONT_THREADS // 32, experts, 0)
-    resident = _resident(kernel, device, FRONT_THREADS, smem, spec.ctas)
+    smem = route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, experts, 0)
+    resident = _resident(kernel, device, ROUTE_QUANTIZE_THREADS, smem, spec.ctas)
     senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), resident - spec.ctas)
     values = {
         "x_row_bytes": row_bytes(x),
@@ -160,7 +164,7 @@ def prepare_dispatch(
         "max_tokens": layout.max_tokens,
         "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
     }
-    threads = FRONT_THREADS, 1
+    threads = ROUTE_QUANTIZE_THREADS, 1
     return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
 
 

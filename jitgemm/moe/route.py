@@ -14,9 +14,9 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.gemm.problem import Lhs, split_lhs
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
+from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_QUANTIZE_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.arguments import check_combining, check_routing
-from jitgemm.moe.kernel import FrontSpec, front_spec
+from jitgemm.moe.kernel import RouteQuantizeSpec, route_quantize_spec
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES, take_rows
 
@@ -83,22 +83,22 @@ def route_and_quantize(
         tokens: x [tokens, k], at least one token, and activation. The rest is what says nothing.
     """
     x, (dtype, scheme, affine) = tokens.x, tokens.activation
-    spec = front_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], dtype, affine, scheme == "block")
+    spec = route_quantize_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], dtype, affine, scheme == "block")
     if spec is None or not x.is_cuda:
         return route(topk_ids, experts, expert_map=expert_map), quantize(tokens)
     layouts = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]
-    call = _Front(_Route(topk_ids, experts, expert_map), tokens, spec)
-    _, _, *made = run_prepared(("front", spec.label, experts, expert_map is None), layouts, call)
+    call = _RouteAndQuantize(_Route(topk_ids, experts, expert_map), tokens, spec)
+    _, _, *made = run_prepared(("route_quantize", spec.label, experts, expert_map is None), layouts, call)
     return Routing._make(made[:3]), tuple(made[4:])  # type: ignore[return-value]
 
 
-class _Front(NamedTuple):
+class _RouteAndQuantize(NamedTuple):
     """A call of `route_and_quantize` on a GPU; a `runtime.launch.Call`."""
 
     routing: _Route
     tokens: QuantizeCall
-    spec: FrontSpec
-    pointers = FRONT_POINTERS
+    spec: RouteQuantizeSpec
+    pointers = ROUTE_QUANTIZE_POINTERS
     empty = False
 
     def check(self) -> None:
@@ -112,9 +112,9 @@ class _Front(NamedTuple):
         raise AssertionError("CPU tensors are routed and quantised one after the other")
 
     def prepare(self, operands: Operands) -> Launch:
-        from jitgemm.moe.plan import prepare_front
+        from jitgemm.moe.plan import prepare_route_and_quantize
 
-        return prepare_front(self.spec, self.tokens.x, *self.routing)
+        return prepare_route_and_quantize(self.spec, self.tokens.x, *self.routing)
 
 
 def gather(lhs: Lhs, row_index: torch.Tensor, row_count: torch.Tensor) -> Lhs:

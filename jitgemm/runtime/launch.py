@@ -1,4 +1,4 @@
-"""A call's one way to the GPU, a launch of which everything but the addresses is made beforehand, and what a thread
+"""A call's one way to the GPU, a launch prepared except for its addresses, and what a thread
 remembers of both: plans by what decides them, launch parameters by addresses.
 
 Knows addresses, fields and sizes; nothing of what a kernel computes. The CUDA driver is imported with the first launch

@@ -77,7 +77,7 @@ def _warn_of_slow(entry: Entry) -> None:
     global _warned_of_slow
     if not _warned_of_slow:
         built = f"NVRTC {entry.metadata['nvrtc']['build']} built it with {entry.slow_because}"
-        said = f"kernel {entry.metadata['label']} is slower than it should be: {built}. Its results are right. "
-        said += "Please report this; `jitgemm cache ls --sort spills` lists such kernels"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        message = f"kernel {entry.metadata['label']} is slower than it should be: {built}. Its results are right. "
+        message += "Please report this; `jitgemm cache ls --sort spills` lists such kernels"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     _warned_of_slow = True

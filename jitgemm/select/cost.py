@@ -21,14 +21,14 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
 from jitgemm.kernel.tactics import prefetch_stages, promote_records, split_blocks, token_widths, units_in_flight
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, units_along_n
+from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, cluster_tiles_along_n
 
 TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
 of grouped kernels of 4-bit weights, which have many rounds, the part that their tokens are of `NARROW_TOKENS`: dense ones
 would take tiles of 8 x 64 at m = 1 where 8 x 256 are up to 1.2 times as fast (28672 x 4096, zero points and MXFP4)."""
 HAND_US = 0.0091
-"""For every token and strip of rows of which a CTA's warpgroups along k add up their sums, through shared memory."""
+"""For every token and strip of rows whose sums a CTA's warpgroups along k add up, through shared memory."""
 SEND_US = 0.0135
 """The same for sums that the CTAs of a cluster send one another."""
 ALONE_US = 0.98
@@ -189,7 +189,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     """The times, the rounds of tiles and the CTAs. Of a grouped problem they are means over its routings."""
     m, n, k = problem.m, problem.n, problem.lhs_columns
     tiles = token_tiles(problem.experts, m, spec.block_m * spec.multicast_rhs)
-    along_n = units_along_n(spec, n)
+    along_n = cluster_tiles_along_n(spec, n)
     clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)
     ctas = clusters * spec.cluster_size
     rounds = sum(ceil_div(along_m * along_n, clusters) for along_m in tiles) / len(tiles)

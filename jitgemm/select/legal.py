@@ -133,7 +133,7 @@ def legal_kernels(
     return tuple(s for block_m in BLOCK_MS for s in kernels(*formats, block_m, experts, lhs_group, sums))
 
 
-def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
+def illegal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
     """Every kernel that only the bound on registers keeps out, for `scripts/register_bound.py`."""
     every = (spec for block_m in BLOCK_MS for spec in _enumerate(lhs, fmt, device, out, block_m))
     return tuple(spec for spec in every if "registers" in (illegal(spec, device) or ""))
@@ -246,7 +246,7 @@ where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half
 EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
 GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
 """More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, without and with zero points, from so
-many tokens on: a fifth of those that it leaves out spill with one set of fragments, too, none was the best of its problem."""
+many tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its problem."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 FOUR_ZEROS_REGISTERS = 6
@@ -300,28 +300,28 @@ def registers_needed(spec: KernelSpec) -> int:
 # ---- the grid --------------------------------------------------------------------------------------------------------
 
 
-def units_of_work(spec: KernelSpec, m: int, n: int) -> int:
+def cluster_tiles(spec: KernelSpec, m: int, n: int) -> int:
     """Tiles that a problem has, counted in clusters that compute one each, or one for each CTA of a multicast."""
-    return ceil_div(m, spec.block_m * spec.multicast_rhs) * units_along_n(spec, n)
+    return ceil_div(m, spec.block_m * spec.multicast_rhs) * cluster_tiles_along_n(spec, n)
 
 
-def units_along_n(spec: KernelSpec, n: int) -> int:
+def cluster_tiles_along_n(spec: KernelSpec, n: int) -> int:
     return ceil_div(n, spec.block_n * spec.multicast_lhs)
 
 
-def most_units(spec: KernelSpec, experts: int, rows: int, n: int) -> int:
+def max_cluster_tiles(spec: KernelSpec, experts: int, rows: int, n: int) -> int:
     """The most tiles that any routing of so many rows to so many experts has; all but one row of an expert's fill
     whole tiles then."""
     hit = min(experts, rows)
-    return (hit + (rows - hit) // spec.block_m) * units_along_n(spec, n)
+    return (hit + (rows - hit) // spec.block_m) * cluster_tiles_along_n(spec, n)
 
 
-def launched_clusters(spec: KernelSpec, units: int, num_sms: int, resident: int) -> int:
-    """Clusters of a launch: about one CTA an SM, which take the other units in persistent strides.
+def launched_clusters(spec: KernelSpec, tiles: int, num_sms: int, resident: int) -> int:
+    """Clusters of a launch: about one CTA an SM, which take the other tiles in persistent strides.
 
     A second CTA on an SM belongs to the next kernel, except where clusters would leave SMs empty otherwise.
 
     Args:
         resident: clusters that the device holds at once, as `cuOccupancyMaxActiveClusters` counts them.
     """
-    return min(units, max(1, min(resident, num_sms // spec.cluster_size)))
+    return min(tiles, max(1, min(resident, num_sms // spec.cluster_size)))

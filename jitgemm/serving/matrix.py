@@ -18,7 +18,7 @@ from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.nn.quantize.quantize import form_of_4_bits
+from jitgemm.nn.quantize.quantize import grouping_of_4_bits
 from jitgemm.serving.layouts import BLOCK, Layout
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -245,7 +245,7 @@ class Matrix:
         codes = LHS_DTYPES[activation]
         if options["bits"] == 8 or self.option == "lm_head":
             return Parts(quantize_w8(weight, codes), None, activation, None)
-        form = form_of_4_bits(activation, options["group_size"], options["symmetric"])
+        form = grouping_of_4_bits(activation, options["group_size"], options["symmetric"])
         size = form["group_size"] if 0 < form["group_size"] < k else k
         return Parts(quantize_w4(weight, size, symmetric=form["symmetric"], lhs_dtype=codes), None, activation, None)
 

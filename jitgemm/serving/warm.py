@@ -89,4 +89,4 @@ def on_gpu(module: torch.nn.Module) -> bool:
 def kind_of(module: torch.nn.Module) -> str:
     """What tells layers apart that need different kernels."""
     formats = (str(each.weight.format) for each in module.modules() if isinstance(each, Packed))
-    return " ".join([str(module), str(getattr(module, "fronts", "")), *formats])
+    return " ".join([str(module), str(getattr(module, "prologues", "")), *formats])

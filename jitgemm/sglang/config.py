@@ -191,7 +191,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
                 own = QUANTIZATION_METHODS[self.checkpoint.get("quant_method", "")]
                 found = own.from_config({**self._given, "packed_modules_mapping": self.packed_modules_mapping})
             except Exception as error:  # whatever it asserts or does not know, jitgemm may
-                logger.warning_once("jitgemm: SGLang's own config refuses this checkpoint: %s", repr(error))
+                logger.warning_once("jitgemm: SGLang's own config does not take this checkpoint: %s", repr(error))
                 return None
             for mapper in self._mappers:
                 found.apply_weight_name_mapper(mapper)

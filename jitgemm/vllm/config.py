@@ -209,7 +209,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
                 found = own.from_config(dict(self._given))
                 found.maybe_update_config(*self._model)
             except Exception as error:  # whatever it asserts or does not know, jitgemm may
-                logger.warning_once("jitgemm: vLLM's own config refuses this checkpoint: %s", repr(error))
+                logger.warning_once("jitgemm: vLLM's own config does not take this checkpoint: %s", repr(error))
                 return None
             for mapper in self._mappers:
                 found.apply_vllm_mapper(mapper)

@@ -298,7 +298,7 @@ class JitGemmBatchedExperts(JitGemmExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return False  # DeepEP's exchange refuses to put off what its config does not ask for
+        return False  # DeepEP's exchange cannot put off what its config does not ask for
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:

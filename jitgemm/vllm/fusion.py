@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from jitgemm.activations.scheme import Prologue
 from jitgemm.graph import inductor
-from jitgemm.graph.producers import Front
+from jitgemm.graph.producers import Fold
 
 
 class QuantiserPass(InductorPass):
@@ -65,15 +65,15 @@ def install(config: CompilationConfig) -> bool:
     return True
 
 
-def _norm(value: Node) -> Front | None:
+def _norm(value: Node) -> Fold | None:
     """rms_norm(x, weight, eps, variance_size=None)."""
     x, weight, eps, size = (*value.args, None)[:4]
     if weight is None or size is not None or _left_to_vllm(x):
         return None
-    return Front(x, Prologue(weight, eps), (value,))  # type: ignore[arg-type]
+    return Fold(x, Prologue(weight, eps), (value,))  # type: ignore[arg-type]
 
 
-def _add_norm(value: Node) -> Front | None:
+def _add_norm(value: Node) -> Fold | None:
     """The first result of fused_add_rms_norm(x, residual, weight, eps, variance_size=None); the second is the sum."""
     call: Any = value.args[0]
     x, residual, weight, eps, size = (*call.args, None)[:5]
@@ -81,7 +81,7 @@ def _add_norm(value: Node) -> Front | None:
     if not first or weight is None or size is not None or _left_to_vllm(x):
         return None
     total = next((each for each in call.users if each.args[1] == 1), None)
-    return Front(x, Prologue(weight, eps, residual=residual), (call,), total)
+    return Fold(x, Prologue(weight, eps, residual=residual), (call,), total)
 
 
 def _left_to_vllm(x: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
+from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.serving.warm import Warmer
 
 
@@ -37,5 +37,5 @@ class GraphWarmer(Warmer):
             from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
             row, whole = isinstance(layer, RowParallelLinear), isinstance(layer, ReplicatedLinear)
-            module.fronts = fronts_in_vllm("k" if row else None if whole else "n", self._gates)
+            module.prologues = prologues_in_vllm("k" if row else None if whole else "n", self._gates)
         super().packed(layer, module)

@@ -209,7 +209,7 @@ class Weight(WeightBase):
         Args:
             count: how many experts, a multiple of `together`.
             make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size and format of the first,
-                and no permutation. Where their codes stand in different orders, as of e4m3 weights one of which holds a
+                and no permutation. Where their codes stand in different orders, as of e4m3 weights if one holds a
                 -8, all are brought into the order "any", which holds them.
             together: of how many experts each dense weight has the rows, one below another: make(0), make(together),
                 ... Their n is then a multiple of 64.

@@ -18,7 +18,7 @@ from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spe
 from jitgemm.activations.reference import LARGEST
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.jit.cache import KernelCache
-from jitgemm.moe.kernel import front_spec, layer_specs, source_of
+from jitgemm.moe.kernel import route_quantize_spec, layer_specs, source_of
 
 DTYPES = list(LARGEST)
 K = 416
@@ -238,7 +238,7 @@ def test_a_layer_s_opcheck_passes():
 
 
 def test_few_tokens_are_routed_and_quantised_at_once():
-    spec = front_spec(64, 7168, "bf16", "e4m3", False, True)
+    spec = route_quantize_spec(64, 7168, "bf16", "e4m3", False, True)
     assert spec in LAYER and spec.quantizer.block
     scale = QuantizeCall(torch.zeros(5, 416), activation_of(torch.int8, "block", False))
-    assert scale.new_outputs()[1].stride() == (1, 8)  # as FrontPlan takes it to be
+    assert scale.new_outputs()[1].stride() == (1, 8)  # as `prepare_route_and_quantize` takes it to be

@@ -383,6 +383,7 @@ def test_experts_are_shared_by_ranks_whole_and_linears_are_cut_by_the_models_pla
 
 def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
     save(tmp_path, "qwen3-moe", None)
+    assert layers_by_format(tmp_path)["q_proj"] == {"g32-bf16-z"}
     (tmp_path / "model.safetensors").unlink()  # which nothing is read from
     assert layers_by_format(tmp_path)["q_proj"] == {"g32-bf16-z"}  # as it is quantised where nobody says how
     assert layers_by_format(tmp_path, quantise={"group_size": 128})["q_proj"] == {"g128-bf16-any", "g128-bf16-e4m3"}

@@ -32,11 +32,11 @@ from jitgemm.moe.kernel import (
     MAX_GLOBAL_EXPERTS,
     CollectSpec,
     CombineSpec,
-    FrontSpec,
+    RouteQuantizeSpec,
     RouteSpec,
     dispatch_spec,
     exchange_specs,
-    front_spec,
+    route_quantize_spec,
     layer_specs,
     route_launch,
     route_spec,
@@ -528,7 +528,7 @@ GATE_SPECS = dict.fromkeys(
 )
 FRONTS = ((2048, "bf16", "e4m3", False), (16384, "fp32", "s8", True), (7168, "fp16", "s8", False))
 SPECS = [RouteSpec(1), RouteSpec(CLUSTER)]
-SPECS += [front_spec(8, k, x, q, affine) for k, x, q, affine in FRONTS]
+SPECS += [route_quantize_spec(8, k, x, q, affine) for k, x, q, affine in FRONTS]
 SPECS += [quantize_spec(k, x, "s8", affine=True, gathered=True) for k, x in ((768, "bf16"), (7168, "fp32"))]
 SPECS += [quantize_spec(32800, "bf16", "s8", affine=True, gathered=True)]
 SPECS += [*exchange_specs(2048, "bf16", "e4m3"), *exchange_specs(16384, "fp32", "s8", affine=True, debug=True)[1:2]]
@@ -550,12 +550,12 @@ def test_a_layer_s_kernels_are_the_same_for_any_numbers_of_tokens_and_choices():
     for k in (2880, 20000):
         specs = layer_specs(k, 2880, "bf16", "s8", gate, affine=True)
         for count in (1, 8, 2048, 2049, 10**6):
-            front = front_spec(count, k, "bf16", "s8", True)
-            assert (front is None) == (count > 2048 or k > 16384)
-            first = (front,) if front else (route_spec(count), quantize_spec(k, "bf16", "s8", affine=True))
+            routed = route_quantize_spec(count, k, "bf16", "s8", True)
+            assert (routed is None) == (count > 2048 or k > 16384)
+            first = (routed,) if routed else (route_spec(count), quantize_spec(k, "bf16", "s8", affine=True))
             assert set(first) <= set(specs)
         assert quantize_spec(2880, "bf16", "s8", affine=True, gate=gate) in specs
-        assert any(isinstance(spec, FrontSpec) for spec in specs) == (k == 2880)
+        assert any(isinstance(spec, RouteQuantizeSpec) for spec in specs) == (k == 2880)
     assert len({spec.label for spec in SPECS}) == len(SPECS)
 
 

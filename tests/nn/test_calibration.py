@@ -42,7 +42,7 @@ def ids(sequences: int = 6, tokens: int = 24, seed: int = 3) -> torch.Tensor:
 def runs(model: torch.nn.Module, batches: list, **more) -> Calibration:
     found = Replaceable(model)
     return Calibration(
-        model, batches, {name: found.forms.get(name) for name in found.places if name != "lm_head"}, **more
+        model, batches, {name: found.experts.get(name) for name in found.places if name != "lm_head"}, **more
     )
 
 

@@ -696,7 +696,7 @@ def test_unfuse_goes_back_bit_for_bit(family):
         assert isinstance(module, PackedLinear) or module is modules[name]
         if isinstance(module, PackedLinear):
             assert module.blocks.untyped_storage().nbytes() == module.blocks.nbytes
-    assert "fronts" not in vars(model.model.layers[0].mlp.down_proj)
+    assert "prologues" not in vars(model.model.layers[0].mlp.down_proj)
     assert unfuse_(model) == []
     assert fuse_(model) == report  # and again
 
@@ -973,9 +973,9 @@ def test_parts_called_by_themselves_say_what_they_take():
     model = quantised(num_hidden_layers=1)
     fuse_(model)
     layer, x = model.model.layers[0], torch.randn(2, 128, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"x: expected shape \[..., 256\], what the fused module in front.*unfuse_"):
+    with pytest.raises(ValueError, match=r"x: expected shape \[..., 256\], what the preceding fused module.*unfuse_"):
         layer.self_attn.q_proj(x)
-    with pytest.raises(ValueError, match=r"x: expected shape \[..., 384\], what the fused norm in front.*unfuse_"):
+    with pytest.raises(ValueError, match=r"x: expected shape \[..., 384\], what the preceding fused norm.*unfuse_"):
         layer.mlp(x)
     with pytest.raises(ValueError, match=r"x: expected shape \[..., 128\], got \[2, 64\]"):
         layer.input_layernorm(x[:, :64])

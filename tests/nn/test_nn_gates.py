@@ -15,7 +15,7 @@ from test_nn_expert_models import COMPRESSED, compressed, quantised
 import jitgemm.nn
 from jitgemm.nn import Gate, W4A8Experts, load_
 from jitgemm.nn.layers.gate import gate_of
-from jitgemm.nn.quantize.stacked import form_of
+from jitgemm.nn.quantize.stacked import experts_layout
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -139,8 +139,8 @@ def test_layers_of_experts_without_gates_are_written_expert_by_expert(tmp_path):
 
     model = nemotron()
     model.save_pretrained(tmp_path)
-    forms = {name: form_of(module) for name, module in experts_of(model).items()}
-    found = find_places(model, source_of(tmp_path), list(forms), forms, None)
+    layouts = {name: experts_layout(module) for name, module in experts_of(model).items()}
+    found = find_places(model, source_of(tmp_path), list(layouts), layouts, None)
     endings = {f"experts.{e}.{proj}" for e in range(E) for proj in ("up_proj", "down_proj")}
     assert {layer.partition("mixer.")[2] for layer in found.layers} == endings and len(found.layers) == 2 * len(endings)
 
@@ -159,10 +159,10 @@ def step(limit: float | None) -> torch.nn.Module:
 def test_step_s_experts_have_a_forward_that_is_found_to_be_the_layer_s(limit):
     experts = step(limit)
     kept = {name: parameter.detach().clone() for name, parameter in experts.named_parameters()}
-    form = form_of(experts)
-    assert form.gate == (Gate() if limit is None else Gate("swiglu_step", limit=limit))
+    layout = experts_layout(experts)
+    assert layout.gate == (Gate() if limit is None else Gate("swiglu_step", limit=limit))
     assert all(torch.equal(kept[name], parameter) for name, parameter in experts.named_parameters())
-    assert (form.experts, form.hidden, form.inter) == (E, HIDDEN, INTER) and experts.num_experts == E
+    assert (layout.experts, layout.hidden, layout.inter) == (E, HIDDEN, INTER) and experts.num_experts == E
     x, ids = torch.randn(20, HIDDEN), torch.rand(20, E).argsort(1)[:, :2]
     weights = torch.rand(20, 2)
     expected = experts(x, ids, weights).detach()
@@ -176,7 +176,7 @@ def test_a_forward_that_computes_something_else_is_left_alone():
     kind = type(experts)
     other = type("Other", (kind,), {"forward": lambda self, x, ids, w: 2 * kind.forward(self, x, ids, w)})
     experts.__class__ = other
-    assert form_of(experts) == "stacked experts: Other has a forward of its own"
+    assert experts_layout(experts) == "stacked experts: Other has a forward of its own"
 
 
 class Situ(torch.nn.Module):

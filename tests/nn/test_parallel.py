@@ -453,7 +453,7 @@ def model_on_rows(mesh) -> None:
     jitgemm.nn.fuse_(divided)
     norm, mlp = divided.layers[0].norm, divided.layers[0].mlp
     assert builders.same_bits(mlp(norm(sharded)), mlp(norm(x)))
-    with pytest.raises(TypeError, match="x: expected a plain tensor, what the fused norm in front computes"):
+    with pytest.raises(TypeError, match="x: expected a plain tensor, what the preceding fused norm computes"):
         mlp(sharded)
 
 

@@ -168,7 +168,9 @@ ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/gemm/types.cuh", "Args", gemms.ARGUMENTS, id="gemm"),
     pytest.param("jitgemm/quantize.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
     pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),
-    pytest.param("jitgemm/moe/front.cuh", "FrontArgs", experts.FRONT_ARGUMENTS, id="route and quantise"),
+    pytest.param(
+        "jitgemm/moe/route_quantize.cuh", "RouteQuantizeArgs", experts.ROUTE_QUANTIZE_ARGUMENTS, id="route and quantise"
+    ),
     pytest.param("jitgemm/moe/combine.cuh", "CombineArgs", experts.COMBINE_ARGUMENTS, id="combine"),
     pytest.param("jitgemm/moe/gather.cuh", "GatherArgs", experts.GATHER_ARGUMENTS, id="gather"),
     pytest.param("jitgemm/moe/dispatch.cuh", "DispatchArgs", experts.DISPATCH_ARGUMENTS, id="dispatch"),

@@ -36,7 +36,7 @@ from jitgemm.select import cost, legal
 from jitgemm.select.choose import bands, candidates, choose, kernels_for
 from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
 from jitgemm.select.cost import predict
-from jitgemm.select.legal import illegal, launched_clusters, legal_kernels, units_of_work
+from jitgemm.select.legal import illegal, launched_clusters, legal_kernels, cluster_tiles
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -416,7 +416,7 @@ def test_no_prediction_beats_memory_and_tensor_cores(problem, device):
 @given(problem=problems, device=devices)
 def test_the_grid_covers_the_output_and_fits_the_device(problem, device):
     spec = choose(problem, device)
-    units = units_of_work(spec, problem.m, problem.n)
+    units = cluster_tiles(spec, problem.m, problem.n)
     resident = device.resident_clusters(spec.cluster_size, spec.ctas_per_sm)
     clusters = launched_clusters(spec, units, device.num_sms, resident)
     assert 1 <= clusters <= units

@@ -20,7 +20,7 @@ from jitgemm.select import cost, legal
 from jitgemm.select.choose import band_end, bands, candidates, choose, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.cost import predict
-from jitgemm.select.legal import illegal, legal_kernels, most_units
+from jitgemm.select.legal import illegal, legal_kernels, max_cluster_tiles
 
 H200 = DEVICES["h200"]
 FP8 = WeightFormat(128, False, "bf16", "e4m3")
@@ -198,15 +198,15 @@ def test_no_routing_has_more_tiles_than_a_grid_is_made_for(count, total, seed):
     chosen = [random.choice(favourites) for _ in range(total)]
     spec = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=1024)
     tiles = sum(ceil_div(chosen.count(expert), 16) for expert in set(chosen))
-    assert ceil_div(total, 16) * 12 <= tiles * 12 <= most_units(spec, count, total, 1536)
+    assert ceil_div(total, 16) * 12 <= tiles * 12 <= max_cluster_tiles(spec, count, total, 1536)
 
 
 def test_a_grid_is_no_larger_than_the_worst_routing():
     spec = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=64)
     # 33 rows to 2 experts: 17 + 16.
-    assert most_units(spec, 2, 33, 128) == 3
-    assert most_units(spec, 64, 5, 128) == 5
-    assert most_units(spec, 64, 1, 1536) == 12
+    assert max_cluster_tiles(spec, 2, 33, 128) == 3
+    assert max_cluster_tiles(spec, 64, 5, 128) == 5
+    assert max_cluster_tiles(spec, 64, 1, 1536) == 12
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ struct Nvfp4Codec {
 // that nothing is looked up (docs/notes/nvfp4.md). With b the byte of half a scale:
 //
 //     nibble       bit 3: whether small is 0     bits 2 to 0: index of large     bits 1, 0: index of small
-//     large        0, 1, 2, 4, -1, -2, -4, -8 times the scale: b + 8 i, but for 0
+//     large        0, 1, 2, 4, -1, -2, -4, -8 times the scale: b + 8 i; 0 apart
 //     small        0.5, 0.5, 1, 2 times the scale, or 0
 //
 // prmt itself makes the zeros of small: where a selector's bit 3 is set, it takes all bits from the byte's sign.

@@ -10,7 +10,7 @@
 //     token    [digit: 2][group: 32], 128 bytes
 //
 // Behind the last promotion the tensor cores multiply a record in fp32, in registers of its own, as in the tile's sums ptxas
-// would move those about in the loop before; and wide tiles in two parts, whose sums find room.
+// would move those about in the loop before; and wide tiles in two parts, whose sums fit the registers.
 #pragma once
 #include <jitgemm/gemm/operand.cuh>
 

@@ -291,7 +291,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call | str, report: Fu
         if child in norms:
             what = f"RMSNorm, quantiser and {gemms}"
         else:
-            product = f"{fused.front.gate.kind} * mul, quantiser and {fused.down_name}"
+            product = f"{fused.prologue.gate.kind} * mul, quantiser and {fused.down_name}"
             what = f"quantiser and {gemms}; {product}" if own else product
         report.fused[report[-1]] = what
     # MLPs first: views go into what replaces them.

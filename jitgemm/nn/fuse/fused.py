@@ -33,7 +33,7 @@ class ProjectionView(Fused, PackedLinear):
         merged: the format of the `MergedLinear`'s weight.
     """
 
-    fronts = ()
+    prologues = ()
 
     def __init__(self, linear: PackedLinear, merged: WeightFormat, start: int, width: int):
         parts = linear.parts
@@ -45,7 +45,7 @@ class ProjectionView(Fused, PackedLinear):
         """x [..., width], what `FusedProjections` gave -> [..., out_features], a view."""
         if x.shape[-1:] != (self.width,):
             raise ValueError(
-                f"x: expected shape [..., {self.width}], what the fused module in front computes, got {list(x.shape)}; "
+                f"x: expected shape [..., {self.width}], what the preceding fused module computes, got {list(x.shape)}; "
                 f"to call the Linear by itself, {UNFUSE}"
             )
         return x[..., self.start : self.start + self.out_features]
@@ -199,7 +199,7 @@ class FusedNorm(Fused, torch.nn.Module):
         self.register_buffer("gain", None, persistent=False)
         self.joint = FusedProjections(linears)
         for run in self.joint.runs:
-            run.fronts = (NORM,)
+            run.prologues = (NORM,)
         self.replaced = (norm,)  # in a tuple: its weight is this module's
         self.train(norm.training)
         self._set_gain()
@@ -242,7 +242,7 @@ class FusedMLP(Fused, torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front: gate and up.
+    prologue: gate and up.
     """
 
     def __init__(self, mlp: torch.nn.Module, down: str, gate: Gate, linears: Sequence[PackedLinear] = ()):
@@ -250,12 +250,12 @@ class FusedMLP(Fused, torch.nn.Module):
         self._modules.update(mlp._modules)
         self.down_name = down
         self._modules["joint"] = FusedProjections(linears) if linears else None
-        self.front, self.replaced = Prologue(gate=gate), (mlp,)
+        self.prologue, self.replaced = Prologue(gate=gate), (mlp,)
         self.training = mlp.training
 
     def take_over(self) -> None:
         """Once it stands in the model: `replaced` holds no layers any longer, which would be resident twice."""
-        self._down.fronts = (self.front,)
+        self._down.prologues = (self.prologue,)
         self.replaced[0]._modules.clear()
 
     @property
@@ -268,20 +268,20 @@ class FusedMLP(Fused, torch.nn.Module):
         width = 2 * down.in_features
         if is_dtensor(x):
             if joint is None and down.split is not None:
-                raise TypeError("x: expected a plain tensor, what the fused norm in front computes, got a DTensor")
+                raise TypeError("x: expected a plain tensor, what the preceding fused norm computes, got a DTensor")
             return on_parts(self.forward, x, joint and joint.slices[0].split)
         y = x if joint is None else joint.forward(x)
         if y.shape[-1:] != (width,):
-            expected = f"x: expected shape [..., {width}], what the fused norm in front computes"
+            expected = f"x: expected shape [..., {width}], what the preceding fused norm computes"
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {UNFUSE}")
         rows = input_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
-        down.multiply(down.quantise(rows, **self.front.keywords), out)
+        down.multiply(down.quantise(rows, **self.prologue.keywords), out)
         return out.view(*y.shape[:-1], down.out_features)
 
     def original(self) -> torch.nn.Module:
         mlp = self.replaced[0]
-        vars(self._down).pop("fronts", None)
+        vars(self._down).pop("prologues", None)
         mlp._modules.update({name: child for name, child in self._modules.items() if name != "joint"})
         mlp.training = self.training
         return mlp

@@ -33,7 +33,7 @@ class PackedExperts(Described):
     model, whose three arguments it takes; the router is not part of it. For inference: there is no gradient.
 
     `state_dict()` holds `gate` (fp64 [4] on the CPU: the numbers of `Gate`, compared when a state dict is loaded), and
-    under `w13.` and `w2.` the buffers that `PackedLinear` lists, each with the experts in front. They are moved by
+    under `w13.` and `w2.` the buffers that `PackedLinear` lists, each stacked over the experts. They are moved by
     `.to(device)`, but never converted to another type, whatever the model is.
 
     Attributes:

@@ -73,7 +73,7 @@ class PackedLinear(Packed):
 
     batch_invariant = False
     split: LinearSharding | None = None
-    fronts: Sequence[Prologue] = (NO_PROLOGUE,)
+    prologues: Sequence[Prologue] = (NO_PROLOGUE,)
     """What the layer's quantiser may compute first; empty where the layer runs no kernels."""
 
     def __init__(
@@ -211,12 +211,12 @@ class PackedLinear(Packed):
         out = out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
         return out if split is None else split.leave(out)
 
-    def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
-        """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
+    def quantise(self, rows: torch.Tensor, **prologue: Any) -> tuple[torch.Tensor, ...]:
+        """rows [m, in_features] as the GEMM takes them; prologue: what `quantize_activations` computes of them first."""
         scheme, buffers = self.scheme, self._buffers
         return quantize_activations(
             rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=buffers["input_scale"],
-            permutation=buffers["permutation"], correction=self._weight.format.lhs_sums, **front,
+            permutation=buffers["permutation"], correction=self._weight.format.lhs_sums, **prologue,
         )  # fmt: skip
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:

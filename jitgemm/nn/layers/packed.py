@@ -87,7 +87,7 @@ class Described(torch.nn.Module):
 class Packed(Described):
     """A packed weight, dense or of several experts, with its bias and the kind of activations that it meets.
 
-    Its buffers are those that `PackedLinear` lists. They are moved by `.to(device)`, but never converted to another
+    Its buffers are as `PackedLinear` lists them. They are moved by `.to(device)`, but never converted to another
     type, whatever the model is.
 
     Attributes:
@@ -250,7 +250,7 @@ class Packed(Described):
             except (TypeError, ValueError) as error:
                 return str(error)
             mine = self._weight
-            # What depends on values may differ, and takes the same room.
+            # What depends on values may differ, and takes as much memory.
             facts = {(weight.shape, weight.group_size, weight.format.for_any_values) for weight in (mine, other)}
             if len(facts) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
@@ -289,7 +289,7 @@ def check_sums_of(sums: str, activation: str) -> str:
 
 
 def _lasting(weight: Weight) -> Weight:
-    """The weight; its records copied where they are an inference tensor, of which nobody knows when it is written."""
+    """The weight; its records copied where they are an inference tensor, whose writes nothing counts."""
     if not weight.blocks.is_inference():
         return weight
     with torch.inference_mode(False):

@@ -4,7 +4,7 @@
 
     experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format;
                                                 up_proj and down_proj, or w1 and w2, of experts without gates
-    experts.gate_up_proj, experts.down_proj     tensors with the experts in front (up_proj without gates); also
+    experts.gate_up_proj, experts.down_proj     tensors stacked over experts (up_proj without gates); also
                                                 w13_weight and w2_weight, and
                                                 names with _ instead of . behind the projection's, and those of
                                                 transformers' FP8Experts: gate_up_proj with gate_up_proj_scale_inv
@@ -32,7 +32,7 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
 from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data
-from jitgemm.nn.quantize.stacked import Form
+from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.weight.packed import Weight
 
 _EACH = {
@@ -58,7 +58,7 @@ class ExpertsSource:
 
     Attributes:
         prefix: the module's name in the checkpoint.
-        form: how the module holds them; `gate.order` as the checkpoint's rows stand.
+        layout: how the module holds them; `gate.order` as the checkpoint's rows stand.
         order: of the module's rows.
         projections: w13 and w2; () for the state dict of a `PackedExperts`.
         activation: one of ACTIVATIONS; "" where the file has them in floats, each by itself.
@@ -66,14 +66,19 @@ class ExpertsSource:
 
     checkpoint: Checkpoint = field(repr=False)
     prefix: str
-    form: Form
+    layout: ExpertsLayout
     order: str
     projections: Sequence[Projection]
     activation: str
 
     @classmethod
     def find(
-        cls, checkpoint: Checkpoint, prefix: str, form: Form, activation: str | None = None, format: str | None = None
+        cls,
+        checkpoint: Checkpoint,
+        prefix: str,
+        layout: ExpertsLayout,
+        activation: str | None = None,
+        format: str | None = None,
     ) -> ExpertsSource | None:
         """The experts that the checkpoint has for the module `prefix`; None: none, or the module's own parameters.
 
@@ -81,17 +86,17 @@ class ExpertsSource:
             ValueError: they are not complete, do not fit the module, or cannot be read exactly.
         """
         if all(f"{prefix}.{name}" in checkpoint for name in _SAVED):
-            return _saved(checkpoint, prefix, form, activation)
-        find, order = partial(_layer, checkpoint, form, activation, format), form.gate.order
-        for each in _EACH[form.gate.inputs]:
+            return _saved(checkpoint, prefix, layout, activation)
+        find, order = partial(_layer, checkpoint, layout, activation, format), layout.gate.order
+        for each in _EACH[layout.gate.inputs]:
             if any(checkpoint.layer(f"{prefix}.0.{name}") for part in each for name in part):
-                own = replace(form, gate=form.gate._replace(order="gate_up"))
-                return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, form, each, find))
-        own_names = form.parameters
+                own = replace(layout, gate=layout.gate._replace(order="gate_up"))
+                return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, layout, each, find))
+        own_names = layout.parameters
         for names in (own_names, tuple(f"{name}_" for name in own_names), *_STACKED):
             if all(is_quantised(checkpoint, f"{prefix}.{name}") for name in names):
-                parts = [_all_in_one(checkpoint, prefix, form, part, names[part], find) for part in (0, 1)]
-                return _checked(checkpoint, prefix, form, order, parts)
+                parts = [_all_in_one(checkpoint, prefix, layout, part, names[part], find) for part in (0, 1)]
+                return _checked(checkpoint, prefix, layout, order, parts)
         return None
 
     @property
@@ -133,17 +138,17 @@ class ExpertsSource:
         Raises:
             ValueError: a value is out of range, or an expert has an activation order.
         """
-        form = self.form
+        layout = self.layout
         if not self.projections:
             places = {name: _CPU if name.endswith(("gate", *ON_CPU)) else device for name in self.files}
             tensors = {name: self.checkpoint.read(name, where) for name, where in places.items()}
             layer = PackedExperts.from_state_dict(tensors, self.prefix + ".")
-            layer.top_k = form.top_k
+            layer.top_k = layout.top_k
             return layer
-        which = range(form.experts) if which is None else which
+        which = range(layout.experts) if which is None else which
         weights = [self._weight(part, device, which) for part in (0, 1)]
         biases = [self._bias(part, device, which) for part in (0, 1)]
-        return packed_experts(*weights, *biases, gate=form.gate, activation=self.activation, top_k=form.top_k)
+        return packed_experts(*weights, *biases, gate=layout.gate, activation=self.activation, top_k=layout.top_k)
 
     def _weight(self, part: int, device: torch.device, which: range) -> Weight:
         projection = self.projections[part]
@@ -159,27 +164,27 @@ class ExpertsSource:
     def _bias(self, part: int, device: torch.device, which: range) -> torch.Tensor | None:
         """[E, n], rows in the file's order; None where the experts have none."""
         read, found = self.checkpoint.read, [self.projections[part][e] for e in which]
-        rows = [[read(x.names["bias"], device, x.expert) for x in layers] for layers in found if self.form.bias]
+        rows = [[read(x.names["bias"], device, x.expert) for x in layers] for layers in found if self.layout.bias]
         return torch.stack([torch.cat(each) for each in rows]) if rows else None
 
     @property
     def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
         """{the module's parameter: its values in floats}."""
-        parts = [(part, bias) for part in range(len(self.projections)) for bias in range(1 + self.form.bias)]
-        names = self.form.parameters, self.form.biases
+        parts = [(part, bias) for part in range(len(self.projections)) for bias in range(1 + self.layout.bias)]
+        names = self.layout.parameters, self.layout.biases
         return {names[bias][part]: partial(self._dense, part, bool(bias)) for part, bias in parts}
 
     def _dense(self, part: int, bias: bool, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[E, n, k] as the module has it, or [E, n]; rows of w13 in the module's order."""
-        form = self.form
-        mixed = part == 0 and self.order == "interleaved" and form.gate.order == "gate_up"
-        n, k = form.sizes[part]
-        out = torch.empty((form.experts, n) if bias else (form.experts, n, k), dtype=dtype, device=device)
+        layout = self.layout
+        mixed = part == 0 and self.order == "interleaved" and layout.gate.order == "gate_up"
+        n, k = layout.sizes[part]
+        out = torch.empty((layout.experts, n) if bias else (layout.experts, n, k), dtype=dtype, device=device)
         weights = (torch.cat([layer.weight(device) for layer in each]) for each in self.projections[part])
-        found: Any = self._bias(part, device, range(form.experts)) if bias else weights
+        found: Any = self._bias(part, device, range(layout.experts)) if bias else weights
         for e, rows in enumerate(found):
             out[e] = interleaved(rows) if mixed else rows
-        return out.transpose(1, 2) if form.transposed and not bias else out
+        return out.transpose(1, 2) if layout.transposed and not bias else out
 
 
 def _layers(projections: Iterable[Projection]) -> Iterable[LayerSource]:
@@ -195,24 +200,24 @@ def _joined(layers: Sequence[LayerSource], device: torch.device) -> CanonicalWei
         return concat(read)
 
 
-def _saved(checkpoint: Checkpoint, prefix: str, form: Form, activation: str | None) -> ExpertsSource:
+def _saved(checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, activation: str | None) -> ExpertsSource:
     gate = decoded(checkpoint.read(f"{prefix}.gate", _CPU))
-    if gate._replace(order=form.gate.order) != form.gate:
-        raise ValueError(f"{prefix}.gate: expected {form.gate}, as the model has it, got {gate}")
-    for part, (n, k) in zip(("w13", "w2"), form.sizes):
+    if gate._replace(order=layout.gate.order) != layout.gate:
+        raise ValueError(f"{prefix}.gate: expected {layout.gate}, as the model has it, got {gate}")
+    for part, (n, k) in zip(("w13", "w2"), layout.sizes):
         layer = f"{prefix}.{part}"
         with errors_that_name(checkpoint, layer):
             saved = parts_without_data(checkpoint, checkpoint.layer(layer), activation)
-        expected, got = [form.experts, n, k], [saved.weight.experts, saved.weight.n, saved.weight.k]
+        expected, got = [layout.experts, n, k], [saved.weight.experts, saved.weight.n, saved.weight.k]
         if got != expected:
             raise ValueError(f"{layer}: expected experts, n, k = {expected}, got {got}")
-    return ExpertsSource(checkpoint, prefix, replace(form, gate=gate), gate.order, (), saved.activation)
+    return ExpertsSource(checkpoint, prefix, replace(layout, gate=gate), gate.order, (), saved.activation)
 
 
 def _one_by_one(
-    checkpoint: Checkpoint, prefix: str, form: Form, names: tuple[tuple[str, ...], ...], find: Find
+    checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, names: tuple[tuple[str, ...], ...], find: Find
 ) -> list[Projection]:
-    listed = [f"{prefix}.{e}.{name}" for part in names for name in part for e in range(form.experts)]
+    listed = [f"{prefix}.{e}.{name}" for part in names for name in part for e in range(layout.experts)]
     missing = [layer for layer in listed if not checkpoint.layer(layer)]
     if missing:
         raise ValueError(
@@ -224,31 +229,31 @@ def _one_by_one(
         kinds = ("quantised", "floats") if quantised[0] else ("floats", "quantised")
         raise ValueError(f"{odd}: expected {kinds[0]}, as {listed[0]} is, got {kinds[1]}")
     projections: list[Projection] = []
-    for part, (n, k) in zip(names, form.sizes):
+    for part, (n, k) in zip(names, layout.sizes):
         # By name first, so that errors name the first expert's layer of each.
-        layers = [[find(f"{prefix}.{e}.{name}", n // len(part), k) for e in range(form.experts)] for name in part]
+        layers = [[find(f"{prefix}.{e}.{name}", n // len(part), k) for e in range(layout.experts)] for name in part]
         projections.append(list(zip(*layers)))
     return projections
 
 
 def _all_in_one(
-    checkpoint: Checkpoint, prefix: str, form: Form, part: int, name: str, find: Find
+    checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, part: int, name: str, find: Find
 ) -> list[tuple[LayerSource]]:
-    layer = find(f"{prefix}.{name}", *form.sizes[part], expert=0)
-    if form.transposed and "_weight_qdata" in layer.names:
+    layer = find(f"{prefix}.{name}", *layout.sizes[part], expert=0)
+    if layout.transposed and "_weight_qdata" in layer.names:
         raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
     count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
-    if count != form.experts:
-        raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
-    bias = f"{prefix}.{form.biases[part]}"
+    if count != layout.experts:
+        raise ValueError(f"{layer.prefix}: expected {layout.experts} experts, as the model has, got {count}")
+    bias = f"{prefix}.{layout.biases[part]}"
     if bias in checkpoint and "bias" not in layer.names:  # under the module's name, whatever the weight is called
         layer = replace(layer, names={**layer.names, "bias": bias})
-        layer = layer if form.bias else layer.without_bias()
+        layer = layer if layout.bias else layer.without_bias()
     return [(replace(layer, expert=e),) for e in range(count)]
 
 
 def _layer(
-    checkpoint: Checkpoint, form: Form, activation: str | None, format: str | None, prefix: str, n: int, k: int,
+    checkpoint: Checkpoint, layout: ExpertsLayout, activation: str | None, format: str | None, prefix: str, n: int, k: int,
     expert: int | None = None,
 ) -> LayerSource:  # fmt: skip
     """A layer of experts, quantised or in floats, without a static scale, and without a bias of zeros where the module's
@@ -261,15 +266,15 @@ def _layer(
             raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
         names = {name: names[name] for name in ("weight", "bias") if name in names}
         layer = LayerSource(checkpoint, prefix, names, n, k)
-    return layer if form.bias else layer.without_bias()
+    return layer if layout.bias else layer.without_bias()
 
 
 def _checked(
-    checkpoint: Checkpoint, prefix: str, form: Form, order: str, projections: Sequence[Projection]
+    checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, order: str, projections: Sequence[Projection]
 ) -> ExpertsSource:
     """Experts whose layers have the module's sizes, one format and one kind of activations."""
     first = projections[0][0][0]
-    for projection, (n, k) in zip(projections, form.sizes):
+    for projection, (n, k) in zip(projections, layout.sizes):
         like, rows = projection[0][0], n // len(projection[0])
         shared = (
             ("group_size", "groups of {}", like, ": the experts of a layer share one format"),
@@ -279,11 +284,11 @@ def _checked(
         for layer in _layers([projection]):
             if layer.n != rows or layer.k not in (None, k):
                 raise ValueError(f"{layer.prefix}: expected n, k = {[rows, k]}, got {[layer.n, layer.k]}")
-            if form.bias and "bias" not in layer.names:
+            if layout.bias and "bias" not in layer.names:
                 raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
             for name, text, other, why in shared:
                 expected, got = getattr(other, name), getattr(layer, name)
                 if got != expected:
                     wanted = f"{text.format(expected)}, as {other.prefix} has"
                     raise ValueError(f"{layer.prefix}: expected {wanted}, got {got}{why}")
-    return ExpertsSource(checkpoint, prefix, form, order, projections, first.activation)
+    return ExpertsSource(checkpoint, prefix, layout, order, projections, first.activation)

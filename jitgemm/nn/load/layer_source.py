@@ -55,7 +55,7 @@ class LayerSource:
     transposed: bool = False
     unused: Mapping[str, str] = field(default_factory=dict)
 
-    form = None
+    layout = None
     """Of experts, which this is not: see `ExpertsSource`."""
 
     @classmethod
@@ -220,15 +220,15 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
     code = CODES[header.scheme.code]
     types = tuple(code.orders[0].decoders)
     own = typed_code(types[0]) if len(types) == 1 else None
-    said, static = activations(header.scheme.inputs, wanted, own)
+    stated, static = activations(header.scheme.inputs, wanted, own)
     if static and not any(suffix in header.names for suffix in INPUT_SCALES):
         if wanted is None:
             raise ValueError(
                 "input_scale: expected the static scale that the config names, found none; "
-                f"activation={said!r} quantises per token instead"
+                f"activation={stated!r} quantises per token instead"
             )
         static = False
-    chosen = wanted or said or own or "e4m3"
+    chosen = wanted or stated or own or "e4m3"
     if NAMED[chosen].dtype not in types:
         instead = "" if wanted else f", as the config says; activation={own!r} replaces that"
         why = (
@@ -236,7 +236,7 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
         )
         raise ValueError(f"activation: expected {own} activations, {why}, got {chosen}{instead}")
     if static:
-        return chosen, None if chosen == said else f"calibrated for {said}"
+        return chosen, None if chosen == stated else f"calibrated for {stated}"
     return chosen, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
 
 

@@ -61,7 +61,7 @@ def load_(
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the
             meta device).
-        strict: raise for tensors of the checkpoint that have no place in the model. Always ignored are those that the
+        strict: raise for tensors of the checkpoint that have no place in the model. Always ignored are tensors that the
             model lists in `_keys_to_ignore_on_load_unexpected`, scales of KV caches, rotary frequencies, biases of
             zeros where the model has none, and what has no effect next to a weight in floats, such as g_idx.
         allow_missing: patterns (`fnmatch`) of the model's tensors that the checkpoint need not fill: they keep what
@@ -177,8 +177,8 @@ def make_layer(
         ValueError: data that does not fit the old module, or cannot be divided.
     """
     source: Any = plan.layers[name]
-    if source.form is not None:
-        split = None if division is None else division.expert_split(name, source.form.experts)
+    if source.layout is not None:
+        split = None if division is None else division.expert_split(name, source.layout.experts)
         if split is not None and source.projections:
             experts = source.read(device, split.mine)
             experts.split = split

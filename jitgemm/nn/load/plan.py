@@ -22,7 +22,7 @@ from jitgemm.nn.load.layer_source import OF_CACHE, is_quantised, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
-from jitgemm.nn.quantize.stacked import form_of
+from jitgemm.nn.quantize.stacked import experts_layout
 from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.nn.report import some
 
@@ -209,8 +209,8 @@ def _why_missing(
     """Why tensors are missing: first what the config says of the file, then what is known of each tensor."""
     config = checkpoint.config or {}
     if config and not (layers.sources or layers.dense or layers.left):
-        told = [f"{key} {config[key]!r}" for key in ("quant_method", "format") if isinstance(config.get(key), str)]
-        says = ", ".join(told or ["quantised layers"])
+        settings = [f"{key} {config[key]!r}" for key in ("quant_method", "format") if isinstance(config.get(key), str)]
+        says = ", ".join(settings or ["quantised layers"])
         yield f"the config says {says}, and no layer of the file is of a format that is read here"
     left = {name: next((each for each in _parents(name) if each in layers.left), "") for name in missing}
     for prefix in [prefix for prefix in dict.fromkeys(left.values()) if prefix][:3]:
@@ -220,7 +220,7 @@ def _why_missing(
     stacked = next((name for name in missing if "experts" in name and state[name].dim() == 3), None)
     each = next((name for name in checkpoint.names() if re.search(r"(^|\.)experts\.\d+\.", name)), None)
     if stacked is not None and each is not None:
-        kind: Any = form_of(owners[stacked]) or "stacked experts of an unknown kind"
+        kind: Any = experts_layout(owners[stacked]) or "stacked experts of an unknown kind"
         if not isinstance(kind, str):
             kind = f"{type(owners[stacked]).__name__}, with other names of their projections"
         yield (

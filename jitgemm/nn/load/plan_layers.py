@@ -80,20 +80,20 @@ def find_layers(
     others, hidden = _other_matrices(model)
     weights = checkpoint.hiding(hidden)
     for name, names in (replaceable.places | others).items():
-        module, form = model.get_submodule(name), replaceable.forms.get(name)
+        module, layout = model.get_submodule(name), replaceable.experts.get(name)
         reason = _why_no_linear(module) if name in others else replaceable.why_impossible(name)
         chosen = reason is None and (filter is None or filter(name, module))
-        prefix = _quantised_name(checkpoint, weights, names, module, name not in others) if form is None else name
+        prefix = _quantised_name(checkpoint, weights, names, module, name not in others) if layout is None else name
         if prefix is None:
             continue
         source: LayerSource | ExpertsSource | None
         try:
-            if form is None:
+            if layout is None:
                 transposed = name in others and _transposes(module)
                 k = module.in_features if name not in others else None if transposed else module.weight.shape[1]
                 source = LayerSource.find(weights, prefix, activation, format, k=k)
             else:
-                source = ExpertsSource.find(checkpoint, name, form, activation, format)
+                source = ExpertsSource.find(checkpoint, name, layout, activation, format)
                 if chosen and source is not None and source.why_dense is None:
                     source.check_order()
         except ValueError as error:

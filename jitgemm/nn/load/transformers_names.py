@@ -36,7 +36,7 @@ def renamed_for(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpo
         return name in tensors or any(name[:i] in inner for i, letter in enumerate(name) if letter == ".")
 
     def renamed(name: str) -> str:
-        """By the rules, with or without the name of the base model in front, whichever has a place."""
+        """By the rules, with or without the base model's name as a prefix, whichever has a place."""
         for rule in rules:
             name = rule.rename_source_key(name)[0]
         if base and not has_place(name):
@@ -70,7 +70,7 @@ def renamed_for(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpo
 
 
 def _mapping(model: Any) -> tuple[list[Any], list[Any]]:
-    """transformers' rules for the names of the model's checkpoints: those that rename, and the others."""
+    """transformers' rules for the names of the model's checkpoints: renamings, and the other rules."""
     try:  # by name, as nothing here requires transformers
         mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
         renaming = import_module("transformers.core_model_loading").WeightRenaming

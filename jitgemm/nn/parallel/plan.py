@@ -80,8 +80,8 @@ class ShardingPlan:
 
     def _divides(self, name: str, layer: Any) -> bool:
         """Whether a layer of `load_`'s plan is divided. Raises ValueError where so many ranks cannot."""
-        if layer.form is not None:
-            return self.expert_split(name, layer.form.experts) is not None
+        if layer.layout is not None:
+            return self.expert_split(name, layer.layout.experts) is not None
         style, world = self.style(name), self.mesh.size()
         if style is None:
             return False
@@ -92,7 +92,7 @@ class ShardingPlan:
         if size % (world * multiple):
             raise ValueError(
                 f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
-                "another style in tp_plan, with those that share its heads or columns"
+                "another style in tp_plan, as for the layers that share its heads or columns"
             )
         return True
 

@@ -85,7 +85,7 @@ class RowwiseParallel(_Divides, _Rowwise):
     or finer, but not the whole layer's. With a static scale or one per 128 columns they are.
 
     Args:
-        input_layouts: layout of a plain input: None for Shard(-1), or Replicate(), of which each rank takes its
+        input_layouts: layout of a plain input: None for Shard(-1), or Replicate(): each rank then takes its
             columns, or another Shard(dim), by an all-to-all.
         output_layouts: None for Replicate(), by an all-reduce; or Shard(dim), by a reduce-scatter.
         use_local_output: whether a plain tensor comes out; else a DTensor.

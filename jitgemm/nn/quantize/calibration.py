@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.quantize.stacked import Form, intermediate
+from jitgemm.nn.quantize.stacked import ExpertsLayout, intermediate
 
 MEMORY = 16 << 30
 """Bytes of moments at a time, by default. A Llama-3-8B's are 33 GB."""
@@ -58,13 +58,13 @@ class Calibration:
     Attributes:
         model: where it stands.
         batches: what it is called with.
-        forms: {name: how it holds its experts} of modules of stacked experts; {name: None} of Linears.
+        layouts: {name: how it holds its experts} of modules of stacked experts; {name: None} of Linears.
         memory: bytes of moments that may exist at once, if that is enough for one module.
     """
 
     model: torch.nn.Module
     batches: list[Batch]
-    forms: Mapping[str, Form | None]
+    layouts: Mapping[str, ExpertsLayout | None]
     memory: int = MEMORY
     calls: dict[str, Calls] = field(default_factory=dict)
 
@@ -88,10 +88,10 @@ class Calibration:
             yield stage
 
     def _bytes(self, name: str) -> int:
-        form, module = self.forms[name], self.model.get_submodule(name)
-        if form is None:
+        layout, module = self.layouts[name], self.model.get_submodule(name)
+        if layout is None:
             return 4 * module.in_features**2
-        return 4 * form.experts * (form.hidden**2 + form.inter**2)
+        return 4 * layout.experts * (layout.hidden**2 + layout.inter**2)
 
     def _observe(self) -> None:
         """Which modules the batches reach, in what order, how often in one at most, and which have the same input."""
@@ -102,14 +102,14 @@ class Calibration:
         def hook(name: str, x: torch.Tensor, *more: Any) -> None:
             nonlocal leader, last, version
             now = 0 if x.is_inference() else x._version  # whether it was written since
-            if x is not last or now != version or leader in earlier or self.forms[leader] != self.forms[name]:
+            if x is not last or now != version or leader in earlier or self.layouts[leader] != self.layouts[name]:
                 leader, last, version = name, x, now
             times[name] = times.get(name, 0) + 1
             calls = self.calls.setdefault(name, Calls(leader))
             calls.count = max(calls.count, times[name])
 
         self.calls.clear()
-        with self._hooks(self.forms, hook):
+        with self._hooks(self.layouts, hook):
             for batch in self.batches:
                 times.clear()
                 earlier.update(self.calls)
@@ -141,19 +141,19 @@ class Calibration:
         return {name: found[self.calls[name].leader] for name in stage}
 
     def _zeros(self, name: str) -> Moments:
-        form, module = self.forms[name], self.model.get_submodule(name)
-        if form is None:
+        layout, module = self.layouts[name], self.model.get_submodule(name)
+        if layout is None:
             device = module.weight.device
             sums = [torch.zeros((module.in_features,) * 2, device=device)]
             return Moments(sums, torch.zeros((), dtype=torch.int64, device=device))
-        device = getattr(module, form.parameters[0]).device
-        sums = [torch.zeros((form.experts, k, k), device=device) for k in (form.hidden, form.inter)]
-        return Moments(sums, torch.zeros(form.experts, dtype=torch.int64, device=device))
+        device = getattr(module, layout.parameters[0]).device
+        sums = [torch.zeros((layout.experts, k, k), device=device) for k in (layout.hidden, layout.inter)]
+        return Moments(sums, torch.zeros(layout.experts, dtype=torch.int64, device=device))
 
     def _add(self, name: str, moments: Moments, x: torch.Tensor, mask: torch.Tensor | None, *more: Any) -> None:
-        form, rows = self.forms[name], x.detach().flatten(0, -2)
+        layout, rows = self.layouts[name], x.detach().flatten(0, -2)
         kept = None if mask is None or mask.numel() != len(rows) else mask.flatten().to(rows.device)
-        if form is None:
+        if layout is None:
             rows = rows if kept is None else rows[kept]
             _add_products(moments.sums[0], rows)
             moments.tokens += len(rows)
@@ -161,12 +161,12 @@ class Calibration:
         ids = more[0].flatten(0, -2)
         ids = ids if kept is None else ids.where(kept[:, None], -1)
         module = self.model.get_submodule(name)
-        for e in range(form.experts):
+        for e in range(layout.experts):
             mine = rows[(ids == e).any(-1)]
             if len(mine):
                 moments.tokens[e] += len(mine)
                 _add_products(moments.sums[0][e], mine)
-                _add_products(moments.sums[1][e], intermediate(module, form, mine, e))
+                _add_products(moments.sums[1][e], intermediate(module, layout, mine, e))
 
     @contextmanager
     def _hooks(self, names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:

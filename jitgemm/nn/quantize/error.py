@@ -8,20 +8,20 @@ import torch
 
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import Form
+from jitgemm.nn.quantize.stacked import ExpertsLayout
 
 _VALUES = 1 << 26
 """Of a weight at a time."""
 
 
 def relative_error(
-    layer: PackedLinear | PackedExperts, module: torch.nn.Module, form: Form | None, moments: Any = None
+    layer: PackedLinear | PackedExperts, module: torch.nn.Module, layout: ExpertsLayout | None, moments: Any = None
 ) -> float:
     """The squared error of a layer's results over their squares: 0.01 is 20 dB. Activations' rounding is not in it.
 
     Args:
         layer: what stands for the module.
-        module: a Linear, or experts as `form` says.
+        module: a Linear, or experts as `layout` says.
         moments: of the inputs, as `Moments.given` has them. Where there are none, all inputs count the same: the error
             of the weight.
     """
@@ -29,9 +29,11 @@ def relative_error(
         lost, whole = _squares(layer.weight, module.weight, moments)
     else:
         found = [
-            _squares(packed.weight[e], form.rows(getattr(module, name))[e], None if moments is None else moments[i][e])
-            for i, (name, packed) in enumerate(zip(form.parameters, (layer.w13, layer.w2), strict=True))
-            for e in range(form.experts)
+            _squares(
+                packed.weight[e], layout.rows(getattr(module, name))[e], None if moments is None else moments[i][e]
+            )
+            for i, (name, packed) in enumerate(zip(layout.parameters, (layer.w13, layer.w2), strict=True))
+            for e in range(layout.experts)
         ]
         # Of each projection and expert the same share: inputs of different layers have no common unit.
         lost = sum(lost / whole.clamp(min=torch.finfo(torch.float32).tiny) for lost, whole in found)

@@ -147,13 +147,13 @@ class Quantising:
         if wanted and there and (wanted.type != there.type or wanted.index not in (None, there.index)):
             raise ValueError(f"device: expected none with calibration, which runs the model on {there}, got {device}")
         self.model, self.found, self.lm_head, self.keep_8bit = model, Replaceable(model), lm_head, keep_8bit
-        said = options.pop("group_size", None), options.pop("symmetric", None)
-        form = form_of_4_bits(activation, *said, calibration is not None) if bits == 4 else {}
-        form = form if scheme is None else {"scheme": scheme}
-        self.options = {"bits": bits, "activation": activation, "device": device, **form, **options}
+        given = options.pop("group_size", None), options.pop("symmetric", None)
+        grouping = grouping_of_4_bits(activation, *given, calibration is not None) if bits == 4 else {}
+        grouping = grouping if scheme is None else {"scheme": scheme}
+        self.options = {"bits": bits, "activation": activation, "device": device, **grouping, **options}
         self.chosen, skipped = choose(model, self.found, filter, lm_head)
         for name in self.chosen:
-            weight = self.found.forms[name].parameters[0] if name in self.found.forms else "weight"
+            weight = self.found.experts[name].parameters[0] if name in self.found.experts else "weight"
             if getattr(model.get_submodule(name), weight).is_meta:
                 raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
         self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
@@ -187,21 +187,21 @@ class Quantising:
         """(names, the same by common input, their moments) of each stage."""
         left = dict(self.chosen)
         if self.batches is not None:
-            forms = {
-                name: self.found.forms.get(name) for name in left if name != self.found.head or self.lm_head is None
+            experts = {
+                name: self.found.experts.get(name) for name in left if name != self.found.head or self.lm_head is None
             }
-            runs = Calibration(self.model, self.batches, forms)
+            runs = Calibration(self.model, self.batches, experts)
             for stage in runs.stages():
 
                 def moments(stage: list[str] = stage) -> dict[str, Any]:
-                    return {name: each.given(name in self.found.forms) for name, each in runs.collect(stage).items()}
+                    return {name: each.given(name in self.found.experts) for name, each in runs.collect(stage).items()}
 
                 siblings: dict[str, list[str]] = {}
                 for name in stage:
                     siblings.setdefault(runs.calls[name].leader, []).append(name)
                     del left[name]
                 yield stage, list(siblings.values()), moments
-            self.report.unreached = [name for name in left if name in forms]
+            self.report.unreached = [name for name in left if name in experts]
         for name in left:
             yield [name], [[name]], None
 
@@ -220,7 +220,7 @@ class Quantising:
 
         def make(name: str, module: torch.nn.Module, options: dict[str, Any]) -> PackedLinear | PackedExperts:
             layer = quantised(self.found, name, module, lm_head=self.lm_head, **options)
-            error = relative_error(layer, module, self.found.forms.get(name), moments.get(name))
+            error = relative_error(layer, module, self.found.experts.get(name), moments.get(name))
             self.report.errors[name] = error
             return layer
 
@@ -269,7 +269,7 @@ def choose(
     return chosen, skipped
 
 
-def form_of_4_bits(
+def grouping_of_4_bits(
     activation: str, group_size: int | str | None, symmetric: bool | None, calibrated: bool = False
 ) -> dict[str, Any]:
     """`quantize_w4`'s group_size and symmetric, where the user may have said one or both.
@@ -306,8 +306,8 @@ def quantised(
     """The layer for a module of that name, which `choose` chose."""
     if lm_head is not None and name == found.head:
         return LINEARS[8].from_linear(module, activation=lm_head, device=options.get("device"))
-    if name in found.forms:
-        return quantised_experts(module, found.forms[name], bits=bits, scheme=scheme, **options)
+    if name in found.experts:
+        return quantised_experts(module, found.experts[name], bits=bits, scheme=scheme, **options)
     if scheme is not None:
         make = W4A8Linear.from_linear_mxfp4 if scheme == "mxfp4" else W4A8Linear.from_linear_two_level
         return make(module, **options)

@@ -11,7 +11,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import Form, form_of
+from jitgemm.nn.quantize.stacked import ExpertsLayout, experts_layout
 from jitgemm.tensors import PLAIN, TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]
@@ -31,7 +31,7 @@ READ_ANYWHERE = ("dt_proj",)
 """Linears whose weight every model reads that has them: Mamba's kinds."""
 ROUTERS = ("gate", "router", "gating", "wg", "shared_expert_gate")
 """What mixtures of experts call the small Linear that chooses experts, or the module around it."""
-STACKED = "stacked experts"  # with which the reasons of `form_of` begin, too
+STACKED = "stacked experts"  # with which the reasons of `experts_layout` begin, too
 _UNKNOWN = f"{STACKED} of an unknown kind, which stay in their type"
 MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
 
@@ -51,24 +51,26 @@ class Replaceable:
 
     Attributes:
         places: {first name: all names at which the module stands}.
-        forms: {first name: how it holds its experts} of those that are experts.
+        experts: {first name: how it holds its experts} of the modules of experts.
         head: first name of the output embedding, None where it is no such module.
     """
 
     def __init__(self, model: torch.nn.Module):
-        if isinstance(model, (torch.nn.Linear, *PACKED)) or form_of(model) is not None:
+        if isinstance(model, (torch.nn.Linear, *PACKED)) or experts_layout(model) is not None:
             kind = type(model).__name__
             raise ValueError(f"model: expected a module that holds Linears, got a {kind}; use W4A8Linear.from_linear")
         names: dict[torch.nn.Module, list[str]] = {}
-        forms: dict[torch.nn.Module, Form | str | None] = {}
+        layouts: dict[torch.nn.Module, ExpertsLayout | str | None] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            if module not in forms:
-                forms[module] = form_of(module)
-            if isinstance(module, (torch.nn.Linear, PackedLinear)) or isinstance(forms[module], Form):
+            if module not in layouts:
+                layouts[module] = experts_layout(module)
+            if isinstance(module, (torch.nn.Linear, PackedLinear)) or isinstance(layouts[module], ExpertsLayout):
                 names.setdefault(module, []).append(name)
         # No modules are kept: originals are to be freed one by one.
         self.places = {same[0]: same for same in names.values()}
-        self.forms = {names[module][0]: form for module, form in forms.items() if isinstance(form, Form)}
+        self.experts = {
+            names[module][0]: layout for module, layout in layouts.items() if isinstance(layout, ExpertsLayout)
+        }
         self._model = model
         self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
         output = getattr(model, "get_output_embeddings", lambda: None)()
@@ -78,7 +80,7 @@ class Replaceable:
     def why_impossible(self, name: str) -> str | None:
         """Why no packed layer can stand for a Linear: something other than torch.nn.Linear's call uses its weight."""
         linear = self._model.get_submodule(name)
-        if isinstance(linear, PackedLinear) or name in self.forms:
+        if isinstance(linear, PackedLinear) or name in self.experts:
             return None
         if type(linear).forward is not torch.nn.Linear.forward:
             return f"{type(linear).__name__} has a forward of its own"
@@ -98,7 +100,7 @@ class Replaceable:
     def why_unwise(self, name: str) -> str | None:
         """Why quantize_ leaves this module alone unless a filter asks for it."""
         linear = self._model.get_submodule(name)
-        if name in self.forms:
+        if name in self.experts:
             return self.why_unfit(name)
         if name.rpartition(".")[2] == "lm_head" or name == self.head:
             return "output embedding"
@@ -111,16 +113,16 @@ class Replaceable:
 
     def shared(self, name: str) -> bool:
         """Whether another module holds the same weight, as a tied embedding does."""
-        return name not in self.forms and self._owners[id(self._model.get_submodule(name).weight)] > 1
+        return name not in self.experts and self._owners[id(self._model.get_submodule(name).weight)] > 1
 
     def why_unfit(self, name: str) -> str | None:
         """Why a module has no packed form, whatever its values."""
         linear = self._model.get_submodule(name)
-        if (form := self.forms.get(name)) is not None:
-            if form.hidden % K_ALIGNMENT or form.inter % K_ALIGNMENT:
+        if (layout := self.experts.get(name)) is not None:
+            if layout.hidden % K_ALIGNMENT or layout.inter % K_ALIGNMENT:
                 wanted = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
-                return f"{wanted}, got {form.hidden} and {form.inter}"
-            problems = (_why_unfit_type(each, getattr(linear, each)) for each in form.parameters)
+                return f"{wanted}, got {layout.hidden} and {layout.inter}"
+            problems = (_why_unfit_type(each, getattr(linear, each)) for each in layout.parameters)
             return next(filter(None, problems), None)
         n, k = linear.out_features, linear.in_features
         if not n or not k or n % 8 or k % K_ALIGNMENT:
@@ -135,7 +137,7 @@ class Replaceable:
             kind = type(module)
             if name in self.places or isinstance(module, torch.nn.Embedding) or kind.__module__.startswith("torch.nn"):
                 continue
-            reason = form_of(module)
+            reason = experts_layout(module)
             for child, parameter in module.named_parameters(recurse=False):
                 if child == "weight" and parameter.dim() == 2:
                     found[name] = f"{kind.__name__}, which is no torch.nn.Linear"

@@ -30,7 +30,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")  # what c
 
 
 @dataclass(frozen=True)
-class Form:
+class ExpertsLayout:
     """How a module holds its experts.
 
     Attributes:
@@ -70,11 +70,11 @@ class Form:
         return w13 + "_bias", w2 + "_bias"
 
 
-def form_of(module: torch.nn.Module) -> Form | str | None:
+def experts_layout(module: torch.nn.Module) -> ExpertsLayout | str | None:
     """How a module stacks experts, or why that cannot be told; None for a module that does not stack any."""
     if isinstance(module, PackedExperts):
         sizes = (module.num_experts, module.hidden_dim, module.intermediate_dim)
-        return Form(*sizes, False, module.w13.bias is not None, module.gate, module.top_k)
+        return ExpertsLayout(*sizes, False, module.w13.bias is not None, module.gate, module.top_k)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     stacked = {name for name, p in parameters.items() if p.dim() == 3}
     inputs = next((inputs for inputs, names in PARAMETERS.items() if stacked.issuperset(names)), None)
@@ -111,7 +111,7 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
         return f"stacked experts with a gate that is not one of jitgemm.nn's ({kind.__name__})"
     config = getattr(module, "config", None)
     top_k = next((count for name in _TOP_K if isinstance(count := getattr(config, name, None), int)), None)
-    return Form(experts, hidden, inter, transposed, bias, gate, top_k)
+    return ExpertsLayout(experts, hidden, inter, transposed, bias, gate, top_k)
 
 
 def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -> bool:
@@ -141,11 +141,11 @@ def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -
     return isinstance(found, torch.Tensor) and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def intermediate(module: torch.nn.Module, form: Form, x: torch.Tensor, e: int) -> torch.Tensor:
+def intermediate(module: torch.nn.Module, layout: ExpertsLayout, x: torch.Tensor, e: int) -> torch.Tensor:
     """What reaches expert e's second projection, [tokens, inter], of inputs x [tokens, hidden]."""
-    w = form.rows(getattr(module, form.parameters[0]))[e]
-    bias = getattr(module, form.biases[0])[e] if form.bias else None
-    return gated(torch.nn.functional.linear(x, w, bias).float(), form.gate).to(x.dtype)
+    w = layout.rows(getattr(module, layout.parameters[0]))[e]
+    bias = getattr(module, layout.biases[0])[e] if layout.bias else None
+    return gated(torch.nn.functional.linear(x, w, bias).float(), layout.gate).to(x.dtype)
 
 
 SCHEMES: dict[str, Any] = {"mxfp4": quantize_mxfp4, "two-level": quantize_w4_two_level}
@@ -153,7 +153,7 @@ SCHEMES: dict[str, Any] = {"mxfp4": quantize_mxfp4, "two-level": quantize_w4_two
 
 
 def quantised_experts(
-    module: torch.nn.Module, form: Form, *, bits: int = 4, scheme: str | None = None, activation: str = "e4m3",
+    module: torch.nn.Module, layout: ExpertsLayout, *, bits: int = 4, scheme: str | None = None, activation: str = "e4m3",
     device: torch.device | str | int | None = None,
     moments: Sequence[Sequence[torch.Tensor | None]] | None = None, **options: Any,
 ) -> PackedExperts:  # fmt: skip
@@ -175,8 +175,8 @@ def quantised_experts(
 
     def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""
-        w = form.rows(getattr(module, name).detach())
-        of_name = None if moments is None else moments[form.parameters.index(name)]
+        w = layout.rows(getattr(module, name).detach())
+        of_name = None if moments is None else moments[layout.parameters.index(name)]
 
         def make(e: int) -> Weight:
             try:
@@ -186,10 +186,10 @@ def quantised_experts(
             except ValueError as error:
                 raise ValueError(f"{name}[{e}]: {error}") from error
 
-        return kind.stacked(form.experts, make)
+        return kind.stacked(layout.experts, make)
 
     with torch.no_grad():
-        weights = [quantised(name) for name in form.parameters]
-        names = form.biases if form.bias else ()
+        weights = [quantised(name) for name in layout.parameters]
+        names = layout.biases if layout.bias else ()
         biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in names]
-    return packed_experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)
+    return packed_experts(*weights, *biases, gate=layout.gate, activation=activation, top_k=layout.top_k)

@@ -14,7 +14,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.load.experts_source import ExpertsSource
 from jitgemm.nn.load.transformers_names import renamed_for
-from jitgemm.nn.quantize.stacked import Form
+from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.nn.save.source import Source
 
 _PROJECTIONS = {2: (("gate_proj", "up_proj"), ("down_proj",)), 1: (("up_proj",), ("down_proj",))}
@@ -78,13 +78,13 @@ class Places:
 
 
 def find_places(
-    model: torch.nn.Module, source: Source, names: Iterable[str], forms: Mapping[str, Form], head: str | None
+    model: torch.nn.Module, source: Source, names: Iterable[str], layouts: Mapping[str, ExpertsLayout], head: str | None
 ) -> Places:
     """Where the source's files have the weights of a model's modules.
 
     Args:
         names: of the Linears and modules of stacked experts that are to be quantised.
-        forms: {name: form} of the modules of stacked experts.
+        layouts: {name: layout} of the modules of stacked experts.
         head: name of the output embedding.
 
     Raises:
@@ -94,8 +94,8 @@ def find_places(
     places = Places()
     pieces: dict[str, list[tuple[int, int, Piece]]] = {}  # of each tensor of the files: (start, rows, piece)
     for name in names:
-        if name in forms:
-            _find_experts(places, renamed, name, forms[name])
+        if name in layouts:
+            _find_experts(places, renamed, name, layouts[name])
             continue
         if f"{name}{_WEIGHT}" not in renamed:
             raise ValueError(f"{name}: expected its weight in {source.folder}, found none under a known name")
@@ -127,19 +127,19 @@ def _of_linear(source: Source, renamed: Checkpoint, name: str) -> Iterator[tuple
         offset += count
 
 
-def _find_experts(places: Places, checkpoint: Checkpoint, name: str, form: Form) -> None:
+def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: ExpertsLayout) -> None:
     """The layers of a module's experts: those of the files, or, where these stack the experts, new ones."""
-    source = ExpertsSource.find(checkpoint, name, form)
+    source = ExpertsSource.find(checkpoint, name, layout)
     if source is not None:
         for part, projection in enumerate(source.projections):
             for e, layers in enumerate(projection):
-                for layer, rows in zip(layers, _rows_of(form, part, len(layers)), strict=True):
+                for layer, rows in zip(layers, _rows_of(layout, part, len(layers)), strict=True):
                     (tensor,) = checkpoint.rows(f"{layer.prefix}{_WEIGHT}").sources
                     own = _layer_name(tensor)
                     places.layers[own] = [Piece(name, rows, part, e)]
                     places.instead[tensor] = [own]
         return
-    for part, parameter in enumerate(form.parameters):
+    for part, parameter in enumerate(layout.parameters):
         if f"{name}.{parameter}" not in checkpoint:
             raise ValueError(f"{name}: expected its experts in {checkpoint.where}, found none under a known name")
         (tensor,) = checkpoint.rows(f"{name}.{parameter}").sources
@@ -147,26 +147,26 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, form: Form)
         if above == tensor:
             raise ValueError(f"{tensor}: expected a name that ends in {parameter}")
         written = []
-        for e in range(form.experts):
-            children = _PROJECTIONS[form.gate.inputs][part]
-            for child, rows in zip(children, _rows_of(form, part, len(children)), strict=True):
+        for e in range(layout.experts):
+            children = _PROJECTIONS[layout.gate.inputs][part]
+            for child, rows in zip(children, _rows_of(layout, part, len(children)), strict=True):
                 written.append(f"{above}{e}.{child}")
                 places.layers[written[-1]] = [Piece(name, rows, part, e)]
         places.instead[tensor] = written
-        if form.bias:
-            (bias,) = checkpoint.rows(f"{name}.{form.biases[part]}").sources
+        if layout.bias:
+            (bias,) = checkpoint.rows(f"{name}.{layout.biases[part]}").sources
             places.instead[bias] = []
             places.with_bias.update(written)
 
 
-def _rows_of(form: Form, part: int, count: int) -> list[slice]:
+def _rows_of(layout: ExpertsLayout, part: int, count: int) -> list[slice]:
     """Which rows of a projection are its layers'. Gate and up are written apart, whatever order the model has."""
     if count == 1:
         return [slice(None)]
-    if form.gate.order == "interleaved":
+    if layout.gate.order == "interleaved":
         return [slice(0, None, 2), slice(1, None, 2)]
-    halves = [slice(0, form.inter), slice(form.inter, None)]
-    return halves if form.gate.order == "gate_up" else halves[::-1]
+    halves = [slice(0, layout.inter), slice(layout.inter, None)]
+    return halves if layout.gate.order == "gate_up" else halves[::-1]
 
 
 def _left_in_floats(

@@ -70,10 +70,10 @@ def source_of(folder: Path) -> Source:
         raise FileNotFoundError(f"{folder}: expected all files that its index names, found no {some(missing)}")
     shards = {}
     for file in sorted(names):
-        stored, said = stored_in(file), set(names[file])
-        if lost := sorted(said - stored.keys()):
+        stored, listed = stored_in(file), set(names[file])
+        if lost := sorted(listed - stored.keys()):
             raise ValueError(f"{file}: expected the tensors that the index says, found no {some(lost)}")
-        shards[file] = {name: each for name, each in stored.items() if name in said}
+        shards[file] = {name: each for name, each in stored.items() if name in listed}
     return Source(folder, config, checkpoint, shards)
 
 

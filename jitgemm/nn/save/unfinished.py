@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from jitgemm.checkpoint.writing import write_safetensors, written
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import Form
+from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.nn.report import QuantisationReport
 
 _WORK = ".jitgemm-quantize"
@@ -108,13 +108,13 @@ class Unfinished:
         write_safetensors(self._file(layers), tensors, {"about": json.dumps(about)})
 
     def kept(
-        self, names: list[str], report: QuantisationReport, forms: Mapping[str, Form], device: torch.device
+        self, names: list[str], report: QuantisationReport, layouts: Mapping[str, ExpertsLayout], device: torch.device
     ) -> dict[str, Any] | None:
         """A stage's layers, if an interrupted run had quantised them; the report then has what it said of them.
 
         Args:
             names: of the stage's modules.
-            forms: {name: form} of the modules of stacked experts.
+            layouts: {name: layout} of the modules of stacked experts.
         """
         file = self._file(names)
         if not file.is_file() or sorted(_names(file)) != sorted(names):
@@ -126,9 +126,9 @@ class Unfinished:
         about = _about(file)
         layers: dict[str, Any] = {}
         for name in names:
-            if name in forms:
+            if name in layouts:
                 experts = PackedExperts.from_state_dict(tensors, f"{name}.")
-                experts.top_k = forms[name].top_k
+                experts.top_k = layouts[name].top_k
                 layers[name] = experts.to(device)
             else:
                 layers[name] = PackedLinear.from_state_dict(tensors, f"{name}.").to(device)

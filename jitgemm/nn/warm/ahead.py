@@ -27,11 +27,11 @@ from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.plan import plan_for
-from jitgemm.nn.quantize.quantize import form_of_4_bits
+from jitgemm.nn.quantize.quantize import grouping_of_4_bits
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look
-from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
+from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
 
 # vLLM's models: which Linears are one layer there, and how layers are cut, by the last part of their names.
@@ -49,8 +49,8 @@ def model_of(folder: str | Path) -> torch.nn.Module:
     try:
         import transformers
 
-        said, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
-        names = (getattr(transformers, name, None) for name in said.get("architectures") or ())
+        settings, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
+        names = (getattr(transformers, name, None) for name in settings.get("architectures") or ())
         kind = next((each for each in names if getattr(each, "config_class", None) is not None), None)
         config = (transformers.AutoConfig if kind is None else kind.config_class).from_pretrained(folder)
         with _without_data():
@@ -95,8 +95,9 @@ def _without_data() -> Iterator[None]:
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
     """The type that a model's config says it runs in; bfloat16 where that is none of ours."""
     configs = model.config, model.config.get_text_config()
-    found = [getattr(config, name, None) for config in configs for name in ("dtype", "torch_dtype")]
-    return next((dtype for dtype in found if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
+    # transformers 5 warns of the older name, so it is read last, and lazily.
+    stated = (getattr(config, name, None) for name in ("dtype", "torch_dtype") for config in configs)
+    return next((dtype for dtype in stated if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
 
 
 def models_ahead(
@@ -125,25 +126,24 @@ def models_ahead(
     """
     if not Path(folder).exists():
         raise ValueError(f"folder: expected a model's folder that is here, found none at {folder}")
-    said, files = config_beside(Path(folder)), any(Path(folder).glob("*.safetensors"))
-    if said and not files:
+    config, files = config_beside(Path(folder)), any(Path(folder).glob("*.safetensors"))
+    if config and not files:
         raise ValueError(
             f"{folder}: expected the safetensors files of a model that is quantised already, as its config "
-            f"says ({said.get('quant_method')}): their headers say which layers are, and the types of scales; found "
+            f"says ({config.get('quant_method')}): their headers say which layers are, and the types of scales; found "
             "none. Without files the layers' shapes and formats have to be given instead (--shape N,K --scale-dtype ...)"
         )
     checkpoint = Checkpoint(str(folder)) if files else None
     given = dict(quantise or {}) | {"activation": activation or "e4m3"}
     bits = given.pop("bits", 4)
     if bits == 4:
-        said = given.pop("group_size", None), given.pop("symmetric", None)
-        given |= form_of_4_bits(given["activation"], *said)
+        given |= grouping_of_4_bits(given["activation"], given.pop("group_size", None), given.pop("symmetric", None))
     for rank, order in product(range(max(tp, ep)), orders):
         model = model_of(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = None if checkpoint is None else plan_for(model, checkpoint, None, activation, None, ["*"], False)
-        read = plan is not None and (plan.layers or said)
+        read = plan is not None and (plan.layers or config)
         if read and order != orders[0]:
             continue
         if read and (quantise or not plan.layers):
@@ -200,16 +200,16 @@ class _Cuts:
 
     def look(self, layers: Any, name: str) -> Look | ExpertsLook:
         """A rank's part of a layer."""
-        if (form := layers.forms.get(name)) is None:
+        if (layout := layers.experts.get(name)) is None:
             return layers.look(name, self.linear(name))
         _, rank, world = self.ep
-        if form.experts % world:
-            raise ValueError(f"ep: expected ranks that {form.experts} experts divide among, got {world}")
-        mine = range(rank * form.experts // world, (rank + 1) * form.experts // world)
+        if layout.experts % world:
+            raise ValueError(f"ep: expected ranks that {layout.experts} experts divide among, got {world}")
+        mine = range(rank * layout.experts // world, (rank + 1) * layout.experts // world)
         along_inter = self.use == "vllm" and world == 1 < self.tp.world
         cuts = [self.tp._replace(dim=dim) if along_inter else None for dim in "nk"]
         looks = [layers.part(name, part, mine, cut) for part, cut in enumerate(cuts)]
-        return ExpertsLook(*looks, len(mine), form.gate, form.top_k)
+        return ExpertsLook(*looks, len(mine), layout.gate, layout.top_k)
 
 
 def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
@@ -248,7 +248,7 @@ def _fill_blocks(model: torch.nn.Module) -> None:
 
 
 def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
-    """vLLM's layers of the model, each kind once, by the names of those that it joins."""
+    """vLLM's layers of the model, each kind once, by the names of the layers that it joins."""
     made: dict[Hashable, torch.nn.Module] = {}
     gates = gates_of(layers.model.config)
     done: set[str] = set()
@@ -274,7 +274,7 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
                 look = replace(look, n=n, format=format, group_size=size, static=static)
             layer: Any = look.module()
             if isinstance(look, Look):
-                layer.fronts = fronts_in_vllm(dim, gates)
+                layer.prologues = prologues_in_vllm(dim, gates)
         except ValueError as error:
             warnings.warn(f"{key} is left to vLLM's own kernels: {error}", stacklevel=2)
             continue

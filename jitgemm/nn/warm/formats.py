@@ -75,14 +75,14 @@ class LayersOfPlan:
     """A model's layers as `load_` plans them, without their values; sizes and formats are those of a rank's cut.
 
     Attributes:
-        places, forms: as `Replaceable` has them, of the packed layers.
+        places, experts: as `Replaceable` has them, of the packed layers.
         head: the name of the output embedding.
     """
 
     def __init__(self, plan: Plan):
         self.model, self.layers, self.checkpoint, found = plan.model, plan.layers, plan.checkpoint, plan.replaceable
         self.places, self.head = {name: found.places[name] for name in plan.layers}, found.head
-        self.forms = {name: layer.form for name, layer in plan.layers.items() if layer.form is not None}
+        self.experts = {name: layer.layout for name, layer in plan.layers.items() if layer.layout is not None}
         self._seen: dict[tuple[str, str], dict[Any, int]] = {}
 
     def look(self, name: str, cut: Cut | None) -> Look:
@@ -107,14 +107,14 @@ class LayersOfPlan:
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
         """w13 or w2 of some experts."""
         experts: Any = self.layers[name]
-        (n, k), world = experts.form.sizes[part], 1 if cut is None else cut.world
+        (n, k), world = experts.layout.sizes[part], 1 if cut is None else cut.world
         with errors_that_name(self.checkpoint, experts.prefix):
             if not experts.projections:
                 names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
                 weight = parts_without_data(self.checkpoint, names).weight
                 format = weight.format
             else:
-                halves = experts.form.gate.inputs
+                halves = experts.layout.gate.inputs
                 format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut, halves)
         n, k = (n, k // world) if part else (n // world, k)
         return Look(n, k, _group_size(format, min(weight.group_size, k), k), format, experts.activation)
@@ -157,7 +157,7 @@ class LayersOfPlan:
 
 
 def _group_size(format: WeightFormat, given: int, k: int) -> int:
-    """`Weight.group_size` of all rows in this format, of which some have `given`."""
+    """`Weight.group_size` of all rows in this format, if some have `given`."""
     return format.group_size or k if format.powers else given
 
 
@@ -189,14 +189,14 @@ class LayersOfFloats:
         self.model, self.bits, self.order, self.options = model, bits, order, options
         found = Replaceable(model)
         self.places, _ = choose(model, found, None)
-        self.forms = {name: found.forms[name] for name in self.places if name in found.forms}
+        self.experts = {name: found.experts[name] for name in self.places if name in found.experts}
 
     def look(self, name: str, cut: Cut | None) -> Look:
         linear: Any = self.model.get_submodule(name)
         return self._look(linear.out_features, linear.in_features, cut, None if linear.bias is None else torch.float32)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
-        return self._look(*self.forms[name].sizes[part], cut)
+        return self._look(*self.experts[name].sizes[part], cut)
 
     def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None) -> Look:
         fast = {"clip_steps": 0} if self.bits == 4 else {}

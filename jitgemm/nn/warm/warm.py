@@ -19,7 +19,7 @@ from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.kernel import CollectSpec, CombineSpec, DispatchSpec, FrontSpec, GatherSpec, RouteSpec
+from jitgemm.moe.kernel import CollectSpec, CombineSpec, DispatchSpec, RouteQuantizeSpec, GatherSpec, RouteSpec
 from jitgemm.moe.kernel import exchange_specs, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.fuse.fused import FUSED
@@ -32,7 +32,7 @@ from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DEVICES, DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
-Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec
+Spec = KernelSpec | QuantizeSpec | RouteSpec | RouteQuantizeSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec
 MOST_TOP_K = 16
 """Experts of a token where a layer does not say: no model that we know takes more."""
 
@@ -64,7 +64,7 @@ def warmup(
         jobs: threads; None: one for each CPU that the process may use.
         build: False to compile nothing, only to load.
         compiled: True for a model that `torch.compile` compiles: also quantisers that compute a norm or a gate first,
-            where a layer stands so that it may read one; of gates those that the model's config names.
+            where a layer stands so that it may read one; of gates, the gates that the model's config names.
 
     Returns:
         Labels of the kernels that had to be compiled, in the order of the layers.
@@ -145,12 +145,12 @@ def kernels(
     sums: of layers without values, that they will have; None: their own.
     """
     seen = set()
-    more = _fronts_in_graphs(model) if compiled else {}
+    more = _prologues_in_graphs(model) if compiled else {}
     for name, layer in model.named_modules():
-        fronts: tuple[Prologue, ...] = tuple(getattr(layer, "fronts", ()))
+        prologues: tuple[Prologue, ...] = tuple(getattr(layer, "prologues", ()))
         parts: list[Any] = []
-        if isinstance(layer, PackedLinear) and fronts:
-            fronts, parts = tuple(dict.fromkeys((*fronts, *more.get(name, ())))), [layer]
+        if isinstance(layer, PackedLinear) and prologues:
+            prologues, parts = tuple(dict.fromkeys((*prologues, *more.get(name, ())))), [layer]
         elif isinstance(layer, PackedExperts):
             parts = [layer.w13, layer.w2]
         if not parts:
@@ -159,16 +159,16 @@ def kernels(
         kind = [
             (x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme, x.call_sums) for x in parts
         ]
-        own = fronts or (layer.gate, layer.top_k, layer.batched, _over_nvlink(layer))
+        own = prologues or (layer.gate, layer.top_k, layer.batched, _over_nvlink(layer))
         if (key := (*kind, own, layer.batch_invariant, where)) in seen:
             continue
         seen.add(key)
-        count = [] if fronts else [str(layer.num_experts)]
+        count = [] if prologues else [str(layer.num_experts)]
         label = " ".join([name, *count, *(f"{weight.n}x{weight.k}" for weight in weights)]).strip()
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
-            for spec in _specs(layer, parts, fronts, TYPE_NAMES[dtype], figures, max_m, sums):
+            for spec in _specs(layer, parts, prologues, TYPE_NAMES[dtype], figures, max_m, sums):
                 debug = settings.debug() and spec.kind == "gemm"
                 yield replace(spec, debug=True) if debug else spec, index, label
 
@@ -176,19 +176,19 @@ def kernels(
 def _specs(
     layer: Any,
     parts: Sequence[Any],
-    fronts: Sequence[Prologue],
+    prologues: Sequence[Prologue],
     x: str,
     figures: DeviceSpec,
     max_m: int,
     sums: str | None,
 ) -> Iterator[Spec]:
-    """The kernels of a Linear, or of experts, which have no fronts."""
+    """The kernels of a Linear, or of experts, which have no prologues."""
     scheme, rows, experts = parts[0].scheme, max_m, {}
-    for front in fronts:
-        flags = scheme.flags | front.flags | {"permuted": layer.weight.permutation is not None}
+    for prologue in prologues:
+        flags = scheme.flags | prologue.flags | {"permuted": layer.weight.permutation is not None}
         flags |= {"correction": layer.weight.correction}
         yield from quantize_specs(layer.weight.k, x, scheme.dtype, **flags)
-    if not fronts:
+    if not prologues:
         sizes, flags = (layer.hidden_dim, layer.intermediate_dim), {"affine": scheme.affine, "block": scheme.block}
         yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
         if _over_nvlink(layer):
@@ -228,17 +228,17 @@ def gates_of(config: Any) -> tuple[Gate, ...]:
     return tuple(dict.fromkeys(GATES[name] for name in names if name in GATES))
 
 
-def fronts_in_vllm(dim: str | None, gates: Sequence[Gate]) -> tuple[Prologue, ...]:
-    """`PackedLinear.fronts` in graphs that vLLM compiles: column-parallel layers ("n") read norms, row-parallel ones
-    ("k") products of gates, and those that every rank has whole (None) may read either."""
-    return _fronts(NORMS if dim != "k" else (), gates if dim != "n" else ())
+def prologues_in_vllm(dim: str | None, gates: Sequence[Gate]) -> tuple[Prologue, ...]:
+    """`PackedLinear.prologues` in graphs that vLLM compiles: column-parallel layers ("n") read norms, row-parallel ones
+    ("k") products of gates, and layers that every rank has whole (None) may read either."""
+    return _prologues(NORMS if dim != "k" else (), gates if dim != "n" else ())
 
 
-def _fronts(norms: Sequence[Prologue], gates: Sequence[Gate]) -> tuple[Prologue, ...]:
+def _prologues(norms: Sequence[Prologue], gates: Sequence[Gate]) -> tuple[Prologue, ...]:
     return (NO_PROLOGUE, *norms, *(Prologue(gate=gate) for gate in gates))
 
 
-def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]:
+def _prologues_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]:
     """What quantisers may compute first in compiled graphs, by layer.
 
     A norm, where one of the model is as wide as the layer's input; a gate's product, where the Linears that stand
@@ -260,7 +260,7 @@ def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]
             above = above.rpartition(".")[0]
             near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
         gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
-        found[name] = _fronts(NORMS if not norms or layer.in_features in norms else (), gates if gated else ())
-        if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
-            found[name] = NORMS if NORMS[0] in layer.fronts else ()
+        found[name] = _prologues(NORMS if not norms or layer.in_features in norms else (), gates if gated else ())
+        if getattr(layer, "prologues", PackedLinear.prologues) != PackedLinear.prologues:  # fused
+            found[name] = NORMS if NORMS[0] in layer.prologues else ()
     return found

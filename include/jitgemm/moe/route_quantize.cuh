@@ -6,7 +6,7 @@
 namespace jitgemm {
 
 // Run-time arguments, those of both; jitgemm/moe/plan.py fills the same layout.
-struct FrontArgs {
+struct RouteQuantizeArgs {
     const u8* ids;
     const i32* expert_map;
     i32* offsets;
@@ -23,10 +23,10 @@ struct FrontArgs {
     u32 m, k;
     u64 scale_block_stride;
 };
-static_assert(sizeof(FrontArgs) == 120, "jitgemm/moe/plan.py packs this struct");
+static_assert(sizeof(RouteQuantizeArgs) == 120, "jitgemm/moe/plan.py packs this struct");
 
 template <class Config>
-__device__ __forceinline__ void route_and_quantize(const FrontArgs& args) {
+__device__ __forceinline__ void route_and_quantize(const RouteQuantizeArgs& args) {
     if (blockIdx.x == 0) {
         const RouteArgs routing{args.ids,     args.expert_map, args.offsets, args.row_index,      args.inverse,
                                 args.choices, args.top_k,      args.experts, args.global_experts, args.run,

@@ -1,0 +1,128 @@
+"""What docs/stability.md promises, against tests/repository/stable.json, which `python tests/repository/test_stable.py` writes
+for a release: a minor version may add to it, and take nothing from it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer.main
+
+import jitgemm
+import jitgemm.nn
+from jitgemm.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECORD = Path(__file__).with_name("stable.json")
+OPTIONAL = "jitgemm.hf."
+"""Names that need transformers."""
+
+
+def found(name: str) -> object:
+    """What a dotted name of docs/api.rst is."""
+    parts = name.split(".")
+    for at in range(len(parts) - 1, 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:at]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[at:]:
+            value = getattr(value, part)
+        return value
+    raise AssertionError(f"{name} is gone")
+
+
+def parameters(value: object) -> dict[str, bool] | None:
+    """{name: whether it may be left out}; None for what is not called."""
+    if not callable(value) or (isinstance(value, type) and issubclass(value, BaseException)):
+        return None
+    empty = inspect.Parameter.empty
+    return {
+        each.name: each.default is not empty or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        for each in inspect.signature(value).parameters.values()
+    }
+
+
+def calls() -> dict[str, dict[str, bool] | None]:
+    text = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
+    names = re.findall(r":: (jitgemm[\w.]*)$", text, re.MULTILINE)
+    return {name: parameters(found(name)) for name in names if not inspect.ismodule(found(name))}
+
+
+def ops() -> dict[str, str]:
+    every = torch._C._jit_get_all_schemas()
+    return {each.name: str(each) for each in every if each.name.startswith("jitgemm::")}
+
+
+def options(command=None, name: str = "jitgemm") -> dict[str, list[str]]:
+    command = command or typer.main.get_command(app)
+    of_this = {name: sorted(text for each in command.params for text in each.opts)}
+    for child, each in getattr(command, "commands", {}).items():
+        of_this |= options(each, f"{name} {child}")
+    return of_this
+
+
+def saved() -> dict[str, str]:
+    """A digest of what `state_dict()` of a weight of each kind holds."""
+    draw = torch.Generator().manual_seed(1)
+    codes = torch.randint(-8, 8, (64, 256), generator=draw, dtype=torch.int8)
+    group, row = torch.rand(64, 2, generator=draw), torch.rand(64, 1, generator=draw)
+    zero = torch.randint(0, 16, (64, 2), generator=draw, dtype=torch.int8)
+    powers = torch.randint(120, 130, (64, 8), generator=draw, dtype=torch.uint8)
+    weights = {
+        "groups": jitgemm.pack_w4(codes, group.bfloat16(), group_size=128),
+        "channel": jitgemm.pack_w4(codes, row, group_size=256, lhs_dtype=torch.int8),
+        "zero points": jitgemm.pack_w4(codes + 8, group.half(), zero, group_size=128),
+        "int8": jitgemm.pack_w8(codes, row),
+        "mxfp4": jitgemm.pack_mxfp4((codes + 8).to(torch.uint8), powers),
+    }
+    digests = {}
+    for name, weight in weights.items():
+        state = weight.state_dict()
+        parts = [(key, str(state[key].dtype), tuple(state[key].shape)) for key in sorted(state)]
+        data = b"".join(state[key].contiguous().view(torch.uint8).numpy().tobytes() for key in sorted(state))
+        digests[name] = hashlib.sha256(repr(parts).encode() + data).hexdigest()
+    return digests
+
+
+def record() -> dict[str, dict]:
+    return {"calls": calls(), "ops": ops(), "options": options(), "saved": saved()}
+
+
+STABLE = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else record()
+
+
+@pytest.mark.parametrize("name", [each for each in STABLE["calls"] if not each.startswith(OPTIONAL)])
+def test_calls_keep_their_names_and_arguments(name):
+    before, now = STABLE["calls"][name], parameters(found(name))
+    assert set(before or ()) <= set(now or ())
+    assert all(optional for each, optional in (now or {}).items() if (before or {}).get(each, True))
+
+
+def test_ops_keep_the_schemas_that_exported_programs_hold():
+    assert {name: ops().get(name) for name in STABLE["ops"]} == STABLE["ops"]
+
+
+def test_commands_keep_their_options():
+    now = options()
+    assert {name: sorted(set(each) - set(now.get(name, ()))) for name, each in STABLE["options"].items()} == {
+        name: [] for name in STABLE["options"]
+    }
+
+
+def test_saved_weights_keep_their_bytes():
+    assert saved() == STABLE["saved"]
+
+
+if __name__ == "__main__":
+    parts = (
+        f'"{part}": {{\n' + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in held.items()) + "\n}"
+        for part, held in record().items()
+    )
+    RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
