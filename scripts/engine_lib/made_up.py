@@ -1,10 +1,11 @@
-"""A plug-in of vLLM for vllm_engine.py: experts in MXFP4 without files, and layers that share them.
+"""Plug-ins of engines for vllm_engine.py and sglang_engine.py: codes without files, and layers that share experts.
 
-vLLM's dummy loader leaves integers as they are. Here codes are random bytes, and scales powers of two from 2^-9 to
-2^-5. Embeddings and routers are drawn wide enough that each token has experts of its own: routing is uniform.
+Engines' dummy loaders leave integers as they are, whose bytes may be zeros: a GPU computes those faster. Here codes are
+random bytes, scales in floats positive, and those of bytes powers of two from 2^-9 to 2^-5. Embeddings and routers are
+drawn wide enough that each token has experts of its own: routing is uniform.
 
-With all layers, such a model is larger than what several engines have of one GPU. So layer i computes with the experts
-of layer i % VLLM_ENGINE_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
+In vLLM a model in MXFP4, with all layers, is larger than what several engines have of one GPU. So layer i computes with
+the experts of layer i % MADE_UP_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
 layer's own. Without that variable nothing is changed. For vLLM 0.26, whose FusedMoE is a function.
 """
 
@@ -16,11 +17,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-VARIABLE = "VLLM_ENGINE_EXPERTS"
+VARIABLE = "MADE_UP_EXPERTS"
 ROUTED = ("embed_tokens.weight", "embedding.weight", "mlp.gate.weight", "mlp.router.weight", "experts.gate.weight")
 
 
-def register() -> None:
+def register_vllm() -> None:
     if VARIABLE not in os.environ:
         return
     from vllm.model_executor.model_loader import register_model_loader
@@ -35,6 +36,18 @@ def register() -> None:
         def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
             fill(model)
+
+
+def register_sglang() -> None:
+    from sglang.srt.model_loader import loader
+
+    initialize = loader.initialize_dummy_weights
+
+    def made_up(model: Any, *args: Any, **options: Any) -> None:
+        initialize(model, *args, **options)
+        fill(model)
+
+    loader.initialize_dummy_weights = made_up
 
 
 def share(distinct: int) -> None:
@@ -60,12 +73,17 @@ def in_turn(make: Callable[..., Any], distinct: int) -> Callable[..., Any]:
 
 
 def fill(model: Any) -> None:
-    """Gives bytes and routing of a model their values, see above."""
+    """Gives codes, scales and routing of a model their values, see above."""
     import torch
 
     for name, param in model.named_parameters():
+        last = name.rpartition(".")[2]
         if param.dtype in (torch.uint8, torch.int8, torch.float8_e8m0fnu):
             raw = param.data.view(torch.uint8)
-            raw.random_(118, 123) if "scale" in name.rpartition(".")[2] else raw.random_(0, 256)
+            raw.random_(118, 123) if "scale" in last else raw.random_(0, 256)
+        elif param.dtype == torch.int32 and last.endswith(("packed", "qweight")):
+            param.data.random_(-(2**31), 2**31)
+        elif "scale" in last:
+            param.data.uniform_(5e-4, 1e-3)
         elif name.endswith(ROUTED):
             param.data.normal_()
