@@ -11,7 +11,10 @@ them, so for qwen3-30b alone); jitgemm (quantised from bf16) with options or wit
 QUANT switches SGLang's overlapped scheduling off. SGLang's own humming needs a package that SGLang does not install, and
 its w4afp8 needs FP8 linears in blocks by DeepGEMM.
 
-KIND: dense or moe. Weights are stored in bf16 and as the files that engine_lib/checkpoints.py lists. Each file is served by
+MODEL: gpt-oss-120b, its experts in MXFP4, see engine_lib/made_up.py. QUANT: sglang (the kernels that SGLang picks), one that
+its moe_runner_backend names (marlin, triton_kernel); jitgemm, with options or without.
+
+KIND: dense, moe or gpt-oss. Weights are stored in bf16 and as the files that engine_lib/checkpoints.py lists. Each file is served by
 jitgemm, and by SGLang's own kernels where it has some.
 
 The plug-in is found from this checkout, installed or not. --more takes more arguments of `sglang.Engine` as JSON, for all
@@ -32,14 +35,19 @@ from typing import Any
 
 from engine_lib import logprobs as compared
 from engine_lib import turns
-from engine_lib.checkpoints import E4M3, KINDS, compressed, small
+from engine_lib.checkpoints import E4M3, GPT_OSS, KINDS, compressed, small
+from engine_lib.made_up import VARIABLE
 from engine_lib.models import MODELS
 from engine_lib.turns import SYNC, report
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 PLUG_INS = {"jitgemm": "jitgemm.sglang:register", "made_up": "engine_lib.made_up:register_sglang"}
-OWN = {"dense": ("gptq",), "moe": ("gptq", "compressed-tensors")}
+OWN = {"dense": ("gptq",), "moe": ("gptq", "compressed-tensors"), "gpt-oss": ("mxfp4",)}
 """Files of a kind that SGLang's own kernels serve."""
+MXFP4 = ("gpt-oss-120b",)
+"""Models whose experts are in MXFP4."""
+SETS = 3
+"""Of experts, which the layers of such a model take in turn."""
 EVERY = 32
 """Tokens of a sequence that SGLang hands over at a time."""
 SAME = {
@@ -49,20 +57,23 @@ SAME = {
 """Of all engines. A cache's size is told: other engines change how much memory is free as they start."""
 
 
-def engine_of(quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def engine_of(model: str, quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """(quantization_config of the model, arguments of the engine)."""
     if quant.endswith(SYNC):
-        config, arguments = engine_of(quant.removesuffix(SYNC))
+        config, arguments = engine_of(model, quant.removesuffix(SYNC))
         return config, arguments | {"disable_overlap_schedule": True}
     name, _, options = quant.partition(":")
     given = json.loads(options or "{}")
+    ours = {"quantization": "jitgemm", "json_model_override_args": json.dumps({"jitgemm": given})}
+    if model in MXFP4:
+        own = {} if name == "sglang" else {"moe_runner_backend": name}
+        return GPT_OSS, ours if name == "jitgemm" else own
     if name == "bf16":
         return None, {}
     if name == "jitgemm":
         return {"quant_method": "jitgemm", "group_size": 128, **given}, {}
     if name == "jitgemm-w4a8":
-        override = json.dumps({"jitgemm": given})
-        return compressed(E4M3), {"quantization": "jitgemm", "json_model_override_args": override}
+        return compressed(E4M3), ours
     if name == "fp8":
         return FP8, {}
     if name == "w4a16":
@@ -79,8 +90,11 @@ def engine_of(quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
 def engine(model: str, quant: str, out: str, beside: int, steps: int, more: str) -> None:
     """Start-up, µs a decode step, prefill tokens/s: for each line that comes in, "1", "16", "64" or "prefill"."""
     told = turns.stdout_to_stderr()
-    os.environ.setdefault("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1")
-    said, arguments = engine_of(quant)
+    if model in MXFP4:  # whose routers spread tokens evenly
+        os.environ[VARIABLE] = str(SETS)
+    else:
+        os.environ.setdefault("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1")
+    said, arguments = engine_of(model, quant)
     folder, layers = turns.model_folder(MODELS[model], said)
     start = time.time()
     llm = start_engine(
@@ -89,7 +103,7 @@ def engine(model: str, quant: str, out: str, beside: int, steps: int, more: str)
         stream_interval=EVERY, **arguments | json.loads(more),
     )  # fmt: skip
     row: dict[str, Any] = {"model": model, "quant": quant, "start_s": round(time.time() - start, 1)}
-    row |= {"started_beside": beside, "layers": layers}
+    row |= {"started_beside": beside, "layers": layers} | ({"sets_of_experts": SETS} if model in MXFP4 else {})
     print(f"started in {row['start_s']} s", file=sys.stderr)
 
     def outputs(sequences: int, tokens: int, made: int) -> list[dict[int, float]]:

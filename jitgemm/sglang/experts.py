@@ -16,6 +16,8 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from jitgemm.activations.scheme import Gate
+from jitgemm.kernel.codes import EXPONENT_GROUP
+from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.experts_matrix import ExpertsMatrix
@@ -38,8 +40,7 @@ class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of SGLang's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
-        hidden, inter = layer.hidden_size, layer.intermediate_size_per_partition
-        whole, inputs = inter * layer.moe_tp_size, gate_of(layer.moe_runner_config).inputs
+        hidden, (inter, whole), inputs = layer.hidden_size, cut(config, layer), gate_of(layer.moe_runner_config).inputs
         layout = cls.layout_of(config, names, hidden, inter, whole, inputs, layer.params_dtype)
         if layer.with_bias and layout.tensors and not config.loads_biases:
             raise Unsupported(
@@ -59,11 +60,10 @@ class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
             raise ValueError(
                 f"{self.names[0]}: expected experts one by one in the files, got a model that has them stacked"
             )
-        inter = intermediate_size_per_partition
         places = [layer._map_global_expert_id_to_local_expert_id(e) for e in range(layer.num_experts)]
         layer.expert_map = None if places == [*range(num_experts)] else torch.tensor(places, device="cpu")
         kind: type[ExpertsMatrix] = ExpertsOneAtATime if self.layout.format is None else ExpertsMatrix
-        sizes, attributes = (hidden_size, inter, inter * layer.moe_tp_size), {"weight_loader": load}
+        sizes, attributes = (hidden_size, *cut(self.config, layer)), {"weight_loader": load}
         inputs, rank, biased = self.gate(layer).inputs, layer.moe_tp_rank, layer.with_bias
         self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, attributes, kind)
 
@@ -143,6 +143,20 @@ def _plain(given: Any) -> torch.Tensor:
             "hidden_states: expected tokens in the model's type (--deepep-dispatcher-output-dtype bf16), got codes"
         )
     return x
+
+
+def cut(config: Any, layer: torch.nn.Module) -> tuple[int, int]:
+    """An expert's size between the GEMMs on this rank, and on all. gpt-oss' model cuts its own format between scales: the last
+    rank may have less. Raises Unsupported where that leaves a rank nothing."""
+    inter, ranks = layer.intermediate_size_per_partition, layer.moe_tp_size
+    whole = inter * ranks
+    if config.loads_biases:
+        most = ceil_div(inter, EXPONENT_GROUP) * EXPONENT_GROUP
+        if (inter := min(most, whole - most * layer.moe_tp_rank)) <= 0:
+            raise Unsupported(
+                f"tp_size: expected ranks that share {whole // EXPONENT_GROUP} groups of columns, got {ranks}"
+            )
+    return inter, whole
 
 
 def gate_of(config: Any) -> Gate:

@@ -4,9 +4,10 @@ Engines' dummy loaders leave integers as they are, whose bytes may be zeros: a G
 random bytes, scales in floats positive, and those of bytes powers of two from 2^-9 to 2^-5. Embeddings and routers are
 drawn wide enough that each token has experts of its own: routing is uniform.
 
-In vLLM a model in MXFP4, with all layers, is larger than what several engines have of one GPU. So layer i computes with
-the experts of layer i % MADE_UP_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
-layer's own. Without that variable nothing is changed. For vLLM 0.26, whose FusedMoE is a function.
+A model in MXFP4, with all layers, is larger than what several engines have of one GPU. So layer i computes with the
+experts of layer i % MADE_UP_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
+layer's own. Without that variable layers have their own experts, and vLLM's codes stay as they are. For vLLM 0.26, whose
+FusedMoE is a function, and SGLang's gpt-oss.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 VARIABLE = "MADE_UP_EXPERTS"
@@ -48,6 +50,19 @@ def register_sglang() -> None:
         fill(model)
 
     loader.initialize_dummy_weights = made_up
+    if VARIABLE not in os.environ:
+        return
+    build = loader._initialize_model
+
+    def built(*args: Any, **options: Any) -> Any:
+        from sglang.srt.models import gpt_oss
+
+        shared = cache(lambda kind: in_turn(kind, int(os.environ[VARIABLE])))
+        kind_of = gpt_oss.get_moe_impl_class
+        gpt_oss.get_moe_impl_class = lambda config: shared(kind_of(config))
+        return build(*args, **options)
+
+    loader._initialize_model = built
 
 
 def share(distinct: int) -> None:
@@ -64,6 +79,7 @@ def in_turn(make: Callable[..., Any], distinct: int) -> Callable[..., Any]:
     made: list[Any] = []
     calls = itertools.count()
 
+    @wraps(make)  # SGLang asks for its name
     def made_or_again(*args: Any, **options: Any) -> Any:
         if len(made) < distinct:
             made.append(make(*args, **options))

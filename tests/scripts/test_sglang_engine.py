@@ -105,15 +105,26 @@ def test_a_step_is_timed_while_all_sequences_are_in_it(standin, tmp_path, monkey
 
 def test_an_unknown_engine_is_an_error():
     with pytest.raises(ValueError, match="QUANT: expected bf16, fp8, .* got 'fp9'"):
-        sglang_engine.engine_of("fp9")
+        sglang_engine.engine_of("llama8b", "fp9")
 
 
 def test_options_of_jitgemm_go_where_the_plug_in_reads_them():
-    config, arguments = sglang_engine.engine_of('jitgemm:{"sums": "f16"}')
+    config, arguments = sglang_engine.engine_of("llama8b", 'jitgemm:{"sums": "f16"}')
     assert config == {"quant_method": "jitgemm", "group_size": 128, "sums": "f16"} and arguments == {}
-    config, arguments = sglang_engine.engine_of('jitgemm-w4a8:{"sums": "f16"}')
+    config, arguments = sglang_engine.engine_of("llama8b", 'jitgemm-w4a8:{"sums": "f16"}')
     assert config["quant_method"] == "compressed-tensors"
     assert json.loads(arguments["json_model_override_args"]) == {"jitgemm": {"sums": "f16"}}
+
+
+def test_a_model_in_mxfp4_is_served_by_a_runner_of_sglang_s_or_by_jitgemm():
+    config, arguments = sglang_engine.engine_of("gpt-oss-120b", "sglang")
+    assert config["quant_method"] == "mxfp4" and arguments == {}
+    assert sglang_engine.engine_of("gpt-oss-120b", "marlin+sync") == (
+        config, {"moe_runner_backend": "marlin", "disable_overlap_schedule": True}
+    )  # fmt: skip
+    found, arguments = sglang_engine.engine_of("gpt-oss-120b", 'jitgemm:{"activation": "int8"}')
+    assert found == config and arguments["quantization"] == "jitgemm"
+    assert json.loads(arguments["json_model_override_args"]) == {"jitgemm": {"activation": "int8"}}
 
 
 def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(standin, tmp_path, monkeypatch):
