@@ -3,7 +3,7 @@
 
 Pure functions over frozen dataclasses. GEMMs are the selector's predictions for an H200; quantisers a line through
 docs/performance/quantize_h200.json; collectives a latency and bytes over a rate, which two measured points calibrate;
-so are the kernels that exchange tokens over NVLink, by two points of docs/performance/parallel_h200.json.
+so are the kernels that exchange tokens over NVLink, by two points of docs/performance/experts_h100.json.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NETWORK, NETWORK_SHARE = 50e3, 0.8
 """InfiniBand NDR, 400 Gb/s for each GPU; and the part of it that transfers reach, assumed."""
 STEP_US, NETWORK_STEP_US = 0.47, 2.7
 """A step of a ring over NVLink and between nodes, as NCCL's own tuner takes them (src/graph/tuning.cc, ring, LL)."""
-MEASURED_EXPERTS = Path(__file__).resolve().parent.parent / "docs" / "performance" / "parallel_h200.json"
+MEASURED_EXPERTS = Path(__file__).resolve().parent.parent / "docs" / "performance" / "experts_h100.json"
 """Qwen3-30B-A3B's experts on one GPU and divided between two, in microseconds: `scripts/end_to_end.py ep`."""
 
 

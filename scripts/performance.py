@@ -80,7 +80,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--preset", "gpt-oss-120b", "--m", "1,6,16,48,128,1024,4096",
     ),
     "layer_h200": ("scripts/end_to_end.py", "layer"),
-    "parallel_h200": ("scripts/end_to_end.py", "ep"),
+    "experts_h100": ("scripts/end_to_end.py", "ep"),
 }  # fmt: skip
 """File of results, and the command that writes it."""
 
@@ -367,10 +367,10 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts": ("moe_h200", partial(experts, OURS | PEERS)),
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
-    "experts-divided": ("parallel_h200", partial(
+    "experts-divided": ("experts_h100", partial(
         divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us": "collectives",
                   "nvlink_us": "nvlink", "any_us": "any number"})),
-    "simulated": ("parallel_h200", simulated),
+    "simulated": ("experts_h100", simulated),
     "vllm": ("vllm_h200", engines),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
@@ -411,7 +411,7 @@ def measure(
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
     """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes, and two H200s for
-    parallel_h200.
+    experts_h100.
 
     A run that fails is named, and the others go on.
     """

@@ -25,8 +25,13 @@ from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, cluster_tiles
 
 TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
-of grouped kernels of 4-bit weights, which have many rounds, the part that their tokens are of `NARROW_TOKENS`: dense ones
-would take tiles of 8 x 64 at m = 1 where 8 x 256 are up to 1.2 times as fast (28672 x 4096, zero points and MXFP4)."""
+of grouped kernels of 4-bit weights, which have many rounds, the part that their tokens and `EMPTY_TOKENS` are of
+`NARROW_TOKENS`: dense ones would take tiles of 8 x 64 at m = 1 where 8 x 256 are up to 1.2 times as fast (28672 x 4096,
+zero points and MXFP4)."""
+EMPTY_TOKENS = 12
+"""What a tile's first record and its sum over k take whatever the tokens, in tokens. Not fitted: 8 to 16 are as good on an
+H200. With none, experts' choices lose 0.2 to 0.3 % more, and MXFP4's tiles of 8 x 64 over four warpgroups along k are
+predicted 15 % too fast next to wider ones."""
 HAND_US = 0.0091
 """For every token and strip of rows whose sums a CTA's warpgroups along k add up, through shared memory."""
 SEND_US = 0.0135
@@ -156,7 +161,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
         tile=TILE_US + summed,
-        between=TILE_US * (min(1, spec.block_m / NARROW_TOKENS) if short else 1) + summed,
+        between=TILE_US * (min(1, (spec.block_m + EMPTY_TOKENS) / NARROW_TOKENS) if short else 1) + summed,
         prefetch_stages=prefetch_stages(spec),
         resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
         sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
