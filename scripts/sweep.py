@@ -579,7 +579,8 @@ def run_command(
         bool, typer.Option("--moe", help="Time the grouped GEMMs of benchmark.py --moe instead; --m counts tokens.")
     ] = False,
     preset: Annotated[
-        list[str] | None, typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual")
+        list[str] | None,
+        typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual"),
     ] = None,
     new: Annotated[int, typer.Option("--random", help="Time so many random layers instead.")] = 0,
     held: Annotated[bool, typer.Option("--held-out/--fitted", help="Which random layers.")] = True,
