@@ -6,8 +6,7 @@ Plain arithmetic over a frozen dataclass; no torch, no CUDA.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jitgemm.dtypes import DTYPES
@@ -130,11 +129,6 @@ class KernelSpec:
         return (pool - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
 
     @property
-    def producer_registers(self) -> int:
-        """Registers that are left to a thread of the producer's warpgroup, `PRODUCER_REGISTERS` or more."""
-        return self.entry_registers * (self.warpgroups + 1) - self.consumer_registers * self.warpgroups
-
-    @property
     def multicast(self) -> int:
         """CTAs of a cluster that share an operand; 1 for none."""
         return self.multicast_lhs * self.multicast_rhs
@@ -222,15 +216,6 @@ class KernelSpec:
         found = asdict(self)
         del found["format"]
         return self.format.to_dict() | found
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> KernelSpec:
-        """The inverse of `to_dict`."""
-        given = dict(values)
-        order, bits = given.pop("codes"), given.pop("bits")
-        code = next(c.name for c, o in every_order() if (c.bits, o.name) == (bits, order))
-        named = {field.name: given.pop(field.name) for field in fields(WeightFormat) if field.name in given}
-        return cls(format=WeightFormat(order=order, code=code, **named), **given)
 
 
 _LABELLED = "e4m3-g128-bf16-m16n64-k2x2-s8-c2"

@@ -58,7 +58,7 @@ def test_names_and_files_hold_it(kind):
     fmt = weight.format
     assert format_named(fmt.name) == fmt and fmt.name.startswith(f"{name_of(kind)[:2].lower()}-")
     spec = KernelSpec("e4m3", fmt.kernel_format, block_m=16, block_n=64, stages=4)
-    assert KernelSpec.from_label(spec.label) == spec and KernelSpec.from_dict(spec.to_dict()) == spec
+    assert KernelSpec.from_label(spec.label) == spec
     again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
     assert again.format == fmt and torch.equal(again.blocks, weight.blocks)
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
