@@ -578,6 +578,9 @@ def run_command(
     moe: Annotated[
         bool, typer.Option("--moe", help="Time the grouped GEMMs of benchmark.py --moe instead; --m counts tokens.")
     ] = False,
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual")
+    ] = None,
     new: Annotated[int, typer.Option("--random", help="Time so many random layers instead.")] = 0,
     held: Annotated[bool, typer.Option("--held-out/--fitted", help="Which random layers.")] = True,
     ms: Annotated[int, typer.Option("--ms", min=1, help="Values of m of a random layer.")] = 6,
@@ -592,6 +595,8 @@ def run_command(
         for name in formats or FORMATS
         for n, k in ([common.parse_shape(text) for text in shape] if shape else SHAPES)
     ]
+    if preset and not moe:
+        raise ValueError("--preset: expected --moe, whose layers it names")
     rng = random.Random(seed)
     cells = [(*layer, tokens) for layer in layers for tokens in m or MS]
     if new:
@@ -599,11 +604,11 @@ def run_command(
         cells = [(*layer, tokens) for layer in layers for tokens in sorted(rng.sample(m or MS, min(ms, len(m or MS))))]
     if moe:
         if shape or new:
-            raise ValueError("--moe: expected none of --shape and --random beside it")
+            raise ValueError("--moe: cannot be combined with --shape and --random")
         names = formats or [fmt.name for fmt in MOE_FORMATS]
         cells = [
             (name, cell.n, cell.k, cell.m, *astuple(cell.experts)[:3])
-            for cell in make_moe_cells(ms=m)
+            for cell in make_moe_cells(preset or (), ms=m)
             for name in names
         ]
     device = _this_device()

@@ -15,4 +15,5 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then # a process for each CPU, each 
     processes=(-n "$((cpus < 4 ? cpus : 4))" --dist loadfile)
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # else each of them takes all CPUs for its own
 fi
+unset PYTHONDONTWRITEBYTECODE # each of them, and each child of a test, would compile every module again
 exec "$PYTHON" -m pytest "${processes[@]}" "$@"

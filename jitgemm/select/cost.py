@@ -36,14 +36,15 @@ ALONE_US = 0.98
 square root of the part of the next kernel's CTAs that find no SM of their own counts; nothing where all do."""
 RECORD_CYCLES = 140.0
 """Latency of a record that no multiply hides: barrier, loads from shared memory, loop. In halves, where a record's one
-group is promoted, twice, as nothing overlaps the second half's promotion; where tokens are wgmma's rows, three times,
-as the second half's multiply comes after the first's, too."""
+group is promoted, twice, as nothing overlaps the second half's promotion, or half as much again where e4m3's codes
+decode slowly; where tokens are wgmma's rows, three times, as the second half's multiply comes after the first's, too."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
 DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.5, "terms": 2.6, "near": 2.0}
 """How often that counts, by `Decoder.cost`. Not fitted: codes for any activations take about twice the instructions of
 codes for one type, besides what is the same for both; e4m3's signed ones multiply, and leave the ALUs to the rest. Of
-MXFP4's by tables and NVFP4's two terms, the least regret on an H100, and about the least error (docs/notes/selector.md)."""
+MXFP4's by tables, NVFP4's two terms and two levels' factors, the least regret on an H100 and an H200, and about the
+least error (docs/notes/selector.md)."""
 PROMOTE_CYCLES = {"e4m3": 2.33, "s8": 3.06, "f16": 1.31, "parts": 2.7}
 """Issue cycles of a scheduler for every sum promoted, by lhs type: one multiply-add, and what its operands wait for;
 int8's sums are converted first. Those by parts are not, and have a fit of their own. Not fitted for f16 sums: one
@@ -134,9 +135,13 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
-    # If a record has several groups, one half's promotion overlaps the other's multiplies; else it follows them.
+    # If a record has several groups, one half's promotion overlaps the other's multiplies. So it does with one group whose
+    # codes take longer to decode than to multiply. Else it follows them.
+    slow = spec.lhs == "e4m3" and spec.sums == "f32" and fmt.decodes_slowly and fmt.scale_rows and not fmt.zero_point
     if groups > 1:
         serial += promote / spec.halves
+    elif slow:
+        serial += promote / spec.halves + RECORD_CYCLES / 2 * (spec.halves - 1)
     elif promote:
         serial += promote + RECORD_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
     sums = spec.block_m * spec.warpgroups_n

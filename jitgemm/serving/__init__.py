@@ -6,6 +6,7 @@
     experts_matrix  the same of fused experts
     saved           the same in a model that jitgemm packed and saved
     packed_linear   a linear of an engine with a packed weight
+    packed_experts  fused experts of an engine with packed weights
     warm            kernels, once the last layer is packed
 
 What a format's codes mean is the business of `jitgemm.checkpoint`.

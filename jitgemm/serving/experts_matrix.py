@@ -40,8 +40,8 @@ class ExpertsMatrix(Matrix):
         single = numbers if part == "w2" else [each for each in numbers if each == "input_scale"]
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
 
-    def add_bias(self, dtype: torch.dtype) -> None:
-        self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_bias"
+    def add_bias(self, dtype: torch.dtype, called: str) -> None:
+        self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_{called}"
         self.more = ("bias",)
 
     def parameter(self, suffix: str, attributes: Mapping[str, Any]) -> torch.nn.Parameter:
@@ -64,8 +64,8 @@ class ExpertsMatrix(Matrix):
     def load(
         self, load: Any, suffix: str, param: Any, tensor: torch.Tensor, weight_name: str, *where: Any, **named: Any
     ) -> Any:
-        """Tells the engine's loader, which goes by names, its own name of a parameter. Of gpt-oss' stacked experts vLLM's model
-        has cut the rank's part. Raises ValueError for an activation order."""
+        """Tells the engine's loader, which goes by names, its own name of a parameter. Of gpt-oss' stacked experts the engine's
+        model has cut the rank's part. Raises ValueError for an activation order."""
         if suffix.endswith("g_idx"):
             k = tensor.shape[-1]
             order = torch.arange(k, device=tensor.device) // (self.layout.scheme.group_size or k)

@@ -16,7 +16,7 @@ from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.compressed_tensors import for_layer
-from jitgemm.checkpoint.format import Config, Format, Scheme, setting
+from jitgemm.checkpoint.format import Config, Format, Scheme
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
 from jitgemm.kernel.codes import SCALE_GROUP
@@ -63,11 +63,6 @@ class Layout:
         static = self.scheme.format == "compressed-tensors"  # whose config alone says so; of others the tensor does
         needed = {"input_scale": static, "g_idx": self.scheme.ordered, "weight_g_idx": self.scheme.ordered}
         return [suffix for suffix, each in self.tensors.items() if needed.get(suffix, not each.optional)]
-
-    @property
-    def biases(self) -> bool:
-        """Whether vLLM's loader of such experts brings their biases: gpt-oss' own files."""
-        return setting(self.config, "quant_method") in ("mxfp4", "gpt_oss_mxfp4")
 
     @property
     def instead(self) -> str | None:

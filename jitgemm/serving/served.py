@@ -199,6 +199,11 @@ class ServedModel:
         self.logger.warning_once(text, self.engine, prefix)
         return method
 
+    @property
+    def of_gpt_oss(self) -> bool:
+        """Whether the files are gpt-oss' own, whose experts are in MXFP4, stand together and have biases."""
+        return (self.checkpoint or {}).get("quant_method") in ("mxfp4", "gpt_oss_mxfp4")
+
     def _checkpoints_own(self) -> Any:
         """The engine's config of the checkpoint, if it has one."""
         raise NotImplementedError

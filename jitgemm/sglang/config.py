@@ -59,7 +59,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         self.from_files = Layers()
         self._theirs: QuantizationConfig | None = None
         self._mappers: list[Any] = []
-        self._model = ""
+        self._model, self._kind = "", ""  # a model's name or folder, and its type
         self._set(json.loads(setting("json_model_override_args") or "{}").get(NAME) or {})
         self.made_up = setting("load_format") == "dummy"
         self.batch_invariant = bool(setting("enable_deterministic_inference"))
@@ -76,8 +76,23 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         made = super().from_config(given)
         made.packed_modules_mapping.update(joined)
         made._model = getattr(model, "_name_or_path", "") or setting("model_path")
+        made._kind = getattr(model, "model_type", "")
         made._read()
         return made
+
+    def get_name(self) -> str:
+        """jitgemm; of gpt-oss in its own format what SGLang calls that, by which its model and its layer load experts."""
+        return "mxfp4" if self.loads_biases else NAME
+
+    @staticmethod
+    def is_static_cfg() -> bool:
+        """Whether a format is that of the files, which SGLang asks for "mxfp4"."""
+        return True
+
+    @property
+    def loads_biases(self) -> bool:
+        """Whether SGLang's model calls the loaders of experts' biases, as gpt-oss' does for its own format."""
+        return self.of_gpt_oss and self._kind == "gpt_oss"
 
     def _read(self) -> None:
         """Reads the headers of the checkpoint's files."""

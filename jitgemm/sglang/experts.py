@@ -16,12 +16,14 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from jitgemm.activations.scheme import Gate
-from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.kernel.codes import EXPONENT_GROUP
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.experts_matrix import ExpertsMatrix
 from jitgemm.serving.layouts import Unsupported
 from jitgemm.serving.matrix import CHILD
-from jitgemm.serving.saved import SavedExperts, one_activation
+from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
 from jitgemm.sglang.arguments import setting
 from jitgemm.sglang.weights import ExpertsOneAtATime, Restoring
 
@@ -29,22 +31,22 @@ _RUNNERS = ("auto", "triton")
 """--moe-runner-backend that leaves tensors as the files have them; neither runs here."""
 
 
-class JitGemmMoEMethod(Restoring, FusedMoEMethodBase):
+class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
     """Experts with packed weights."""
 
+    bias = "weight_bias"
     runner = None  # a direct kernel: SGLang gives it routed tokens and the numbers of this rank's experts
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of SGLang's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
-        hidden, inter = layer.hidden_size, layer.intermediate_size_per_partition
-        whole, inputs = inter * layer.moe_tp_size, gate_of(layer.moe_runner_config).inputs
-        layout = config.layout(names, max(hidden, whole), layer.params_dtype, True)
-        layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
-        for k in (hidden, whole):
-            layout.check(k)
-        if layer.with_bias and layout.tensors:
-            raise Unsupported("expected experts without biases, got some with")
+        hidden, (inter, whole), inputs = layer.hidden_size, cut(config, layer), gate_of(layer.moe_runner_config).inputs
+        layout = cls.layout_of(config, names, hidden, inter, whole, inputs, layer.params_dtype)
+        if layer.with_bias and layout.tensors and not config.loads_biases:
+            raise Unsupported(
+                "expected experts without biases but of gpt-oss in its own format, as SGLang's models bring no others to their "
+                "loaders, got some with"
+            )
         return cls(config, names, layout)
 
     def create_weights(
@@ -58,25 +60,18 @@ class JitGemmMoEMethod(Restoring, FusedMoEMethodBase):
             raise ValueError(
                 f"{self.names[0]}: expected experts one by one in the files, got a model that has them stacked"
             )
-        inter, ranks, rank = intermediate_size_per_partition, layer.moe_tp_size, layer.moe_tp_rank
-        whole, gate = inter * ranks, gate_of(layer.moe_runner_config)
         places = [layer._map_global_expert_id_to_local_expert_id(e) for e in range(layer.num_experts)]
         layer.expert_map = None if places == [*range(num_experts)] else torch.tensor(places, device="cpu")
         kind: type[ExpertsMatrix] = ExpertsOneAtATime if self.layout.format is None else ExpertsMatrix
-        kind = kind if self.layout.tensors else SavedExperts
-        self.matrices = [
-            kind(self, "w13", num_experts, [inter] * gate.inputs, hidden_size, hidden_size, rank, whole),
-            kind(self, "w2", num_experts, [hidden_size], inter, whole, rank, hidden_size),
-        ]
-        self.create(layer, params_dtype, {"weight_loader": load})
+        sizes, attributes = (hidden_size, *cut(self.config, layer)), {"weight_loader": load}
+        inputs, rank, biased = self.gate(layer).inputs, layer.moe_tp_rank, layer.with_bias
+        self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, attributes, kind)
+
+    def gate(self, layer: torch.nn.Module) -> Gate:
+        return gate_of(layer.moe_runner_config)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
-        w13, w2 = parts
-        wanted, prefix = self.matrices[0].wanted, self.names[0].rpartition(".")[0]
-        activation = one_activation({f"{prefix}.w13": w13, f"{prefix}.w2": w2}, wanted, "activation")
-        gate = self.matrices[0].gate(gate_of(layer.moe_runner_config))
-        biases = w13.bias, w2.bias
-        module = packed_experts(w13.weight, w2.weight, *biases, gate=gate, activation=activation, top_k=layer.top_k)
+        module = super().module(layer, *parts)
         module.batched = get_moe_a2a_backend().is_deepep() and get_deepep_mode().enable_low_latency()
         return module
 
@@ -114,9 +109,7 @@ def _standard(module: PackedExperts, config: Any, given: Any) -> Any:
         raise ValueError(f"topk_output: expected experts and weights of tokens, got {type(topk).__name__}")
     x, weights = _plain(given), topk.topk_weights
     if config.apply_router_weight_on_input:
-        if weights.shape[1] != 1:
-            raise ValueError(f"topk_weights: expected one expert of a token to weigh the input, got {weights.shape[1]}")
-        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        x, weights = weighed(x, weights)
     if config.routed_scaling_factor not in (None, 1.0):
         weights = weights * config.routed_scaling_factor
     return StandardCombineInput(hidden_states=module.run(x, topk.topk_ids, weights))
@@ -150,6 +143,20 @@ def _plain(given: Any) -> torch.Tensor:
             "hidden_states: expected tokens in the model's type (--deepep-dispatcher-output-dtype bf16), got codes"
         )
     return x
+
+
+def cut(config: Any, layer: torch.nn.Module) -> tuple[int, int]:
+    """An expert's size between the GEMMs on this rank, and on all. gpt-oss' model cuts its own format between scales: the last
+    rank may have less. Raises Unsupported where that leaves a rank nothing."""
+    inter, ranks = layer.intermediate_size_per_partition, layer.moe_tp_size
+    whole = inter * ranks
+    if config.loads_biases:
+        most = ceil_div(inter, EXPONENT_GROUP) * EXPONENT_GROUP
+        if (inter := min(most, whole - most * layer.moe_tp_rank)) <= 0:
+            raise Unsupported(
+                f"tp_size: expected ranks that share {whole // EXPONENT_GROUP} groups of columns, got {ranks}"
+            )
+    return inter, whole
 
 
 def gate_of(config: Any) -> Gate:

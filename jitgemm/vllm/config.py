@@ -139,7 +139,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """Whether vLLM's model calls the loaders of experts' biases. That of gpt-oss does so for its own format alone, and
         what is quantised while loaded has models that copy them by themselves."""
         gpt_oss = getattr(self._model[1], "model_type", "") == "gpt_oss"
-        return self.checkpoint is not None and not gpt_oss
+        return self.of_gpt_oss or (self.checkpoint is not None and not gpt_oss)
 
     @staticmethod
     def logical_experts(layer: torch.nn.Module) -> int:

@@ -24,12 +24,11 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 
 from jitgemm.activations.scheme import Gate
-from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.serving.experts_matrix import ExpertsMatrix
 from jitgemm.serving.layouts import BLOCK, Unsupported
-from jitgemm.serving.matrix import CHILD, Packing
-from jitgemm.serving.saved import SavedExperts, one_activation
+from jitgemm.serving.matrix import CHILD
+from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
 from jitgemm.vllm.eplb import expert_rows, movable
 from jitgemm.vllm.lora import run_adapted
 
@@ -47,22 +46,19 @@ _GATES = {
 """vLLM's MoEActivation: jitgemm's kind and order."""
 
 
-class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
+class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
     """Experts with packed weights."""
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         moe = layer.moe_config
-        hidden, inter, whole = moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size
-        layout = config.layout(names, max(hidden, whole), layer.params_dtype, True)
         if moe.activation.value not in _GATES:
             raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
         inputs = Gate(*_GATES[moe.activation.value]).inputs
-        layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
-        for k in (hidden, whole):
-            layout.check(k)
-        if moe.has_bias and layout.tensors and not (layout.biases or config.loads_biases):
+        sizes = moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size
+        layout = cls.layout_of(config, names, *sizes, inputs, layer.params_dtype)
+        if moe.has_bias and layout.tensors and not config.loads_biases:
             raise Unsupported(
                 "expected experts with biases in a quantised checkpoint, and of gpt-oss in its own format, as vLLM's models "
                 "call no loaders for others; got some"
@@ -82,35 +78,23 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
         params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
-        inter, whole = intermediate_size_per_partition, self.moe.intermediate_size
-        kind = ExpertsMatrix if self.layout.tensors else SavedExperts
-        rank = self.moe.moe_parallel_config.tp_rank
-        inputs = Gate(*_GATES[self.moe.activation.value]).inputs
-        self.matrices = [
-            kind(self, "w13", num_experts, [inter] * inputs, hidden_size, hidden_size, rank, whole),
-            kind(self, "w2", num_experts, [hidden_size], inter, whole, rank, hidden_size),
-        ]
-        if self.moe.has_bias and self.layout.tensors:
-            for matrix in self.matrices:
-                matrix.add_bias(params_dtype)
-        self.create(layer, params_dtype, extra_weight_attrs)
+        sizes = hidden_size, intermediate_size_per_partition, self.moe.intermediate_size
+        inputs, rank = Gate(*_GATES[self.moe.activation.value]).inputs, self.moe.moe_parallel_config.tp_rank
+        biased = self.moe.has_bias
+        self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
-        w13, w2 = (each._replace(weight=movable(each.weight)) if self._moves else each for each in parts)
-        wanted, prefix = self.matrices[0].wanted, self.names[0].rpartition(".")[0]
-        activation = one_activation({f"{prefix}.w13": w13, f"{prefix}.w2": w2}, wanted, "activation")
-        gate = self.matrices[0].gate(expected := self._gate(layer))
-        if self.moe.is_lora_enabled and gate.order != expected.order:
-            raise ValueError(
-                f"{prefix}.gate: expected order {expected.order} with LoRA, as vLLM's adapters have it, got {gate.order}"
-            )
-        module = packed_experts(
-            w13.weight, w2.weight, w13.bias, w2.bias, gate=gate, activation=activation, top_k=layer.top_k
+        module = super().module(
+            layer, *(each._replace(weight=movable(each.weight)) if self._moves else each for each in parts)
         )
+        order, expected = module.gate.order, self.gate(layer).order
+        if self.moe.is_lora_enabled and order != expected:
+            name = f"{self.names[0].rpartition('.')[0]}.gate"
+            raise ValueError(f"{name}: expected order {expected} with LoRA, as vLLM's adapters have it, got {order}")
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
         return module
 
-    def _gate(self, layer: torch.nn.Module) -> Gate:
+    def gate(self, layer: torch.nn.Module) -> Gate:
         """The gate that vLLM's layer has. Raises ValueError for SiTU without its beta."""
         kind, order = _GATES[layer.activation.value]
         limit, alpha = (getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha"))
@@ -200,11 +184,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
                 shared_experts_input=shared_experts_input,
             )  # fmt: skip
         if on_input:
-            if topk_weights.shape[1] != 1:
-                raise ValueError(
-                    f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"
-                )
-            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+            x, topk_weights = weighed(x, topk_weights)
         return module.run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
 
 

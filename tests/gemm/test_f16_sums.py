@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import builders
+import mxfp4
 import pytest
 import torch
 from emulator.launch import COMPILER, emulate, plant
-from emulator.problems import assert_outside_untouched, problem
+from emulator.problems import assert_within_the_bound, problem, share_of_bound
 from tensor_core import TensorCore
 from test_emulator import grouped_problem
 from builders import weight_of_experts
@@ -34,9 +37,9 @@ G128 = WeightFormat(128, False, "bf16", "e4m3")
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
-def used(out: torch.Tensor, lhs: tuple, parts: builders.WeightParts) -> float:
+def used(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight) -> float:
     """The largest error over the bound."""
-    ref, limit = gemm_w4a8_bound(lhs, parts.packed, out_dtype=out.dtype, sums="f16")
+    ref, limit = gemm_w4a8_bound(lhs, weight, out_dtype=out.dtype, sums="f16")
     return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max())
 
 
@@ -52,6 +55,19 @@ def extreme(seed: int, n: int, k: int, group_size: int, codes: str = "any", **fo
     q[5::16] = 7
     scale[5::16] = scale[5::16].abs()
     return replace(parts, q=q, scale=scale.bfloat16())
+
+
+def largest_mx(seed: int, n: int, k: int, tier: str) -> mxfp4.Parts:
+    """Sums of nearly all that f16 holds: codes of one sign, and scales that are as large as they may be."""
+    codes = torch.full((n, k), 7, dtype=torch.uint8)
+    scales = torch.full((n, k // 32), 110, dtype=torch.uint8)
+    if tier != "group":  # a record's limit is about 37,000, of 128 codes of at most 384
+        codes[:, ::2] = 5
+    if tier == "group":
+        scales[0, 0] = 93
+    if tier == "block":
+        scales[0, :4] = 95
+    return mxfp4.Parts(codes, scales)
 
 
 # ---- the arithmetic --------------------------------------------------------------------------------------------------
@@ -80,7 +96,7 @@ def test_the_arithmetic_is_within_the_bound(kind, group_size, codes, first):
         lhs = (torch.full((8, k), 448.0).to(torch.float8_e4m3fn), lhs[1])
     for core in (TensorCore(), TensorCore(sign_fill=True), TensorCore(normal=True)):
         out = core.gemm_in_f16(lhs, parts, first=first)
-        assert used(out, lhs, parts) <= 1
+        assert used(out, lhs, parts.packed) <= 1
 
 
 def rounding_the_same_way(parts: builders.WeightParts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +114,7 @@ def test_sums_that_round_the_same_way_at_each_step_come_near_the_bound(group_siz
     for code in (5, 7):
         given = replace(parts, q=torch.full_like(parts.q, code), scale=scale)
         out = TensorCore().gemm_in_f16(lhs, given)
-        shares.append(used(out, lhs, given))
+        shares.append(used(out, lhs, given.packed))
         ref, limit = gemm_w4a8_bound(lhs, given.packed, out_dtype=out.dtype)
         usual.append(float(((out.double() - ref).abs() / limit).max()))
     assert share <= max(shares) <= 1
@@ -113,7 +129,7 @@ def test_no_sum_can_overflow(codes, most):
     lhs = (torch.full((1, 1024), 448.0).to(torch.float8_e4m3fn), torch.ones(1, 1))
     ref = gemm_w4a8_reference(lhs, parts.packed, out_dtype=torch.float64)
     assert float(ref.abs().max()) / (256 if codes == "any" else 512) / 2 < 14_400
-    assert used(TensorCore().gemm_in_f16(lhs, parts), lhs, parts) <= 1
+    assert used(TensorCore().gemm_in_f16(lhs, parts), lhs, parts.packed) <= 1
 
 
 # ---- powers ----------------------------------------------------------------------------------------------------------
@@ -211,17 +227,29 @@ KERNELS = {
     "e4m3fast-g64-bf16-m192n128-s5-f16": (70, 72, 544),
     "e4m3-g128z-bf16-m32n64-s6-f16": (20, 200, 2336),
     "e4m3-g32z-bf16-m16n64-s4-f16": (20, 136, 1312),
+    "e4m3mx-channel-m16n64-s5-f16": (20, 136, 1312),
+    "e4m3mx-g128-bf16-m32n64-s6-f16": (20, 200, 2336),
+    "e4m3mx-g128-bf16-tofp32-m24n128-k1x2s-s4-f16": (30, 136, 1184),
+    "e4m3mx-g32-bf16-m16n64-s4-f16": (20, 136, 1312),
+    "e4m3mx-g32-bf16-m176n128-s4-f16": (190, 136, 1184),
 }
 """Kernels, and m, n and k for them: no multiple of the tile, runs of eight records and fewer, an odd record last."""
 
 
-def summed(label: str, m: int, n: int, k: int, **other) -> tuple[KernelSpec, Gemm, builders.WeightParts]:  # type: ignore[no-untyped-def]
+def summed(label: str, m: int, n: int, k: int, mx: Callable = mxfp4.narrow) -> tuple[KernelSpec, Gemm, Any]:
+    """A kernel, operands, and what their weight was packed from: mx says how, if it is MXFP4."""
     spec = KernelSpec.from_label(label)
-    operands = problem(spec, m, n, k)
-    parts = extreme(4, n, k, spec.format.group_size, spec.format.order, zero_point=spec.format.zero_point)
-    if spec.format.scale_type != "bf16":
-        parts = builders.weight_parts(4, n, k, spec.format.group_size, codes=spec.format.order, scales="negative")
-        dtype = {"fp16": torch.float16, "fp32": torch.float32}[spec.format.scale_type]
+    fmt = spec.format
+    if fmt.code == "e2m1":
+        (tier,) = (tier for tier, size in mxfp4.TIERS.items() if size == fmt.group_size)
+        operands, parts = problem(replace(spec, format=WeightFormat(128, False, "bf16")), m, n, k), mx(4, n, k, tier)
+    elif fmt.scale_type == "bf16":
+        operands = problem(spec, m, n, k)
+        parts = extreme(4, n, k, fmt.group_size, fmt.order, zero_point=fmt.zero_point)
+    else:
+        operands = problem(spec, m, n, k)
+        parts = builders.weight_parts(4, n, k, fmt.group_size, codes=fmt.order, scales="negative")
+        dtype = {"fp16": torch.float16, "fp32": torch.float32}[fmt.scale_type]
         parts = replace(parts, scale=parts.scale.to(dtype))  # bf16's bits
     return spec, operands._replace(weight=with_powers(parts.packed)), parts
 
@@ -230,34 +258,33 @@ def summed(label: str, m: int, n: int, k: int, **other) -> tuple[KernelSpec, Gem
 @pytest.mark.parametrize("label", KERNELS)
 def test_a_kernel_is_within_the_bound(monkeypatch, label):
     emulator = emulate(monkeypatch)
-    spec, operands, parts = summed(label, *KERNELS[label])
+    spec, operands, _ = summed(label, *KERNELS[label])
+    assert operands.sums == "f16"
     GemmLaunch(operands, spec).launch(operands)
     assert emulator.launched == [label]
-    lhs = operands.x, operands.x_scale
-    ref, bound = gemm_w4a8_bound(lhs, parts.packed, bias=operands.bias, out_dtype=operands.out.dtype, sums="f16")
-    assert bool(((operands.out.double() - ref).abs() <= bound).all())
-    assert_outside_untouched(operands.out)
+    assert_within_the_bound(operands)
 
 
 @emulated
-@pytest.mark.parametrize(
-    "label, k, first",
-    [
-        (
-            "e4m3fast-g64-fp16-tofp32-m24n128-s4-f16",
-            1184,
-            8,
-        ),  # ten records: eight of the nine with one behind, the rest
-        ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),  # 13: two, then eight, of the eleven with two behind
-        ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),  # ten, not ahead: two, eight
-    ],
-)
+@pytest.mark.parametrize("label, k, first", [
+    # Ten records: eight of the nine with one behind, the rest.
+    ("e4m3fast-g64-fp16-tofp32-m24n128-s4-f16", 1184, 8), ("e4m3mx-g128-bf16-tofp32-m24n128-s4-f16", 1184, 8),
+    ("e4m3mx-g32-bf16-tofp32-m24n128-s4-f16", 1184, 8),
+    # 13: two, then eight, of the eleven with two behind.
+    ("e4m3fast-g128-fp16-tofp32-m24n128-s4-f16", 1568, 2),
+    # Ten, not ahead: two, eight.
+    ("e4m3fast-g32-fp16-tofp32-m144n128-s4-f16", 1184, 2),
+])  # fmt: skip
 def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch, label, k, first):
     emulate(monkeypatch)
     spec, operands, parts = summed(label, 20, 128, k)
-    operands = operands._replace(bias=None)
+    operands, lhs = operands._replace(bias=None), (operands.x, operands.x_scale)
     GemmLaunch(operands, spec).launch(operands)
-    assert torch.equal(operands.out, TensorCore().gemm_in_f16((operands.x, operands.x_scale), parts, first=first))
+    core = TensorCore()
+    if spec.format.code == "e2m1":
+        assert torch.equal(operands.out, core.mxfp4_gemm_in_f16(lhs, parts.packed, first=first))
+    else:
+        assert torch.equal(operands.out, core.gemm_in_f16(lhs, parts, first=first))
 
 
 FAULTS = {
@@ -277,23 +304,43 @@ FAULTS = {
     ),
     "a run of 64 records": ("gemm/ahead", "kF16Run = 8", "kF16Run = 64"),
 }
+MX_FAULTS = {
+    "another table": ("gemm/codec", "t -= kLow;", "t -= kLow - 1;"),
+    "a run of all the sums": ("gemm/codec", "kLow > 0 ? 0.125f", "kLow > 0 ? 1.0f"),
+    "a run scale that is not undone": ("gemm/codec", "(1 << kLow) / kRunScale", "(1 << kLow)"),
+}
 
 
 @emulated
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *MX_FAULTS])
 def test_a_planted_fault_is_seen(monkeypatch, fault):
     emulate(monkeypatch)
-    plant(monkeypatch, *FAULTS[fault])
-    k = 8192 if "64" in fault else 2336
-    spec, operands, parts = summed("e4m3fast-g64-bf16-tofp32-m32n64-s6-f16", 8, 64, k)
+    plant(monkeypatch, *{**FAULTS, **MX_FAULTS}[fault])
+    if fault in MX_FAULTS:
+        make = largest_mx if "run of all" in fault else mxfp4.narrow
+        spec, operands, _ = summed("e4m3mx-g128-bf16-tofp32-m16n64-s4-f16", 8, 16, 1024, make)
+    else:
+        k = 8192 if "64" in fault else 2336
+        spec, operands, parts = summed("e4m3fast-g64-bf16-tofp32-m32n64-s6-f16", 8, 64, k)
+    if "run of all" in fault:
+        operands = operands._replace(x=torch.full((8, 1024), 448.0).to(torch.float8_e4m3fn), bias=None)
     if "64" in fault:  # sums that grow lose more
         x, scale = rounding_the_same_way(parts)
         parts = replace(parts, q=torch.full_like(parts.q, 7), scale=scale)
         operands = operands._replace(weight=with_powers(parts.packed), x=x, bias=None)
     GemmLaunch(operands, spec).launch(operands)
-    lhs = operands.x, operands.x_scale
-    ref, bound = gemm_w4a8_bound(lhs, parts.packed, bias=operands.bias, out_dtype=torch.float32, sums="f16")
-    assert not bool(((operands.out.double() - ref).abs() <= bound).all())
+    assert share_of_bound(operands) > 1
+
+
+@emulated
+@pytest.mark.parametrize("tier", mxfp4.TIERS)
+def test_the_largest_sums_of_mxfp4_do_not_overflow(monkeypatch, tier):
+    emulate(monkeypatch)
+    name = {"row": "channel", "block": "g128-bf16", "group": "g32-bf16"}[tier]
+    spec, operands, _ = summed(f"e4m3mx-{name}-tofp32-m16n64-s4-f16", 8, 16, 1024, largest_mx)
+    operands = operands._replace(x=torch.full((8, 1024), 448.0).to(torch.float8_e4m3fn), bias=None)
+    GemmLaunch(operands, spec).launch(operands)
+    assert share_of_bound(operands) <= 1
 
 
 @emulated
@@ -330,7 +377,7 @@ def test_a_call_takes_a_kernel_of_either_kind(monkeypatch):
     weight = parts.packed
     for kernel in (None, label):
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out.zero_(), sums="f16", kernel=kernel)
-        assert used(out, lhs, parts) <= 1
+        assert used(out, lhs, parts.packed) <= 1
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
     assert emulator.launched[:2] == [chosen.label, label] and not emulator.launched[2].endswith("f16")
     with pytest.raises(ValueError, match="kernel: expected one that adds up as the call's sums='f32' allows"):
@@ -406,6 +453,9 @@ def test_kernels_that_there_are_not(change):
     "e4m3-g128z-bf16-m128n128-s7-f16", "e4m3-g128z-bf16-m176n128-s5-f16", "e4m3-g32z-bf16-m160n128-s4-f16",
     "e4m3-g32z-bf16-m128n128-s7-f16-e64", "e4m3-g32z-bf16-m128n128-k1x2-s5-f16",
     "e4m3fast-g128-bf16-m192n128-s5-f16-e64", "e4m3fast-g32-bf16-m176n128-mc2lhs-s4-f16-e64",
+    "e4m3mx-g128-bf16-m128n128-s7-f16", "e4m3mx-g128-bf16-m176n128-s5-f16", "e4m3mx-g32-bf16-m176n128-s4-f16",
+    "e4m3mx-channel-m176n128-s5-f16", "e4m3mx-channel-m128n128-s7-f16", "e4m3mx-g32-bf16-m128n128-k1x2-s5-f16-e64",
+    "e4m3mx-g128-bf16-m176n128-s5-f16-e64", "e4m3mx-g32-bf16-m160n128-mc2lhs-s4-f16-e64",
 ])  # fmt: skip
 def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):
     spec = KernelSpec.from_label(label)

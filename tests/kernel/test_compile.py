@@ -1,7 +1,7 @@
 """What NVRTC makes of the rendered kernels: hardly a spill, no serialised wgmma, its shape, the same everywhere.
 
 Needs NVRTC, no GPU. A sample by seed is compiled once, two at a time, into one cache for the whole session; with
---all-kernels everything is.
+--all-kernels everything is. The lists of kernels take seconds to choose, so tests go by the numbers in them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 import builders
@@ -44,6 +45,7 @@ MAX_M = 8192
 LLAMA_FORMAT = WeightFormat(128, False, "bf16")
 
 
+@cache
 def llama_kernels() -> list[KernelSpec]:
     """Every kernel that the layers of a Llama-3-8B can need on an H200, both lhs types."""
     found: dict[KernelSpec, None] = {}
@@ -98,8 +100,11 @@ def newer_kernels() -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
-LLAMA = llama_kernels()
-SAMPLE = [spec for spec in (*sampled_kernels(), *newer_kernels()) if spec not in LLAMA]
+@cache
+def sample() -> list[KernelSpec]:
+    return [spec for spec in (*sampled_kernels(), *newer_kernels()) if spec not in llama_kernels()]
+
+
 BLOCK_SCALES = [KernelSpec.from_label(label) for label in (
     "e4m3fast-g128-bf16-b128-m64n64-k2x2s-s7", "s8-g32-fp32-b128e-m16n64-k2x2s-s6",
     "e4m3w8-g128-fp32-b128-m64n64-k2x2s-s5-ss", "e4m3w8-g128-fp32-b128-m64n256-s4-ss-tr",
@@ -111,14 +116,18 @@ DRAWN, DRAWN_SHAPES = 40, 8
 """Kernels that are compiled by default, and shapes of wgmma whose PTX is read; --all-kernels takes all of them."""
 
 
-def one_per_shape() -> list[KernelSpec]:
-    return list({(spec.lhs, spec.block_m, spec.halves): spec for spec in (*SAMPLE, *LLAMA)}.values())
+@cache
+def shapes(everything: bool) -> list[KernelSpec]:
+    """A kernel of each shape of wgmma."""
+    found = list({(spec.lhs, spec.block_m, spec.halves): spec for spec in (*sample(), *llama_kernels())}.values())
+    return found if everything else random.Random(2026).sample(found, DRAWN_SHAPES)
 
 
-def drawn(config: pytest.Config) -> list[KernelSpec]:
+@cache
+def drawn(all_kernels: bool) -> list[KernelSpec]:
     """The kernels to compile: all, or a sample by seed with some of every knob."""
-    everything = [*LLAMA, *SAMPLE, *BLOCK_SCALES]
-    if config.getoption("all_kernels"):
+    everything = [*llama_kernels(), *sample(), *BLOCK_SCALES]
+    if all_kernels:
         return everything
     draw = random.Random(2026)
     knobs = {
@@ -130,24 +139,27 @@ def drawn(config: pytest.Config) -> list[KernelSpec]:
         "debug": lambda spec: spec.debug,
         "sums": lambda spec: spec.sums != "f32",
     }
-    found = [LLAMA[0], LLAMA[-1], SAMPLE[0], *BLOCK_SCALES]
+    found = [llama_kernels()[0], llama_kernels()[-1], sample()[0], *BLOCK_SCALES]
     for has in knobs.values():
         found += draw.sample([spec for spec in everything if has(spec)], 2)
     return list(dict.fromkeys([*found, *draw.sample(everything, DRAWN)]))[:DRAWN]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "kernel" in metafunc.fixturenames:
-        metafunc.parametrize("kernel", drawn(metafunc.config), ids=name_of)
-    if "shape" in metafunc.fixturenames:
-        shapes = one_per_shape()
-        if not metafunc.config.getoption("all_kernels"):
-            shapes = random.Random(2026).sample(shapes, DRAWN_SHAPES)
-        metafunc.parametrize("shape", shapes, ids=name_of)
+    everything = metafunc.config.getoption("all_kernels")
+    for name, of, count in (("kernel", drawn, DRAWN), ("shape", shapes, DRAWN_SHAPES)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, range(len(of(True)) if everything else count), indirect=True)
 
 
-def name_of(spec: KernelSpec) -> str:
-    return f"{spec.label}-c{spec.ctas_per_sm}"
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> KernelSpec:
+    return drawn(request.config.getoption("all_kernels"))[request.param]
+
+
+@pytest.fixture
+def shape(request: pytest.FixtureRequest) -> KernelSpec:
+    return shapes(request.config.getoption("all_kernels"))[request.param]
 
 
 @pytest.fixture(scope="session")
@@ -161,7 +173,7 @@ def compiled(tmp_path_factory, request) -> dict[KernelSpec, Entry | CompileError
         except CompileError as error:
             return error
 
-    specs = drawn(request.config)
+    specs = drawn(request.config.getoption("all_kernels"))
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(specs, pool.map(build, specs)))
 
@@ -176,7 +188,7 @@ SPILLED_BYTES = 200
 def test_compiles_for_sm_90a_without_spilling_badly_or_serialised_wgmma(compiled, kernel):
     entry, spec = compiled[kernel], kernel
     if isinstance(entry, CompileError):
-        pytest.fail(str(entry)[:3000])
+        pytest.fail(f"{spec.label}: {str(entry)[:3000]}")
     log = entry.metadata["log"]
     assert entry.cubin.startswith(b"\x7fELF") and entry.metadata["arch"] == "sm_90a"
     assert "for 'sm_90a'" in log
@@ -229,9 +241,9 @@ def test_a_record_s_scales_are_copied_without_looking_up_whose_they_are():
 
 
 def test_llama_s_layers_need_few_kernels_and_bring_all_forms():
-    assert 20 <= len(LLAMA) <= 150
+    assert 20 <= len(llama_kernels()) <= 150
     for lhs in LHS_TYPES:
-        kernels = [spec for spec in LLAMA if spec.lhs == lhs]
+        kernels = [spec for spec in llama_kernels() if spec.lhs == lhs]
         assert any(spec.split_k > 1 for spec in kernels) and any(spec.split_k == 1 for spec in kernels)
         assert any(spec.block_m >= 64 for spec in kernels) and any(spec.block_m <= 16 for spec in kernels)
 
@@ -277,7 +289,7 @@ def test_the_ptx_holds_the_wgmma_asked_for_and_no_other(shape):
 def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
     """That it compiles at all is the proof that spec.smem_bytes and shared.cuh agree."""
     monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
-    source = re.sub(r"(kBytes == )(\d+)", lambda match: f"{match[1]}{int(match[2]) + 16}", render(LLAMA[0]))
+    source = re.sub(r"(kBytes == )(\d+)", lambda match: f"{match[1]}{int(match[2]) + 16}", render(llama_kernels()[0]))
     with pytest.raises(CompileError, match="spec.py and shared.cuh disagree"):
         compile_cubin(source, headers(), OPTIONS, name="wrong")
 
@@ -322,7 +334,7 @@ def result(process: subprocess.Popen) -> tuple[str, dict[str, str]]:
 
 
 def test_rendering_is_the_same_in_every_process():
-    specs = [*LLAMA[::4], *SAMPLE[::3]]
+    specs = [*llama_kernels()[::4], *sample()[::3]]
     _, there = result(start(REPOSITORY, specs, hash_seed="77"))
     sources = [kernel_source(spec) for spec in specs]
     here = {each.key(nvrtc_info()): hashlib.sha256(each.source.encode()).hexdigest() for each in sources}
@@ -330,7 +342,7 @@ def test_rendering_is_the_same_in_every_process():
 
 
 def test_another_checkout_has_the_same_keys_and_cubins(compiled, tmp_path):
-    specs = [spec for spec in (LLAMA[0], SAMPLE[0]) if isinstance(compiled[spec], Entry)]
+    specs = [spec for spec in (llama_kernels()[0], sample()[0]) if isinstance(compiled[spec], Entry)]
     assert specs
     checkout = tmp_path / "a" / "longer path"
     for folder in ("jitgemm", "include"):
@@ -343,14 +355,14 @@ def test_another_checkout_has_the_same_keys_and_cubins(compiled, tmp_path):
 
 def test_the_sample_holds_every_output_order_of_codes_and_offsets_of_every_group_size():
     for lhs in LHS_TYPES:
-        kernels = [spec for spec in SAMPLE if spec.lhs == lhs]
+        kernels = [spec for spec in sample() if spec.lhs == lhs]
         assert {spec.out for spec in kernels} == set(REAL_TYPES)
         assert {spec.format.order for spec in kernels} == {"any", lhs}
         assert {spec.format.group_size for spec in kernels if spec.format.offset} == set(GROUP_SIZES)
 
 
 def test_different_kernels_have_different_sources():
-    sources = [render(spec) for spec in (*LLAMA, *SAMPLE)]
+    sources = [render(spec) for spec in (*llama_kernels(), *sample())]
     assert len(set(sources)) == len(sources)
 
 
@@ -361,7 +373,7 @@ def test_only_the_scheduler_says_where_a_tile_s_weights_factors_and_tokens_are()
 
 
 def test_no_path_and_no_date_reaches_what_is_keyed():
-    request = kernel_source(LLAMA[0])
+    request = kernel_source(llama_kernels()[0])
     text = "\n".join([request.source, *request.headers, *request.headers.values(), *request.options])
     assert str(REPOSITORY) not in text and str(Path.home()) not in text
     assert "__FILE__" not in text and "__DATE__" not in text and "__TIME__" not in text

@@ -20,9 +20,8 @@ import jitgemm.nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-import vllm_checkpoints  # noqa: E402
 import vllm_engine  # noqa: E402
-import vllm_made_up  # noqa: E402
+from engine_lib import checkpoints, made_up, turns  # noqa: E402
 
 STANDIN = '''
 import json
@@ -81,7 +80,7 @@ def speed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
 
-    monkeypatch.setattr(vllm_engine.signal, "signal", lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(turns.signal, "signal", lambda *_: None)  # this process keeps its own
 
     def run(steps, rounds=3, **more):
         monkeypatch.setenv("STEPS", json.dumps(steps))
@@ -90,7 +89,8 @@ def speed(tmp_path, monkeypatch, capsys):
         out = tmp_path / "out.jsonl"
         code = 0
         try:
-            vllm_engine.speed([f"llama8b/{quant}" for quant in steps], str(out), rounds, 512, 300, 300)
+            given = {"out": str(out), "rounds": rounds, "steps": 512, "start_seconds": 300, "seconds": 300}
+            vllm_engine.speed(engines=[f"llama8b/{quant}" for quant in steps], **given)
         except SystemExit as ended:
             code = ended.code
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -132,7 +132,7 @@ def test_an_engine_that_does_not_answer_is_ended():
     engine = subprocess.Popen(
         ["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert vllm_engine.answer(engine, 0.1, "16") == "" and engine.wait(10) != 0
+    assert turns.answer(engine, 0.1, "16") == "" and engine.wait(10) != 0
 
 
 # ---- MXFP4 -----------------------------------------------------------------------------------------------------------
@@ -148,23 +148,28 @@ def test_models_in_mxfp4_have_both_configs_of_the_same_experts():
 
 
 def test_layers_take_experts_in_turn():
-    made = vllm_made_up.in_turn(lambda **options: options, 2)
+    made = made_up.in_turn(lambda **options: options, 2)
     layers = [made(prefix=f"layers.{i}") for i in range(5)]
     assert [layer["prefix"] for layer in layers] == ["layers.0", "layers.1"] * 2 + ["layers.0"]
     assert layers[0] is layers[2]
 
 
-def test_made_up_weights_have_random_bytes_near_scales_and_wide_routers():
+def test_made_up_weights_have_random_codes_near_scales_and_wide_routers():
     model = torch.nn.Module()
     model.mlp = torch.nn.Module()
-    for name, dtype in {"weight": torch.uint8, "weight_scale": torch.uint8, "scale": torch.float8_e8m0fnu}.items():
-        zeros = torch.zeros(64, 64, dtype=torch.uint8).view(dtype)
+    given = {"weight": torch.uint8, "weight_scale": torch.uint8, "scale": torch.float8_e8m0fnu}
+    given |= {"weight_packed": torch.int32, "weight_shape": torch.int32, "w13_weight_scale": torch.bfloat16}
+    for name, dtype in given.items():
+        zeros = torch.zeros(64, 64 * dtype.itemsize, dtype=torch.uint8).view(dtype)
         model.mlp.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
     model.mlp.gate = torch.nn.Linear(64, 64)
     model.mlp.up = torch.nn.Linear(64, 64)
     before = model.mlp.up.weight.clone()
-    vllm_made_up.fill(model)
-    assert len(model.mlp.weight.unique()) == 256 and 0.9 < model.mlp.gate.weight.std() < 1.1
+    made_up.fill(model)
+    for codes in (model.mlp.weight, model.mlp.weight_packed):
+        assert len(codes.view(torch.uint8).unique()) == 256
+    assert not model.mlp.weight_shape.any() and model.mlp.w13_weight_scale.min() > 0
+    assert 0.9 < model.mlp.gate.weight.std() < 1.1
     for scale in (model.mlp.weight_scale, model.mlp.scale):
         assert scale.view(torch.uint8).unique().tolist() == [118, 119, 120, 121, 122]
     assert torch.equal(model.mlp.up.weight, before)
@@ -212,7 +217,7 @@ def library():
 def written(request, library, tmp_path_factory):
     """The folder of a model's checkpoints, and the codes and scales that were drawn for each layer."""
     folder = tmp_path_factory.mktemp(request.param)
-    drawn = vllm_checkpoints.small(request.param, folder, vllm_checkpoints.PACKED, layers=1)
+    drawn = checkpoints.small(request.param, folder, checkpoints.PACKED, layers=1)
     linears = 4 if request.param == "moe" else 7
     assert len(drawn) == (linears + (3 * 16 if request.param == "moe" else 0))
     return folder, drawn
@@ -225,7 +230,7 @@ def same_weight(weight, *layers):
     return zero is None and builders.same_bits(q, codes) and builders.same_bits(scale, scales)
 
 
-@pytest.mark.parametrize("name", vllm_checkpoints.PACKED)
+@pytest.mark.parametrize("name", checkpoints.PACKED)
 def test_a_model_of_a_checkpoint_has_the_weights_that_were_drawn(written, name):
     import transformers
     from safetensors.torch import load_file
@@ -272,7 +277,7 @@ def configs_alone(kind, folder, names):
     """What `small` writes, without weights: a stand-in for vLLM reads none."""
     for name in ("bf16", *names):
         (folder / name).mkdir()
-        quantization = vllm_checkpoints.KINDS[kind][name][1] if name != "bf16" else {}
+        quantization = checkpoints.KINDS[kind][name][1] if name != "bf16" else {}
         (folder / name / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 
@@ -282,8 +287,8 @@ def test_files_in_mxfp4_hold_the_values_of_that_in_bf16(tmp_path, kind):
     pytest.importorskip("transformers")
     from safetensors.torch import load_file
 
-    [name] = vllm_checkpoints.KINDS[kind]
-    drawn = vllm_checkpoints.small(kind, tmp_path, [name], layers=1)
+    [name] = checkpoints.KINDS[kind]
+    drawn = checkpoints.small(kind, tmp_path, [name], layers=1)
     plain = load_file(tmp_path / "bf16" / "model.safetensors")
     packed = load_file(tmp_path / name / "model.safetensors")
     if kind == "moe-mxfp4":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpt_oss_experts
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,6 +15,7 @@ from sglang_layers import BF16, REAL, dispatched, experts, running
 from test_vllm import CONFIGS, SAVED, ParallelLMHead, dense_of, packed_module, stored
 
 import jitgemm.sglang
+from jitgemm.activations.scheme import Gate
 
 jitgemm.sglang.register()
 
@@ -26,7 +29,7 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
 
 from jitgemm.sglang.config import JitGemmConfig  # noqa: E402
-from jitgemm.sglang.experts import JitGemmMoEMethod, gate_of  # noqa: E402
+from jitgemm.sglang.experts import JitGemmMoEMethod, cut, gate_of  # noqa: E402
 from jitgemm.sglang.linear import JitGemmLinearMethod  # noqa: E402
 
 FORMATS = (
@@ -273,6 +276,61 @@ def test_a_missing_expert_is_named():
         layer = experts(made(CONFIGS["packed"]), SIZES, 2)
         with pytest.raises(ValueError, match="w13_weight_packed.*: expected numbers.* number 0's gate_proj"):
             process(layer)
+
+
+GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+
+
+@contextmanager
+def of_gpt_oss(folder, inter, number=0, size=1, ep=False):
+    """A rank's experts as SGLang's gpt-oss makes them, and its config."""
+    model = SimpleNamespace(_name_or_path=str(folder), model_type="gpt_oss")
+    sizes = gpt_oss_experts.COUNT, gpt_oss_experts.HIDDEN, inter
+    with running(number, size, ep):
+        config = JitGemmConfig.from_config({**GPT_OSS, "hf_config": model})
+        gate = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+        yield experts(config, sizes, 2, with_bias=True, use_weight_loader_fused=False, **gate), config
+
+
+@pytest.mark.parametrize("split, inter", [("whole", 192), ("tp", 192), ("tp", 160), ("ep", 192)])
+def test_gpt_oss_in_its_own_format(tmp_path, split, inter):
+    """Also where ranks have 96 and 64 of the 160 columns of w2, as SGLang's model cuts them."""
+    whole, (x, ids, weights) = gpt_oss_experts.Layer("weight_bias", inter), gpt_oss_experts.tokens()
+    size, ep, total, found = 1 if split == "whole" else 2, split == "ep", 0, []
+    for number in range(size):
+        with of_gpt_oss(tmp_path, inter, number, size, ep) as (layer, config):
+            whole.load(layer, number, size, ep)
+            found.append(process(layer))
+        assert config.get_name() == "mxfp4" and config.is_static_cfg()  # by which SGLang's model chooses its loader
+        local = gpt_oss_experts.COUNT // size
+        mine = torch.where(ids // local == number, ids % local, -1) if ep else ids
+        total += layer.quant_method.apply(layer, standard(x, mine, weights)).hidden_states.double()
+    assert found[0].gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702) and not list(layer.parameters())
+    whole.check(found, ep)
+    expected = whole.by_hand(x, ids, weights)
+    assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+def test_gpt_oss_s_missing_bias_is_named(tmp_path):
+    whole = gpt_oss_experts.Layer("weight_bias")
+    whole.tensors.pop("w13_weight_bias")
+    with of_gpt_oss(tmp_path, 192) as (layer, _):
+        whole.load(layer, 0, 1, False)
+        with pytest.raises(ValueError, match="w13_weight_bias: expected numbers for each of this rank's 4 experts"):
+            process(layer)
+
+
+def test_a_rank_that_gpt_oss_leaves_nothing_is_named():
+    layer = SimpleNamespace(intermediate_size_per_partition=20, moe_tp_size=8, moe_tp_rank=5)
+    with pytest.raises(ValueError, match="tp_size: expected ranks that share 5 groups of columns, got 8"):
+        cut(SimpleNamespace(loads_biases=True), layer)
+
+
+def test_other_models_in_mxfp4_keep_the_name_of_the_plug_in():
+    with running():
+        assert made(GPT_OSS).get_name() == made(None).get_name() == "jitgemm"
+        layer = experts(made(GPT_OSS), (2, 64, 64), 2)
+    assert type(layer.quant_method) is JitGemmMoEMethod
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Whole models of SGLang's, made and loaded by its own loader: a Llama and a Qwen3-MoE in floats and as a checkpoint."""
+"""Whole models of SGLang's, made and loaded by its own loader: a Llama and a Qwen3-MoE in floats and as a checkpoint, and a
+gpt-oss in its own format."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -12,8 +14,10 @@ import torch
 
 pytest.importorskip("sglang.srt.model_loader", reason="needs SGLang: scripts/sglang_contract.sh runs it")
 
+import gpt_oss_experts  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from sglang_layers import BF16, running  # noqa: E402
+from test_sglang import GPT_OSS  # noqa: E402
 from test_vllm import CONFIGS, dense_of, stored  # noqa: E402
 
 import jitgemm  # noqa: E402
@@ -69,8 +73,6 @@ def saved_layers(dense):
 
 def written(folder, name, format):
     """Writes a model; returns {layer: the weight that it stands for}."""
-    import json
-
     tensors, dense = {}, {}
     for seed, (layer, (n, k)) in enumerate(linears(name).items()):
         if format in (None, "saved"):
@@ -130,25 +132,37 @@ def groups(folder):
     finally:
         distributed.destroy_model_parallel()
         distributed.destroy_distributed_environment()
-        get_parallel().clear_stamp()
+        getattr(get_parallel(), "clear_stamp", lambda: None)()  # of newer ones
 
 
-@pytest.mark.parametrize("format", [None, "packed", "saved"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
-    jitgemm.sglang.register()
-    dense = written(tmp_path, name, format)
+@contextmanager
+def loaded(folder, loader):
+    """A model by SGLang's loader, with its processes' arguments in effect."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_parallel
 
-    more = {f"{each}_rank": 0 for each in ("pp", "attn_dp", "attn_cp", "moe_dp")}
-    with running(model_path=str(tmp_path), quantization="jitgemm"), get_parallel().override(**more), groups(tmp_path):
-        config = ModelConfig(model_path=str(tmp_path), quantization="jitgemm", dtype="bfloat16")
+    jitgemm.sglang.register()
+    more = {f"{each}_rank": 0 for each in ("pp", "attn_dp", "attn_cp", "moe_dp")} | {"attn_dp_size": 1}
+    with running(model_path=str(folder), quantization="jitgemm"), get_parallel().override(**more), groups(folder):
+        config = ModelConfig(model_path=str(folder), quantization="jitgemm", dtype="bfloat16")
         assert config.quantization == "jitgemm"
         made = loader.DefaultModelLoader(LoadConfig())
-        model = made.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+        yield made.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+
+
+def run(experts, x, ids, weights):
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    return experts(x, StandardTopKOutput(weights, ids, torch.zeros(len(x), 4))).double()
+
+
+@pytest.mark.parametrize("format", [None, "packed", "saved"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
+    dense = written(tmp_path, name, format)
+    with loaded(tmp_path, loader) as model:
         layer = model.model.layers[1]
         qkv = torch.cat([dense[f"model.layers.1.self_attn.{each}_proj"] for each in "qkv"])
         found, close = dense_of(layer.self_attn.qkv_proj.jitgemm), 0.15 if format is None else 0.0
@@ -161,16 +175,50 @@ def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
             expected = x.double() @ torch.cat([g, u]).T
             assert (hidden.double() - expected).norm() < 0.15 * expected.norm()
         else:
-            from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-            ids, weights = (
-                torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [1, 3]], dtype=torch.int32),
-                torch.full((5, 2), 0.5),
-            )
-            out = layer.mlp.experts(x, StandardTopKOutput(weights, ids, torch.zeros(5, 4))).double()
+            ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [1, 3]], dtype=torch.int32)
+            out = run(layer.mlp.experts, x, ids, torch.full((5, 2), 0.5))
             expected = torch.zeros(5, 128, dtype=torch.float64)
             for t in range(5):
                 for e in ids[t].tolist():
                     g, u, d = (dense[f"{part}experts.{e}.{each}_proj"] for each in ("gate", "up", "down"))
                     expected[t] += 0.5 * d @ (torch.nn.functional.silu(g @ x[t].double()) * (u @ x[t].double()))
             assert (out - expected).norm() < 0.25 * expected.norm()
+
+
+def test_gpt_oss_is_loaded_by_sglang_s_loader(tmp_path, loader):
+    """Its experts packed bit for bit, biases included; all else is as the file has it."""
+    whole = gpt_oss_experts.Layer()
+    sizes = {"hidden_size": gpt_oss_experts.HIDDEN, "intermediate_size": gpt_oss_experts.INTER, "num_hidden_layers": 1}
+    more = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "sliding_window": 32,
+    }
+    more |= {
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention"],
+        "quantization_config": GPT_OSS,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **sizes, **more}), encoding="utf-8")
+    at = "model.layers.0."
+    plain = {"model.norm.weight": (128,), "model.embed_tokens.weight": (256, 128), "lm_head.weight": (256, 128)}
+    plain |= {f"{at}{each}_layernorm.weight": (128,) for each in ("input", "post_attention")}
+    plain |= {f"{at}self_attn.sinks": (4,), f"{at}mlp.router.weight": (4, 128), f"{at}mlp.router.bias": (4,)}
+    for each, n in (("q", 128), ("k", 64), ("v", 64), ("o", 128)):
+        plain |= {f"{at}self_attn.{each}_proj.weight": (n, 128), f"{at}self_attn.{each}_proj.bias": (n,)}
+    tensors = {name: torch.randn(shape).to(BF16) for name, shape in plain.items()}
+    for name, parts, bias in (("gate_up", whole.w13, whole.b13), ("down", whole.w2, whole.b2)):
+        blocks = parts.canonical.unflatten(-1, (-1, 16))
+        stored = {"blocks": blocks, "scales": parts.scales, "bias": bias}
+        tensors |= {f"{at}mlp.experts.{name}_proj_{each}": tensor.contiguous() for each, tensor in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with loaded(tmp_path, loader) as model:
+        layer = model.model.layers[0]
+        whole.check([layer.mlp.experts.jitgemm], False)
+        qkv = torch.cat([tensors[f"{at}self_attn.{each}_proj.weight"] for each in "qkv"])
+        assert torch.equal(layer.self_attn.qkv_proj.weight, qkv)
+        x, ids, weights = gpt_oss_experts.tokens()
+        expected = whole.by_hand(x, ids, weights)
+        assert (run(layer.mlp.experts, x, ids, weights) - expected).norm() < 0.06 * expected.norm()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import gpt_oss_experts
 import mxfp4
 import pytest
 import torch
 from safetensors.torch import save_file
-from moe_cases import activated
 from test_vllm import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process
 from test_vllm import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
@@ -118,69 +118,22 @@ GPT_OSS = {
 }
 
 
-def of_rank(
-    split: str, place: tuple[int, int], inter: int, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What vLLM's model cuts for a rank of the files' tensors, under its own names."""
-    number, size = place
-    if split == "ep":
-        return {name: each.chunk(size)[number] for name, each in tensors.items()}
-    first, last = inter * number // size, inter * (number + 1) // size
-    found = {}
-    for name, each in tensors.items():
-        if name.startswith("w13"):
-            found[name] = each[:, 2 * first : 2 * last]
-        elif name == "w2_bias":
-            found[name] = each if number == 0 else torch.zeros_like(each)
-        else:
-            per = 2 if name == "w2_weight" else 32
-            found[name] = each[..., first // per : last // per]
-    return found
-
-
 @pytest.mark.parametrize("split", ["whole", "tp", "ep"])
 def test_gpt_oss_in_its_own_format(split):
-    count, hidden, inter = 4, 128, 192
-    w13, w2 = (
-        mxfp4.parts(i, n, k, experts=count, shift=-14)
-        for i, (n, k) in enumerate(((2 * inter, hidden), (hidden, inter)))
-    )
-    tensors = {"w13_weight": w13.canonical, "w13_weight_scale": w13.scales, "w13_bias": torch.randn(count, 2 * inter).bfloat16(),
-               "w2_weight": w2.canonical, "w2_weight_scale": w2.scales, "w2_bias": torch.randn(count, hidden).bfloat16()}  # fmt: skip
-    x, ids, weights = (
-        torch.randn(6, hidden).bfloat16(),
-        torch.stack([torch.randperm(count)[:2] for _ in range(6)]).int(),
-        torch.rand(6, 2),
-    )
-    total, found = torch.zeros(6, hidden, dtype=torch.float64), []
+    whole, (x, ids, weights), found = gpt_oss_experts.Layer(), gpt_oss_experts.tokens(), []
+    sizes, total = (gpt_oss_experts.COUNT, gpt_oss_experts.HIDDEN, gpt_oss_experts.INTER), 0
     for place in [(0, 1)] if split == "whole" else [(0, 2), (1, 2)]:
         options = {} if split == "whole" else {split: place}
         with rank():
-            layer = experts(
-                made(GPT_OSS), "m.experts", (count, hidden, inter), 2, activation="swigluoai", has_bias=True, **options
-            )
-            params = dict(layer.named_parameters())
-            for name, each in of_rank(split, place, inter, tensors).items():
-                params[name].weight_loader(params[name], each, weight_name=name, shard_id=None, expert_id=None)
+            layer = experts(made(GPT_OSS), "m.experts", sizes, 2, activation="swigluoai", has_bias=True, **options)
+            whole.load(layer, *place, split == "ep")
             module = process(layer)
         assert module.gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702) and module.activation == "e4m3"
         assert not list(layer.parameters())
         found.append(module)
         total += applied(layer, x, ids, weights).double()
-    first, second = (
-        [part.weight.dequantize().double() for part in each] for each in zip(*((m.w13, m.w2) for m in found))
-    )
-    dims = (1, 2) if split == "tp" else (0, 0)
-    assert torch.equal(torch.cat(first, dims[0]), w13.dequantize_fp64())
-    assert torch.equal(torch.cat(second, dims[1]), w2.dequantize_fp64())
-    assert torch.equal(torch.cat([m.w13.bias for m in found], dims[0]), tensors["w13_bias"])
-    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0}
-    expected = torch.zeros_like(total)
-    for t in range(len(x)):
-        for e, weight in zip(ids[t].tolist(), weights[t].double()):
-            hidden_values = w13.dequantize_fp64()[e] @ x[t].double() + tensors["w13_bias"][e].double()
-            result = w2.dequantize_fp64()[e] @ activated(hidden_values, options) + tensors["w2_bias"][e].double()
-            expected[t] += weight * result
+    whole.check(found, split == "ep")
+    expected = whole.by_hand(x, ids, weights)
     assert (total - expected).norm() < 0.06 * expected.norm()
 
 

@@ -1,5 +1,5 @@
 """MXFP4 weights: their bytes, the three ways to share scales, runs of 256 k. What they have in common with NVFP4's is in
-test_e2m1.py."""
+test_codes.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, tier):
 
 
 def test_every_form_packs_to_the_same_bytes():
-    """Those of codes that NVFP4 has, too, are in test_e2m1.py."""
+    """Those of codes that NVFP4 has, too, are in test_codes.py."""
     parts = mxfp4.parts(1, 72, 416)
     of_e8m0 = parts.canonical, parts.scales.view(torch.float8_e8m0fnu)
     for form in ((parts.codes, parts.scales), of_e8m0):

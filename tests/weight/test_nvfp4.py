@@ -1,5 +1,5 @@
 """NVFP4 weights: every code times every scale as the sum of two FP8 numbers, their bytes and orders. What they have in
-common with MXFP4's is in test_e2m1.py."""
+common with MXFP4's is in test_codes.py."""
 
 from __future__ import annotations
 

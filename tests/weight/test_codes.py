@@ -1,0 +1,297 @@
+"""What MXFP4, NVFP4 and two levels have in common: files and parts, what they cannot meet, the specification, and kernels
+that multiply them, on the emulator."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import builders
+import moe_cases
+import mxfp4
+import nvfp4
+import pytest
+import torch
+from codes import KINDS, TIERS, kinds, modes
+from emulator.launch import COMPILER, emulate
+
+import jitgemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.kernel.formats import Problem, format_named
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn.layers.linear import W4A8Linear
+from jitgemm.nn.layers.shard_weight import part_of_weight
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def assert_within_the_bound(out, lhs, weight, bias=None):
+    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
+    assert bool(((out.double() - ref).abs() <= bound).all())
+
+
+def on_both(monkeypatch, call):
+    """What a call gives: the reference's result, and the emulator's where there is a compiler."""
+    yield call()
+    if COMPILER is not None:
+        emulator = emulate(monkeypatch)
+        yield call()
+        assert emulator.launched
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["int8", "fp4", "strided"])
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])
+def test_every_form_of_codes_packs_to_the_same_bytes(name, form):
+    parts, pack = {"MXFP4": (mxfp4.parts(1, 72, 416), jitgemm.pack_mxfp4),
+                   "NVFP4": (nvfp4.parts(1, 72, 416), jitgemm.pack_nvfp4)}[name]  # fmt: skip
+    codes, more = parts.canonical, [parts.scales] + ([parts.whole] if name == "NVFP4" else [])
+    codes = {"int8": codes.view(torch.int8), "fp4": codes.view(torch.float4_e2m1fn_x2),
+             "strided": codes.repeat_interleave(2, 0)[::2]}[form]  # fmt: skip
+    assert torch.equal(pack(codes, *more).blocks, parts.packed.blocks)
+
+
+@kinds
+def test_names_and_files_hold_it(kind):
+    weight = kind.parts(1, 72, 416).packed
+    fmt = weight.format
+    assert format_named(fmt.name) == fmt and fmt.name.startswith(kind.format)
+    spec = KernelSpec(kind.lhs, fmt.kernel_format, block_m=16, block_n=64, stages=4)
+    assert KernelSpec.from_label(spec.label) == spec
+    again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
+    for other in (again, copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert other.format == fmt and torch.equal(other.blocks, weight.blocks)
+    assert kind.name.lower() in repr(weight) and (kind.name == "two levels" or fmt.tier in repr(weight))
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("dim", "n", "k", "world"), [("n", 128, 416, 2), ("n", 72, 416, 3), ("k", 72, 512, 2), ("k", 72, 320, 2)]
+)
+@pytest.mark.filterwarnings("ignore:tp_size")
+def test_ranks_have_their_parts(kind, dim, n, k, world):
+    weight = kind.parts(3, n, k).packed
+    cut = [part_of_weight(weight, dim, rank, world, kind.lhs_dtype) for rank in range(world)]
+    assert torch.equal(torch.cat([part.dequantize() for part in cut], "nk".index(dim)), weight.dequantize())
+    assert all((part.row_sum is None) == (weight.row_sum is None) for part in cut)
+
+
+# ---- what raises -----------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_activations_of_another_type_raise_with_the_reason(kind):
+    weight, out = kind.parts(1, 72, 416).packed, torch.empty(9, 72, dtype=torch.bfloat16)
+    (other,) = builders.LHS_DTYPES.keys() - {kind.lhs}
+    dtype, mine, theirs = {
+        "e4m3": ("float8_e4m3fn", "e4m3", ("int8", "int8_affine", "int8_block")), "s8": ("int8", "int8", ("e4m3",))
+    }[kind.lhs]  # fmt: skip
+    with pytest.raises(TypeError, match=rf"\(x\): expected {dtype}, {kind.reason}"):
+        jitgemm.gemm_w4a8_nt(builders.lhs(1, 9, 416, other), weight, out)
+    for activation in theirs:
+        with pytest.raises(ValueError, match=f"weight: expected activation {mine}.*, {kind.reason}"):
+            W4A8Linear(weight, activation=activation)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_experts_raise_for_other_activations_with_the_reason(tier):
+    lhs = TIERS[tier].lhs
+    case = moe_cases.Case(tier=tier, mode="s8" if lhs == "e4m3" else "e4m3")
+    dtype = {"e4m3": "float8_e4m3fn", "s8": "int8"}[lhs]
+    with pytest.raises(TypeError, match=f"w13: expected lhs_dtype {dtype}, {TIERS[tier].reason}"):
+        jitgemm.fused_experts(*case.arguments, **case.options)
+
+
+@pytest.mark.parametrize("code", ["e2m1", "nvfp4", "two_level"])
+def test_pack_w4_does_not_take_its_scales(code):
+    with pytest.raises(ValueError, match=f"code: expected one of int4, got '{code}'"):
+        jitgemm.pack_w4(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), group_size=32, code=code)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        pytest.param(kind, scheme, id=f"{name}-{scheme}")
+        for name, kind in KINDS.items()
+        for scheme in kind.schemes
+        if scheme != "e8m0"
+    ],
+)
+def test_the_reference_is_the_specification(kind, scheme):
+    parts = kind.parts(5, 72, 416)
+    x, scale, *zero = lhs = kind.lhs_of(scheme, 1, 9, 416)
+    found = jitgemm.gemm_w4a8_reference(lhs, parts.packed, out_dtype=torch.float64)
+    scale = scale.double().repeat_interleave(128, 1)[:, :416] if scheme == "block" else scale.double().view(-1, 1)
+    expected = (x.double() - (zero[0].double() if zero else 0)) * scale @ parts.dequantize_fp64().T
+    # The order counts where scales are no powers of two. An integer less a zero point is exact, its scaled value not.
+    near = {"MXFP4": 0.0 if scheme == "block" else 1e-12, "NVFP4": 1e-12, "two levels": 1e-9}[kind.name]
+    assert torch.allclose(found, expected, rtol=1e-12, atol=near)
+
+
+@emulated
+@kinds
+@pytest.mark.parametrize(
+    ("m", "n", "k", "scheme", "biased", "batch_invariant"),
+    [
+        (9, 72, 416, 0, False, False),
+        (33, 136, 1040, 2, True, False),
+        (70, 136, 640, 1, False, False),
+        (130, 264, 288, 1, True, False),
+        (5, 72, 416, 0, True, True),
+    ],
+    ids=["decode", "a third scheme", "blocks", "blocks and a bias", "batch-invariant"],
+)
+def test_a_kernel_computes_what_the_reference_does(monkeypatch, kind, m, n, k, scheme, biased, batch_invariant):
+    weight, lhs = kind.parts(m, n, k).packed, kind.lhs_of(kind.schemes[scheme], 1, m, k)
+    bias = builders.bias(2, n) if biased else None
+    emulator, out = emulate(monkeypatch), torch.empty(m, n, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=batch_invariant)
+    assert emulator.launched[0].startswith(kind.label)
+    assert_within_the_bound(out, lhs, weight, bias)
+
+
+@pytest.mark.nvrtc
+@kinds
+@pytest.mark.parametrize("experts", [0, 64])
+def test_chosen_kernels_do_not_spill(compiles_well, kind, experts):
+    fmt, lhs_groups = kind.parts(1, 8, 4096).packed.format, (0, 128) if kind.lhs == "e4m3" else (0,)
+    rows = (16, 16384) if experts else (1, 32, 64, 128, 512, 4096)
+    problems = [
+        Problem(m, 4096, 4096, kind.lhs, fmt.kernel_format, experts=experts, lhs_group=g)
+        for m in rows
+        for g in lhs_groups
+    ]
+    spilled = 40 if experts and kind.name == "MXFP4" else 0  # 20 of one by NVRTC 13.5
+    compiles_well((choose(problem, DEVICES["h200"]) for problem in problems), spilled)
+
+
+SHAPES = {
+    "split k": dict(block_m=16, block_n=64, stages=4, split_k=2, warpgroups_k=2, scatter=True),
+    "shared weights": dict(block_m=96, block_n=128, stages=3, halves=2, multicast_rhs=2),
+    "shared activations": dict(block_m=96, block_n=128, stages=3, halves=2, multicast_lhs=2),
+    "two CTAs": dict(block_m=32, block_n=64, stages=4, split_k=2, ctas_per_sm=2),
+}
+
+
+@emulated
+@kinds
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_of_every_shape(monkeypatch, kind, shape):
+    weight, lhs = kind.parts(4, 264, 640).packed, kind.lhs_of("token", 1, 120, 640)
+    spec = KernelSpec(kind.lhs, weight.format.kernel_format, **SHAPES[shape])
+    emulate(monkeypatch)
+    out = torch.empty(120, 264, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
+    assert_within_the_bound(out, lhs, weight)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(lhs: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, scale = lhs
+    return x.view(torch.uint8)[rows].view(x.dtype), scale[rows]
+
+
+@emulated
+@kinds
+@pytest.mark.parametrize(("scheme", "gathered"), [("token", True), ("block", False), ("block", True)])
+def test_contiguous_rows_of_experts(monkeypatch, kind, scheme, gathered):
+    counts = [0, 3, 40, 0, 17]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    weight, lhs = kind.parts(6, 136, 416, experts=5).packed, kind.lhs_of(scheme, 3, 23 if gathered else 60, 416)
+    index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
+    out, offsets = torch.empty(60, 136, dtype=torch.bfloat16), torch.tensor([0, *ends], dtype=torch.int32)
+    emulate(monkeypatch)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=index)
+    for e, (count, end) in enumerate(zip(counts, ends)):
+        rows = torch.arange(end - count, end)
+        assert_within_the_bound(out[rows], rows_of(lhs, rows if index is None else index[rows].long()), weight[e])
+
+
+@emulated
+@kinds
+def test_masked_rows_of_experts(monkeypatch, kind):
+    weight, lhs = kind.parts(6, 136, 416, experts=5).packed, kind.lhs_of("token", 3, 5 * 12, 416)
+    out, counts = torch.zeros(5, 12, 136, dtype=torch.bfloat16), torch.tensor([3, 0, 12, 1, 7], dtype=torch.int32)
+    emulate(monkeypatch)
+    by_expert = lhs[0].view(5, 12, 416), lhs[1].view(5, 12)
+    jitgemm.m_grouped_gemm_w4a8_nt_masked(by_expert, weight, out, counts, expected_m=4)
+    for e, count in enumerate(counts.tolist()):
+        assert_within_the_bound(out[e, :count], rows_of(lhs, torch.arange(12 * e, 12 * e + count)), weight[e])
+        assert not out[e, count:].any()
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_a_layer_computes_what_its_call_does(kind, scheme):
+    weight, x, bias = kind.parts(1, 72, 416).packed, torch.randn(5, 416).bfloat16(), builders.bias(2, 72)
+    activation, options = {
+        "e4m3": [("e4m3", {}), ("e4m3_block", dict(scheme="block"))],
+        "s8": [("int8", {}), ("int8_affine", dict(affine=True))],
+    }[kind.lhs][scheme]  # fmt: skip
+    layer = W4A8Linear(weight, bias, activation=activation)
+    lhs = jitgemm.quantize_activations(x, kind.lhs_dtype, **options)
+    assert torch.equal(layer(x), jitgemm.gemm_w4a8_reference(lhs, weight, bias=bias))
+
+
+LAYERS = {
+    "plain": ({}, False),
+    "blocks and biases": (dict(scheme="block"), True),
+    "gpt-oss": (dict(activation="swiglu_oai", order="interleaved", limit=7.0), True),
+}
+
+
+@modes
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_of_experts(monkeypatch, tier, mode, layer):
+    options, biased = LAYERS[layer]
+    if mode == "s8z":  # zero points are per token
+        options = {name: value for name, value in options.items() if name != "scheme"}
+    sizes = dict(k=192, inter=160, scale=1.0, dtype=torch.bfloat16, mode=mode)
+    case = moe_cases.Case(tier=tier, options=dict(options), **sizes)
+    if biased:
+        g = builders.generator(8)
+        case.options["bias13"], case.options["bias2"] = (torch.randn(5, n, generator=g) * 0.1 for n in (320, 72))
+    expected = moe_cases.by_definition(case)
+    size = expected.abs().amax(1, keepdim=True)
+    for out in on_both(monkeypatch, lambda: jitgemm.fused_experts(*case.arguments, **case.options)):
+        assert bool(((out.double() - expected).abs() <= 0.06 * size).all())
+
+
+@pytest.mark.parametrize(
+    ("tier", "mode", "scheme"),
+    [
+        *((tier, kind.lhs, scheme) for tier, kind in TIERS.items() for scheme in ("token", "block")),
+        ("two_level", "s8z", "token"),
+    ],
+)
+def test_a_layer_of_sorted_tokens(monkeypatch, tier, mode, scheme):
+    sizes = dict(experts=3, k=192, inter=160, mode=mode, dtype=torch.bfloat16, scale=1.0)
+    case, counts = moe_cases.Case(tier=tier, options={"scheme": scheme}, **sizes), (3, 0, 5)
+    x = torch.randn(3, 6, 192, generator=builders.generator(3)).bfloat16()
+    _, w13, w2, *_ = case.arguments
+    masked_m, wanted = torch.tensor(counts, dtype=torch.int32), []
+    for e, count in enumerate(counts):
+        ids, ones = torch.full((count, 1), e), torch.ones(count, 1)
+        wanted.append(moe_cases.by_definition(case, x=x[e, :count], topk_ids=ids, topk_weights=ones))
+
+    def call():
+        out = torch.zeros(3, 6, 72, dtype=torch.bfloat16)
+        jitgemm.fused_experts_masked(x, w13, w2, out, masked_m, 2, **case.options)
+        return out
+
+    for out in on_both(monkeypatch, call):
+        for e, (count, expected) in enumerate(zip(counts, wanted)):
+            assert bool(((out[e, :count] - expected).abs() <= 0.06 * expected.abs().amax(1, keepdim=True)).all())
+            assert not out[e, count:].any()
