@@ -134,7 +134,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
         shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
-        ways = kernel.ctas_per_sm, kernel.halves, kernel.scatter, kernel.token_rows, kernel.sums
+        ways = kernel.ctas_per_sm, kernel.token_halves, kernel.reduce_scatter, kernel.tokens_as_m, kernel.sums
         families.setdefault((*shape, *ways), kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
@@ -144,8 +144,8 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
 Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
-    "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
-    "ctas_per_sm", "direct", "token_rows", "sums",
+    "block_m", "block_n", "stages", "token_halves", "warpgroups_k", "split_k", "reduce_scatter", "multicast_lhs", "multicast_rhs",
+    "ctas_per_sm", "consumers_copy_lhs", "tokens_as_m", "sums",
 )  # fmt: skip
 """Of a kernel, as the file lists them; its other fields follow from the problem. Files from before a field have its default."""
 
@@ -579,7 +579,8 @@ def run_command(
         bool, typer.Option("--moe", help="Time the grouped GEMMs of benchmark.py --moe instead; --m counts tokens.")
     ] = False,
     preset: Annotated[
-        list[str] | None, typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual")
+        list[str] | None,
+        typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual"),
     ] = None,
     new: Annotated[int, typer.Option("--random", help="Time so many random layers instead.")] = 0,
     held: Annotated[bool, typer.Option("--held-out/--fitted", help="Which random layers.")] = True,

@@ -349,7 +349,7 @@ class WeightFormat:
     @property
     def kernel_format(self) -> WeightFormat:
         """The format as kernels have it: they read scales per channel by a run-time type, those of strips that share
-        them (`KernelSpec.token_rows`) lie where others do, and corrections are the same for zero points and offsets."""
+        them (`KernelSpec.tokens_as_m`) lie where others do, and corrections are the same for zero points and offsets."""
         scale_type, corrects = self.scale_type if self.group_size else "fp32", bool(self.correction)
         zero_point, offset = self.zero_point and not corrects, self.offset and not corrects
         return replace(self, scale_type=scale_type, strip_scales=False, zero_point=zero_point, offset=offset)

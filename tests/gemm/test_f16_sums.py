@@ -438,7 +438,7 @@ def test_batch_invariant_calls_add_up_alike_for_all_m(m):
 
 
 @pytest.mark.parametrize("change", [
-    dict(warpgroups_k=2), dict(halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, False, "bf16", offset=True)),
+    dict(warpgroups_k=2), dict(token_halves=2), dict(lhs="s8"), dict(lhs_group=128), dict(format=WeightFormat(128, False, "bf16", offset=True)),
     dict(format=WeightFormat(0, False, "fp32", "e4m3")),
 ])  # fmt: skip
 def test_kernels_that_there_are_not(change):

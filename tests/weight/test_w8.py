@@ -218,17 +218,17 @@ def test_only_kernels_for_block_scales_have_tokens_as_rows(lhs):
     for experts, group in itertools.product((0, 64), (0, 128)):
         make = functools.partial(legal_kernels, lhs, device=DEVICES["h200"], experts=experts, lhs_group=group)
         kernels = [make(fmt=format) for format in (rows, strips)]
-        assert kernels[0] == tuple(spec for spec in kernels[1] if not spec.token_rows)
+        assert kernels[0] == tuple(spec for spec in kernels[1] if not spec.tokens_as_m)
         assert (kernels[0] != kernels[1]) == bool(group)
         assert all(spec.format == rows for spec in kernels[1])
-    for m, token_rows in ((1, False), (24, False), (1000, True), (9000, True)):
+    for m, tokens_as_m in ((1, False), (24, False), (1000, True), (9000, True)):
         problem = Problem(m, 4096, 4096, lhs, strips, lhs_group=128)
         spec = choose(problem, DEVICES["h200"])
-        assert spec.token_rows == token_rows
+        assert spec.tokens_as_m == tokens_as_m
         assert KernelSpec.from_label(spec.label) == spec
         assert spec == kernel_named(spec.label, problem, DEVICES["h200"])
-        assert not choose(replace(problem, lhs_group=0), DEVICES["h200"]).token_rows
-        if token_rows:
+        assert not choose(replace(problem, lhs_group=0), DEVICES["h200"]).tokens_as_m
+        if tokens_as_m:
             with pytest.raises(ValueError, match="whose strips do not share scales"):
                 kernel_named(spec.label, replace(problem, format=rows), DEVICES["h200"])
 
