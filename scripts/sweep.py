@@ -84,7 +84,7 @@ FORMATS = {
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
     "w8_e4m3_block_b128": Numbers(
-        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", strip_scales=True), 128
+        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", uniform_strip_scale=True), 128
     ),
     "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3")),
 }

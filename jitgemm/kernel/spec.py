@@ -45,7 +45,7 @@ class KernelSpec:
         tokens_as_m: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
             them in tiles of 64 x 256; two warpgroups have the same tokens. A thread then has sums of two
             tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for 8-bit weights of a
-            format with `strip_scales`.
+            format with `uniform_strip_scale`.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.

@@ -148,7 +148,7 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
     if spec.sums != "f32" and {"f16": "f16", "parts": "f32"}[spec.sums] != problem.sums:
         raise ValueError(f"kernel: expected one that adds up as the call's sums={problem.sums!r} allows, got {label}")
-    if spec.tokens_as_m and not problem.format.strip_scales:
+    if spec.tokens_as_m and not problem.format.uniform_strip_scale:
         raise ValueError(f"kernel: expected one for weights whose strips do not share scales, got {label}")
     reason = legal.illegal(spec, device)
     if reason is not None:

@@ -144,7 +144,7 @@ def _enumerate(
     sums: str = "f32",
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
-    strips, fmt, narrow = fmt.strip_scales and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
+    strips, fmt, narrow = fmt.uniform_strip_scale and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:

@@ -81,7 +81,9 @@ def test_within_the_bound_for_every_format_and_m(n, k, name, lhs_type):
 def test_a_kernel_for_strips_that_share_scales_is_kept_from_others():
     """By the plan of a call with the one, which the other must not find: both weights have the same shapes."""
     m, n, k = 130, 136, 256
-    strips = builders.weight_parts(1, n, k, codes="e4m3", bits=8, scale_type="fp32", strip_scales=True, device="cuda")
+    strips = builders.weight_parts(
+        1, n, k, codes="e4m3", bits=8, scale_type="fp32", uniform_strip_scale=True, device="cuda"
+    )
     rows = replace(strips, scale=strips.scale * torch.linspace(1, 8, n, device="cuda")[:, None]).packed
     every = legal_kernels("e4m3", strips.packed.format, device_spec("h200"), lhs_group=128)
     label = next(spec.label for spec in every if spec.tokens_as_m)
@@ -196,15 +198,15 @@ def test_batch_invariant_rows():
         assert same_bits(out, whole[:m])
 
 
-@pytest.mark.parametrize("strip_scales", [False, True])
+@pytest.mark.parametrize("uniform_strip_scale", [False, True])
 @pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
-def test_batch_invariant_rows_of_8_bit_weights(lhs_type, strip_scales):
+def test_batch_invariant_rows_of_8_bit_weights(lhs_type, uniform_strip_scale):
     """Where strips share scales, many tokens are wgmma's rows and few are not."""
     most, n, k = 700, 1160, 416
-    form = dict(codes=lhs_type, bits=8, scale_type="fp32", strip_scales=strip_scales)
+    form = dict(codes=lhs_type, bits=8, scale_type="fp32", uniform_strip_scale=uniform_strip_scale)
     weight = builders.weight_parts(1, n, k, **form, device="cuda").packed
     problem = Problem(most, n, k, lhs_type, weight.format, batch_invariant=True, lhs_group=128)
-    assert choose(problem, device_spec("h200")).tokens_as_m == strip_scales
+    assert choose(problem, device_spec("h200")).tokens_as_m == uniform_strip_scale
     assert not choose(replace(problem, m=17), device_spec("h200")).tokens_as_m
     x, x_scale = builders.block_lhs(2, most, k, lhs_type, device="cuda")
     whole = torch.empty(most, n, dtype=torch.bfloat16, device="cuda")
@@ -272,7 +274,7 @@ def names_of(shape: dict) -> str:
 def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, shape):
     m, n, k = 213, 456, 1184
     scale_type = "bf16" if scales == "bf16" else "fp32"
-    form = dict(codes=lhs_type, bits=8, scale_type=scale_type, strip_scales=True)
+    form = dict(codes=lhs_type, bits=8, scale_type=scale_type, uniform_strip_scale=True)
     weight = builders.weight_parts(1, n, k, scales="negative", **form, device="cuda").packed
     e8m0 = scales == "e8m0"
     x, x_scale = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")

@@ -129,7 +129,7 @@ WAYS = [
 ], ids=str)  # fmt: skip
 def test_every_way_through_the_kernel(bits, lhs_type, way):
     m, n, k, group = 213, 264, 1040, 128 if "tokens_as_m" in way else 0
-    options = {"strip_scales": bits == 8, "scale_type": "fp32"}
+    options = {"uniform_strip_scale": bits == 8, "scale_type": "fp32"}
     rhs = builders.weight_parts(1, n, k, codes=lhs_type, bits=bits, **options, device="cuda").packed
     found = [
         spec for spec in legal_kernels(lhs_type, rhs.format, device_spec("h200"), lhs_group=group)

@@ -390,7 +390,11 @@ def test_every_field_of_a_kernel_reaches_its_source():
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "order": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}
-    assert formats.keys() == {field.name for field in fields(WeightFormat)} - {"code", "strip_scales", "correction"}
+    assert formats.keys() == {field.name for field in fields(WeightFormat)} - {
+        "code",
+        "uniform_strip_scale",
+        "correction",
+    }
     changed = [replace(base, **{name: value}) for name, value in other.items() if name != "tokens_as_m"]
     changed += [replace(base, format=replace(fmt, **{name: value})) for name, value in formats.items()]
     changed.append(replace(base, format=replace(fmt, code="e4m3", order="e4m3")))

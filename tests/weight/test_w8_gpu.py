@@ -64,7 +64,7 @@ class Case:
         group = 128 if self.group == BLOCK else self.group
         group = group if group < self.k else 0
         strips = self.group == BLOCK and group > 0
-        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), strip_scales=strips)
+        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), uniform_strip_scale=strips)
         return Problem(self.m, self.n, self.k, self.lhs, format, self.out)
 
     def operands(self) -> tuple[tuple, jitgemm.W8Weight, torch.Tensor | None]:
