@@ -29,7 +29,7 @@ __all__ = [
     "quantize_w4_two_level", "quantize_w8",
 ]  # fmt: skip
 
-_PACKAGES = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
+_PACKAGES = ("checkpoint", "deep_gemm", "hf", "nn", "sglang", "vllm")
 """Loaded on first use, and `load` with the first of them: they take longer than all else here."""
 
 
@@ -40,7 +40,14 @@ def _command_runs() -> bool:
 
 
 if TYPE_CHECKING:
-    from jitgemm import checkpoint as checkpoint, deep_gemm as deep_gemm, hf as hf, nn as nn, vllm as vllm
+    from jitgemm import (
+        checkpoint as checkpoint,
+        deep_gemm as deep_gemm,
+        hf as hf,
+        nn as nn,
+        sglang as sglang,
+        vllm as vllm,
+    )
     from jitgemm.checkpoint.reader import load
 
 if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():

@@ -58,7 +58,7 @@ def fp8_gemm_nt(
 
     Raises:
         ValueError: c is given: results are not added to a tensor; another recipe.
-        Else as `gemm_w8a8_nt` and `pack_w8`.
+        TypeError, ValueError: as `gemm_w8a8_nt` and `pack_w8`.
     """
     if c is not None:
         raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
@@ -85,7 +85,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         ValueError: another recipe; an index in several runs, where it is checked; use_psum_layout, as experts' ends
             alone do not tell where the next one starts.
-        Else as `m_grouped_gemm_w8a8_nt_contiguous` and `pack_w8`.
+        TypeError, ValueError: as `m_grouped_gemm_w8a8_nt_contiguous` and `pack_w8`.
     """
     if use_psum_layout or expected_m_for_psum_layout is not None:
         raise ValueError("use_psum_layout: expected False and an index for each row in grouped_layout")

@@ -84,7 +84,7 @@ FORMATS = {
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
     "w8_e4m3_block_b128": Numbers(
-        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", strip_scales=True), 128
+        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", uniform_strip_scale=True), 128
     ),
     "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3")),
 }
@@ -134,7 +134,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
         shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
-        ways = kernel.ctas_per_sm, kernel.halves, kernel.scatter, kernel.token_rows, kernel.sums
+        ways = kernel.ctas_per_sm, kernel.token_halves, kernel.reduce_scatter, kernel.tokens_as_m, kernel.sums
         families.setdefault((*shape, *ways), kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
@@ -144,8 +144,8 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
 Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
-    "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
-    "ctas_per_sm", "direct", "token_rows", "sums",
+    "block_m", "block_n", "stages", "token_halves", "warpgroups_k", "split_k", "reduce_scatter", "multicast_lhs", "multicast_rhs",
+    "ctas_per_sm", "consumers_copy_lhs", "tokens_as_m", "sums",
 )  # fmt: skip
 """Of a kernel, as the file lists them; its other fields follow from the problem. Files from before a field have its default."""
 

@@ -120,7 +120,7 @@ class Checkpoint:
         if config is not None:
             self.config = _quantization_config(config)
         elif folder is not None:
-            self.config = config_beside(folder)
+            self.config = config_of_folder(folder)
         self._layers = _by_layer(self._found)
 
     def warn(self, text: str) -> None:
@@ -411,7 +411,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def config_beside(folder: Path) -> Mapping[str, Any] | None:
+def config_of_folder(folder: Path) -> Mapping[str, Any] | None:
     """What a folder's JSON files say of a model's quantisation, or one file."""
     path = folder if folder.is_file() else folder / "config.json"
     if path.is_file() and (found := _nested_config(_read_json(path))) is not None:

@@ -201,7 +201,7 @@ def weight_format(
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
     orders = {"any": code.orders[0].name, "tuned": tuned_order(lhs, group, zero_point, k, code.name)}
-    strips = code.strip_scales and group == BLOCK_K
+    strips = code.uniform_strip_scale and group == BLOCK_K
     return WeightFormat(group, zero_point, scale_type, orders[codes.value], offset, code.name, strips)
 
 

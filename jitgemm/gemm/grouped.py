@@ -19,7 +19,7 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
         m_indices: int32 [M], the expert of each row; -1, or any number that is no expert's, for rows to skip. Rows of
             one expert stand together, with no other row between them; that is checked on the CPU, and on a GPU,
             waiting for it, where JITGEMM_DEBUG is set. Else an expert's rows are all from its first to its last.
-        experts: E.
+        experts: the number of experts, E.
         name: of m_indices in messages.
     """
     check_dtype(name, check_tensor(name, m_indices).dtype, ("s32",))

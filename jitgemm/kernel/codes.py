@@ -84,7 +84,7 @@ class Code:
         lhs_type: the type of activations whose values the codes are. wgmma reads them from shared memory as they are;
             None for codes to decode.
         row_sums: packed weights have the sums of their rows, which zero points of int8 activations need.
-        offsets, strip_scales: formats may have them.
+        offsets, uniform_strip_scale: formats may have them.
         group_sizes, scale_types: what formats may have; 0 is one scale per row.
         exponents: powers of two that decoding can multiply codes by, one for each row and `EXPONENT_GROUP` of k: records
             of longer groups hold which, and `pack_mxfp4` packs them. 0 for none.
@@ -103,7 +103,7 @@ class Code:
     lhs_type: str | None = None
     row_sums: bool = True
     offsets: bool = False
-    strip_scales: bool = False
+    uniform_strip_scale: bool = False
     group_sizes: tuple[int, ...] = (0, *GROUP_SIZES)
     scale_types: tuple[str, ...] = REAL_TYPES
     exponents: int = 0
@@ -195,8 +195,10 @@ _TWO_LEVEL = Order(
 )
 
 register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
-register(Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, strip_scales=True))
-register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", strip_scales=True))
+register(
+    Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, uniform_strip_scale=True)
+)
+register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", uniform_strip_scale=True))
 register(
     Code(
         "e2m1", 4, (_E2M1,), largest=None, prefix="mx", row_sums=False, group_sizes=(0, 32, 128),

@@ -73,7 +73,7 @@ class WeightFormat:
             order each, "e4m3" or "s8".
         offset: a value of the scale's type per group is added to its scaled weights.
         code: name of the `Code`; "e4m3" and "int8" have no zero points and no offsets.
-        strip_scales: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of 8 bits
+        uniform_strip_scale: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of 8 bits
             in groups of 128 only. The record is the same.
         correction: "", or the type, "bf16" or "fp16", of factors in blocks behind those of the codes, which stand for zero
             points or offsets: codes are in the order "s8" and signed, and records hold neither
@@ -86,7 +86,7 @@ class WeightFormat:
     order: str = "any"
     offset: bool = False
     code: str = "int4"
-    strip_scales: bool = False
+    uniform_strip_scale: bool = False
     correction: str = ""
 
     def __post_init__(self) -> None:
@@ -117,9 +117,9 @@ class WeightFormat:
             raise ValueError(f"offset: expected none with code {self.code!r}")
         if self.offset and not self.group_size:
             raise ValueError("offset: expected none per channel; express it as groups that repeat it")
-        if self.strip_scales and not (code.strip_scales and self.group_size == BLOCK_K):
+        if self.uniform_strip_scale and not (code.uniform_strip_scale and self.group_size == BLOCK_K):
             raise ValueError(
-                f"strip_scales: expected 8 bits in groups of {BLOCK_K}, got {code.bits}, {self.group_size}"
+                f"uniform_strip_scale: expected 8 bits in groups of {BLOCK_K}, got {code.bits}, {self.group_size}"
             )
 
     @property
@@ -134,7 +134,7 @@ class WeightFormat:
         parts = [*([prefix] if prefix else []), group, self.scale_type]
         parts += ["z"] if self.zero_point else []
         parts += ["o"] if self.offset else []
-        parts += ["b"] if self.strip_scales else []
+        parts += ["b"] if self.uniform_strip_scale else []
         parts += [f"x{self.correction}"] if self.correction else []
         return "-".join(parts if self.zero_point else [*parts, self.order])
 
@@ -344,15 +344,17 @@ class WeightFormat:
     def for_any_values(self) -> WeightFormat:
         """The same apart from what depends on a weight's values: codes in the order that holds all, and scales that rows
         need not share. Corrections have one order."""
-        return replace(self, order="s8" if self.correction else CODES[self.code].orders[0].name, strip_scales=False)
+        return replace(
+            self, order="s8" if self.correction else CODES[self.code].orders[0].name, uniform_strip_scale=False
+        )
 
     @property
     def kernel_format(self) -> WeightFormat:
         """The format as kernels have it: they read scales per channel by a run-time type, those of strips that share
-        them (`KernelSpec.token_rows`) lie where others do, and corrections are the same for zero points and offsets."""
+        them (`KernelSpec.tokens_as_m`) lie where others do, and corrections are the same for zero points and offsets."""
         scale_type, corrects = self.scale_type if self.group_size else "fp32", bool(self.correction)
         zero_point, offset = self.zero_point and not corrects, self.offset and not corrects
-        return replace(self, scale_type=scale_type, strip_scales=False, zero_point=zero_point, offset=offset)
+        return replace(self, scale_type=scale_type, uniform_strip_scale=False, zero_point=zero_point, offset=offset)
 
 
 @lru_cache(maxsize=None)

@@ -28,7 +28,7 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     accumulator, constraint, sums = ("i32", "+r", "s32") if integer else ("float", "+f", "f32")
     if f16:
         accumulator, constraint, sums = "u32", "+r", "f16"
-    types = f"{sums}.{spec.lhs}.{weights}" if spec.token_rows else f"{sums}.{weights}.{spec.lhs}"
+    types = f"{sums}.{spec.lhs}.{weights}" if spec.tokens_as_m else f"{sums}.{weights}.{spec.lhs}"
     # e4m3 takes the signs of both operands as immediates, s8 does not.
     signs = "" if integer else ", 1, 1"
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -62,7 +62,7 @@ struct Wgmma<{tokens}> {{
 def _correction_tokens(spec: KernelSpec) -> list[int]:
     """N of the multiplies of corrections: a half's tokens of each width, or half of them
     (include/jitgemm/gemm/correction.cuh)."""
-    tokens = [width // spec.halves for width in multiply_widths(spec)]
+    tokens = [width // spec.token_halves for width in multiply_widths(spec)]
     return sorted({each // 2 if each > 128 else each for each in tokens})
 
 
@@ -92,7 +92,7 @@ struct CorrectionWgmma<{tokens}> {{
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
-    "bool kTokenRows": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
+    "bool kTokensAsM": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
     "bool kCorrects": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
@@ -105,15 +105,15 @@ def _config(spec: KernelSpec, smem_bytes: int, sets: int) -> str:
     constants: dict[str, Any] = {
         "u32 kBlockM": spec.block_m,
         "u32 kStrips": spec.strips,
-        "u32 kHalves": spec.halves,
+        "u32 kHalves": spec.token_halves,
         "u32 kWarpgroupsK": spec.warpgroups_k,
         "u32 kStages": spec.stages,
         "u32 kSplitK": spec.split_k,
-        "bool kScatter": spec.scatter,
+        "bool kScatter": spec.reduce_scatter,
         "u32 kMulticastLhs": spec.multicast_lhs,
         "u32 kMulticastRhs": spec.multicast_rhs,
         "u32 kCtasPerSm": spec.ctas_per_sm,
-        "bool kTokenRows": spec.token_rows,
+        "bool kTokensAsM": spec.tokens_as_m,
         "u32 kExperts": spec.experts,
         "u32 kGroupSize": fmt.group_size,
         "bool kOffset": fmt.offset,
@@ -178,7 +178,7 @@ def render(spec: KernelSpec, sets: int | None = None) -> str:
     function = function_name(spec.label)
     indent = ",\n" + " " * (len(function) + 1)
     addresses = ", ".join(f"&{name}" for name in (*maps, "out_map", "out_map")[:5])
-    multiplies = "\n".join(_wgmma(spec, width // spec.halves) for width in multiply_widths(spec))
+    multiplies = "\n".join(_wgmma(spec, width // spec.token_halves) for width in multiply_widths(spec))
     declared = ""
     if spec.format.correction:
         declared = "template <u32 kTokens>\nstruct CorrectionWgmma;\n"

@@ -6,8 +6,7 @@ Plain arithmetic over a frozen dataclass; no torch, no CUDA.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jitgemm.dtypes import DTYPES
@@ -29,24 +28,24 @@ class KernelSpec:
         lhs: type of the activations.
         format: of the weight, as `WeightFormat.kernel_format`; its scale_type is "fp32" for per-channel kernels, which
             read their scales by a run-time type. With a `correction`, k counts the blocks that correct, too.
-        block_m: tokens per tile (wgmma's N over all `halves`, but with `token_rows`).
-        halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves; with `token_rows` one half
-            after the other, of 64 tokens each.
-        block_n: rows of n per tile; 64 per warpgroup along n, but with `token_rows`.
+        block_m: tokens per tile (wgmma's N over all `token_halves`, except with `tokens_as_m`).
+        token_halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves; with `tokens_as_m`
+            one half after the other, of 64 tokens each.
+        block_n: rows of n per tile; 64 per warpgroup along n, except with `tokens_as_m`.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks alternately.
         split_k: CTAs of a cluster that share a tile and take contiguous k-blocks each.
-        scatter: a reduce-scatter: each split of k reduces and stores a slice of the tile's tokens, instead of the first
+        reduce_scatter: each split of k reduces and stores a slice of the tile's tokens, instead of the first
             all of them. That is shorter, but no split starts its next tile before all have ended this one.
         multicast_lhs: CTAs of a cluster, neighbours along n, that share their activations.
         multicast_rhs: CTAs of a cluster, neighbours along m, that share their weights; one of the two is 1.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
-        direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
-            the copy engine; `tactics.with_k_rules` sets it.
-        token_rows: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
+        consumers_copy_lhs: the consumers copy the activations of the prefetched stages also where `direct_lhs` would
+            leave them to the copy engine; `tactics.with_k_rules` sets it.
+        tokens_as_m: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
             them in tiles of 64 x 256; two warpgroups have the same tokens. A thread then has sums of two
             tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for 8-bit weights of a
-            format with `strip_scales`.
+            format with `uniform_strip_scale`.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
@@ -64,15 +63,15 @@ class KernelSpec:
     block_m: int
     block_n: int
     stages: int
-    halves: int = 1
+    token_halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
-    scatter: bool = False
+    reduce_scatter: bool = False
     multicast_lhs: int = 1
     multicast_rhs: int = 1
     ctas_per_sm: int = 1
-    direct: bool = False
-    token_rows: bool = False
+    consumers_copy_lhs: bool = False
+    tokens_as_m: bool = False
     out: str = "bf16"
     debug: bool = False
     experts: int = 0
@@ -92,11 +91,11 @@ class KernelSpec:
 
     @property
     def warpgroups_m(self) -> int:
-        return self.block_m // (STRIP_ROWS * self.halves) if self.token_rows else 1
+        return self.block_m // (STRIP_ROWS * self.token_halves) if self.tokens_as_m else 1
 
     @property
     def warpgroups_n(self) -> int:
-        return self.strips if not self.token_rows else 2 if (self.block_m, self.strips) == (64, 4) else 1
+        return self.strips if not self.tokens_as_m else 2 if (self.block_m, self.strips) == (64, 4) else 1
 
     @property
     def warpgroups(self) -> int:
@@ -106,7 +105,7 @@ class KernelSpec:
     @property
     def wgmma_n(self) -> int:
         """wgmma's N over all halves; a thread has half as many sums."""
-        return self.halves * self.block_n // self.warpgroups_n if self.token_rows else self.block_m
+        return self.token_halves * self.block_n // self.warpgroups_n if self.tokens_as_m else self.block_m
 
     @property
     def threads(self) -> int:
@@ -130,11 +129,6 @@ class KernelSpec:
         return (pool - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
 
     @property
-    def producer_registers(self) -> int:
-        """Registers that are left to a thread of the producer's warpgroup, `PRODUCER_REGISTERS` or more."""
-        return self.entry_registers * (self.warpgroups + 1) - self.consumer_registers * self.warpgroups
-
-    @property
     def multicast(self) -> int:
         """CTAs of a cluster that share an operand; 1 for none."""
         return self.multicast_lhs * self.multicast_rhs
@@ -156,20 +150,20 @@ class KernelSpec:
             parts.append(f"b{self.lhs_group}{'e' if self.lhs_e8m0 else ''}")
         if self.out != "bf16":
             parts.append(f"to{self.out}")
-        parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
+        parts.append(f"m{self.block_m}{'h' if self.token_halves == 2 else ''}n{self.block_n}")
         if self.warpgroups_k * self.split_k > 1:
-            parts.append(f"k{self.warpgroups_k}x{self.split_k}{'s' if self.scatter else ''}")
+            parts.append(f"k{self.warpgroups_k}x{self.split_k}{'s' if self.reduce_scatter else ''}")
         for side, ctas in (("lhs", self.multicast_lhs), ("rhs", self.multicast_rhs)):
             if ctas > 1:
                 parts.append(f"mc{ctas}{side}")
         parts.append(f"s{self.stages}")
         if self.ctas_per_sm > 1:
             parts.append(f"c{self.ctas_per_sm}")
-        if self.direct:
+        if self.consumers_copy_lhs:
             parts.append("d")
         if self.shared_weights:
             parts.append("ss")
-        if self.token_rows:
+        if self.tokens_as_m:
             parts.append("tr")
         if self.sums != "f32":
             parts.append(self.sums)
@@ -206,10 +200,10 @@ class KernelSpec:
                 number("group", 0), flag("zero"), scale_type, order, flag("offset"), code,
                 correction=found["correction"] or "",
             ),
-            block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
-            warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
+            block_m=number("m"), block_n=number("n"), stages=number("stages"), token_halves=1 + flag("halves"),
+            warpgroups_k=number("warpgroups"), split_k=number("splits"), reduce_scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
-            direct=flag("direct"), token_rows=flag("rows"), out=found["out"] or "bf16",
+            consumers_copy_lhs=flag("direct"), tokens_as_m=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
             sums=found["sums"] or "f32",
         )  # fmt: skip
@@ -222,15 +216,6 @@ class KernelSpec:
         found = asdict(self)
         del found["format"]
         return self.format.to_dict() | found
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> KernelSpec:
-        """The inverse of `to_dict`."""
-        given = dict(values)
-        order, bits = given.pop("codes"), given.pop("bits")
-        code = next(c.name for c, o in every_order() if (c.bits, o.name) == (bits, order))
-        named = {field.name: given.pop(field.name) for field in fields(WeightFormat) if field.name in given}
-        return cls(format=WeightFormat(order=order, code=code, **named), **given)
 
 
 _LABELLED = "e4m3-g128-bf16-m16n64-k2x2-s8-c2"
@@ -261,13 +246,13 @@ def stage_weight_bytes(spec: KernelSpec) -> int:
 
 def strip_scale_bytes(spec: KernelSpec) -> int:
     """Bytes of a record that are kept apart from its codes: the first of its scales."""
-    return 32 if spec.token_rows else 0
+    return 32 if spec.tokens_as_m else 0
 
 
 def record_stride(spec: KernelSpec) -> int:
     """Bytes from one record in shared memory to the next; wgmma reads weights that start at a multiple of 1024, and
-    with `token_rows` those of all strips as one operand."""
-    size = spec.format.scales_at if spec.token_rows else spec.format.record_bytes
+    with `tokens_as_m` those of all strips as one operand."""
+    size = spec.format.scales_at if spec.tokens_as_m else spec.format.record_bytes
     return 1024 * ceil_div(size, 1024) if spec.shared_weights else size
 
 
@@ -286,9 +271,9 @@ def slice_tokens(spec: KernelSpec) -> int:
 
     Scattered: multiples of 8, the same number for each; with fewer slices than splits, the last splits have none.
     """
-    if spec.token_rows:
+    if spec.tokens_as_m:
         return STRIP_ROWS
-    if not spec.scatter:
+    if not spec.reduce_scatter:
         return spec.block_m
     eights = spec.block_m // 8
     splits = spec.split_k * spec.warpgroups_k
@@ -319,8 +304,8 @@ def smem_bytes(spec: KernelSpec) -> int:
     barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
     factors = ((0 if spec.lhs_group else size) + 3 * STRIP_ROWS) * 4
-    if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
-        reducers, columns = spec.warpgroups, spec.wgmma_n // spec.halves
+    if spec.tokens_as_m:  # every warpgroup stores its tokens, and has the bias of all columns
+        reducers, columns = spec.warpgroups, spec.wgmma_n // spec.token_halves
         out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4
     stages = spec.stages * stage_bytes(spec)
     size = stages + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts

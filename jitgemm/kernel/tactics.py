@@ -58,7 +58,7 @@ def units_in_flight(spec: KernelSpec) -> int:
     Where tokens are wgmma's rows, the halves share those of one.
     """
     factors = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
-    if spec.token_rows:
+    if spec.tokens_as_m:
         return 1
     if spec.sums == "f16":  # over the ends of records, where registers are left
         several, zeros = spec.format.scale_rows > 1, spec.format.zero_point
@@ -66,14 +66,14 @@ def units_in_flight(spec: KernelSpec) -> int:
         ahead = F16_AHEAD - 16 * several * (zeros + crowded)
         return 2 if spec.wgmma_n <= ahead and spec.warpgroups <= 2 else 1
     if factors == 1:
-        return spec.halves
-    fit = IN_FLIGHT_REGISTERS // sum_registers(spec) // spec.halves
-    return spec.halves * max(1, min(factors, fit))
+        return spec.token_halves
+    fit = IN_FLIGHT_REGISTERS // sum_registers(spec) // spec.token_halves
+    return spec.token_halves * max(1, min(factors, fit))
 
 
 def sum_registers(spec: KernelSpec) -> int:
     """Registers for one of those sums: of a half's tokens, one group and one factor."""
-    return spec.wgmma_n // spec.halves // (4 if spec.sums == "f16" else 2)
+    return spec.wgmma_n // spec.token_halves // (4 if spec.sums == "f16" else 2)
 
 
 def fragment_sets(spec: KernelSpec) -> int:
@@ -113,19 +113,21 @@ def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
     a loop takes ptxas seconds, and registers run short.
     """
     full, fmt = spec.wgmma_n, spec.format
-    cuts = spec.experts > 0 and full >= 64 and not spec.token_rows and spec.warpgroups_k == spec.split_k == 1
+    cuts = spec.experts > 0 and full >= 64 and not spec.tokens_as_m and spec.warpgroups_k == spec.split_k == 1
     cuts = cuts and fmt.scale_rows <= 1 and not (fmt.offset or fmt.zero_point)
     # Sums that stay in the tensor cores for the whole tile lie by halves of the full width.
-    if not cuts or (spec.halves > 1 and not promote_records(spec)):
+    if not cuts or (spec.token_halves > 1 and not promote_records(spec)):
         return (full,)
     rounded = (16 * ceil_div(full, 16 * parts) for parts in (4, 2))
-    legal = {width for width in (*rounded, full - 32, full - 16) if width // spec.halves in wgmma_shapes(spec.lhs)}
+    legal = {
+        width for width in (*rounded, full - 32, full - 16) if width // spec.token_halves in wgmma_shapes(spec.lhs)
+    }
     return (*sorted(width for width in legal if 16 <= width < full), full)
 
 
 def token_widths(spec: KernelSpec) -> tuple[int, ...]:
     """Tokens that a tile can multiply. Where tokens are wgmma's rows, a warpgroup that has none of a tile leaves it out."""
-    if spec.token_rows and spec.experts:
+    if spec.tokens_as_m and spec.experts:
         tokens = spec.block_m // spec.warpgroups_m
         return tuple(range(tokens, spec.block_m + 1, tokens))
     return multiply_widths(spec)
@@ -157,7 +159,7 @@ warpgroups along k and CTAs of an SM."""
 
 def direct_lhs(spec: KernelSpec) -> bool:
     """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
-    return spec.direct or _always_direct(spec)
+    return spec.consumers_copy_lhs or _always_direct(spec)
 
 
 def _always_direct(spec: KernelSpec) -> bool:
@@ -177,7 +179,7 @@ def engine_stages(spec: KernelSpec) -> float:
 def with_k_rules(spec: KernelSpec, k: int) -> KernelSpec:
     """The kernel as it serves a weight of this k best."""
     stages = ceil_div(split_blocks(spec, ceil_div(k, BLOCK_K)), spec.warpgroups_k)
-    return replace(spec, direct=not _always_direct(spec) and stages > engine_stages(spec))
+    return replace(spec, consumers_copy_lhs=not _always_direct(spec) and stages > engine_stages(spec))
 
 
 def prefetch_stages(spec: KernelSpec) -> int:
@@ -189,7 +191,7 @@ def prefetch_stages(spec: KernelSpec) -> int:
         return 0
     budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if spec.block_m <= DIRECT_LHS_TOKENS else 1]
     stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
-    if spec.direct:
+    if spec.consumers_copy_lhs:
         _, tokens = DIRECT_TOKENS[spec.warpgroups_k, spec.ctas_per_sm]
         stages = min(stages, ceil_div(tokens, spec.block_m))
     return stages

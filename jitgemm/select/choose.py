@@ -80,7 +80,7 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
     """Best first. Ties go to the smaller tile, to sums that all splits reduce, then by whether a cluster shares an
     operand: experts' kernels that do, dense ones that do not."""
     shares = -spec.multicast if spec.experts else spec.multicast
-    return us, spec.block_m * spec.block_n, not spec.scatter, shares, spec.halves, spec.label
+    return us, spec.block_m * spec.block_n, not spec.reduce_scatter, shares, spec.token_halves, spec.label
 
 
 def _at_band_end(problem: Problem) -> Problem:
@@ -148,7 +148,7 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
     if spec.sums != "f32" and {"f16": "f16", "parts": "f32"}[spec.sums] != problem.sums:
         raise ValueError(f"kernel: expected one that adds up as the call's sums={problem.sums!r} allows, got {label}")
-    if spec.token_rows and not problem.format.strip_scales:
+    if spec.tokens_as_m and not problem.format.uniform_strip_scale:
         raise ValueError(f"kernel: expected one for weights whose strips do not share scales, got {label}")
     reason = legal.illegal(spec, device)
     if reason is not None:

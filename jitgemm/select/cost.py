@@ -131,7 +131,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     multiply = multiplies * fmt.terms * 2 * STRIP_ROWS * BLOCK_K * spec.wgmma_n / ops_per_cycle
     decode = DECODE_CYCLES * DECODE_TIMES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
-    products = spec.lhs_group and fmt.group_size and not spec.token_rows
+    products = spec.lhs_group and fmt.group_size and not spec.tokens_as_m
     f16 = spec.sums == "f16"
     cycles = PROMOTE_CYCLES[spec.lhs if spec.sums == "f32" else spec.sums] + (
         PROMOTE_CYCLES["e4m3"] if products else 0.0
@@ -144,11 +144,11 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     # codes take longer to decode than to multiply. Else it follows them.
     slow = spec.lhs == "e4m3" and spec.sums == "f32" and fmt.decodes_slowly and fmt.scale_rows and not fmt.zero_point
     if groups > 1:
-        serial += promote / spec.halves
+        serial += promote / spec.token_halves
     elif slow:
-        serial += promote / spec.halves + RECORD_CYCLES / 2 * (spec.halves - 1)
+        serial += promote / spec.token_halves + RECORD_CYCLES / 2 * (spec.token_halves - 1)
     elif promote:
-        serial += promote + RECORD_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
+        serial += promote + RECORD_CYCLES * (spec.token_halves if spec.tokens_as_m else 1) * (spec.token_halves - 1)
     sums = spec.block_m * spec.warpgroups_n
     summed = HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k)
     short = spec.experts > 0 and not spec.shared_weights

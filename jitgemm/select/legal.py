@@ -49,26 +49,26 @@ FEW_STAGE_TOKENS tokens, by warpgroups along k and `_decodes_slowly`. More cost 
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     """Why this kernel cannot run on the device, or would spill badly; None when it can be chosen."""
-    if spec.wgmma_n % spec.halves or spec.wgmma_n // spec.halves not in wgmma_shapes(spec.lhs):
-        return f"wgmma has no N of {spec.wgmma_n}/{spec.halves} for {spec.lhs}"
-    if spec.token_rows and (spec.block_m % (STRIP_ROWS * spec.halves) or spec.warpgroups_k * spec.split_k > 1):
+    if spec.wgmma_n % spec.token_halves or spec.wgmma_n // spec.token_halves not in wgmma_shapes(spec.lhs):
+        return f"wgmma has no N of {spec.wgmma_n}/{spec.token_halves} for {spec.lhs}"
+    if spec.tokens_as_m and (spec.block_m % (STRIP_ROWS * spec.token_halves) or spec.warpgroups_k * spec.split_k > 1):
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
-    if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
+    if spec.tokens_as_m and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
         return "tokens are wgmma's rows only with 8-bit weights in blocks and a scale per 128 k"
     if spec.sums == "f16" and (not spec.format.f16_sums or spec.lhs != "e4m3" or spec.lhs_group):
         return f"sums in f16 are of {F16_OPERANDS}"
-    if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.halves > 1):
+    if spec.sums == "f16" and (spec.warpgroups_k > 1 or spec.token_halves > 1):
         return "with sums in f16 a warpgroup has whole tiles, and records that follow one another"
     parts = spec.lhs == "s8" and spec.format.sums_by_parts and not spec.lhs_group and promote_records(spec) == 1
     if spec.sums == "parts" and not parts:
         return (
             "sums by parts are of int8 with a scale per token, and 4-bit weights of its own order or with zero points"
         )
-    if spec.sums == "parts" and spec.halves > 1:
+    if spec.sums == "parts" and spec.token_halves > 1:
         return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
-    if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
+    if spec.experts and (spec.multicast_rhs > 1 or spec.consumers_copy_lhs):
         return "a grouped kernel shares no weights, and its consumers copy no activations"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
@@ -144,7 +144,7 @@ def _enumerate(
     sums: str = "f32",
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
-    strips, fmt, narrow = fmt.strip_scales and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
+    strips, fmt, narrow = fmt.uniform_strip_scale and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:
@@ -152,9 +152,16 @@ def _enumerate(
         spec = replace(spec, stages=_stages(spec, device))
         yield spec
         least = F16_GROUPED_TOKENS if experts and fmt.scale_rows > 1 else F16_TOKENS
-        if sums == "f16" and block_m >= least and spec.warpgroups_k == spec.halves == 1:
+        if sums == "f16" and block_m >= least and spec.warpgroups_k == spec.token_halves == 1:
             yield replace(spec, sums=sums)
-        if lhs == "s8" and sums == "f32" and not narrow and fmt.sums_by_parts and not lhs_group and spec.halves == 1:
+        if (
+            lhs == "s8"
+            and sums == "f32"
+            and not narrow
+            and fmt.sums_by_parts
+            and not lhs_group
+            and spec.token_halves == 1
+        ):
             yield replace(spec, sums="parts")
 
 
@@ -168,24 +175,24 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
                 ways = _ways_to_sum(block_m, warpgroups_k, split_k)
                 for scatter, ctas in itertools.product(ways, (1, 2) if split_k in paired else (1,)):
                     yield dict(
-                        block_n=64 * warpgroups_n, halves=halves, warpgroups_k=warpgroups_k, split_k=split_k,
-                        scatter=scatter, ctas_per_sm=ctas,
+                        block_n=64 * warpgroups_n, token_halves=halves, warpgroups_k=warpgroups_k, split_k=split_k,
+                        reduce_scatter=scatter, ctas_per_sm=ctas,
                     )  # fmt: skip
     if NARROW_TOKENS < block_m <= 96:
         yield dict(block_n=256)
     if not narrow:
         for halves in (1, 2) if block_m <= 192 else (2,):
-            yield dict(block_n=128, halves=halves)
-            yield dict(block_n=192, halves=halves)
+            yield dict(block_n=128, token_halves=halves)
+            yield dict(block_n=192, token_halves=halves)
         # In one piece, a promotion leaves nothing to multiply while the other CTA is waited for: up to 20 %.
-        yield dict(block_n=128, halves=2, multicast_lhs=2)
-        yield dict(block_n=128, halves=2, multicast_rhs=2)
+        yield dict(block_n=128, token_halves=2, multicast_lhs=2)
+        yield dict(block_n=128, token_halves=2, multicast_rhs=2)
 
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
     """Those of kernels with tokens as wgmma's rows."""
     for block_n in {64: (256,), 128: (64, 128, 192), 192: (128,), 256: (128,)}.get(block_m, ()):
-        yield dict(block_n=block_n, halves=2 if block_m == 256 else 1, token_rows=True)
+        yield dict(block_n=block_n, token_halves=2 if block_m == 256 else 1, tokens_as_m=True)
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -272,19 +279,19 @@ def registers_needed(spec: KernelSpec) -> int:
         if spec.sums == "parts":
             crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
             rest += PARTS_REGISTERS * crowded
-        converts = spec.lhs == "s8" and spec.sums == "f32" and spec.halves == 1 and not spec.token_rows
+        converts = spec.lhs == "s8" and spec.sums == "f32" and spec.token_halves == 1 and not spec.tokens_as_m
         converts = converts and (spec.warpgroups < 4 or fragment_sets(spec) == 1)
         sums += in_flight * (CONVERTED if converts else 1)
-        rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
+        rest += SCALE_REGISTERS if spec.lhs_group and not spec.tokens_as_m else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
         rest += UNPROMOTED_REGISTERS
     if spec.sums == "f32" and not spec.shared_weights:
-        halves = spec.halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
-        exchanged = spec.experts > 0 and spec.scatter and spec.block_m >= EXCHANGED_TOKENS
+        halves = spec.token_halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
+        exchanged = spec.experts > 0 and spec.reduce_scatter and spec.block_m >= EXCHANGED_TOKENS
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
-        corrected = bool(fmt.correction) and spec.halves > 1
+        corrected = bool(fmt.correction) and spec.token_halves > 1
         rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
         crowded = spec.experts > 0 and (spec.split_k > 1 or spec.ctas_per_sm > 1)
         rest += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
@@ -292,8 +299,8 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
     rest += FOUR_ZEROS_REGISTERS if fmt.zero_point and fmt.scale_rows == 4 and spec.sums == "f32" else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
-    rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
-    rest -= TOKEN_ROW_REGISTERS if spec.token_rows else 0
+    rest -= SHARED_REGISTERS if spec.shared_weights and (spec.tokens_as_m or spec.block_m <= SHARED_TOKENS) else 0
+    rest -= TOKEN_ROW_REGISTERS if spec.tokens_as_m else 0
     return round(sums + rest)
 
 

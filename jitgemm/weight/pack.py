@@ -207,7 +207,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
         scale, group_size = _by_row(scale, lead, n, k, group_size)
         group = format_group(k, group_size)
         strips = group == BLOCK and _same_in_strips(scale)
-        format = WeightFormat(group, False, scale_type, lhs, code=typed_code(lhs), strip_scales=strips)
+        format = WeightFormat(group, False, scale_type, lhs, code=typed_code(lhs), uniform_strip_scale=strips)
         packed = pack_codes(q, scale, k=k, format=format)
         return W8Weight(packed.blocks, packed.channel_scale, n, k, group_size, format, row_sum=packed.row_sum)
 

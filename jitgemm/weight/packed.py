@@ -80,8 +80,10 @@ class Weight(WeightBase):
             raise ValueError(f"layout_version: expected {layout.LAYOUT_VERSION}, got {version}; pack the weight again")
         check_sizes(self.n, self.k)
         fmt, group = self.format, format_group(self.k, self.group_size)
-        strips = fmt.strip_scales and group == BLOCK_K
-        if fmt != (expected := replace(fmt, group_size=group, strip_scales=strips)) or type(self) is not kind_of(fmt):
+        strips = fmt.uniform_strip_scale and group == BLOCK_K
+        if fmt != (expected := replace(fmt, group_size=group, uniform_strip_scale=strips)) or type(self) is not kind_of(
+            fmt
+        ):
             raise ValueError(
                 f"format: expected {expected} of {self.bits} bits for group_size {self.group_size}, got {fmt}"
             )

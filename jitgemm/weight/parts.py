@@ -122,7 +122,7 @@ class PackedWeight(NamedTuple):
         # Plain values: hashing a dataclass takes longer.
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.order, fmt.offset, fmt.code,
-            fmt.strip_scales, fmt.correction, self.blocks.device, self.row_sum is None,
+            fmt.uniform_strip_scale, fmt.correction, self.blocks.device, self.row_sum is None,
             None if self.channel_scale is None else self.channel_scale.dtype, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.

@@ -53,7 +53,7 @@ def magic_of(bits: int) -> int:
 def write_meta(layout_version: int, n: int, k: int, group_size: int, format: WeightFormat) -> torch.Tensor:
     """`meta` of a weight, on the CPU."""
     order = CODES[format.code].order(format.order).number
-    numbers = DTYPES[format.scale_type].number, order, format.offset + 2 * format.strip_scales
+    numbers = DTYPES[format.scale_type].number, order, format.offset + 2 * format.uniform_strip_scale
     zero_point = format.zero_point + 2 * ("", *CORRECTION_TYPES).index(format.correction)
     meta = magic_of(format.bits), layout_version, n, k, group_size, zero_point, *numbers
     return torch.tensor(meta, dtype=torch.int64, device="cpu")

@@ -298,7 +298,9 @@ class Format:
         """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
         group, lhs_group = self.group_size if self.group_size < k else 0, 128 if self.lhs_blocks else 0
         if self.bits == 8:
-            weight = WeightFormat(group, False, "fp32", self.lhs, code=typed_code(self.lhs), strip_scales=group > 0)
+            weight = WeightFormat(
+                group, False, "fp32", self.lhs, code=typed_code(self.lhs), uniform_strip_scale=group > 0
+            )
         elif self.mxfp4:
             weight = WeightFormat(group, False, "bf16", "e2m1", code="e2m1")
         elif self.nvfp4:

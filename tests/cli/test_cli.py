@@ -794,7 +794,7 @@ def test_explain_json_names_the_whole_problem(run):
     problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
-        "codes": "e4m3", "offset": True, "bits": 4, "strip_scales": False, "correction": "",
+        "codes": "e4m3", "offset": True, "bits": 4, "uniform_strip_scale": False, "correction": "",
         "out": "fp16", "batch_invariant": True, "experts": 0,
         "lhs_group": 0, "lhs_e8m0": False, "sums": "f32",
     }  # fmt: skip

@@ -20,7 +20,7 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     f = spec.format
     parts = builders.weight_parts(
         seed, n, k, f.group_size, zero_point=f.zero_point or f.correction == "fp16", scale_type=f.scale_type,
-        offset=f.offset or f.correction == "bf16", codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
+        offset=f.offset or f.correction == "bf16", codes=f.order, bits=f.bits, uniform_strip_scale=spec.tokens_as_m,
         correction=bool(f.correction),
     )  # fmt: skip
     if spec.sums == "f16" and f.scale_type == "fp32":

@@ -81,10 +81,12 @@ def test_within_the_bound_for_every_format_and_m(n, k, name, lhs_type):
 def test_a_kernel_for_strips_that_share_scales_is_kept_from_others():
     """By the plan of a call with the one, which the other must not find: both weights have the same shapes."""
     m, n, k = 130, 136, 256
-    strips = builders.weight_parts(1, n, k, codes="e4m3", bits=8, scale_type="fp32", strip_scales=True, device="cuda")
+    strips = builders.weight_parts(
+        1, n, k, codes="e4m3", bits=8, scale_type="fp32", uniform_strip_scale=True, device="cuda"
+    )
     rows = replace(strips, scale=strips.scale * torch.linspace(1, 8, n, device="cuda")[:, None]).packed
     every = legal_kernels("e4m3", strips.packed.format, device_spec("h200"), lhs_group=128)
-    label = next(spec.label for spec in every if spec.token_rows)
+    label = next(spec.label for spec in every if spec.tokens_as_m)
     lhs, out = builders.block_lhs(2, m, k, device="cuda"), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     jitgemm.gemm_w8a8_bf16_nt(lhs, strips.packed, out, kernel=label)
     assert_right(out, lhs, strips.packed, has_rms=False)
@@ -94,8 +96,8 @@ def test_a_kernel_for_strips_that_share_scales_is_kept_from_others():
 
 WAYS = [
     {"split_k": 1, "warpgroups_k": 4}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1},
-    {"scatter": True, "warpgroups_k": 2, "split_k": 2}, {"scatter": True, "split_k": 3}, {"block_n": 256},
-    {"multicast_lhs": 2, "halves": 2}, {"multicast_rhs": 2, "halves": 2}, {"halves": 2, "multicast": 1},
+    {"reduce_scatter": True, "warpgroups_k": 2, "split_k": 2}, {"reduce_scatter": True, "split_k": 3}, {"block_n": 256},
+    {"multicast_lhs": 2, "token_halves": 2}, {"multicast_rhs": 2, "token_halves": 2}, {"token_halves": 2, "multicast": 1},
     {"block_m": 16, "ctas_per_sm": 2}, {"block_m": 24}, {"block_m": 48}, {"block_m": 112}, {"block_m": 160},
 ]  # fmt: skip
 
@@ -123,7 +125,11 @@ def test_consumers_copy_the_first_scales(m, k):
     n = 264
     weight = builders.weight_parts(1, n, k, device="cuda").packed
     problem = Problem(m, n, k, "e4m3", weight.format, lhs_group=128)
-    direct = [c.kernel for c in candidates(problem, device_spec("h200")) if c.kernel.direct or c.kernel.block_m <= 16]
+    direct = [
+        c.kernel
+        for c in candidates(problem, device_spec("h200"))
+        if c.kernel.consumers_copy_lhs or c.kernel.block_m <= 16
+    ]
     lhs = builders.block_lhs(2, m, k, device="cuda")
     for spec in [*direct[:2], *[spec for spec in direct if spec.warpgroups_n > 1][:1]]:
         operands = Gemm(*lhs, None, weight, torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), None)
@@ -192,16 +198,16 @@ def test_batch_invariant_rows():
         assert same_bits(out, whole[:m])
 
 
-@pytest.mark.parametrize("strip_scales", [False, True])
+@pytest.mark.parametrize("uniform_strip_scale", [False, True])
 @pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
-def test_batch_invariant_rows_of_8_bit_weights(lhs_type, strip_scales):
+def test_batch_invariant_rows_of_8_bit_weights(lhs_type, uniform_strip_scale):
     """Where strips share scales, many tokens are wgmma's rows and few are not."""
     most, n, k = 700, 1160, 416
-    form = dict(codes=lhs_type, bits=8, scale_type="fp32", strip_scales=strip_scales)
+    form = dict(codes=lhs_type, bits=8, scale_type="fp32", uniform_strip_scale=uniform_strip_scale)
     weight = builders.weight_parts(1, n, k, **form, device="cuda").packed
     problem = Problem(most, n, k, lhs_type, weight.format, batch_invariant=True, lhs_group=128)
-    assert choose(problem, device_spec("h200")).token_rows == strip_scales
-    assert not choose(replace(problem, m=17), device_spec("h200")).token_rows
+    assert choose(problem, device_spec("h200")).tokens_as_m == uniform_strip_scale
+    assert not choose(replace(problem, m=17), device_spec("h200")).tokens_as_m
     x, x_scale = builders.block_lhs(2, most, k, lhs_type, device="cuda")
     whole = torch.empty(most, n, dtype=torch.bfloat16, device="cuda")
     jitgemm.gemm_w8a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
@@ -252,7 +258,7 @@ TOKEN_ROWS = [
     dict(block_m=64, block_n=256), dict(block_m=64, block_n=192, multicast_rhs=2), dict(block_m=128, block_n=128),
     dict(block_m=128, block_n=128, multicast_lhs=2), dict(block_m=128, block_n=192),
     dict(block_m=128, block_n=192, multicast_rhs=2), dict(block_m=192, block_n=128), dict(block_m=128, block_n=64),
-    dict(block_m=256, block_n=128, halves=2),
+    dict(block_m=256, block_n=128, token_halves=2),
 ]  # fmt: skip
 """Tiles with tokens as wgmma's rows."""
 
@@ -268,7 +274,7 @@ def names_of(shape: dict) -> str:
 def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, shape):
     m, n, k = 213, 456, 1184
     scale_type = "bf16" if scales == "bf16" else "fp32"
-    form = dict(codes=lhs_type, bits=8, scale_type=scale_type, strip_scales=True)
+    form = dict(codes=lhs_type, bits=8, scale_type=scale_type, uniform_strip_scale=True)
     weight = builders.weight_parts(1, n, k, scales="negative", **form, device="cuda").packed
     e8m0 = scales == "e8m0"
     x, x_scale = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")
@@ -276,14 +282,14 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, 
         x_scale = of_every_kind(m, k, column_major=True)
     bias = builders.bias(3, n, device="cuda")
     spec = KernelSpec(
-        lhs_type, weight.format.kernel_format, stages=3, token_rows=True, lhs_group=128, lhs_e8m0=e8m0,
+        lhs_type, weight.format.kernel_format, stages=3, tokens_as_m=True, lhs_group=128, lhs_e8m0=e8m0,
         out=TYPE_NAMES[out], **shape,
     )  # fmt: skip
     assert illegal(spec, device_spec("h200")) is None
     results = []
     for kernel in (
         spec,
-        replace(spec, block_m=64, block_n=64, halves=1, multicast_lhs=1, multicast_rhs=1, token_rows=False),
+        replace(spec, block_m=64, block_n=64, token_halves=1, multicast_lhs=1, multicast_rhs=1, tokens_as_m=False),
     ):
         guarded = Guarded(m, n, dtype=out)
         operands = Gemm(x, x_scale, None, weight, guarded.out, bias)
@@ -320,7 +326,7 @@ def launch_groups_of_token_rows(lhs_type, gathered, shape, n, k, counts, launche
     index = torch.randint(0, rows, (rows + first,), generator=builders.generator(4), dtype=torch.int32).cuda()
     bias = torch.stack([builders.bias(e, n) for e in range(experts)]).cuda()
     spec = KernelSpec(
-        lhs_type, weight.format.kernel_format, stages=3, token_rows=True, lhs_group=128, experts=64, **shape
+        lhs_type, weight.format.kernel_format, stages=3, tokens_as_m=True, lhs_group=128, experts=64, **shape
     )
     assert illegal(spec, device_spec("h200")) is None
     before = torch.full((rows + first + 3, n), 3.0, dtype=torch.bfloat16, device="cuda")
@@ -463,10 +469,10 @@ def test_masked_groups(max_m, layout):
 SPECS = [
     dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
     dict(block_m=16, block_n=64, stages=5, warpgroups_k=4),
-    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, scatter=True, ctas_per_sm=2),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
     dict(block_m=64, block_n=192, stages=4),
     dict(block_m=128, block_n=128, stages=4),
-    dict(block_m=128, block_n=128, halves=2, stages=4),
+    dict(block_m=128, block_n=128, token_halves=2, stages=4),
 ]
 
 

@@ -482,12 +482,12 @@ FEATURES = (
     lambda spec: spec.split_k > 1 and spec.warpgroups_k > 1,
     lambda spec: spec.multicast_lhs > 1,
     lambda spec: spec.multicast_rhs > 1,
-    lambda spec: spec.halves == 2,
+    lambda spec: spec.token_halves == 2,
     lambda spec: spec.split_k == 6,
     lambda spec: spec.split_k == 3,
-    lambda spec: spec.scatter,
+    lambda spec: spec.reduce_scatter,
     lambda spec: spec.warpgroups_k == 4,
-    lambda spec: spec.direct,
+    lambda spec: spec.consumers_copy_lhs,
     lambda spec: spec.warpgroups_n == 3,
     lambda spec: spec.ctas_per_sm == 2,
     lambda spec: True,
@@ -693,7 +693,7 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     x, x_scale = activations(m, k, lhs_name, seed=8)
     plain = KernelSpec(lhs_name, WeightFormat(128, False, "bf16"), block_m=48, block_n=128, stages=5, split_k=2)
     outputs = []
-    for spec in (plain, replace(plain, scatter=True)):
+    for spec in (plain, replace(plain, reduce_scatter=True)):
         guarded = Guarded(m, n)
         operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
         plan = GemmLaunch(operands, spec)

@@ -119,17 +119,17 @@ def test_every_weight_comes_out_exactly(lhs_type, k):
 
 
 WAYS = [
-    {}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1}, {"scatter": True, "warpgroups_k": 2},
-    {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"halves": 2}, {"block_m": 8}, {"block_n": 256}, {"token_rows": True},
+    {}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1}, {"reduce_scatter": True, "warpgroups_k": 2},
+    {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"token_halves": 2}, {"block_m": 8}, {"block_n": 256}, {"tokens_as_m": True},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("lhs_type, bits, way", [
-    each for each in itertools.product(builders.LHS_DTYPES, (4, 8), WAYS) if each[1] == 8 or "token_rows" not in each[2]
+    each for each in itertools.product(builders.LHS_DTYPES, (4, 8), WAYS) if each[1] == 8 or "tokens_as_m" not in each[2]
 ], ids=str)  # fmt: skip
 def test_every_way_through_the_kernel(bits, lhs_type, way):
-    m, n, k, group = 213, 264, 1040, 128 if "token_rows" in way else 0
-    options = {"strip_scales": bits == 8, "scale_type": "fp32"}
+    m, n, k, group = 213, 264, 1040, 128 if "tokens_as_m" in way else 0
+    options = {"uniform_strip_scale": bits == 8, "scale_type": "fp32"}
     rhs = builders.weight_parts(1, n, k, codes=lhs_type, bits=bits, **options, device="cuda").packed
     found = [
         spec for spec in legal_kernels(lhs_type, rhs.format, device_spec("h200"), lhs_group=group)

@@ -617,7 +617,7 @@ def in_new_python(code: str) -> str:
 
 
 def test_packages_of_jitgemm_are_attributes_after_its_import_and_load_no_sooner():
-    names = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
+    names = ("checkpoint", "deep_gemm", "hf", "nn", "sglang", "vllm")
     code = f"""
 import sys, jitgemm
 loaded = [name for name in {names} if "jitgemm." + name in sys.modules]
@@ -631,7 +631,7 @@ for name in {names}:
 
 
 def test_dir_lists_every_public_name_and_package():
-    wanted = {*jitgemm.__all__, "checkpoint", "deep_gemm", "hf", "nn", "vllm", "__version__"}
+    wanted = {*jitgemm.__all__, "checkpoint", "deep_gemm", "hf", "nn", "sglang", "vllm", "__version__"}
     assert wanted <= set(dir(jitgemm))
     assert [name for name in jitgemm.__all__ if not hasattr(jitgemm, name)] == []
 

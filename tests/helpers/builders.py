@@ -93,7 +93,7 @@ def weight_parts(
     offset: bool = False,
     codes: str = "any",
     bits: int = 4,
-    strip_scales: bool = False,
+    uniform_strip_scale: bool = False,
     correction: bool = False,
     device: str = "cpu",
 ) -> WeightParts:
@@ -101,7 +101,7 @@ def weight_parts(
 
     Args:
         bits: 8 for all bytes of the type `codes` but NaN.
-        strip_scales: the rows of a strip share scales.
+        uniform_strip_scale: the rows of a strip share scales.
         correction: zero points or offsets as factors, for int8.
         offset: with offsets of both signs, as large as the scaled codes.
         codes: the order to pack for, as `WeightFormat.order`; "e4m3" has no code -8.
@@ -129,7 +129,7 @@ def weight_parts(
     if scales in ("negative", "mixed"):
         scale = scale * sign
     scale = (scale * size).to(torch_dtype(scale_type))
-    if strip_scales:
+    if uniform_strip_scale:
         scale = scale[::STRIP_ROWS].repeat_interleave(STRIP_ROWS, 0)[:n]
     added = (scale.double() * (torch.rand((n, groups), generator=g) * 16 - 8)).to(scale.dtype) if offset else None
     q, scale, zero, added = (None if tensor is None else tensor.to(device) for tensor in (q, scale, zero, added))

@@ -80,7 +80,7 @@ def test_a_gemm_is_within_its_bound(emulator, label):
 def test_tokens_as_rows_give_the_bits_of_weights_as_rows(emulator, label):
     spec = KernelSpec.from_label(label)
     results = []
-    for kernel in (spec, replace(spec, token_rows=False, block_n=64, block_m=64, halves=1, multicast_lhs=1)):
+    for kernel in (spec, replace(spec, tokens_as_m=False, block_n=64, block_m=64, token_halves=1, multicast_lhs=1)):
         operands = problem(spec, DENSE[label], 200, 544)
         GemmLaunch(operands, kernel).launch(operands)
         results.append(operands.out)
@@ -132,8 +132,8 @@ def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tupl
         parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.order, bits=8) for e in range(len(counts))]
         stacks = (torch.stack([getattr(each, name) for each in parts]) for name in ("q", "scale"))
         q, scale = stacks
-        scale = scale[:, ::128].contiguous() if spec.token_rows else scale
-        weight = jitgemm.pack_w8(q, scale, group_size=None if spec.token_rows else f.group_size)
+        scale = scale[:, ::128].contiguous() if spec.tokens_as_m else scale
+        weight = jitgemm.pack_w8(q, scale, group_size=None if spec.tokens_as_m else f.group_size)
     else:
         weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.order, scale_type=f.scale_type)
     offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)

@@ -27,13 +27,13 @@ TWO_CTAS = {"block_n": 64, "ctas_per_sm": 2}
 
 SPILLING = {
     "52/124/124/16": (
-        KernelSpec("e4m3", E4M3_CHANNEL, block_m=64, stages=8, split_k=2, scatter=True, **TWO_CTAS), (64, 4104, 1280)
+        KernelSpec("e4m3", E4M3_CHANNEL, block_m=64, stages=8, split_k=2, reduce_scatter=True, **TWO_CTAS), (64, 4104, 1280)
     ),
     "16/16/16/24": (
-        KernelSpec("s8", S8_128, block_m=48, stages=9, split_k=2, scatter=True, **TWO_CTAS), (257, 520, 2112)
+        KernelSpec("s8", S8_128, block_m=48, stages=9, split_k=2, reduce_scatter=True, **TWO_CTAS), (257, 520, 2112)
     ),
-    "8/8/8/0": (KernelSpec("s8", S8_64, block_m=48, stages=9, split_k=2, scatter=True, **TWO_CTAS), (112, 1280, 512)),
-    "0/0/0/16": (KernelSpec("s8", S8_32, block_m=48, stages=8, split_k=4, scatter=True, **TWO_CTAS), (96, 768, 5120)),
+    "8/8/8/0": (KernelSpec("s8", S8_64, block_m=48, stages=9, split_k=2, reduce_scatter=True, **TWO_CTAS), (112, 1280, 512)),
+    "0/0/0/16": (KernelSpec("s8", S8_32, block_m=48, stages=8, split_k=4, reduce_scatter=True, **TWO_CTAS), (96, 768, 5120)),
 }  # fmt: skip
 cases = pytest.mark.parametrize(("spec", "sizes"), SPILLING.values(), ids=SPILLING)
 

@@ -325,7 +325,7 @@ def test_scales_that_the_merged_strips_do_not_share_are_refused():
     rows = W8A8Linear(jitgemm.pack_w8(q, 0.01 * (1 + torch.arange(384).reshape(192, 2))))
     fuse_(model)
     (run,) = model.model.layers[0].post_attention_layernorm.joint.runs
-    assert run.weight.format.strip_scales
+    assert run.weight.format.uniform_strip_scale
     exact = logits(model)
     with pytest.raises(RuntimeError, match="gate_proj.meta: expected one scale for every 64 rows, .*; call .*unfuse_"):
         model.load_state_dict({f"model.layers.0.{GATE}.{name}": x for name, x in rows.state_dict().items()}, False)

@@ -28,7 +28,7 @@ H200 = DEVICES["h200"]
 SPILLS = [
     KernelSpec(
         lhs, WeightFormat(group, True, "fp32"), block_m, 64, stages,
-        split_k=split_k, scatter=split_k > 1, ctas_per_sm=2,
+        split_k=split_k, reduce_scatter=split_k > 1, ctas_per_sm=2,
     )
     for lhs, group, block_m, split_k, stages in (
         ("e4m3", 0, 64, 2, 8), ("s8", 128, 48, 2, 9), ("s8", 64, 48, 2, 9), ("s8", 32, 48, 4, 8), ("s8", 32, 48, 1, 9),
@@ -55,7 +55,7 @@ def test_kernels_that_spill_a_little_are_built_and_none_that_is_chosen_spills_ba
 def test_it_takes_a_sample_of_what_is_near_the_limit_on_either_side(name, scale):
     found = sample(parse_format(name), scale, "bf16", H200, 24, 60, 1)
     assert found == sample(parse_format(name), scale, "bf16", H200, 24, 60, 1)
-    assert any(spec.direct for spec in found) and {True, False} == set(found.values())
+    assert any(spec.consumers_copy_lhs for spec in found) and {True, False} == set(found.values())
     for spec, legal in found.items():
         spare = spec.consumer_registers - registers_needed(spec)
         assert abs(spare) <= 24 and (spare >= 0) == legal == (illegal(spec, H200) is None)
@@ -63,7 +63,7 @@ def test_it_takes_a_sample_of_what_is_near_the_limit_on_either_side(name, scale)
 
 
 def test_a_hopeless_kernel_is_refused_and_the_compiler_agrees():
-    hopeless = KernelSpec("s8", WeightFormat(0, False, "fp32", "s8"), 224, 192, 3, halves=2)
+    hopeless = KernelSpec("s8", WeightFormat(0, False, "fp32", "s8"), 224, 192, 3, token_halves=2)
     assert "registers" in illegal(hopeless, H200)
     (built,) = build_all({hopeless: False}, 1)
     assert built.badly

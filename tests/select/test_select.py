@@ -88,7 +88,7 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
     """The limits of the hardware, written out apart from the selector's own rules."""
     # Tile and wgmma shape.
     assert spec.block_n % 64 == 0 and 1 <= spec.warpgroups <= 4 and spec.threads <= 1024
-    assert spec.halves in (1, 2) and spec.block_m // spec.halves in wgmma_shapes(spec.lhs)
+    assert spec.token_halves in (1, 2) and spec.block_m // spec.token_halves in wgmma_shapes(spec.lhs)
     # Shared memory: of one CTA, and of all that are to share an SM (each costs 1 KiB of the system's).
     assert spec.stages >= 2
     assert smem_bytes(spec) <= device.smem_per_block
@@ -98,9 +98,8 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
     assert spec.entry_registers <= 255 and spec.ctas_per_sm * spec.threads * allocated <= REGISTERS_PER_SM
     if spec.warpgroups > 1:
         assert spec.entry_registers % 8 == 0 == spec.consumer_registers % 8 and 24 <= spec.consumer_registers <= 256
-        assert PRODUCER_REGISTERS <= spec.producer_registers <= spec.entry_registers
-        held = 128 * (spec.warpgroups * spec.consumer_registers + spec.producer_registers)
-        assert held <= spec.threads * spec.entry_registers
+        left = spec.threads * spec.entry_registers - 128 * spec.warpgroups * spec.consumer_registers
+        assert PRODUCER_REGISTERS * 128 <= left
     assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
     # Clusters.
     assert spec.cluster_size in (1, 2, 3, 4, 5, 6) and (spec.multicast == 1 or spec.split_k == 1)
@@ -207,7 +206,7 @@ def test_a_kernel_s_label_is_read_again(lhs):
         for experts, out in ((0, "bf16"), (0, "fp32"), (256, "fp16")):
             for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::97]:
                 assert KernelSpec.from_label(spec.label) == spec
-                both = replace(spec, direct=True, debug=True)
+                both = replace(spec, consumers_copy_lhs=True, debug=True)
                 assert KernelSpec.from_label(both.label) == both
 
 
@@ -396,7 +395,7 @@ def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
     assert all(math.isfinite(time) and time > 0 for time in times)
     assert all(math.isfinite(us) and us >= 0 for candidate in found for us in candidate.terms.values())
     assert found[0].kernel == choose(problem, device)
-    assert {replace(candidate.kernel, direct=False) for candidate in found} <= set(
+    assert {replace(candidate.kernel, consumers_copy_lhs=False) for candidate in found} <= set(
         legal_kernels(problem.lhs, problem.format, device, problem.out)
     )
 
@@ -436,7 +435,7 @@ def test_8_bit_weights_make_no_room_for_wider_tiles():
     """Those of 3 warpgroups and 144 tokens, and of 224 tokens, spilled up to 500 bytes."""
     device, fmt = DEVICES["h200"], WeightFormat(128, False, "fp32", "e4m3", code="e4m3")
     wide = KernelSpec("e4m3", fmt, 144, 192, 3)
-    for spec in (wide, replace(wide, block_m=224, block_n=128, halves=2)):
+    for spec in (wide, replace(wide, block_m=224, block_n=128, token_halves=2)):
         assert "registers" in illegal(spec, device)
     assert illegal(replace(wide, block_m=128), device) is None
 
@@ -498,7 +497,7 @@ def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
     split = {"warpgroups_k": warpgroups_k, "split_k": split_k}
     spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, **split)
     assert slice_tokens(spec) == block_m
-    share = slice_tokens(replace(spec, scatter=True))
+    share = slice_tokens(replace(spec, reduce_scatter=True))
     splits = split_k * warpgroups_k
     assert share % 8 == 0 and block_m % share == 0 and block_m // share <= splits
     # As short as that allows.
@@ -525,7 +524,7 @@ def test_dense_kernels_share_either_operand_in_halves(lhs):
     for format in FORMATS_OF[lhs]:
         shared = {spec for spec in legal_kernels(lhs, format, DEVICES["h200"]) if spec.multicast > 1}
         assert {(spec.multicast_lhs, spec.multicast_rhs) for spec in shared} == {(1, 2), (2, 1)}
-        assert all(spec.halves == 2 and spec.block_m > legal.NARROW_TOKENS for spec in shared)
+        assert all(spec.token_halves == 2 and spec.block_m > legal.NARROW_TOKENS for spec in shared)
 
 
 @relaxed

@@ -57,7 +57,9 @@ def test_every_grouped_problem_gets_a_legal_kernel_whose_table_holds_its_experts
     assert_legal(spec, device)
     assert illegal(spec, device) is None
     assert spec.experts in TABLE_SIZES and problem.experts <= spec.experts
-    assert spec.multicast_rhs == 1 and not spec.direct and not direct_lhs(spec) and prefetch_stages(spec) == 0
+    assert (
+        spec.multicast_rhs == 1 and not spec.consumers_copy_lhs and not direct_lhs(spec) and prefetch_stages(spec) == 0
+    )
     assert (spec.lhs, spec.out) == (problem.lhs, problem.out)
 
 
@@ -88,7 +90,7 @@ def test_a_table_takes_12_bytes_an_expert():
         assert smem_bytes(replace(dense, experts=table)) == smem_bytes(dense) + 12 * table
 
 
-@pytest.mark.parametrize("change", [{"multicast_rhs": 2}, {"direct": True}], ids=str)
+@pytest.mark.parametrize("change", [{"multicast_rhs": 2}, {"consumers_copy_lhs": True}], ids=str)
 def test_a_grouped_kernel_that_shares_weights_or_copies_directly_is_refused_with_the_reason(change):
     legal = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=64)
     assert illegal(legal, H200) is None

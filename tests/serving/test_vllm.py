@@ -376,7 +376,7 @@ def test_layers_that_the_config_leaves_out_stay():
 
 
 @pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4", "FP8_PB_WO"])
-def test_modelopts_config_beside_the_files_is_read(monkeypatch, quantization):
+def test_modelopts_config_of_folder_the_files_is_read(monkeypatch, quantization):
     """hf_quant_config.json, as vLLM hands it over."""
     said = {"quant_algo": quantization, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "m.*.gate*"]}
     given = {"producer": {"name": "modelopt"}, "quantization": said, "quant_method": "modelopt"}

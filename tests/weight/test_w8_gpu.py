@@ -64,7 +64,7 @@ class Case:
         group = 128 if self.group == BLOCK else self.group
         group = group if group < self.k else 0
         strips = self.group == BLOCK and group > 0
-        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), strip_scales=strips)
+        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), uniform_strip_scale=strips)
         return Problem(self.m, self.n, self.k, self.lhs, format, self.out)
 
     def operands(self) -> tuple[tuple, jitgemm.W8Weight, torch.Tensor | None]:
@@ -364,9 +364,9 @@ def test_blocks_of_rows_with_masks(max_m, lhs_name):
     [
         dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
         dict(block_m=16, block_n=256, stages=4),
-        dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, scatter=True, ctas_per_sm=2),
+        dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
         dict(block_m=64, block_n=128, stages=4),
-        dict(block_m=128, block_n=128, halves=2, stages=4),
+        dict(block_m=128, block_n=128, token_halves=2, stages=4),
     ],
     ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()),
 )

@@ -11,7 +11,7 @@ struct Defaults {
     static constexpr RealType kOutType = kBf16;
     static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kMulticastRhs = 1, kCtasPerSm = 1;
     static constexpr u32 kExperts = 0, kLhsGroup = 0;
-    static constexpr bool kScatter = false, kTokenRows = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
+    static constexpr bool kScatter = false, kTokensAsM = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
     static constexpr bool kF16Sums = false, kByParts = false, kCorrects = false;
     // Rules by measurement, jitgemm/kernel/tactics.py.
     static constexpr u32 kInFlight = 1, kFragmentSets = 2, kPromoteRecords = 1, kWidths = 1;
@@ -21,19 +21,19 @@ struct Defaults {
 template <typename Chosen>
 struct Derived : Chosen {
     static constexpr u32 kBlockN = kStripRows * Chosen::kStrips;
-    static constexpr u32 kWarpgroupsM = Chosen::kTokenRows ? Chosen::kBlockM / (kStripRows * Chosen::kHalves) : 1;
+    static constexpr u32 kWarpgroupsM = Chosen::kTokensAsM ? Chosen::kBlockM / (kStripRows * Chosen::kHalves) : 1;
     // Where rows are tokens, a warpgroup takes all rows of n, or half of 256 in tiles of 64 tokens.
     static constexpr bool kHalfOfColumns = Chosen::kBlockM == 64 && Chosen::kStrips == 4;
-    static constexpr u32 kWarpgroupsN = !Chosen::kTokenRows ? Chosen::kStrips : kHalfOfColumns ? 2 : 1;
+    static constexpr u32 kWarpgroupsN = !Chosen::kTokensAsM ? Chosen::kStrips : kHalfOfColumns ? 2 : 1;
     // wgmma's N over all halves, and a thread's sums.
-    static constexpr u32 kFullN = Chosen::kTokenRows ? Chosen::kHalves * kBlockN / kWarpgroupsN : Chosen::kBlockM;
+    static constexpr u32 kFullN = Chosen::kTokensAsM ? Chosen::kHalves * kBlockN / kWarpgroupsN : Chosen::kBlockM;
     static constexpr u32 kSums = kFullN / 2;
     // Whether the epilogue multiplies by a number of each row: of f16 sums that is 2^E, by which scales are divided.
     static constexpr bool kRowScales = Chosen::kGroupSize == 0 || Chosen::kF16Sums;
 
     // Tokens that one split of k reduces and stores: all, or with a scatter multiples of 8, as many for each.
     static constexpr u32 slice() {
-        if (Chosen::kTokenRows) return jitgemm::kTokenRows;
+        if (Chosen::kTokensAsM) return kTokensOfHalf;
         if (!Chosen::kScatter) return Chosen::kBlockM;
         const u32 eights = Chosen::kBlockM / 8;
         u32 size = ceil_div(eights, Chosen::kSplitK * Chosen::kWarpgroupsK);

@@ -238,7 +238,7 @@ __device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSum
     const u32 panel = consumer.shared.out(position.warpgroup);
     if (stores<Config>(position)) store_wait_read();
     warpgroup_sync(position.warpgroup);  // the panels are free, the bias is there
-    constexpr u32 kPanelBytes = kTokenRows * kSwizzledRow;
+    constexpr u32 kPanelBytes = kTokensOfHalf * kSwizzledRow;
     const u32 biases = consumer.shared.terms(position.warpgroup) + position.lane % 4 * 8;
 #pragma unroll
     for (u32 first = 0; first < kSums / 4; first += 2) {  // matrices of 8 columns, two at a time

@@ -1,6 +1,6 @@
 // The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A,
 // decoded from shared memory into registers (64 rows of n), activations its B, read from shared memory
-// (block_m tokens). With kTokenRows, for 8-bit weights in shared memory, they are not: 64 tokens of each warpgroup are
+// (block_m tokens). With kTokensAsM, for 8-bit weights in shared memory, they are not: 64 tokens of each warpgroup are
 // its A, the tile's weights its B.
 //
 //     producer warp                         consumer warpgroups
@@ -72,14 +72,14 @@ __device__ __forceinline__ void consume(const Args& args, const Maps& maps, cons
                 if (Config::kSplitK > 1 && position.thread == 0)
                     barrier_expect_bytes(shared.slice_full(position.warpgroup),
                                          (Config::kSplitK - 1) * Shared<Config>::kSlot);
-                if constexpr (Config::kTokenRows) store_biases(args, shared, position, tile);
+                if constexpr (Config::kTokensAsM) store_biases(args, shared, position, tile);
                 else copy_factors(args, shared, position, tile);
             }
             if (copying) ActivationCopies<Config>::wait(position);
         });
         sums.take(acc);
 
-        if constexpr (Config::kTokenRows) {
+        if constexpr (Config::kTokensAsM) {
             store_token_rows(acc, consumer, tile);
         } else {
             if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups(acc, consumer, parity);

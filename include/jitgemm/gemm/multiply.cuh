@@ -22,7 +22,7 @@
 //     row     16 w + l / 4 + 8   i = 2, 3     6, 7    10, 11  ...
 //     column  2 (l % 4) + 0, 1          + 0      + 8     + 16 ...
 //
-// Rows are rows of n and columns tokens; where tokens are wgmma's rows (kTokenRows), the other way round. Halves follow
+// Rows are rows of n and columns tokens; where tokens are wgmma's rows (kTokensAsM), the other way round. Halves follow
 // one another: a thread's sums of the tile are [half][i]. Sums in f16 are pairs, 2 i and 2 i + 1 in register i.
 #pragma once
 #include <jitgemm/gemm/ahead.cuh>
@@ -46,11 +46,11 @@ struct Policies {
     static constexpr bool kTwo = Config::Codec::kTerms == 2;
     using Decoded = typename Choose<kTwo, TwoTermWeights<Config>, RegisterWeights<Config>>::Type;
     using Weights = typename Choose<kShared, SharedWeights<Config>, Decoded>::Type;
-    using Operand = typename Choose<Config::kTokenRows, TokensAsRows<Config>, Weights>::Type;
+    using Operand = typename Choose<Config::kTokensAsM, TokensAsRows<Config>, Weights>::Type;
     using OfRow32 = typename Choose<Config::kByParts, PartsScaling<Config, kTokens>, RowScaling<Config, kTokens>>::Type;
     using OfRow = typename Choose<Config::kF16Sums, F16Scaling<Config, kTokens>, OfRow32>::Type;
     using OfRows = typename Choose<(Config::kLhsGroup > 0), RowTokenScaling<Config, kTokens>, OfRow>::Type;
-    using Scaled = typename Choose<Config::kTokenRows, StripTokenScaling<Config, kTokens>, OfRows>::Type;
+    using Scaled = typename Choose<Config::kTokensAsM, StripTokenScaling<Config, kTokens>, OfRows>::Type;
     using Scaling = typename Choose<Config::kPromoteRecords == 0, NoScaling<Config, kTokens>, Scaled>::Type;
 };
 
@@ -106,7 +106,7 @@ struct Multiplier {
     using Scaling = typename Policies<Config, kTokens>::Scaling;
     using Sums = TileSums<Config>;
     static constexpr u32 kUnits = Unit<Config>::kCount;
-    static_assert(kInFlight % kHalves == 0 || (Config::kTokenRows && kInFlight == 1), "every half in flight, or one");
+    static_assert(kInFlight % kHalves == 0 || (Config::kTokensAsM && kInFlight == 1), "every half in flight, or one");
     // Whether multiplies start so many units ahead over the ends of records, see multiply_ahead().
     static constexpr bool kAhead = Config::kF16Sums && kInFlight == 2;
     static_assert(kAhead || kInFlight <= kUnits, "no more in flight than there are");
@@ -134,7 +134,7 @@ struct Multiplier {
         for (u32 s = 0; s < Unit<Config>::kSteps / Operand::kParts; ++s) {
             const u32 step = unit.chunk * Unit<Config>::kSteps + s;
             const bool accumulate = Config::kByParts || s > 0 || kPlace == Place::kLast || (kPlace == Place::kInTile && summed > 0);
-            constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
+            constexpr u32 kRows = Config::kTokensAsM ? kTokensOfHalf : kTokens;
             const u64 tokens = descriptor + unit.half * (kRows * kSwizzledRow >> 4) + step * 2;
             operand.template issue<Wgmma>(sums, unit, step, tokens, accumulate);
         }
@@ -230,7 +230,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
         const u32 stage = ring.stage;
         const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
         // Halves of token rows have few stages: the next is waited for when this one's is on its way again.
-        constexpr bool kAdvancesLast = Config::kTokenRows && Config::kHalves == 2;
+        constexpr bool kAdvancesLast = Config::kTokensAsM && Config::kHalves == 2;
         multiplier.template start<kPlace>(current, descriptor);
         if constexpr (!kAdvancesLast) advance(next, last, load_next);
         Scaling scaling(shared, position, stage, block, last ? kNoStage : ring.stage);

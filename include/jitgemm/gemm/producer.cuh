@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_weights(const Source<Config>& source, const
             for (u32 j = 0; j < blocks; ++j)
                 copy(shared.record(stage, i, j), records + j * Record<Config>::kBytes, Record<Config>::kBytes);
         }
-        if constexpr (Config::kTokenRows)
+        if constexpr (Config::kTokensAsM)
             copy(shared.strip_scale(stage, i), records + Record<Config>::kScales, Shared<Config>::kStripScale);
     }
 }

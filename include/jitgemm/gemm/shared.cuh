@@ -3,19 +3,19 @@
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
 //                    out      [reducers][slice][64 columns]                rows of 128 B a token, 128-byte swizzle;
-//                                                                          kTokenRows: for each strip
+//                                                                          kTokensAsM: for each strip
 //     64-aligned     records  [stages][strips][warpgroups_k][record]       1024-aligned where wgmma reads them;
-//                                                                          kTokenRows: only their codes, so that strips
+//                                                                          kTokensAsM: only their codes, so that strips
 //                                                                          follow one another as one operand
 //                    slots    [reducers][warpgroups_k - 1][span / 8][128 threads][4] fp32 sums of the CTA's other
 //                             warpgroups along k and, for each reducer behind them, [split_k - 1][slice / 8][128][4] of
 //                             the other CTAs
 //                    blocks   [stages][warpgroups_k][block_m] fp32         scales per token and 128 k (kLhsGroup), or
 //                             words of packed exponents (kLhsE8m0), or
-//                    strips   [stages][strips][32 B]                       the first of a record's scales (kTokenRows)
+//                    strips   [stages][strips][32 B]                       the first of a record's scales (kTokensAsM)
 //                    scales   [reducers][slice] fp32                       per-token scales
 //                    terms    [reducers][3][64] fp32                       scale, bias and sum of each row of n;
-//                             [reducers][columns]                          kTokenRows: their bias
+//                             [reducers][columns]                          kTokensAsM: their bias
 //                    barriers full[stages] empty[stages]
 //                             span_full[reducers] span_empty[warpgroups]   where warpgroups split k
 //                             slice_full[reducers] slice_empty[reducers]   where CTAs do
@@ -38,12 +38,12 @@ struct Shared {
     static constexpr u32 kMulticast = Config::kMulticastLhs * Config::kMulticastRhs;  // CTAs that share an operand
     static_assert(Config::kMulticastLhs == 1 || Config::kMulticastRhs == 1, "a cluster shares one operand");
     // Where rows are tokens, a warpgroup stores its halves one after the other.
-    static constexpr u32 kSlices = Config::kTokenRows ? 1 : Config::kBlockM / Config::kSliceTokens;
+    static constexpr u32 kSlices = Config::kTokensAsM ? 1 : Config::kBlockM / Config::kSliceTokens;
     static constexpr u32 kSpans = ceil_div(kSlices, Config::kSplitK);
     static constexpr u32 kSpanTokens = Config::kSliceTokens * smaller(Config::kSplitK, kSlices);
     static constexpr u32 kReducers = kSpans * Config::kWarpgroupsN * Config::kWarpgroupsM;
     static_assert(Config::kSliceTokens * kSlices *
-                              (Config::kTokenRows ? Config::kWarpgroupsM * Config::kHalves : 1) ==
+                              (Config::kTokensAsM ? Config::kWarpgroupsM * Config::kHalves : 1) ==
                           Config::kBlockM &&
                       kSpans <= Config::kWarpgroupsK,
                   "slices cover the tile");
@@ -54,14 +54,14 @@ struct Shared {
     static constexpr u32 kOutPanel =
         Config::kSliceTokens * kStripsOfWarpgroup * kStripRows * real_bytes(Config::kOutType);
     // What of a record lies together.
-    static constexpr u32 kRecordBytes = Config::kTokenRows ? Record<Config>::kScales : Record<Config>::kBytes;
+    static constexpr u32 kRecordBytes = Config::kTokensAsM ? Record<Config>::kScales : Record<Config>::kBytes;
     static constexpr u32 kRecord = Config::Codec::kSharedWeights ? ceil_div(kRecordBytes, 1024) * 1024 : kRecordBytes;
     static constexpr u32 kRecordColumn = Config::kWarpgroupsK * kRecord;
     static constexpr u32 kRecordStage = Config::kStrips * kRecordColumn;
-    static constexpr u32 kStripScale = Config::kTokenRows ? 32 : 0;  // two CTAs that share it copy 16 bytes each
+    static constexpr u32 kStripScale = Config::kTokensAsM ? 32 : 0;  // two CTAs that share it copy 16 bytes each
     static constexpr u32 kSlot = Config::kSliceTokens * kStripRows * 4;
     static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
-    static constexpr u32 kTermsBytes = (Config::kTokenRows ? kStripsOfWarpgroup : 3) * kStripRows * 4;
+    static constexpr u32 kTermsBytes = (Config::kTokensAsM ? kStripsOfWarpgroup : 3) * kStripRows * 4;
     static constexpr u32 kBlockScalesTile = Config::kLhsGroup ? Config::kBlockM * 4 : 0;
     static constexpr u32 kScalesTile = Config::kLhsGroup ? 0 : Config::kSliceTokens * 4;
     static constexpr u32 kLanesThatCopy = Config::kLhsGroup ? 32 : 0;  // and count on a stage's barrier

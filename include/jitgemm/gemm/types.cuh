@@ -6,7 +6,7 @@ namespace jitgemm {
 
 constexpr u32 kBlockK = 128;     // k of a weight record, and bytes of a swizzled row of activations
 constexpr u32 kStripRows = 64;   // rows of n of a weight record: wgmma's M
-constexpr u32 kTokenRows = 64;   // tokens of a warpgroup's half where they are wgmma's M (Config::kTokenRows)
+constexpr u32 kTokensOfHalf = 64; // tokens of a warpgroup's half where they are wgmma's M (Config::kTokensAsM)
 constexpr u32 kSwizzledRow = 128;  // bytes of a row of shared memory with the 128-byte swizzle
 constexpr u32 kSwizzleRows = 8;  // after so many rows the swizzle repeats
 constexpr u32 kWarpgroup = 128;  // threads
@@ -68,7 +68,7 @@ struct Position {
 // The first of the tile's tokens that a half of the warpgroup has where they are wgmma's M.
 template <typename Config>
 __device__ __forceinline__ u32 first_token_row(const Position& position, u32 half) {
-    return (position.along_m * Config::kHalves + half) * kTokenRows;
+    return (position.along_m * Config::kHalves + half) * kTokensOfHalf;
 }
 
 }  // namespace jitgemm

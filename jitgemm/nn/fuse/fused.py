@@ -90,7 +90,7 @@ class ProjectionView(Fused, PackedLinear):
                     f"{prefix}meta: expected codes in the order {merged.order!r}, got {found.order!r}; {UNFUSE}"
                 )
                 return
-            if merged.strip_scales and not found.strip_scales:
+            if merged.uniform_strip_scale and not found.uniform_strip_scale:
                 expected = "expected one scale for every 64 rows, as the merged weight has"
                 error_msgs.append(f"{prefix}meta: {expected}, got several; {UNFUSE}")
                 return
@@ -303,10 +303,10 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     first = formats[0]
     zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
     order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
-    strips = all(each.strip_scales for each in formats)
+    strips = all(each.uniform_strip_scale for each in formats)
     if first.powers:  # packed together, they get the fewest scales that hold all
         return replace(first, group_size=min((each.group_size for each in formats if each.group_size), default=0))
-    return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
+    return replace(first, zero_point=zero_point, order=order, uniform_strip_scale=strips)
 
 
 def _in_order(weight: Weight, order: str) -> Weight:

@@ -133,7 +133,7 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: Exp
     if source is not None:
         for part, projection in enumerate(source.projections):
             for e, layers in enumerate(projection):
-                for layer, rows in zip(layers, _rows_of(layout, part, len(layers)), strict=True):
+                for layer, rows in zip(layers, _rows_of(layout, len(layers)), strict=True):
                     (tensor,) = checkpoint.rows(f"{layer.prefix}{_WEIGHT}").sources
                     own = _layer_name(tensor)
                     places.layers[own] = [Piece(name, rows, part, e)]
@@ -149,7 +149,7 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: Exp
         written = []
         for e in range(layout.experts):
             children = _PROJECTIONS[layout.gate.inputs][part]
-            for child, rows in zip(children, _rows_of(layout, part, len(children)), strict=True):
+            for child, rows in zip(children, _rows_of(layout, len(children)), strict=True):
                 written.append(f"{above}{e}.{child}")
                 places.layers[written[-1]] = [Piece(name, rows, part, e)]
         places.instead[tensor] = written
@@ -159,7 +159,7 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: Exp
             places.with_bias.update(written)
 
 
-def _rows_of(layout: ExpertsLayout, part: int, count: int) -> list[slice]:
+def _rows_of(layout: ExpertsLayout, count: int) -> list[slice]:
     """Which rows of a projection are its layers'. Gate and up are written apart, whatever order the model has."""
     if count == 1:
         return [slice(None)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.files import Checkpoint, config_beside
+from jitgemm.checkpoint.files import Checkpoint, config_of_folder
 from jitgemm.checkpoint.writing import Stored, stored_in
 from jitgemm.nn.report import some
 
@@ -58,7 +58,7 @@ def source_of(folder: Path) -> Source:
         hint = "a model of the hub is fetched by: hf download NAME --local-dir FOLDER"
         raise FileNotFoundError(f"{folder}: expected a model's folder, found no config.json in it; {hint}")
     config = json.loads(path.read_text(encoding="utf-8"))
-    if (quantised := config_beside(folder)) is not None:
+    if (quantised := config_of_folder(folder)) is not None:
         method = quantised.get("quant_method") or quantised.get("quant_algo") or "another library"
         raise ValueError(f"{folder}: expected a model in floats, got one that {method} quantised")
     checkpoint = Checkpoint(folder)

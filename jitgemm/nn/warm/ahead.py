@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jitgemm.checkpoint.files import Checkpoint, config_beside
+from jitgemm.checkpoint.files import Checkpoint, config_of_folder
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.fuse.fuse import block_lists, fuse_
@@ -126,7 +126,7 @@ def models_ahead(
     """
     if not Path(folder).exists():
         raise ValueError(f"folder: expected a model's folder that is here, found none at {folder}")
-    config, files = config_beside(Path(folder)), any(Path(folder).glob("*.safetensors"))
+    config, files = config_of_folder(Path(folder)), any(Path(folder).glob("*.safetensors"))
     if config and not files:
         raise ValueError(
             f"{folder}: expected the safetensors files of a model that is quantised already, as its config "

@@ -171,7 +171,7 @@ def _tells(layer: LayerSource, format: WeightFormat) -> bool:
         not format.complete
         or format.correction
         or (format.powers and format.exponents)
-        or (format.strip_scales and by_row)
+        or (format.uniform_strip_scale and by_row)
     ):
         return False
     zeros = [each.dtype for suffix, each in tensors.items() if "zero" in suffix]
