@@ -258,7 +258,7 @@ def engines(labels: dict[str, str], document: Document) -> str:
     columns = ("step_us_1", "step_us_16", "step_us_64", "prefill_tokens_s")
     rows = [
         [SERVED_MODELS[row["model"]], labels[row["quant"]], *(f"{row[key]:,}" for key in columns)]
-        for row in document["rows"]
+        for row in sorted(document["rows"], key=lambda row: list(SERVED_MODELS).index(row.get("model", "llama8b")))
         if all(key in row for key in columns)
     ]
     return _rows(["model", "engine", "1 sequence", "16", "64", "prefill, tokens/s"], rows)
@@ -383,6 +383,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "simulated": ("parallel_h200", simulated),
     "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
     "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
+    "sglang-experts": ("sglang_h100", partial(engines, SGLANG_ENGINES)),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
