@@ -27,7 +27,10 @@ app = common.command_line()
 RESULTS = ROOT / "docs" / "performance"
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / page for page in ("performance.md", "moe.md", "choosing.md", "parallel.md", "vllm.md")),
+    *(
+        ROOT / "docs" / page
+        for page in ("performance.md", "moe.md", "choosing.md", "parallel.md", "vllm.md", "sglang.md")
+    ),
 )
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ def whole_layers(columns: dict[str, str], document: Document) -> str:
     return _rows(["model", "tokens", *columns.values()], rows)
 
 
-VLLM_MODELS = {
+SERVED_MODELS = {
     "llama8b": "Llama-3-8B", "gpt-oss-120b": "gpt-oss-120b, MXFP4", "v4-flash-moe": "DeepSeek-V4-Flash's experts, MXFP4",
     "qwen3-30b": "Qwen3-30B-A3B",
 }  # fmt: skip
@@ -243,12 +246,19 @@ VLLM_ENGINES = {
 }  # fmt: skip
 
 
-def engines(document: Document) -> str:
+SGLANG_ENGINES = {
+    "bf16": "bf16", "fp8": "FP8", "jitgemm": "jitgemm", "jitgemm-w4a8": "jitgemm",
+    'jitgemm:{"sums": "f16"}': "jitgemm, sums in f16", "sglang": "SGLang's choice",
+    "w4a8": "SGLang's CUTLASS W4A8, linears in bf16",
+}  # fmt: skip
+
+
+def engines(labels: dict[str, str], document: Document) -> str:
     """A line a model and engine: microseconds a decode step by sequences, and tokens a second of prefill."""
     columns = ("step_us_1", "step_us_16", "step_us_64", "prefill_tokens_s")
     rows = [
-        [VLLM_MODELS[row["model"]], VLLM_ENGINES[row["quant"]], *(f"{row[key]:,}" for key in columns)]
-        for row in document["rows"]
+        [SERVED_MODELS[row["model"]], labels[row["quant"]], *(f"{row[key]:,}" for key in columns)]
+        for row in sorted(document["rows"], key=lambda row: list(SERVED_MODELS).index(row.get("model", "llama8b")))
         if all(key in row for key in columns)
     ]
     return _rows(["model", "engine", "1 sequence", "16", "64", "prefill, tokens/s"], rows)
@@ -371,7 +381,9 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us": "collectives",
                   "nvlink_us": "nvlink", "any_us": "any number"})),
     "simulated": ("experts_h100", simulated),
-    "vllm": ("vllm_h200", engines),
+    "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
+    "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
+    "sglang-experts": ("sglang_h100", partial(engines, SGLANG_ENGINES)),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -437,6 +449,26 @@ def measure(
         failed += [name] if code else []
     if failed:
         raise OSError(f"not measured: {', '.join(failed)}")
+
+
+@app.command()
+@common.guarded
+def collect(
+    lines: Annotated[
+        Path, typer.Argument(metavar="RESULTS.jsonl", help="Of scripts/vllm_engine.py or sglang_engine.py.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.json", help="A file of results, as in docs/performance.")],
+) -> None:
+    """Write a table's file of results from the rows that a run of an engine's script appended; needs no GPU."""
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    runs = [(row.pop("date"), {"device": row.pop("device"), "commit": row.pop("commit")}) for row in rows]
+    if any(run != runs[0] for run in runs):
+        raise ValueError(f"{lines}: expected rows of one date, device and commit, got {runs}")
+    versions: dict[str, str] = {}
+    for row in rows:
+        versions |= row.pop("versions", {})
+    date, environment = runs[0]
+    out.write_text(json.dumps({"date": date, "environment": environment | versions, "rows": rows}, indent=1) + "\n")
 
 
 @app.command()

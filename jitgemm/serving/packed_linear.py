@@ -14,6 +14,18 @@ from jitgemm.serving.matrix import CHILD, Matrix, Packing
 from jitgemm.serving.saved import SavedMatrix
 
 
+class PackedHead:
+    """The output layer in 8 bits, quantised once it is loaded, or packed in the files; a tied embedding keeps its weight.
+
+    Rows that fill up a rank's are zeros.
+    """
+
+    option = "lm_head"
+
+    def check(self, layer: torch.nn.Module) -> None:
+        """Nothing: a draft model's files may lack an output layer, which it takes from another model."""
+
+
 class PackedLinearMethod(Packing):
     """A linear with a packed weight, activations quantised to 8 bits on the way in."""
 

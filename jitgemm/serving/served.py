@@ -21,6 +21,7 @@ from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.serving.layouts import Layout, Unsupported, floats, layout_of
+from jitgemm.serving.warm import Layers
 
 NAME = "jitgemm"
 
@@ -56,8 +57,10 @@ class ServedModel:
 
     Attributes:
         engine, logger: how messages call the engine, and its logger.
+        batch_invariant: whether the user wants results that do not depend on the other tokens.
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
         saved: whether the files hold layers that jitgemm packed.
+        from_files: layers whose weights are read from the files.
         packed_modules_mapping: {layer of the engine's: the layers that it joins}.
 
     Raises:
@@ -67,6 +70,7 @@ class ServedModel:
     engine: str
     logger: Any
     warmer: Any
+    batch_invariant: bool
     packed_modules_mapping: Mapping[str, list[str]]
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
@@ -80,6 +84,9 @@ class ServedModel:
         self.options: dict[str, Any] = {name: default for name, (default, _, _) in _OPTIONS.items()}
         self._set(options or {})
         self.saved = False  # whether the files hold layers that jitgemm packed
+        self.from_files = Layers()
+        self._theirs: Any = None
+        self._mappers: list[Any] = []  # of names, that the engine's config of the checkpoint is told, too
         self._headers: dict[str, dict[str, str]] = {}  # {layer: {suffix: safetensors' dtype}}
         self._in_file: dict[str, str] = {}  # what the files call the layers that the engine renames
 
@@ -206,6 +213,24 @@ class ServedModel:
 
     def _checkpoints_own(self) -> Any:
         """The engine's config of the checkpoint, if it has one."""
+        if self._theirs is None and self.checkpoint is not None:
+            try:
+                found = self._own_config(self.checkpoint.get("quant_method", ""))
+            except Exception as error:  # whatever it asserts or does not know, jitgemm may
+                text = "jitgemm: %s's own config refuses this checkpoint: %s"
+                self.logger.warning_once(text, self.engine, repr(error))
+                return None
+            for mapper in self._mappers:
+                self._map(found, mapper)
+            self._theirs = found
+        return self._theirs
+
+    def _own_config(self, method: str) -> Any:
+        """What the engine makes of the checkpoint's config by its own class for a quant_method."""
+        raise NotImplementedError
+
+    def _map(self, config: Any, mapper: Any) -> None:
+        """Tells a config how the engine calls the files' layers."""
         raise NotImplementedError
 
     # ---- what the methods ask ----------------------------------------------------------------------------------------
@@ -240,8 +265,12 @@ class ServedModel:
             self.logger.warning_once(text, first.scheme.inputs.num_bits, first.instead)  # type: ignore[union-attr]
         return first
 
-    def set_sums(self, name: str, module: torch.nn.Module) -> None:
-        """Sets what a layer of jitgemm.nn may add up in as the user says."""
+    def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
+        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose sums
+        stay as they are."""
+        module.batch_invariant = self.batch_invariant  # type: ignore[assignment]
+        if not new:
+            return
         for part, why in set_sums({name: module}, self.options["sums"]).items():
             self.logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
 

@@ -16,7 +16,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig, Quant
 
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.serving.served import NAME, ServedModel
-from jitgemm.serving.warm import Layers, Warmer
+from jitgemm.serving.warm import Warmer
 from jitgemm.sglang.arguments import most_tokens, setting
 
 
@@ -56,9 +56,6 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__(checkpoint, options)
         self.packed_modules_mapping = dict(_JOINED)
-        self.from_files = Layers()
-        self._theirs: QuantizationConfig | None = None
-        self._mappers: list[Any] = []
         self._model, self._kind = "", ""  # a model's name or folder, and its type
         self._set(json.loads(setting("json_model_override_args") or "{}").get(NAME) or {})
         self.made_up = setting("load_format") == "dummy"
@@ -167,12 +164,6 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """Whether SGLang calls no loaders (--load-format dummy)."""
         return self.made_up
 
-    def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
-        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another."""
-        module.batch_invariant = self.batch_invariant  # type: ignore[assignment]
-        if new:
-            self.set_sums(name, module)
-
     @staticmethod
     def keep(module: torch.nn.Module) -> None:
         """Nothing: SGLang leaves modules alone that have no method of their own."""
@@ -199,16 +190,9 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             download_weights_from_hf(self._model, setting("download_dir"), ["*.safetensors"], setting("revision"))
         )
 
-    def _checkpoints_own(self) -> QuantizationConfig | None:
-        """SGLang's config of the checkpoint, if it has one."""
-        if self._theirs is None and self.checkpoint is not None:
-            try:
-                own = QUANTIZATION_METHODS[self.checkpoint.get("quant_method", "")]
-                found = own.from_config({**self._given, "packed_modules_mapping": self.packed_modules_mapping})
-            except Exception as error:  # whatever it asserts or does not know, jitgemm may
-                logger.warning_once("jitgemm: SGLang's own config does not take this checkpoint: %s", repr(error))
-                return None
-            for mapper in self._mappers:
-                found.apply_weight_name_mapper(mapper)
-            self._theirs = found
-        return self._theirs
+    def _own_config(self, method: str) -> QuantizationConfig:
+        given = {**(self._given or {}), "packed_modules_mapping": self.packed_modules_mapping}
+        return QUANTIZATION_METHODS[method].from_config(given)
+
+    def _map(self, config: Any, mapper: Any) -> None:
+        config.apply_weight_name_mapper(mapper)

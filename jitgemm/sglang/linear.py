@@ -11,7 +11,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from jitgemm.serving.layouts import BLOCK, Layout, Unsupported
-from jitgemm.serving.packed_linear import PackedLinearMethod
+from jitgemm.serving.packed_linear import PackedHead, PackedLinearMethod
 from jitgemm.sglang.weights import OneAtATime, Restoring
 
 ABSORBED = "kv_b_proj"
@@ -72,20 +72,12 @@ class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
         return UnquantizedLinearMethod() if theirs is None else theirs.get_quant_method(layer, self.prefix)
 
 
-class JitGemmHeadMethod(JitGemmLinearMethod):
-    """The output layer in 8 bits, quantised once it is loaded, or packed in the files; a tied embedding keeps its weight.
-
-    Rows that fill up a rank's are zeros.
-    """
-
-    option = "lm_head"
+class JitGemmHeadMethod(PackedHead, JitGemmLinearMethod):
+    """SGLang's."""
 
     def __init__(self, config: Any, names: list[str], layout: Layout):
         super().__init__(config, names, layout)
         self.prefix = names[0]
-
-    def check(self, layer: torch.nn.Module) -> None:
-        """Nothing: a draft model's files may lack an output layer, which it takes from another model."""
 
 
 def rank_of(layer: torch.nn.Module) -> int:

@@ -33,9 +33,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__(checkpoint, options)
         self.warmer = GraphWarmer(logger)
-        self.from_files, self.adapted = Layers(), Layers()
-        self._theirs: QuantizationConfig | None = None
-        self._mappers: list[Any] = []
+        self.adapted = Layers()
         self._model: tuple[Any, ...] = ("", None, None)  # its name, config and revision
         self._place: tuple[Any, str] | None = None
 
@@ -173,12 +171,9 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
         SKIP_MODULES.update(type(each).__name__ for each in module.modules())
 
-    def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
-        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose
-        sums stay as they are."""
-        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)  # type: ignore[assignment]
-        if new:
-            self.set_sums(name, module)
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return bool(envs.VLLM_BATCH_INVARIANT)
 
     def reads_files_for(self, layer: torch.nn.Module) -> None:
         """Notes a layer whose weights are read from the files, and what vLLM says where they are: `reload_weights` may
@@ -201,19 +196,16 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             name = download_weights_from_hf(name, cache, ["*.safetensors"], revision)
         return Checkpoint(name)
 
-    def _checkpoints_own(self) -> QuantizationConfig | None:
-        """vLLM's config of the checkpoint, if it has one."""
-        if self._theirs is None and self.checkpoint is not None:
-            try:
-                own = get_quantization_config(self.checkpoint.get("quant_method", ""))
-                found = own.from_config(dict(self._given))
-                found.maybe_update_config(*self._model)
-            except Exception as error:  # whatever it asserts or does not know, jitgemm may
-                logger.warning_once("jitgemm: vLLM's own config does not take this checkpoint: %s", repr(error))
-                return None
-            for mapper in self._mappers:
-                found.apply_vllm_mapper(mapper)
-            self._theirs = found
-        if self._theirs is not None:
-            self._theirs.packed_modules_mapping = self.packed_modules_mapping
-        return self._theirs
+    def _checkpoints_own(self) -> Any:
+        found = super()._checkpoints_own()
+        if found is not None:
+            found.packed_modules_mapping = self.packed_modules_mapping
+        return found
+
+    def _own_config(self, method: str) -> QuantizationConfig:
+        found = get_quantization_config(method).from_config(dict(self._given or {}))
+        found.maybe_update_config(*self._model)
+        return found
+
+    def _map(self, config: Any, mapper: Any) -> None:
+        config.apply_vllm_mapper(mapper)

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.layouts import BLOCK, Layout
-from jitgemm.serving.packed_linear import PackedLinearMethod
+from jitgemm.serving.packed_linear import PackedHead, PackedLinearMethod
 
 
 @register_weight_loader_v2_supported_method
@@ -43,20 +43,12 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         return module
 
 
-class JitGemmHeadMethod(JitGemmLinearMethod):
-    """The output layer in 8 bits, quantised once it is loaded, or packed in the files; a tied embedding keeps its weight.
-
-    Rows that fill up a rank's to a multiple of 64 are zeros.
-    """
-
-    option = "lm_head"
+class JitGemmHeadMethod(PackedHead, JitGemmLinearMethod):
+    """vLLM's."""
 
     def __init__(self, config: Any, names: list[str], layout: Layout):
         super().__init__(config, names, layout)
         self.uses_meta_device = False
-
-    def check(self, layer: torch.nn.Module) -> None:
-        """Nothing: a draft model's files may lack an output layer, which it takes from another model."""
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         layer.weight = embed_tokens.weight

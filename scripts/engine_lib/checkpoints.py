@@ -195,6 +195,7 @@ def random_model(kind: str, layers: int) -> tuple[Any, Iterator[tuple[str, Any]]
     }  # fmt: skip
     if kind == "gpt-oss":
         more = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64}
+        more |= {"swiglu_limit": 7.0}  # which not all of transformers' configs have by themselves
         config: Any = transformers.GptOssConfig(**sizes | more)
     elif kind == "dense":
         config = transformers.LlamaConfig(**sizes)

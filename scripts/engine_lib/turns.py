@@ -161,11 +161,14 @@ def command_line(doc: str | None, kinds: Iterable[str]) -> tuple[argparse.Argume
 
 
 def report(out: str, row: dict[str, Any]) -> None:
-    """Appends a row of results to a file, with the run it is of."""
+    """Appends a row of results to a file, with the run it is of: `scripts/performance.py collect` makes a table's file of
+    them."""
     from benchmark_lib.results import environment
 
     found = environment()
     row |= {"date": time.strftime("%Y-%m-%d"), "device": found["device"], "commit": found["commit"]}
+    imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "vllm", "sglang")}
+    row["versions"] = {name: version for name, version in imported.items() if version}
     print("RESULT", json.dumps(row), flush=True)
     with open(out, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -64,3 +65,18 @@ def test_speeds_span_all_cells_of_a_range():
     ]
     made = performance.speeds([("x", 0, "a", "b c")], {"few": (1, 64), "many": (65, 99)}, {"cells": cells})
     assert made.splitlines()[-1] == "| x | 1.50 to 2.50 | 0.50 to 0.50 |"
+
+
+def test_rows_of_a_run_become_a_file_of_results(tmp_path):
+    lines, out = tmp_path / "results.jsonl", tmp_path / "out.json"
+    run = {"date": "2026-01-02", "device": "a GPU", "commit": "0123456"}
+    rows = [{"model": "llama8b", "quant": each, "step_us_1": i} for i, each in enumerate(("fp8", "jitgemm"))]
+    written = [row | run | {"versions": {"sglang": "0.5.17"}} for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in written))
+    performance.collect(lines, out)
+    environment = {"device": "a GPU", "commit": "0123456", "sglang": "0.5.17"}
+    assert json.loads(out.read_text()) == {"date": "2026-01-02", "environment": environment, "rows": rows}
+    with lines.open("a") as file:
+        print(json.dumps(rows[0] | run | {"device": "another"}), file=file)
+    with pytest.raises(typer.Exit):
+        performance.collect(lines, out)
