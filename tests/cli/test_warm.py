@@ -190,7 +190,10 @@ def needed_by(model: torch.nn.Module, use: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("use", "family"),
-    [*itertools.product(["linear", "fused"], sorted({*FAMILIES} - {"square"})), *(("compiled", name) for name in COMPILED)],
+    [
+        *itertools.product(["linear", "fused"], sorted({*FAMILIES} - {"square"})),
+        *(("compiled", name) for name in COMPILED),
+    ],
 )
 def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, capsys, family, use):
     save(tmp_path, family, GPTQ, fp16=True)
