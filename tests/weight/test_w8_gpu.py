@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import builders
@@ -13,13 +13,11 @@ from ahead import compile_ahead
 import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
-from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures
+from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures, launched
 from w8 import BLOCK, weight
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
@@ -207,36 +205,12 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     lhs = builders.lhs(7, problem.m, problem.k, problem.lhs, device="cuda")
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
     for spec in sampled(problem):
-        for _ in range(3):
-            out = Guarded(problem.m, problem.n)
-            operands = Gemm(*lhs, None, rhs, out.out, None)
-            GemmLaunch(operands, spec).launch(operands)
-            out.check()
-            outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(out.out.contiguous())
-        assert_right(out.out, lhs, rhs)
+        found = [launched(spec, lhs, rhs) for _ in range(3)]
+        outputs.setdefault((spec.split_k, spec.warpgroups_k), []).extend(found)
+        assert_right(found[-1], lhs, rhs)
     assert max(map(len, outputs.values())) > 3, "no two kernels of one order"
     for first, *rest in outputs.values():
         assert all(same_bits(first, other) for other in rest)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("operand", ["multicast_lhs", "multicast_rhs"])
-@pytest.mark.parametrize("group", [PER_CHANNEL, 128])
-def test_multicast_hands_its_stages_back(group, operand, lhs_name):
-
-    m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32
-    rhs = weight(n, k, lhs_name, group)
-    lhs = builders.lhs(12, m, k, lhs_name, device="cuda")
-    plain = KernelSpec(lhs_name, rhs.format, block_m=64, block_n=128, stages=4)
-    outputs = []
-    for spec in (plain, *[replace(plain, **{operand: 2})] * 6):
-        out = Guarded(m, n)
-        operands = Gemm(*lhs, None, rhs, out.out, None)
-        GemmLaunch(operands, spec).launch(operands)
-        out.check()
-        outputs.append(out.out.contiguous())
-    assert_right(outputs[-1], lhs, rhs)
-    assert all(same_bits(outputs[0], other) for other in outputs)
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
