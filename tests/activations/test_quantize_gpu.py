@@ -65,9 +65,7 @@ def run_both(x: torch.Tensor, mode: str, **arguments) -> tuple[tuple, tuple]:
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
-@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("k, x_dtype, mode", builders.two_thirds(KS, X_DTYPES, MODES), ids=str)
 def test_codes_scales_and_zero_points_are_the_cpu_s_bits(k, x_dtype, mode):
     m = 37 if k <= 4128 else 9
     assert_same_bits(*run_both(activations(k, m, k, x_dtype, "cuda"), mode))
@@ -134,10 +132,11 @@ def test_a_permutation_of_columns(k, x_dtype, mode):
     assert_same_bits(*run_both(x, mode, permutation=parameters(1, k, "cuda")["permutation"]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("k", [64, 512, 1024, 4096, 14336, 28672])
+@pytest.mark.parametrize(
+    "k, permuted, x_dtype, mode",
+    builders.two_thirds([64, 512, 1024, 4096, 14336, 28672], [False, True], X_DTYPES, MODES),
+    ids=str,
+)
 def test_silu_mul(k, permuted, x_dtype, mode):
     x = (torch.randn(33, 2 * k, generator=builders.generator(k)) * 4).to(x_dtype).cuda()
     x[3] = 0
@@ -157,10 +156,11 @@ def test_gelu_mul(k, approximate, x_dtype, mode):
     assert_close(*run_both(x, mode, gelu_mul=approximate))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("k", [64, 512, 1024, 4096, 14336, 28672, 65536])
+@pytest.mark.parametrize(
+    "k, permuted, x_dtype, mode",
+    builders.two_thirds([64, 512, 1024, 4096, 14336, 28672, 65536], [False, True], X_DTYPES, MODES),
+    ids=str,
+)
 def test_rms_norm(k, permuted, x_dtype, mode):
     x = torch.randn(33, k, generator=builders.generator(k)).to(x_dtype).cuda()
     x[3] = 0
@@ -171,10 +171,11 @@ def test_rms_norm(k, permuted, x_dtype, mode):
         assert_close(*run_both(x, mode, eps=1e-5, **arguments))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("k", [64, 512, 1024, 4096, 14336, 16384, 28672, 65536])
+@pytest.mark.parametrize(
+    "k, permuted, x_dtype, mode",
+    builders.two_thirds([64, 512, 1024, 4096, 14336, 16384, 28672, 65536], [False, True], X_DTYPES, MODES),
+    ids=str,
+)
 def test_a_residual_is_pytorch_s_addition_and_the_call_behind_it(k, permuted, x_dtype, mode):
     """Bit for bit, wherever the sum goes, in every scheme; nothing beside the sum is written."""
     dtype, affine = MODES[mode]

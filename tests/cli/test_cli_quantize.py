@@ -18,6 +18,7 @@ from test_cli import Result
 from test_writing import disk_of
 
 import jitgemm.nn
+from jitgemm.nn.quantize import evaluate
 from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
 from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.save.unfinished import Unfinished
@@ -38,8 +39,15 @@ PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj
 LAYERS = [f"model.layers.{number}.{name}" for number in (0, 1) for name in PROJECTIONS]
 
 
+def short_texts() -> tuple[str, str]:
+    """Of the texts as much as tests need: a token for each byte of all of them takes half a second a run."""
+    held, text = help_texts()
+    return held, text[:40000]
+
+
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
+    monkeypatch.setattr(evaluate, "help_texts", short_texts)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -126,7 +134,7 @@ def quantised(folder: Path, windows: int | None = 2, **options) -> torch.nn.Modu
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     batches = None
     if windows is not None:
-        ids = windows_of(transformers.AutoTokenizer.from_pretrained(folder), help_texts()[1], windows)
+        ids = windows_of(transformers.AutoTokenizer.from_pretrained(folder), short_texts()[1], windows)
         batches = [ids]
     given = {"group_size": 32, "positive_scales": True} | options
     given = {name: value for name, value in given.items() if value is not None}

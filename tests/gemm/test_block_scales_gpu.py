@@ -15,7 +15,7 @@ from quantize_cases import activations as values
 from test_gemm_gpu import Guarded, assert_right
 from builders import weight_of_experts
 from test_grouped_gpu import assert_right as assert_groups_right
-from test_grouped_gpu import guarded, offsets_of
+from test_grouped_gpu import assert_bits_of_the_dense_kernel, guarded, offsets_of
 
 import jitgemm
 from jitgemm.activations.arguments import activation_of
@@ -483,20 +483,9 @@ def test_groups_have_the_bits_of_the_dense_kernel(lhs_type, shape):
     weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
     draw = random.Random(2)
     counts = [draw.choice((0, 1, 3, 8, 17, 64, 130, 200)) for _ in range(experts)]
-    rows = sum(counts)
-    lhs = builders.block_lhs(2, rows, k, lhs_type, device="cuda")
+    lhs = builders.block_lhs(2, sum(counts), k, lhs_type, device="cuda")
     spec = KernelSpec(lhs_type, weight.format, lhs_group=128, **shape)
-    out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-    operands, groups = Gemm(*lhs, None, weight, out, None), Groups(offsets_of(counts), None, 0, rows)
-    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
-    end = 0
-    for e, count in enumerate(counts):
-        begin, end = end, end + count
-        if count:
-            right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None)
-            GemmLaunch(part, spec).launch(part)
-            assert same_bits(out[begin:end], right), (e, count)
+    assert_bits_of_the_dense_kernel(lhs, weight, spec, counts)
 
 
 def test_long_int8_rows_per_channel():

@@ -21,9 +21,7 @@ from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.reference import gemm_w4a8_reference
-from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.formats import Problem, WeightFormat
-from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
@@ -446,8 +444,7 @@ def test_kernels_that_there_are_not(change):
     assert illegal(spec, H200) is None and "sums in f16" in illegal(replace(spec, **change), H200)
 
 
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("label", [
+WIDE = (
     "e4m3fast-g128-bf16-m128n128-s7-f16", "e4m3fast-g128-bf16-m176n128-s5-f16", "e4m3fast-g128-bf16-m192n128-s5-f16",
     "e4m3fast-g64-bf16-m192n128-s4-f16", "e4m3fast-g32-bf16-m176n128-s4-f16", "e4m3-g128-fp32-tofp32-m176n128-s4-f16",
     "e4m3-g128z-bf16-m128n128-s7-f16", "e4m3-g128z-bf16-m176n128-s5-f16", "e4m3-g32z-bf16-m160n128-s4-f16",
@@ -456,9 +453,11 @@ def test_kernels_that_there_are_not(change):
     "e4m3mx-g128-bf16-m128n128-s7-f16", "e4m3mx-g128-bf16-m176n128-s5-f16", "e4m3mx-g32-bf16-m176n128-s4-f16",
     "e4m3mx-channel-m176n128-s5-f16", "e4m3mx-channel-m128n128-s7-f16", "e4m3mx-g32-bf16-m128n128-k1x2-s5-f16-e64",
     "e4m3mx-g128-bf16-m176n128-s5-f16-e64", "e4m3mx-g32-bf16-m160n128-mc2lhs-s4-f16-e64",
-])  # fmt: skip
-def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(tmp_path, label):
-    spec = KernelSpec.from_label(label)
-    assert illegal(spec, H200) is None
-    entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
-    assert entry.metadata["spill_bytes"] == 0 and not entry.slow_because
+)  # fmt: skip
+
+
+@pytest.mark.nvrtc
+def test_wide_kernels_spill_nothing_and_their_multiplies_overlap(compiles_well):
+    specs = list(map(KernelSpec.from_label, WIDE))
+    assert [spec.label for spec in specs if illegal(spec, H200)] == []
+    compiles_well(specs)

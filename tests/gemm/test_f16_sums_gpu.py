@@ -6,9 +6,8 @@ import builders
 import mxfp4
 import pytest
 import torch
-from test_f16_sums import extreme
+from test_f16_sums import extreme, largest_mx
 from builders import weight_of_experts
-from test_mxfp4_f16_sums import largest
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -126,7 +125,7 @@ def test_a_chosen_kernel_of_mxfp4_is_within_the_bound(tier, shape):
 
 @pytest.mark.parametrize("tier", mxfp4.TIERS)
 def test_the_largest_sums_of_mxfp4_do_not_overflow(tier):
-    weight = largest(tier, 4096).packed.to("cuda")
+    weight = largest_mx(1, 16, 4096, tier).packed.to("cuda")
     lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
     for spec in kernels_of(weight)[::12]:
         out = torch.empty(128, 16, device="cuda", dtype=torch.bfloat16)

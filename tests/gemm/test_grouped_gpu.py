@@ -1,7 +1,9 @@
-"""The grouped kernels on a GPU: bits of the dense kernel, the stated bound, guard bands, graphs with other routings."""
+"""The grouped kernels on a GPU, weights of 4 and of 8 bits: bits of the dense kernel, the stated bound, guard bands, graphs
+with other routings."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,8 +12,12 @@ import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
 from builders import weight_of_experts
+from test_gemm_gpu import assert_right as assert_dense_right
+from w8 import BLOCK
+from w8 import experts_of as w8_experts
 
 import jitgemm
+from jitgemm.dtypes import LHS_TYPES
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.grouped import rows_of_m_indices
@@ -34,6 +40,11 @@ FORMATS = {
     "s8-g64o": ("s8", dict(group_size=64, offset=True)),
     "s8-g256-fp32": ("s8", dict(group_size=256, scale_type="fp32")),
 }
+W8_FORMATS = {
+    f"{lhs}w8{name}": (lhs, dict(bits=8, group_size=group))
+    for lhs in LHS_TYPES
+    for name, group in (("-channel", PER_CHANNEL), ("-g32", 32), ("-g128", 128), ("-block", BLOCK))
+}
 ROUTINGS = {
     "uniform": lambda e, g: [g.randint(0, 9) for _ in range(e)],
     "empty": lambda e, g: [0] * e,
@@ -44,6 +55,8 @@ ROUTINGS = {
 
 
 def experts_on_gpu(count, n, k, lhs, options):
+    if options.get("bits") == 8:
+        return w8_experts(count, n, k, lhs, options["group_size"])
     weight = weight_of_experts(count, n, k, device="cuda", **options)
     if options.get("codes") == "e4m3":
         assert weight.format.order in ("any", "e4m3")
@@ -81,23 +94,69 @@ def assert_right(lhs, weight, out, before, counts, first=0, bias=None, row_index
     assert same_bits(out[:first], before[:first]) and same_bits(out[end:], before[end:])
 
 
+def assert_routing_right(
+    lhs, weight, counts, *, bias=None, row_index=None, offsets_dtype=torch.int32, out_dtype=torch.bfloat16
+):
+    """A call with rows of nobody before and after: within the bound, and nothing else is written. Returns out."""
+    rows, first = sum(counts) + 5, 2
+    whole, out = guarded(rows, weight.n, out_dtype)
+    kept, before = whole.clone(), out.clone()
+    bits = 8 if isinstance(weight, jitgemm.W8Weight) else 4
+    bf16 = "_bf16" * (out_dtype == torch.bfloat16)
+    call = getattr(jitgemm, f"m_grouped_gemm_w{bits}a8{bf16}_nt_contiguous")
+    call(lhs, weight, out, offsets_of(counts, first, offsets_dtype), bias=bias, row_index=row_index)
+    assert_right(lhs, weight, out, before, counts, first, bias, row_index)
+    result = out.clone()
+    whole[3 : rows + 3, 16 : weight.n + 16] = before
+    assert same_bits(whole, kept)
+    return result
+
+
+def assert_masked_right(lhs, weight, counts, expected_m, masked_m=None, has_rms=False):
+    """x [experts, max_m, k]: the rows of each expert within the bound, the others as they were."""
+    out = torch.full((*lhs[0].shape[:2], weight.n), 3.0, dtype=torch.bfloat16, device="cuda")
+    masked_m = torch.tensor(counts if masked_m is None else masked_m, dtype=torch.int32, device="cuda")
+    bits = 8 if isinstance(weight, jitgemm.W8Weight) else 4
+    getattr(jitgemm, f"m_grouped_gemm_w{bits}a8_bf16_nt_masked")(lhs, weight, out, masked_m, expected_m)
+    for e, count in enumerate(counts):
+        assert bool((out[e, count:] == 3).all())
+        if count:
+            assert_dense_right(out[e, :count], tuple(each[e, :count] for each in lhs), weight[e], has_rms=has_rms)
+
+
+def assert_bits_of_the_dense_kernel(lhs, weight, spec, counts, *, bias=None, order=None):
+    """order: where each row lies in x that is gathered."""
+    rows = sum(counts)
+    out = torch.empty(rows, weight.n, dtype=torch.bfloat16, device="cuda")
+    given = lhs if order is None else tuple(each[order] for each in lhs)
+    row_index = None if order is None else torch.argsort(order).int()
+    operands = Gemm(*given, None, weight, out, bias)._replace(groups=Groups(offsets_of(counts), row_index, 0, rows))
+    GemmLaunch(operands, replace(spec, experts=64)).launch(operands)
+    end = 0
+    for e, count in enumerate(counts):
+        begin, end = end, end + count
+        if count:
+            right = torch.empty(count, weight.n, dtype=torch.bfloat16, device="cuda")
+            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None if bias is None else bias[e])
+            GemmLaunch(part, spec).launch(part)
+            assert same_bits(out[begin:end], right), (e, count)
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("experts", "n", "k"), [(7, 136, 416), (40, 264, 768)])
+@pytest.mark.parametrize(
+    ("experts", "n", "k", "name"),
+    [*((7, 136, 416, name) for name in FORMATS), *((40, 264, 768, name) for name in FORMATS),
+     *((20, 264, 768, name) for name in W8_FORMATS if not name.endswith("-g128"))],
+)  # fmt: skip
 def test_within_the_bound_for_every_format_and_routing(experts, n, k, name, routing):
-    lhs_type, options = FORMATS[name]
+    lhs_type, options = {**FORMATS, **W8_FORMATS}[name]
     weight = experts_on_gpu(experts, n, k, lhs_type, options)
     counts = ROUTINGS[routing](experts, random.Random(1))
-    rows = sum(counts) + 5
-    lhs = activations(lhs_type, rows, k)
-    whole, out = guarded(rows, n)
-    kept = whole.clone()
-    before = out.clone()
-    offsets = offsets_of(counts, first=2, dtype=torch.int64 if experts == 7 else torch.int32)
-    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets)
-    assert_right(lhs, weight, out, before, counts, first=2)
-    whole[3 : rows + 3, 16 : n + 16] = before
-    assert same_bits(whole, kept)
+    assert_routing_right(
+        activations(lhs_type, sum(counts) + 5, k), weight, counts,
+        bias=torch.randn(experts, n, device="cuda") if experts == 20 else None,
+        offsets_dtype=torch.int64 if experts == 7 else torch.int32,
+    )  # fmt: skip
 
 
 SPECS = [
@@ -118,71 +177,63 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("shape", SPECS, ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()))
-@pytest.mark.parametrize("name", ["e4m3", "s8", "s8-channel"])
-@pytest.mark.parametrize("gathered", [False, True])
+W8_SPECS = [
+    dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
+    dict(block_m=16, block_n=256, stages=4),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
+    dict(block_m=64, block_n=128, stages=4),
+    dict(block_m=128, block_n=128, token_halves=2, stages=4),
+]
+
+
+@pytest.mark.parametrize(
+    ("gathered", "name", "shape"),
+    [*itertools.product([False, True], ["e4m3", "s8", "s8-channel"], SPECS),
+     *itertools.product([False], ["e4m3w8-g128", "s8w8-g128"], W8_SPECS)],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)  # fmt: skip
 def test_the_same_bits_as_the_dense_kernel(gathered, name, shape):
     experts, n, k = 37, 200, 1056
-    lhs_type, options = FORMATS[name]
+    lhs_type, options = {**FORMATS, **W8_FORMATS}[name]
     weight = experts_on_gpu(experts, n, k, lhs_type, options)
     g = random.Random(2)
     counts = [g.choice((0, 0, 1, 3, 8, 17, 64, 130, 200)) for _ in range(experts)]
-    rows = sum(counts)
-    lhs = activations(lhs_type, rows, k)
+    rows, bias = sum(counts), torch.randn(experts, n, device="cuda")
     fmt = weight.format if weight.format.group_size else replace(weight.format, scale_type="fp32")
+    order = torch.randperm(rows, device="cuda") if gathered else None
     spec = KernelSpec(lhs_type, fmt, **shape)
-    out, bias = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda"), torch.randn(experts, n, device="cuda")
-    order = torch.randperm(rows, device="cuda") if gathered else torch.arange(rows, device="cuda")
-    row_index = torch.argsort(order).int() if gathered else None
-    operands = Gemm(*(each[order] for each in lhs), None, weight, out, bias)
-    groups = Groups(offsets_of(counts), row_index, 0, rows)
-    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
-    end = 0
-    for e, count in enumerate(counts):
-        begin, end = end, end + count
-        if count:
-            right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, bias[e])
-            GemmLaunch(part, spec).launch(part)
-            assert same_bits(out[begin:end], right), (e, count)
+    assert_bits_of_the_dense_kernel(activations(lhs_type, rows, k), weight, spec, counts, bias=bias, order=order)
 
 
 @pytest.mark.parametrize("out_type", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("affine", [False, True])
-def test_rows_are_gathered(affine, out_type):
+@pytest.mark.parametrize("name", ["s8-g64", "s8w8-g128"])
+def test_rows_are_gathered(name, affine, out_type):
     experts, n, k, tokens = 30, 264, 704, 19
-    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=64))
+    options = dict(group_size=64) if name == "s8-g64" else W8_FORMATS[name][1]
+    weight = experts_on_gpu(experts, n, k, "s8", options)
     counts = ROUTINGS["skewed"](experts, random.Random(1))
-    rows = sum(counts)
+    rows = sum(counts) + 5
     lhs = activations("s8", tokens, k, affine)
     index = torch.randint(0, tokens, (rows,), dtype=torch.int32, device="cuda")
     bias = torch.randn(experts, n, device="cuda").bfloat16()
-    whole, out = guarded(rows, n, out_type)
-    before = out.clone()
-    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets_of(counts), bias=bias, row_index=index)
-    assert_right(lhs, weight, out, before, counts, bias=bias, row_index=index)
-    copied = torch.empty_like(before)
+    out = assert_routing_right(lhs, weight, counts, bias=bias, row_index=index, out_dtype=out_type)
     gathered = tuple(each[index.long()] for each in lhs)
-    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(gathered, weight, copied, offsets_of(counts), bias=bias)
-    assert same_bits(out, copied)
+    assert same_bits(out, assert_routing_right(gathered, weight, counts, bias=bias, out_dtype=out_type))
 
 
 @pytest.mark.parametrize("max_m", [1, 8, 40, 200])
-def test_blocks_of_rows_with_masks(max_m):
+@pytest.mark.parametrize("name", ["e4m3", "e4m3w8-block", "s8w8-block"])
+def test_blocks_of_rows_with_masks(name, max_m):
     experts, n, k = 24, 136, 512
-    weight = experts_on_gpu(experts, n, k, "e4m3", FORMATS["e4m3"][1])
-    x, scale = activations("e4m3", experts * max_m, k)
+    lhs_type, options = {**FORMATS, **W8_FORMATS}[name]
+    weight = experts_on_gpu(experts, n, k, lhs_type, options)
+    x, scale = activations(lhs_type, experts * max_m, k)
     g = random.Random(3)
-    counts = [g.randint(0, max_m) for _ in range(experts)]
-    out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
-    masked_m = torch.tensor([*counts[:-2], -5, max_m + 1000], dtype=torch.int32, device="cuda")
+    counts = [g.randint(0, max_m) for _ in range(experts - 2)]
     lhs = x.view(experts, max_m, k), scale.view(experts, max_m)
-    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, weight, out, masked_m, max(1, max_m // 2))
-    for e, count in enumerate([*counts[:-2], 0, max_m]):
-        assert bool((out[e, count:] == 3).all())
-        if count:
-            ref, bound = gemm_w4a8_bound((lhs[0][e, :count], lhs[1][e, :count]), weight[e])
-            assert bool(((out[e, :count].double() - ref).abs() <= bound).all())
+    masked_m, has_rms = [*counts, -5, max_m + 1000], options.get("bits") == 8
+    assert_masked_right(lhs, weight, [*counts, 0, max_m], max(1, max_m // 2), masked_m, has_rms)
 
 
 @pytest.mark.parametrize("experts", [1, 64, 65, 512, 1024])

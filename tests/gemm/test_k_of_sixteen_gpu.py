@@ -21,8 +21,8 @@ from test_moe_gpu import assert_layer
 from test_moe_masked import called as called_masked
 from test_moe_masked import sorted_tokens
 from test_quantize_gpu import run_both
-from test_w8_gpu import BLOCK, experts_of
-from test_w8_gpu import weight as weight_of_8_bits
+from w8 import BLOCK, experts_of
+from w8 import weight as weight_of_8_bits
 
 import jitgemm
 from jitgemm import deep_gemm

@@ -112,7 +112,7 @@ BLOCK_SCALES = [KernelSpec.from_label(label) for label in (
     "s8w8-g128-bf16-b128e-m128n192-s4-ss-tr", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr-e64",
 )]  # fmt: skip
 """Activations with a scale per token and 128 k, which other warps copy one by one."""
-DRAWN, DRAWN_SHAPES = 40, 8
+DRAWN, DRAWN_SHAPES = 26, 6
 """Kernels that are compiled by default, and shapes of wgmma whose PTX is read; --all-kernels takes all of them."""
 
 

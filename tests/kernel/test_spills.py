@@ -81,12 +81,11 @@ def test_kernels_that_spilled_are_not_chosen(label):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("label", [*FITS, *TIGHT])
-def test_kernels_near_the_limit_do_not_spill(tmp_path, label):
-    spec = KernelSpec.from_label(label)
-    assert illegal(spec, DEVICES["h200"]) is None
-    entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
-    assert entry.metadata["spill_bytes"] == 0 and not entry.metadata.get("serialised")
+@pytest.mark.parametrize("labels", [FITS, TIGHT], ids=["fit", "tight"])
+def test_kernels_near_the_limit_do_not_spill(compiles_well, labels):
+    specs = list(map(KernelSpec.from_label, labels))
+    assert [spec.label for spec in specs if illegal(spec, DEVICES["h200"])] == []
+    compiles_well(specs)
 
 
 @pytest.mark.gpu

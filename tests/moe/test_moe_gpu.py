@@ -165,10 +165,9 @@ def test_combining_is_the_weighted_sum_within_fp32_s_rounding(sizes, out_dtype, 
 # ---- gates ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "kind, order, x_dtype, mode", builders.two_thirds(ACTIVATIONS, ORDERS, X_DTYPES, MODES), ids=str
+)
 def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode):
     dtype, affine = MODES[mode]
     for k, limit in ((96, 7.0), (768, float("inf")), (2880, 2.5), (16416, 7.0)):  # a kernel each

@@ -177,6 +177,7 @@ def held_by(make, count: int) -> float:
     return held / count
 
 
+@pytest.mark.parametrize("every_way_of_comparing", ["guards"], indirect=True)  # which it does not depend on
 def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
@@ -192,6 +193,7 @@ def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
     assert 0.8 * counted <= measured <= 1.1 * counted, (measured, counted)
 
 
+@pytest.mark.parametrize("every_way_of_comparing", ["guards", None], indirect=True)
 def test_plans_hold_the_bytes_that_they_count(monkeypatch):
     without_driver(monkeypatch)
     operands = gemm_operands()

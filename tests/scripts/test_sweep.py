@@ -201,7 +201,9 @@ def test_a_fit_takes_the_constants_that_it_is_told():
     assert sweep.constants(only) == [("PROMOTE_CYCLES", "parts"), ("F16_WAITS", None)]
     with pytest.raises(ValueError, match="--constant: expected one of TILE_US, .*, got PROMOTE_CYCLES"):
         sweep.constants(["PROMOTE_CYCLES"])
-    done = CliRunner().invoke(sweep.app, ["fit", str(H200), "--seconds", "0", "--constant", "HAND_US"])
+    done = CliRunner().invoke(
+        sweep.app, ["fit", str(H200.with_name("sweep_moe_w8_h200.json")), "--seconds", "0", "--constant", "HAND_US"]
+    )
     assert done.exit_code == 0 and done.output == f"HAND_US = {cost.HAND_US:.4g}\n"
 
 

@@ -81,7 +81,7 @@ problems = st.builds(
     formats=lhs_and_format,
     output=outputs,
 )
-relaxed = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
@@ -130,7 +130,7 @@ def test_any_number_of_sms_and_less_shared_memory_will_do(problem, sms, smem):
 @pytest.mark.parametrize("device", ALL_DEVICES, ids=lambda device: device.name)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_every_candidate_is_legal(device, lhs):
-    for format in FORMATS[ALL_DEVICES.index(device) % 4 :: 4]:
+    for format in FORMATS[ALL_DEVICES.index(device) % 8 :: 8]:
         kernels = legal_kernels(lhs, format, device)
         assert len(kernels) > 20
         for spec in kernels:
@@ -138,11 +138,12 @@ def test_every_candidate_is_legal(device, lhs):
             assert_legal(spec, device)
 
 
-@pytest.mark.parametrize("device", [DEVICES["h200"], SMALLER[-1]], ids=lambda device: device.name)
 @pytest.mark.parametrize("out", REAL_TYPES)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
-def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs, out):
-    for format in FORMATS_OF[lhs][REAL_TYPES.index(out) :: 3]:
+def test_every_candidate_for_every_order_offset_and_output_is_legal(lhs, out):
+    """By turns on a device that has less shared memory."""
+    for number, format in enumerate(FORMATS_OF[lhs][REAL_TYPES.index(out) :: 3]):
+        device = (DEVICES["h200"], SMALLER[-1])[number % 2]
         kernels = legal_kernels(lhs, format, device, out)
         assert len(kernels) > 20
         for spec in kernels:
@@ -202,12 +203,12 @@ def test_labels_tell_formats_and_outputs_apart():
 
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_a_kernel_s_label_is_read_again(lhs):
-    for format in formats_of(lhs):
-        for experts, out in ((0, "bf16"), (0, "fp32"), (256, "fp16")):
-            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::97]:
-                assert KernelSpec.from_label(spec.label) == spec
-                both = replace(spec, consumers_copy_lhs=True, debug=True)
-                assert KernelSpec.from_label(both.label) == both
+    for number, format in enumerate(formats_of(lhs)):
+        experts, out = ((0, "bf16"), (0, "fp32"), (256, "fp16"))[number % 3]
+        for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::97]:
+            assert KernelSpec.from_label(spec.label) == spec
+            both = replace(spec, consumers_copy_lhs=True, debug=True)
+            assert KernelSpec.from_label(both.label) == both
 
 
 LAYER = Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))

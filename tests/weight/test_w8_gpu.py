@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import builders
@@ -13,16 +13,11 @@ from ahead import compile_ahead
 import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
-from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures
-from test_grouped_gpu import ROUTINGS, guarded, offsets_of
-from test_grouped_gpu import activations as grouped_activations
-from test_grouped_gpu import assert_right as assert_grouped
+from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures, launched
+from w8 import BLOCK, weight
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Groups
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
@@ -34,8 +29,6 @@ from jitgemm.select.legal import legal_kernels
 pytestmark = pytest.mark.gpu
 
 GROUPS = (PER_CHANNEL, *GROUP_SIZES)
-BLOCK = -1
-"""As a group size: a scale per block of 128 x 128."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +80,6 @@ class Case:
         call(lhs, rhs, out.out, bias=bias)
         out.check()
         assert_right(out.out, lhs, rhs, bias)
-
-
-@lru_cache(maxsize=24)
-def weight(n: int, k: int, codes: str, group: int = PER_CHANNEL, scale: str = "fp32", scales: str = "plain", seed=1):
-    if group == BLOCK:
-        parts = builders.weight_parts(seed, n, k, PER_CHANNEL, codes=codes, bits=8, device="cuda")
-        block = torch.rand((n + 127) // 128, (k + 127) // 128, device="cuda") * 0.01 + 0.001
-        return jitgemm.pack_w8(parts.q, block.to(OUTPUTS[scale]))
-    return builders.weight_parts(
-        seed, n, k, group, scale_type=scale, scales=scales, codes=codes, bits=8, device="cuda"
-    ).packed
 
 
 def size_cases() -> list[Case]:
@@ -223,36 +205,12 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     lhs = builders.lhs(7, problem.m, problem.k, problem.lhs, device="cuda")
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
     for spec in sampled(problem):
-        for _ in range(3):
-            out = Guarded(problem.m, problem.n)
-            operands = Gemm(*lhs, None, rhs, out.out, None)
-            GemmLaunch(operands, spec).launch(operands)
-            out.check()
-            outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(out.out.contiguous())
-        assert_right(out.out, lhs, rhs)
+        found = [launched(spec, lhs, rhs) for _ in range(3)]
+        outputs.setdefault((spec.split_k, spec.warpgroups_k), []).extend(found)
+        assert_right(found[-1], lhs, rhs)
     assert max(map(len, outputs.values())) > 3, "no two kernels of one order"
     for first, *rest in outputs.values():
         assert all(same_bits(first, other) for other in rest)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("operand", ["multicast_lhs", "multicast_rhs"])
-@pytest.mark.parametrize("group", [PER_CHANNEL, 128])
-def test_multicast_hands_its_stages_back(group, operand, lhs_name):
-
-    m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32
-    rhs = weight(n, k, lhs_name, group)
-    lhs = builders.lhs(12, m, k, lhs_name, device="cuda")
-    plain = KernelSpec(lhs_name, rhs.format, block_m=64, block_n=128, stages=4)
-    outputs = []
-    for spec in (plain, *[replace(plain, **{operand: 2})] * 6):
-        out = Guarded(m, n)
-        operands = Gemm(*lhs, None, rhs, out.out, None)
-        GemmLaunch(operands, spec).launch(operands)
-        out.check()
-        outputs.append(out.out.contiguous())
-    assert_right(outputs[-1], lhs, rhs)
-    assert all(same_bits(outputs[0], other) for other in outputs)
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
@@ -300,94 +258,6 @@ def test_packing_and_quantising_give_the_cpu_s_bytes():
         here, there = jitgemm.quantize_w8(w, dtype, block=block), jitgemm.quantize_w8(w.cuda(), dtype, block=block)
         for name, tensor in here.state_dict().items():
             assert same_bits(tensor, there.state_dict()[name].cpu()), name
-
-
-# ---- grouped ---------------------------------------------------------------------------------------------------------
-
-
-def experts_of(count: int, n: int, k: int, lhs: str, group: int) -> jitgemm.W8Weight:
-    return jitgemm.W8Weight.stacked(count, lambda e: weight(n, k, lhs, group, seed=e))
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("group", [PER_CHANNEL, 32, BLOCK])
-def test_grouped_calls_within_the_bound_for_every_routing(group, lhs_name, routing):
-    experts, n, k = 20, 264, 768
-    rhs = experts_of(experts, n, k, lhs_name, group)
-    counts = ROUTINGS[routing](experts, random.Random(1))
-    rows = sum(counts) + 5
-    lhs = grouped_activations(lhs_name, rows, k)
-    bias = torch.randn(experts, n, device="cuda")
-    whole, out = guarded(rows, n)
-    kept, before = whole.clone(), out.clone()
-    jitgemm.m_grouped_gemm_w8a8_bf16_nt_contiguous(lhs, rhs, out, offsets_of(counts, first=2), bias=bias)
-    assert_grouped(lhs, rhs, out, before, counts, first=2, bias=bias)
-    whole[3 : rows + 3, 16 : n + 16] = before
-    assert same_bits(whole, kept)
-
-
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("out_type", [torch.bfloat16, torch.float32])
-def test_gathered_rows(out_type, affine):
-    experts, n, k, tokens = 20, 264, 704, 19
-    rhs = experts_of(experts, n, k, "s8", 128)
-    counts = ROUTINGS["skewed"](experts, random.Random(1))
-    lhs = grouped_activations("s8", tokens, k, affine)
-    index = torch.randint(0, tokens, (sum(counts),), dtype=torch.int32, device="cuda")
-    whole, out = guarded(sum(counts), n, out_type)
-    before = out.clone()
-    jitgemm.m_grouped_gemm_w8a8_nt_contiguous(lhs, rhs, out, offsets_of(counts), row_index=index)
-    assert_grouped(lhs, rhs, out, before, counts, row_index=index)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("max_m", [1, 8, 40, 200])
-def test_blocks_of_rows_with_masks(max_m, lhs_name):
-    experts, n, k = 12, 136, 512
-    rhs = experts_of(experts, n, k, lhs_name, BLOCK)
-    x, scale = grouped_activations(lhs_name, experts * max_m, k)
-    lhs = x.view(experts, max_m, k), scale.view(experts, max_m)
-    counts = [random.Random(e).randint(0, max_m) for e in range(experts)]
-    out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
-    masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    jitgemm.m_grouped_gemm_w8a8_bf16_nt_masked(lhs, rhs, out, masked_m, max(1, max_m // 2))
-    for e, count in enumerate(counts):
-        assert bool((out[e, count:] == 3).all())
-        if count:
-            assert_right(out[e, :count], (lhs[0][e, :count], lhs[1][e, :count]), rhs[e])
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
-        dict(block_m=16, block_n=256, stages=4),
-        dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
-        dict(block_m=64, block_n=128, stages=4),
-        dict(block_m=128, block_n=128, token_halves=2, stages=4),
-    ],
-    ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()),
-)
-def test_grouped_kernels_give_the_dense_kernel_s_bits(shape, lhs_name):
-
-    experts, n, k = 20, 200, 1056
-    rhs = experts_of(experts, n, k, lhs_name, 128)
-    counts = [random.Random(e).choice((0, 0, 1, 3, 8, 17, 64, 130, 200)) for e in range(experts)]
-    lhs = grouped_activations(lhs_name, sum(counts), k)
-    spec = KernelSpec(lhs_name, rhs.format, **shape)
-    out = torch.empty(sum(counts), n, dtype=torch.bfloat16, device="cuda")
-    operands, groups = Gemm(*lhs, None, rhs, out, None), Groups(offsets_of(counts), None, 0, sum(counts))
-    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
-    end = 0
-    for e, count in enumerate(counts):
-        begin, end = end, end + count
-        if count:
-            right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, rhs[e], right, None)
-            GemmLaunch(part, spec).launch(part)
-            assert same_bits(out[begin:end], right), (e, count)
 
 
 def test_the_gpu_gives_what_the_cpu_reference_gives():

@@ -1,0 +1,272 @@
+"""MXFP4, NVFP4 and two levels on a GPU: every product of a code, a scale and an activation exactly; every form within the
+bound, dense, grouped and in a layer of experts; the bytes that the CPU packs."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import builders
+import mxfp4
+import nvfp4
+import pytest
+import torch
+import two_level
+from builders import same_bits
+from codes import KINDS, TIERS, kinds, modes
+from moe_cases import Case
+from tensor_core import OfEmulator, TensorCore
+from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures
+from test_grouped_gpu import ROUTINGS, assert_masked_right, assert_routing_right
+from test_moe_gpu import assert_layer
+
+import jitgemm
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.select.legal import legal_kernels
+
+pytestmark = pytest.mark.gpu
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+ALL_SCALES = {**{name: kind.parts for name, kind in KINDS.items()}, "any scales": partial(nvfp4.parts, low=0, high=127)}
+ORDERS = {"near": "near", "far": "nvfp4", "any scales": "nvfp4", "two levels": "two_level"}
+
+
+@pytest.mark.parametrize("kind", ALL_SCALES)
+@pytest.mark.parametrize("experts", [None, 3])
+@pytest.mark.parametrize(("n", "k"), [(72, 416), (4104, 1056)])
+def test_the_gpu_packs_the_same_bytes(kind, experts, n, k):
+    on_cpu, on_gpu = (ALL_SCALES[kind](1, n, k, experts=experts, device=device).packed for device in ("cpu", "cuda"))
+    assert on_gpu.format == on_cpu.format and on_gpu.blocks.is_cuda
+    assert on_gpu.format.order == ORDERS.get(kind, "e2m1")
+    assert torch.equal(on_cpu.blocks, on_gpu.blocks.cpu())
+    if kind == "two levels":
+        assert torch.equal(on_cpu.row_sum, on_gpu.row_sum.cpu())
+    for there, here in zip(on_gpu.unpack()[: 2 if kind in mxfp4.TIERS else 3], on_cpu.unpack()):
+        assert torch.equal(there.view(torch.uint8).cpu(), here.view(torch.uint8))
+
+
+# ---- every product ---------------------------------------------------------------------------------------------------
+
+
+def one_hot(k: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that each pick out one column, from `first` on; [count or what is left, k]."""
+    columns = torch.arange(first, min(first + count, k), device="cuda")
+    x = torch.zeros(len(columns), k, dtype=torch.int8, device="cuda")
+    one = {torch.int8: 1, torch.float8_e4m3fn: 0x38}[dtype]
+    x[torch.arange(len(columns), device="cuda"), columns] = one
+    return x.view(dtype)
+
+
+def mx_pairs(tier: str) -> mxfp4.Parts:
+    """Every code with every exponent of a base; by "group" with every scale by itself."""
+    parts = mxfp4.all_pairs("cuda")
+    if tier == "block":  # another base for the last block
+        parts.scales[:, 12:] += 40
+    if tier == "group":
+        parts.scales[0, 0] = 90
+    assert parts.packed.format.group_size == mxfp4.TIERS[tier]
+    return parts
+
+
+PRODUCTS = {
+    **{tier: lambda tier=tier: (mx_pairs(tier), mx_pairs(tier).dequantize_fp64()) for tier in mxfp4.TIERS},
+    "near": lambda: (nvfp4.near_pairs("cuda"), nvfp4.near_pairs("cuda").products()),
+    "far": lambda: (nvfp4.all_pairs("cuda"), nvfp4.all_pairs("cuda").products()),
+    "two levels": lambda: (two_level.all_triples("cuda"), two_level.all_triples("cuda").integers().double()),
+}
+"""Every code with every scale that the kind may hold: what is packed, and the exact products, fp64 [n, k]."""
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("m", [1, 8, 17, 64, 200, 480, 4096])
+def test_every_code_with_every_scale(m, name):
+    """One product a result, over all kinds of tiles: of e4m3s, subnormals included, or of what several wgmmas make of it."""
+    parts, exact = PRODUCTS[name]()
+    weight, k, dtype = parts.packed, exact.shape[1], KINDS[name].lhs_dtype
+    for first in range(0, k, 37 * m if name == "two levels" and m <= 64 else m):
+        x = one_hot(k, first, m, dtype)
+        out = torch.full((len(x), weight.n), torch.nan, device="cuda")
+        jitgemm.gemm_w4a8_nt((x, torch.ones(len(x), device="cuda")), weight, out)
+        assert torch.equal(out.T.double(), exact[:, first : first + len(x)]), first
+
+
+@pytest.mark.parametrize("name", [*mxfp4.TIERS, "near", "far"])
+def test_every_code_with_every_scale_and_every_activation(name):
+    """A product of seven or eight bits a term: the tensor cores cut off none of the ten of both."""
+    parts, exact = PRODUCTS[name]()
+    weight, k = parts.packed, exact.shape[1]
+    finite = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
+    for values in finite.split(2**26 // k**2):
+        x = torch.zeros(len(values), k, k, dtype=torch.uint8, device="cuda")
+        x.diagonal(dim1=1, dim2=2).copy_(values[:, None].expand(-1, k))
+        x = x.view(-1, k).view(torch.float8_e4m3fn)
+        out = torch.full((len(x), weight.n), torch.nan, device="cuda")
+        jitgemm.gemm_w4a8_nt((x, torch.ones(len(x), device="cuda")), weight, out)
+        expected = values.view(torch.float8_e4m3fn).double()[:, None, None] * exact.T
+        assert torch.equal(out.double().view(len(values), k, weight.n), expected)
+
+
+# ---- extremes --------------------------------------------------------------------------------------------------------
+
+
+def test_nvfp4_s_scales_of_zero_and_the_largest():
+    parts = nvfp4.parts(1, 72, 416, device="cuda")
+    scales = parts.scales.view(torch.uint8)
+    scales[0], scales[1], scales[2, ::2] = 0, 126, 0
+    parts.codes[1] = 7
+    lhs = torch.full((40, 416), 448.0, device="cuda").to(torch.float8_e4m3fn), torch.ones(40, device="cuda")
+    out = torch.empty(40, 72, device="cuda")
+    jitgemm.gemm_w4a8_nt(lhs, parts.packed, out)
+    ref, bound = gemm_w4a8_bound(lhs, parts.packed, out_dtype=torch.float32)
+    assert not out[:, 0].any() and bool(((out.double() - ref).abs() <= bound).all())
+
+
+def test_sums_of_the_largest_integers_of_two_levels_stay_in_int32():
+    """k at its limit, all products 128 * 128: 2^31 less 262144."""
+    k = 2**17 - 16
+    groups = -(-k // 128)
+    q = torch.zeros(8, k, dtype=torch.uint8, device="cuda")
+    factor, zero = (torch.full((8, groups), value, dtype=torch.uint8, device="cuda") for value in (8, 16))
+    weight = jitgemm.pack_w4_two_level(q, factor, zero, torch.ones(8, dtype=torch.bfloat16, device="cuda"))
+    for m in (1, 40, 300):
+        x = torch.full((m, k), -128, dtype=torch.int8, device="cuda")
+        out = torch.empty(m, 8, device="cuda")
+        jitgemm.gemm_w4a8_nt((x, torch.ones(m, device="cuda")), weight, out)
+        assert bool((out == 128.0 * 128 * k).all()), m
+
+
+@pytest.mark.parametrize("kind", ["near", "two levels"])
+@pytest.mark.parametrize("m", [1, 33, 257])
+def test_k_of_sixteen(m, kind):
+    weight, lhs = KINDS[kind].parts(4, 72, 16, device="cuda").packed, KINDS[kind].lhs_of("token", 2, m, 16, "cuda")
+    out = torch.empty(m, 72, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_nt(lhs, weight, out)
+    assert_right(out, lhs, weight, has_rms=False)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "e4m3mx-channel-tofp32-m16n256-s6",
+        "e4m3mx-channel-tofp32-m128n128-s6",
+        "e4m3mx-channel-tofp32-m128hn128-s6",
+        "e4m3mx-channel-tofp32-m176n128-s4",
+    ],
+)
+@pytest.mark.parametrize("k", [416, 1312])
+def test_runs_of_256_k_have_the_bits_of_the_arithmetic(label, k):
+    weight, lhs = mxfp4.parts(4, 392, k, device="cuda").packed, builders.lhs(1, 200, k, "e4m3", device="cuda")
+    out = torch.empty(200, 392, device="cuda")
+    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=label)
+    core = TensorCore() if torch.cuda.is_available() else OfEmulator()
+    assert torch.equal(out, core.mxfp4_gemm(lhs, weight, 256))
+    assert not torch.equal(out, core.mxfp4_gemm(lhs, weight, 128))
+
+
+# ---- dense -----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    (m, n, k, number % 3, number % 2 > 0, ("bf16", "fp32")[number // 3 % 2])
+    for number, (m, n, k) in enumerate(
+        builders.third((1, 7, 16, 33, 64, 100, 130, 257, 1000), (8, 72, 520, 4104), (32, 144, 416, 1056, 4128))
+    )
+]
+
+
+@kinds
+@pytest.mark.parametrize(("m", "n", "k", "scheme", "bias", "out"), CASES, ids=str)
+def test_within_the_bound(m, n, k, scheme, bias, out, kind):
+    weight = kind.parts(4, n, k, device="cuda").packed
+    lhs = kind.lhs_of(kind.schemes[scheme], 2, m, k, "cuda")
+    guard = Guarded(m, n, contiguous=bias, dtype=OUTPUTS[out])
+    row = builders.bias(3, n, torch.float32, "cuda") if bias else None
+    jitgemm.gemm_w4a8_nt(lhs, weight, guard.out, bias=row)
+    guard.check()
+    assert_right(guard.out, lhs, weight, row, has_rms=False)
+
+
+@kinds
+@pytest.mark.parametrize("m", [1, 48, 300])
+def test_batch_invariant_rows(kind, m):
+    weight, lhs = kind.parts(4, 520, 1056, device="cuda").packed, kind.lhs_of("token", 2, 300, 1056, "cuda")
+    outs = [torch.empty(rows, 520, dtype=torch.bfloat16, device="cuda") for rows in (300, m)]
+    for out in outs:
+        jitgemm.gemm_w4a8_nt(tuple(each[: len(out)] for each in lhs), weight, out, batch_invariant=True)
+    assert same_bits(outs[0][:m], outs[1])
+
+
+@kinds
+@pytest.mark.parametrize("scheme", ["token", "block"])
+def test_every_shape_of_kernel(scheme, kind):
+    """One of every few legal kernels, whatever the selector takes."""
+    weight = kind.parts(4, 392, 1056, device="cuda").packed
+    specs = legal_kernels(kind.lhs, weight.format, device_figures(), lhs_group=128 if scheme == "block" else 0)
+    for spec in random.Random(1).sample(specs, 40 if kind.lhs == "e4m3" else 12):
+        lhs = kind.lhs_of(scheme, 2, spec.block_m + 3, 1056, "cuda")
+        guard = Guarded(spec.block_m + 3, 392)
+        jitgemm.gemm_w4a8_nt(lhs, weight, guard.out, kernel=spec.label)
+        guard.check()
+        assert_right(guard.out, lhs, weight, has_rms=False)
+
+
+@kinds
+def test_a_graph_replays_the_same_bits(kind):
+    weight, lhs = kind.parts(4, 520, 1056, device="cuda").packed, kind.lhs_of("token", 2, 33, 1056, "cuda")
+    eager, captured = (torch.empty(33, 520, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    jitgemm.gemm_w4a8_nt(lhs, weight, eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            jitgemm.gemm_w4a8_nt(lhs, weight, captured)
+    graph.replay()
+    assert same_bits(eager, captured)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_grouped_within_the_bound(kind, routing, gathered):
+    experts, n, k = 40, 264, 768
+    weight = kind.parts(5, n, k, experts=experts, device="cuda").packed
+    counts = ROUTINGS[routing](experts, random.Random(1))
+    rows = sum(counts) + 5
+    index = torch.randint(0, rows, (rows,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
+    assert_routing_right(
+        kind.lhs_of("token", 3, rows, k, "cuda"), weight, counts, bias=torch.randn(experts, n, device="cuda"),
+        row_index=None if index is None else index.cuda(),
+    )  # fmt: skip
+
+
+@kinds
+@pytest.mark.parametrize("scheme", ["token", "block"])
+def test_masked_within_the_bound(kind, scheme):
+    experts, most, n, k = 9, 70, 264, 768
+    weight = kind.parts(5, n, k, experts=experts, device="cuda").packed
+    x, scale = kind.lhs_of(scheme, 3, experts * most, k, "cuda")
+    lhs = x.view(experts, most, k), scale.view(experts, most, *(scale.shape[1:] if scheme == "block" else ()))
+    assert_masked_right(lhs, weight, [0, 1, 70, 9, 0, 33, 64, 65, 2], expected_m=20)
+
+
+@pytest.mark.parametrize(
+    ("tier", "mode", "scheme"),
+    [*((tier, kind.lhs, scheme) for tier, kind in TIERS.items() for scheme in ("token", "block")),
+     ("two_level", "s8z", "token")],
+)  # fmt: skip
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 32), (8, 8, 64), (64, 4, 16), (300, 2, 5)])
+def test_a_layer_of_experts_is_the_reference(tier, mode, scheme, tokens, top_k, experts):
+    sizes = dict(device="cuda", dtype=torch.bfloat16, scale=1.0, k=256, inter=160, n=264, mode=mode)
+    assert_layer(Case(tokens=tokens, top_k=top_k, experts=experts, tier=tier, options={"scheme": scheme}, **sizes))
+
+
+@modes
+def test_gpt_oss_gate_and_biases(tier, mode):
+    g = builders.generator(3)
+    options = dict(activation="swiglu_oai", order="interleaved", limit=7.0)
+    options |= {"bias13": torch.randn(8, 320, generator=g).cuda(), "bias2": torch.randn(8, 264, generator=g).cuda()}
+    sizes = dict(device="cuda", dtype=torch.bfloat16, scale=1.0, k=288, inter=160, n=264, mode=mode)
+    assert_layer(Case(tokens=70, top_k=4, experts=8, tier=tier, options=options, **sizes))
