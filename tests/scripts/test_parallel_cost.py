@@ -143,10 +143,3 @@ def test_json_and_layouts(cost):
 def test_wrong_arguments_exit_with_2(cost, arguments, text):
     result = run(cost, *arguments)
     assert result.exit_code == 2 and text in result.stderr
-
-
-def test_help_teaches(cost):
-    result = run(cost, "--help")
-    assert result.exit_code == 0
-    for text in ("python scripts/parallel_cost.py", "Exit codes", "No figure of the table is measured"):
-        assert text in result.stdout
