@@ -339,14 +339,6 @@ def test_the_best_of_its_kind_leaves_other_kinds_out():
     assert row[9:11] == ("-", "-")
 
 
-def test_the_picture_is_a_png(recorded, tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmark_lib.picture import draw
-
-    assert draw(document(), tmp_path / "roofline.png") == 2 * 4
-    assert (tmp_path / "roofline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 def test_without_matplotlib_only_a_picture_that_was_asked_for_fails(recorded, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = recorded("result.json", document())
@@ -417,37 +409,6 @@ def test_each_format_has_the_floor_of_its_bits_and_peers_that_of_the_cell(no_gpu
     for (name, found), bits in zip(record["results"].items(), expected):
         assert found["floor_bits"] == bits and found["floor_us"] == round(floors[bits], 3), name
         assert found["floor_percent"] == round(100 * floors[bits] / found["us"], 1)
-
-
-def test_a_lost_device_keeps_the_cells_before_it(no_gpu, monkeypatch):
-    def lost(error):
-        raise run_lib.DeviceLost("gone")
-
-    records: list[dict] = []
-    breaking = fake("ours", 2.0, ours=True)
-    seen = []
-
-    def load(source, copies):
-        start = breaking.load(source, copies)
-
-        def once(m, buffers):
-            seen.append(m)
-            if len(seen) > 1:
-                raise RuntimeError("illegal address")
-            return start(m, buffers)
-
-        return once
-
-    monkeypatch.setattr(run_lib, "_check_context", lost)
-    with pytest.raises(run_lib.DeviceLost):
-        run_lib.measure(
-            [Cell(64, 128, 1), Cell(64, 128, 2)],
-            [Contestant("ours", "", EXACT, True, "torch", None, load)],
-            run_lib.Settings(1, 1, False, False),
-            records.append,
-            lambda text: None,
-        )
-    assert [record["m"] for record in records] == [1]
 
 
 def test_everybody_gets_a_turn_a_round_with_changing_neighbours():

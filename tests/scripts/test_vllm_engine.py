@@ -147,13 +147,6 @@ def test_models_in_mxfp4_have_both_configs_of_the_same_experts():
         assert config == ours and found["hf_overrides"] == {"jitgemm": {"activation": "e4m3_block"}}
 
 
-def test_layers_take_experts_in_turn():
-    made = vllm_made_up.in_turn(lambda **options: options, 2)
-    layers = [made(prefix=f"layers.{i}") for i in range(5)]
-    assert [layer["prefix"] for layer in layers] == ["layers.0", "layers.1"] * 2 + ["layers.0"]
-    assert layers[0] is layers[2]
-
-
 def test_made_up_weights_have_random_bytes_near_scales_and_wide_routers():
     model = torch.nn.Module()
     model.mlp = torch.nn.Module()
