@@ -31,7 +31,7 @@ from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
-from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
@@ -165,7 +165,8 @@ def call(
 ) -> torch.Tensor:
     """The public call into a guarded output."""
     guarded = Guarded(lhs[0].shape[0], rhs.n, contiguous=contiguous, dtype=OUTPUTS[out])
-    gemm = jitgemm.gemm_w4a8_bf16_nt if out == "bf16" else jitgemm.gemm_w4a8_nt
+    bits = 8 if isinstance(rhs, jitgemm.W8Weight) else 4
+    gemm = getattr(jitgemm, f"gemm_w{bits}a8_bf16_nt" if out == "bf16" else f"gemm_w{bits}a8_nt")
     gemm(lhs, rhs, guarded.out, bias=bias, batch_invariant=batch_invariant)
     guarded.check()
     return guarded.out
@@ -204,22 +205,36 @@ class Case:
     codes: str = "any"
     affine: bool = False
     out: str = "bf16"
+    bits: int = 4
 
     def __str__(self) -> str:
         group, zero, scale = self.format
         rest = [self.mean, self.scales, f"bias {self.bias}", "token" if self.per_token else "tensor"]
         rest += ["offset"] * self.offset + ["affine"] * self.affine + [f"to {self.out}"] * (self.out != "bf16")
         rest += [f"codes {self.codes}"] * (self.codes != "any")
-        return f"{self.lhs}-{self.m}x{self.n}x{self.k}-g{group}{'z' if zero else ''}-{scale}-" + "-".join(rest)
+        name = f"{self.lhs}{'w8' * (self.bits == 8)}-{self.m}x{self.n}x{self.k}"
+        return f"{name}-g{group}{'z' if zero else ''}-{scale}-" + "-".join(rest)
 
     @property
     def problem(self) -> Problem:
-        format = WeightFormat(*self.format, self.codes, self.offset)
+        format = WeightFormat(*self.format, self.codes, self.offset) if self.bits == 4 else self._format_of_8_bits
         return Problem(max(1, self.m), self.n, self.k, self.lhs, format, self.out)
 
+    @property
+    def _format_of_8_bits(self) -> WeightFormat:
+        group, _, scale_type = self.format
+        size = 128 if group == w8.BLOCK else group
+        size = size if size < self.k else 0  # one group is per channel
+        shared = group == w8.BLOCK and size > 0
+        return WeightFormat(size, False, scale_type, self.lhs, code=typed_code(self.lhs), uniform_strip_scale=shared)
+
     def run(self) -> None:
-        rhs = weight(self.n, self.k, self.format, self.scales, self.seed, self.offset, self.codes)
-        assert rhs.format == self.problem.format or rhs.k <= rhs.group_size  # one group is per channel
+        if self.bits == 8:
+            rhs = w8.weight(self.n, self.k, self.lhs, self.format[0], self.format[2], self.scales)
+            assert rhs.format == self.problem.format
+        else:
+            rhs = weight(self.n, self.k, self.format, self.scales, self.seed, self.offset, self.codes)
+            assert rhs.format == self.problem.format or rhs.k <= rhs.group_size  # one group is per channel
         lhs = activations(self.m, self.k, self.lhs, self.mean, self.per_token, self.seed, self.affine)
         if self.strided:
             whole = torch.zeros(self.m, self.k + 48, dtype=torch.uint8, device="cuda").view(lhs[0].dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -24,10 +23,10 @@ from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
 from benchmark_lib import run as run_lib
 from benchmark_lib.cells import Cell, Experts, Format, GroupedCell
-from benchmark_lib.cells import from_record, make_cells, make_moe_cells, parse_format, parse_ms, to_record
+from benchmark_lib.cells import from_record, make_cells, make_moe_cells, parse_format, to_record
 from benchmark_lib.compare import compare
-from benchmark_lib.contestant import EXACT, WIDER, Contestant, Refused, Run
-from benchmark_lib.timing import host_microseconds, relative_spread
+from benchmark_lib.contestant import EXACT, WIDER, Contestant, Run
+from benchmark_lib.timing import relative_spread
 
 DEVICE = "NVIDIA H200"
 
@@ -96,15 +95,6 @@ def test_the_floor_is_the_longer_of_bytes_and_operations(n, k, m, floor_us):
     assert Cell(n, k, m).floor_us() == pytest.approx(floor_us, abs=0.006)
 
 
-def test_a_device_has_a_floor_of_its_own():
-    from jitgemm.select.devices import device_spec
-
-    half = cells_lib.Rates.of(device_spec("h200,hbm=2.25e6,tensor=0.9e9"))
-    assert Cell(4096, 4096, 1).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 1).floor_us())
-    assert Cell(4096, 4096, 8192).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 8192).floor_us())
-    assert "2.2 TB/s" in half.floor() and "0.75 PFLOP/s" in half.floor()
-
-
 def test_the_floor_of_8_bit_weights_is_that_of_their_bytes():
     n, k, m, rates = 28672, 4096, 16, cells_lib.H200
     assert Cell(n, k, m).floor_us(bits=8) == (n * k + m * k + 2 * m * n) / rates.hbm_bytes_per_us
@@ -114,13 +104,6 @@ def test_the_floor_of_8_bit_weights_is_that_of_their_bytes():
     assert grouped.floor_bytes(8) - grouped.bytes_of(0) == pytest.approx(grouped.hit * n * k)
 
 
-def test_presets_name_the_cells_of_a_llama_8b():
-    cells = make_cells(preset="llama-8b")
-    assert len(cells) == 3 * 9
-    assert {(cell.n, cell.k) for cell in cells} == {(4096, 4096), (28672, 4096), (4096, 14336)}
-    assert len(make_cells(preset="quick", ms=cells_lib.QUICK_MS)) == 10
-
-
 def test_a_model_gives_its_fused_layers_on_one_rank_by_name():
     cells = make_cells(models=[ROOT / "scripts" / "data" / "llama-3-8b.json"], tp=2, ms=[16])
     by_shape = {(cell.n, cell.k): cell.layer for cell in cells}
@@ -128,49 +111,7 @@ def test_a_model_gives_its_fused_layers_on_one_rank_by_name():
     assert by_shape[4096, 14336 // 2] == "down_proj"
 
 
-def test_a_shape_given_twice_is_measured_once():
-    assert len(make_cells(shapes=["4096,4096", "4096x4096"], preset="quick", ms=[1, 2])) == 4
-
-
-def test_numbers_of_tokens_are_lists_and_ranges():
-    assert parse_ms("1,16,16,64") == (1, 16, 64)
-    assert parse_ms("1:9:4,512") == (1, 5, 9, 512)
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,x", "-4", "1:2:3:4", "1:8:0"])
-def test_wrong_numbers_of_tokens_are_refused(text):
-    with pytest.raises(ValueError):
-        parse_ms(text)
-
-
-@pytest.mark.parametrize(
-    "fmt",
-    [
-        *cells_lib.DEFAULT_FORMATS,
-        *cells_lib.MORE_FORMATS,
-        Format("s8", 64, True, batch_invariant=True),
-        Format("s8", 0, any_codes=True),
-        Format("e4m3", 256, batch_invariant=True, any_codes=True),
-        Format("s8", 128, bits=8, lhs_blocks=True, batch_invariant=True),
-        Format("s8", 128, bits=8, lhs_blocks=True, lhs_e8m0=True, batch_invariant=True),
-        Format("e4m3", 0, any_codes=True, lhs_blocks=True, lhs_e8m0=True),
-        Format("e4m3", 64, offset=True, batch_invariant=True),
-        Format("s8", 32, True, corrects=True, batch_invariant=True),
-    ],
-    ids=lambda fmt: fmt.name,
-)
-def test_a_formats_name_reads_back(fmt):
-    assert parse_format(fmt.name) == fmt
-
-
-def test_a_formats_name_ends_in_its_codes_and_then_its_invariance():
-    assert parse_format("e4m3_g128_any") == Format("e4m3", 128, any_codes=True)
-    assert parse_format("fp8_g64z_bi") == Format("e4m3", 64, True, batch_invariant=True)
-    assert parse_format("INT8_ch_any_bi") == Format("s8", 0, batch_invariant=True, any_codes=True)
-    assert Format("s8", 0, batch_invariant=True, any_codes=True).name == "int8_ch_any_bi"
-
-
-def test_different_formats_have_different_names():
+def test_different_formats_have_different_names_that_read_back():
     formats = [
         Format(lhs, group, zero, invariant, any_codes, lhs_blocks=blocks > 0, lhs_e8m0=blocks > 1)
         for lhs in ("e4m3", "s8")
@@ -195,48 +136,20 @@ def test_different_formats_have_different_names():
         for any_codes in (False, True)
     ]
     formats += [Format("e4m3", group, mxfp4=True, f16_sums=f16) for group in (0, 32, 128) for f16 in (False, True)]
+    formats += [Format("e4m3", 64, offset=True, batch_invariant=True), Format("s8", 32, True, corrects=True)]
+    formats = list(dict.fromkeys([*formats, *cells_lib.DEFAULT_FORMATS, *cells_lib.MORE_FORMATS]))
     assert len({fmt.name for fmt in formats}) == len(formats)
     assert all(parse_format(fmt.name) == fmt for fmt in formats)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "e4m3",
-        "bf16_g128",
-        "e4m3_g48",
-        "int8_g128_fast",
-        "",
-        "e4m3_g128_bi_any",
-        "e4m3_g128_any_any",
-        "e4m3_g128_",
-        "z",
-        "w8_e4m3_g32",
-        "w8_int8_block_any",
-        "w8_int8_chz",
-        "e4m3_block",
-        "e4m3_g128_bi_b128",
-        "e4m3_g128_b128_b128e",
-        "e4m3_g128_e",
-        "int8_g128_f16",
-        "e4m3_ch_f16",
-        "e4m3_g128_f16_b128",
-        "w8_e4m3_block_f16",
-        "mxfp4_g32_f16_b128",
-        "nvfp4_g16_f16",
-        "nvfp4_g128",
-        "nvfp4_g16z",
-        "e4m3_2l",
-        "int8_2l_any",
-        "w8_int8_2l",
-        "int8_g128_x",
-        "e4m3_g128z_x",
-        "int8_g128zo",
-        "int8_cho",
-        "int8_g128z_x_b128",
-        "e4m3_g128o_f16",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "e4m3", "bf16_g128", "e4m3_g48", "int8_g128_fast", "", "e4m3_g128_bi_any", "e4m3_g128_any_any",
+    "e4m3_g128_", "z", "w8_e4m3_g32", "w8_int8_block_any", "w8_int8_chz", "e4m3_block", "e4m3_g128_bi_b128",
+    "e4m3_g128_b128_b128e", "e4m3_g128_e", "int8_g128_f16", "e4m3_ch_f16", "e4m3_g128_f16_b128",
+    "w8_e4m3_block_f16", "mxfp4_g32_f16_b128", "nvfp4_g16_f16", "nvfp4_g128", "nvfp4_g16z", "e4m3_2l",
+    "int8_2l_any", "w8_int8_2l", "int8_g128_x", "e4m3_g128z_x", "int8_g128zo", "int8_cho",
+    "int8_g128z_x_b128", "e4m3_g128o_f16",
+])  # fmt: skip
 def test_an_unknown_format_is_refused_with_what_is_known(text):
     with pytest.raises(ValueError, match="g32, g64, g128, g256, ch"):
         parse_format(text)
@@ -278,13 +191,6 @@ def test_peers_are_picked_by_name_and_by_library():
 # the command
 
 
-def test_help_teaches_by_example():
-    done = script("--help")
-    assert done.returncode == 0
-    for word in ("--quick", "--compare", "--sustained", "--from", "Examples", "Exit codes"):
-        assert word in done.stdout
-
-
 def test_list_peers_says_who_is_missing_and_why():
     done = script("--list-peers", "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -315,22 +221,6 @@ def test_wrong_arguments_exit_2_and_say_which(argv, said):
 
 
 # documents
-
-
-def test_a_document_is_written_whole_and_reads_back(recorded):
-    path = recorded("result.json", document())
-    assert results_lib.read_document(path) == document()
-    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
-
-
-def test_a_new_document_names_everything_a_reader_asks_for():
-    from benchmark_lib.contestants import pick
-
-    everybody = pick()
-    made = results_lib.new_document("burst", {}, everybody, {"quack_exact": "cannot import"}, cells_lib.H200)
-    results_lib.validate(made)
-    assert {"commit", "driver", "versions", "device", "python", "nvrtc"} <= set(made["environment"])
-    assert next(e for e in made["contestants"] if e["name"] == "quack_exact")["missing"] == "cannot import"
 
 
 @pytest.mark.parametrize(
@@ -392,13 +282,6 @@ def test_a_cell_that_is_wrong_or_no_longer_runs_counts_as_lost():
     assert verdicts(document(), wrong)[16, "int8_ch"] == "lost"
 
 
-def test_cells_of_the_baseline_that_were_left_out_are_counted():
-    part = document()
-    del part["cells"][1]
-    compared = compare(document(), part)
-    assert compared.missing == 1 and len(compared.changes) == 2
-
-
 @pytest.mark.parametrize(
     ("breaking", "said"),
     [
@@ -447,43 +330,6 @@ def test_the_table_has_ours_in_detail_and_says_who_is_missing(recorded):
     assert "int8mm: refused: _int_mm" in done.stdout
 
 
-def with_8_bits(**floors: tuple[int, float]) -> dict:
-    """A recorded run in which results of ours have these (bits, floor_us); cells have the floor of the least bits."""
-    found = document()
-    bits = min(bits for bits, _ in floors.values())
-    for cell in found["cells"]:
-        cell |= {"floor_bits": bits, "floor_us": next(us for each, us in floors.values() if each == bits)}
-        for name, (each, us) in floors.items():
-            cell["results"][name] |= {"floor_bits": each, "floor_us": us}
-    return found
-
-
-def test_the_table_says_which_floor_a_format_of_a_mixed_run_stands_beside():
-    from benchmark_lib.table import ours_columns, ours_rows, side_by_side
-
-    mixed = with_8_bits(e4m3_g128=(4, 2.0), int8_ch=(8, 3.6))
-    at = ours_columns(mixed).index("% floor")
-    assert ours_columns(mixed)[at + 1] == "of" and "of" not in ours_columns(document())
-    assert [row[at : at + 2] for row in ours_rows(mixed)][:2] == [("40", "4 bits"), ("80", "8 bits")]
-    assert all(len(row) == len(ours_columns(mixed)) for row in ours_rows(mixed))
-    assert side_by_side(mixed)[0][3] == "floor" and side_by_side(mixed)[1][0][3] == "2.00"
-    missing = with_8_bits(e4m3_g128=(4, 2.0), int8_ch=(8, 3.6))
-    missing["cells"][0]["results"]["int8_ch"] = result(None, note="refused: k")
-    assert all(len(row) == len(ours_columns(missing)) for row in ours_rows(missing))
-    eight = with_8_bits(e4m3_g128=(8, 3.8), int8_ch=(8, 3.8))
-    assert side_by_side(eight)[0][3] == "8-bit floor" and side_by_side(eight)[1][0][3] == "3.80"
-
-
-def test_our_formats_say_the_bits_of_their_floor():
-    from benchmark_lib.contestants import pick
-
-    for moe in (False, True):
-        formats = [parse_format("e4m3_g128"), parse_format("w8_e4m3_block")]
-        assert [each.floor_bits for each in pick(formats, ["none"], moe=moe)] == [4, 8]
-    made = results_lib.new_document("burst", {}, pick([parse_format("w8_int8_ch")]), {}, cells_lib.H200)
-    assert made["floor"] == cells_lib.H200.floor([8])
-
-
 def test_the_best_of_its_kind_leaves_other_kinds_out():
     from benchmark_lib.table import ours_rows
 
@@ -491,14 +337,6 @@ def test_the_best_of_its_kind_leaves_other_kinds_out():
     assert row[9:13] == ("hum_fp8_g128 9.00", "1.80", "fp8row 2.50", "0.50")
     row = next(row for row in ours_rows(document()) if row[2:4] == ("16", "int8_ch"))
     assert row[9:11] == ("-", "-")
-
-
-def test_the_picture_is_a_png(recorded, tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmark_lib.picture import draw
-
-    assert draw(document(), tmp_path / "roofline.png") == 2 * 4
-    assert (tmp_path / "roofline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_without_matplotlib_only_a_picture_that_was_asked_for_fails(recorded, tmp_path, monkeypatch):
@@ -562,19 +400,6 @@ def measured(contestants: list[Contestant], ms=(1, 16)) -> list[dict]:
     return records
 
 
-def test_a_failing_or_refusing_peer_is_noted_and_the_rest_is_measured(no_gpu):
-    peers = [
-        fake("broken", 1.0, error=RuntimeError("illegal\nsomething")),
-        fake("picky", 1.0, error=Refused("n too odd")),
-    ]
-    for record in measured([fake("ours", 2.0, ours=True), *peers, fake("slow", 4.0)]):
-        results = record["results"]
-        assert results["ours"]["us"] == 2.0 and results["slow"]["us"] == 4.0
-        assert results["ours"]["replays"] == 6 and results["ours"]["copies"] == 2
-        assert results["broken"] == {"us": None, "note": "failed: RuntimeError: illegal something"}
-        assert results["picky"]["note"] == "refused: n too odd"
-
-
 @pytest.mark.parametrize(("others", "expected"), [((4, 8), (4, 8, 4)), ((8, 8), (8, 8, 8)), ((4, 4), (4, 4, 4))])
 def test_each_format_has_the_floor_of_its_bits_and_peers_that_of_the_cell(no_gpu, others, expected):
     ours = [fake(f"ours{i}", 4.0, ours=True, bits=bits) for i, bits in enumerate(others)]
@@ -584,37 +409,6 @@ def test_each_format_has_the_floor_of_its_bits_and_peers_that_of_the_cell(no_gpu
     for (name, found), bits in zip(record["results"].items(), expected):
         assert found["floor_bits"] == bits and found["floor_us"] == round(floors[bits], 3), name
         assert found["floor_percent"] == round(100 * floors[bits] / found["us"], 1)
-
-
-def test_a_lost_device_keeps_the_cells_before_it(no_gpu, monkeypatch):
-    def lost(error):
-        raise run_lib.DeviceLost("gone")
-
-    records: list[dict] = []
-    breaking = fake("ours", 2.0, ours=True)
-    seen = []
-
-    def load(source, copies):
-        start = breaking.load(source, copies)
-
-        def once(m, buffers):
-            seen.append(m)
-            if len(seen) > 1:
-                raise RuntimeError("illegal address")
-            return start(m, buffers)
-
-        return once
-
-    monkeypatch.setattr(run_lib, "_check_context", lost)
-    with pytest.raises(run_lib.DeviceLost):
-        run_lib.measure(
-            [Cell(64, 128, 1), Cell(64, 128, 2)],
-            [Contestant("ours", "", EXACT, True, "torch", None, load)],
-            run_lib.Settings(1, 1, False, False),
-            records.append,
-            lambda text: None,
-        )
-    assert [record["m"] for record in records] == [1]
 
 
 def test_everybody_gets_a_turn_a_round_with_changing_neighbours():
@@ -627,55 +421,13 @@ def test_everybody_gets_a_turn_a_round_with_changing_neighbours():
     assert turns == run_lib._turns(dict.fromkeys(names), run_lib.Settings(11, 1, False, True))
 
 
-def test_a_sustained_cell_holds_everybody_once():
-    assert run_lib._turns({"a": 0, "b": 0}, run_lib.Settings(3, 1, True, True)) == ["a", "b"]
-
-
 def test_spread_is_from_the_10th_to_the_90th_percentile():
     assert relative_spread([5.0] * 9) == 0.0
     assert relative_spread([float(i) for i in range(101)]) == pytest.approx(80 / 50)
     assert relative_spread([10.0] * 50 + [100.0]) == 0.0  # one outlier is no noise
 
 
-def test_host_time_waits_outside_the_clock():
-    import time
-
-    times = host_microseconds([lambda: None], lambda: time.sleep(0.002), burst=10, bursts=5)
-    assert len(times) == 5 and max(times) < 200
-
-
 # our weights, right and wrong results, on the CPU
-
-
-@pytest.mark.parametrize(
-    ("name", "codes"),
-    [
-        ("e4m3_g128", "e4m3"),
-        ("e4m3_g128_any", "any"),
-        ("e4m3_ch", "e4m3"),
-        ("e4m3_g64z", "any"),
-        ("int8_g128", "s8"),
-        ("int8_ch", "s8"),
-        ("int8_ch_any_bi", "any"),
-        ("int8_g32z_bi", "any"),
-    ],
-)
-def test_a_weight_has_the_codes_that_its_format_names(name, codes):
-    from benchmark_lib.data import Source
-    from benchmark_lib.ours import weight_of
-
-    fmt = parse_format(name)
-    found = weight_of(fmt, Source(72, 288, device="cpu")).format
-    assert found.order == codes
-    assert (found.group_size, found.zero_point) == (fmt.group_size, fmt.zero_point)
-
-
-def test_a_group_that_covers_all_of_k_is_refused():
-    from benchmark_lib.data import Source
-    from benchmark_lib.ours import weight_of
-
-    with pytest.raises(Refused, match="that is per channel"):
-        weight_of(parse_format("e4m3_g128"), Source(64, 128, device="cpu"))
 
 
 def test_a_batch_invariant_format_calls_for_it():
@@ -689,22 +441,9 @@ def test_a_batch_invariant_format_calls_for_it():
     assert switches("e4m3_g128") == switches("e4m3_g128_any") == {}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "e4m3_g128",
-        "e4m3_g128_any",
-        "int8_ch_bi",
-        "int8_g32z",
-        "e4m3_ch_any_bi",
-        "w8_int8_ch",
-        "w8_e4m3_block_b128",
-        "int8_g128_b128e",
-        "int8_g128z_x",
-        "int8_g128o_x",
-        "int8_g128o",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "e4m3_g128", "int8_ch_bi", "w8_e4m3_block_b128", "int8_g128_b128e", "int8_g128z_x", "int8_g128o",
+])  # fmt: skip
 def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
     import torch
     from benchmark_lib.data import Source
@@ -727,24 +466,9 @@ def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypa
     assert set(compiled) == {kernel_label(fmt, weight, m) for m in ms}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "e4m3_g128",
-        "e4m3_g128_any_bi",
-        "e4m3_g64z",
-        "int8_g32",
-        "int8_ch",
-        "int8_ch_any",
-        "e4m3_g64_b128",
-        "w8_e4m3_ch",
-        "w8_int8_ch",
-        "w8_e4m3_block",
-        "w8_int8_block_b128",
-        "w8_e4m3_block_b128e",
-        "int8_g128_b128e",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "e4m3_g128_any_bi", "e4m3_g64z", "int8_ch", "e4m3_g64_b128", "w8_int8_ch", "w8_e4m3_block_b128e",
+])  # fmt: skip
 def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
     import torch
     from benchmark_lib.checks import check
@@ -813,29 +537,9 @@ def test_a_probe_that_fails_leaves_a_row_with_its_reason(tmp_path):
     assert row["ms"] is None and "TypeError" in row["note"]
 
 
-def test_a_recorded_document_is_not_changed_by_showing_it():
-    from benchmark_lib.table import ours_rows, peer_notes, side_by_side
-
-    shown = document()
-    before = copy.deepcopy(shown)
-    ours_rows(shown), side_by_side(shown), peer_notes(shown)
-    assert shown == before
-
-
 # mixtures of experts
 
 RECORDED_PEERS = ROOT / "docs" / "performance" / "moe_peers_h200.json"
-
-
-def test_the_preset_cells_are_those_of_the_recorded_peers_with_their_loads():
-    recorded = json.loads(RECORDED_PEERS.read_text())["cells"]
-    cells = {(cell.layer, cell.m): cell for cell in make_moe_cells()}
-    assert len(cells) == len(recorded) == 48
-    for each in recorded:
-        cell = cells[f"{each['model']} {each['gemm']}", each["tokens"]]
-        assert (cell.n, cell.k, cell.experts.count) == (each["n"], each["k"], each["e"])
-        for name, found in (("rows", cell.rows), ("hit", cell.hit), ("floor_us", cell.floor_us())):
-            assert found == pytest.approx(each[name], rel=0.09), (cell.name, name)
 
 
 @pytest.mark.parametrize("routing", cells_lib.ROUTING_NAMES)
@@ -850,18 +554,6 @@ def test_the_experts_of_a_token_are_distinct_and_every_row_is_somebody_s(experts
             assert experts.count < experts.of or sum(load) == tokens * experts.top_k
         assert cell.most_rows == max(1, *map(sum, cell.loads))
         assert cell.loads == GroupedCell(8, 32, tokens, "", experts).loads
-
-
-def test_skewed_routings_give_some_experts_more_rows():
-    def most(routing: str) -> float:
-        return max(GroupedCell(64, 128, 512, "", Experts(128, 8, 128, routing)).loads[0])
-
-    assert most("uniform") < 60 < 200 < most("zipf") <= most("same") == 512
-    assert GroupedCell(64, 128, 512, "", Experts(128, 8, 128, "same")).hit == 8
-    assert {cell.layer for cell in make_moe_cells(["mixtral"], routing="zipf")} == {
-        "mixtral w13 zipf",
-        "mixtral w2 zipf",
-    }
 
 
 def test_a_cell_reads_back_from_its_record():
@@ -937,13 +629,6 @@ def test_rows_of_a_routing_meet_the_weight_of_their_expert():
         assert {sum(load[:e]) for e in (load.index(max(load)), max(e for e in range(5) if load[e]))} <= set(
             rows.tolist()
         )
-
-
-def test_a_rank_that_no_token_chose_has_nothing_to_check_in_this_call():
-    source = moe_source(Experts(1, 1, 64))
-    loads = source.cell(1).loads
-    empty = next(i for i, load in enumerate(loads) if not sum(load))
-    assert source.sample(1, empty).tolist() == [] and sum(loads[source.checked(1, 24)[0]]) == 1
 
 
 def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_not():
@@ -1122,26 +807,6 @@ def test_recorded_peers_stand_beside_ours_where_the_layer_is_theirs():
         results_lib.add_recorded_peers(found, RECORDED_PEERS)
 
 
-def test_the_table_of_grouped_gemms_has_the_floor_and_how_often_it_is_taken(recorded):
-    done = script("--from", recorded("moe.json", moe_document()), "--peers-from", RECORDED_PEERS)
-    assert done.returncode == 0
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b w13")]
-    assert lines[0][:11] == [
-        "qwen3-30b",
-        "w13",
-        "128",
-        "1536",
-        "2048",
-        "8",
-        "e4m3_g128",
-        "20.00",
-        "1.0%",
-        "100",
-        "2000",
-    ]
-    assert lines[0][11:13] == ["18.98", "1.05"] and lines[0][13:16] == ["hum_fp8_g128", "32.37", "1.62"]
-
-
 def test_grouped_cells_are_compared_with_those_of_the_same_experts():
     changes = compare(moe_document(), moe_document(int8_ch=30.0)).changes
     assert sorted((change.name, change.verdict) for change in changes) == 2 * [("e4m3_g128", "same")] + 2 * [
@@ -1150,10 +815,3 @@ def test_grouped_cells_are_compared_with_those_of_the_same_experts():
     slower = moe_document()
     slower["cells"][1]["results"]["int8_ch"]["us"] = 30.0
     assert [change.verdict for change in compare(moe_document(), slower).changes].count("slower") == 1
-
-
-def test_the_picture_has_a_panel_for_each_layer_of_experts(recorded, tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmark_lib.picture import draw
-
-    assert draw(moe_document(), tmp_path / "moe.png") == 4

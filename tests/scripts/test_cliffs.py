@@ -19,7 +19,7 @@ SCRIPT = ROOT / "scripts" / "cliffs.py"
 sys.path.append(str(ROOT / "scripts"))
 
 import cliffs
-from benchmark_lib.cells import Cell, parse_format
+from benchmark_lib.cells import Cell
 from cliffs import RISE_LIMIT, limit_us, measure_line, rises, settle
 
 LAYER = ("e4m3_g128", 512, 7168)
@@ -150,10 +150,6 @@ def test_a_row_names_the_largest_rise_and_the_time_nearest_its_limit():
     assert (found["steep"], found["slow"]) == ("1", "0")
 
 
-def test_a_single_m_has_no_rise():
-    assert cliffs.row(line_of(Gpu({5: 2.0})))[3:5] == ("-", "-")
-
-
 def test_complaints_name_the_layer_the_ms_and_the_kernels():
     limit = limit_us(512, 7168, 9)
     line = line_of(Gpu({7: 2.0, 8: 2.5, 9: limit * 1.1}))
@@ -185,23 +181,6 @@ def test_the_document_holds_every_time_with_its_limit_and_kernel():
 def script(*argv: object) -> SimpleNamespace:
     done = CliRunner().invoke(cliffs.app, [*map(str, argv)])
     return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
-
-
-def test_help_teaches_by_example():
-    done = script("--help")
-    assert done.returncode == 0
-    for word in ("Examples", "Exit codes", "--json", "1.6 x floor + 3 us", "20 %"):
-        assert word in done.stdout
-
-
-def test_the_default_shapes_have_every_width_as_n_and_as_k():
-    widths = {512, 1280, 1536, 2112, 28672 // 8, 7168}
-    assert {n for n, _ in cliffs.SHAPES} == {k for _, k in cliffs.SHAPES} == widths
-
-
-@pytest.mark.parametrize("name", cliffs.FORMATS)
-def test_the_default_formats_and_shapes_go_together(name):
-    cliffs.check_groups(cliffs.SHAPES, [parse_format(name)])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import torch._dynamo.testing
 
@@ -136,13 +135,6 @@ def test_flex_attention_decodes_what_sdpa_decodes(script, transformers):
     document = json.loads(result.stdout)
     assert document["attention"] == "flex" and len(document["rows"]) == 2
     assert all(0 < row["difference"] < 0.02 for row in document["rows"])  # SDPA's, uncompiled, masks 58 of 128 slots
-
-
-def test_a_table_of_speeds_for_people(script, transformers):
-    result = run(script, *SPEED, "--contestant", "bf16", "--contestant", "int8-plain", "--batch", "2")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"decode +2  bf16 .* 1\.00", result.stdout) and re.search(r"prefill +1  int8-plain", result.stdout)
-    assert "x bf16" in result.stdout and "x fp8" not in result.stdout
 
 
 @pytest.fixture(params=["bf16", "fp8", "e4m3", "e4m3-head8"])
@@ -294,28 +286,6 @@ def test_layers_of_which_a_part_stays_unfused_are_not_timed(script, monkeypatch)
     monkeypatch.setattr(layer, "silu", torch.nn.functional.mish)
     with pytest.raises(RuntimeError, match="fuse_: expected each layer, both its norms and its MLP"):
         script.app([*LAYER, "--batch", "1", "--contestant", "fused"], standalone_mode=False)
-
-
-def halves(mesh, name: str) -> None:
-    """What a rank computes without the collectives are parts of what it computes with them."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from benchmark_lib import divided, llama
-
-    model = llama.empty_model(llama.ModelSizes(1, 64, 128, 4, 4, 96, 64), "cpu", 3)
-    divided.divide(model, mesh, name, 32)
-    alone = divided.without_collectives(model)
-    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    given = [each.model.layers[0].post_attention_layernorm(x) for each in (model, alone)]
-    summed, part = (each.model.layers[0].mlp(y) for each, y in zip((model, alone), given))
-    assert torch.equal(*given) and not torch.equal(summed, part)
-    torch.distributed.all_reduce(part)
-    assert torch.equal(summed, part)
-
-
-def test_ranks_without_collectives_keep_their_parts(script, transformers, tmp_path):
-    with ranks.two_ranks(tmp_path) as both:
-        for name in ("bf16", "e4m3", "int8-plain"):
-            both(halves, name)
 
 
 @pytest.mark.gpu

@@ -60,13 +60,6 @@ def test_a_row_names_each_failure_once(tmp_path):
     assert "| abc |" in row and "| tests/test_a.py::b[x y], tests/test_a.py::c, 1 of 2 processes killed |" in row
 
 
-def test_the_table_in_the_log_has_the_columns_of_a_row():
-    table = (ROOT / "docs" / "notes" / "log" / "gpu-tests.md").read_text()
-    head, _, *rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert head == f"| {' | '.join(gpu_note.COLUMNS)} |"
-    assert {line.count("|") for line in rows} == {head.count("|")}
-
-
 def test_a_run_that_is_cut_off_has_said_what_failed(tmp_path):
     path, failures = tmp_path / "test_it.py", tmp_path / "failures"
     path.write_text(

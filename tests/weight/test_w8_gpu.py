@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from functools import lru_cache
 
 import builders
@@ -13,7 +12,7 @@ from ahead import compile_ahead
 import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
-from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures, launched
+from test_gemm_gpu import Case, assert_right, device_figures, launched
 from w8 import BLOCK, weight
 
 import jitgemm
@@ -31,62 +30,11 @@ pytestmark = pytest.mark.gpu
 GROUPS = (PER_CHANNEL, *GROUP_SIZES)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A problem by what it is drawn from."""
-
-    m: int
-    n: int
-    k: int
-    lhs: str
-    group: int = PER_CHANNEL
-    scale: str = "fp32"
-    bias: str = ""
-    affine: bool = False
-    out: str = "bf16"
-    strided: bool = True
-    scales: str = "plain"
-    outliers: bool = True
-
-    def __str__(self) -> str:
-        rest = [self.bias and f"bias {self.bias}", "affine" * self.affine, self.out, self.scales]
-        return "-".join([self.lhs, f"{self.m}x{self.n}x{self.k}", f"g{self.group}", self.scale, *filter(None, rest)])
-
-    @property
-    def problem(self) -> Problem:
-        group = 128 if self.group == BLOCK else self.group
-        group = group if group < self.k else 0
-        strips = self.group == BLOCK and group > 0
-        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), uniform_strip_scale=strips)
-        return Problem(self.m, self.n, self.k, self.lhs, format, self.out)
-
-    def operands(self) -> tuple[tuple, jitgemm.W8Weight, torch.Tensor | None]:
-        if self.affine:
-            lhs = builders.affine_lhs(2, self.m, self.k, device="cuda")
-        else:
-            lhs = builders.lhs(2, self.m, self.k, self.lhs, outliers=self.outliers, device="cuda")
-        if self.strided:
-            whole = torch.zeros(self.m, self.k + 48, dtype=torch.uint8, device="cuda").view(lhs[0].dtype)
-            lhs = whole[:, 16 : 16 + self.k].copy_(lhs[0]), *lhs[1:]
-        bias = {"": None, "bf16": torch.bfloat16, "fp32": torch.float32}[self.bias]
-        bias = None if bias is None else builders.bias(3, self.n, bias, "cuda")
-        return lhs, weight(self.n, self.k, self.lhs, self.group, self.scale, self.scales), bias
-
-    def run(self) -> None:
-        lhs, rhs, bias = self.operands()
-        assert rhs.format == self.problem.format
-        out = Guarded(self.m, self.n, contiguous=not self.strided, dtype=OUTPUTS[self.out])
-        call = jitgemm.gemm_w8a8_bf16_nt if self.out == "bf16" else jitgemm.gemm_w8a8_nt
-        call(lhs, rhs, out.out, bias=bias)
-        out.check()
-        assert_right(out.out, lhs, rhs, bias)
-
-
 def size_cases() -> list[Case]:
     """Sizes at, just below and just above what tiles and records are made of."""
     sizes = builders.third((32, 96, 4128), (1, 7, 63, 64, 65, 129, 1000, 4097), LHS_TYPES, (8, 72, 4104))
     return [
-        Case(m, n, k, lhs, (PER_CHANNEL, 128)[number % 2], strided=number % 3 > 0)
+        Case(m, n, k, lhs, ((PER_CHANNEL, 128)[number % 2], False, "fp32"), strided=number % 3 > 0, bits=8)
         for number, (k, m, lhs, n) in enumerate(sizes)
         if not (m == 4097 and n == 4104 and k == 4128 and lhs == "s8")
     ]
@@ -102,13 +50,13 @@ def form_cases() -> list[Case]:
                 8 * draw.randrange(1, 140),
                 32 * draw.randrange(1, 80),
                 lhs,
-                group,
-                scale,
-                bias=draw.choice(("", "bf16", "fp32")),
+                (group, False, scale),
+                bias=draw.choice(("none", "bf16", "fp32")),
                 affine=lhs == "s8" and draw.random() < 0.5,
                 out=draw.choice(("bf16", "bf16", "fp16", "fp32")),
                 strided=draw.random() < 0.7,
                 scales="plain" if group == BLOCK else draw.choice(("plain", "negative")),
+                bits=8,
             )
         )
     return cases
@@ -116,7 +64,7 @@ def form_cases() -> list[Case]:
 
 SIZES, FORMS = size_cases(), form_cases()
 MODELS = [
-    Case(m, n, k, lhs, group)
+    Case(m, n, k, lhs, (group, False, "fp32"), bits=8)
     for (n, k), lhs, group, m in builders.third(
         ((2112, 7168), (7168, 2048), (4096, 4096)), LHS_TYPES, (PER_CHANNEL, BLOCK),
         (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 8192),
