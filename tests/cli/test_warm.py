@@ -271,7 +271,7 @@ def standin():
 @pytest.mark.skipif(vllm_layers.REAL, reason="by the stand-in's layers")
 @pytest.mark.parametrize(
     ("family", "form", "size"),
-    builders.two_thirds(["llama", "gemma3", "qwen3-moe"], ["awq", "packed-static", "float-quantized"], [1, 4]),
+    builders.third(["llama", "gemma3", "qwen3-moe"], ["awq", "packed-static", "float-quantized"], [1, 4]),
 )
 def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin, family, form, size):
     save(tmp_path, family, CONFIGS[form])
