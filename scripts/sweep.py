@@ -605,7 +605,7 @@ def run_command(
         cells = [(*layer, tokens) for layer in layers for tokens in sorted(rng.sample(m or MS, min(ms, len(m or MS))))]
     if moe:
         if shape or new:
-            raise ValueError("--moe: cannot be combined with --shape and --random")
+            raise ValueError("--moe: --shape and --random cannot be combined with it")
         names = formats or [fmt.name for fmt in MOE_FORMATS]
         cells = [
             (name, cell.n, cell.k, cell.m, *astuple(cell.experts)[:3])
