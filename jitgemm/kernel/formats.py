@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
@@ -60,7 +60,7 @@ def lhs_columns(k: int, correction: Correction | None) -> int:
     return BLOCK_K * (ceil_div(k, BLOCK_K) + correction_blocks(k, correction[1]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with a dict, which keeps what is computed once
 class WeightFormat:
     """How a packed weight is laid out; see `record_bytes` for the picture.
 
@@ -225,7 +225,7 @@ class WeightFormat:
         """Byte of a record at which its scales start, behind its codes."""
         return STRIP_ROWS * BLOCK_K * self.bits // 8
 
-    @property
+    @cached_property
     def scale_rows(self) -> int:
         """Rows of 64 scales in one record: groups that start in 128 k, at least 1; none per channel."""
         return max(1, BLOCK_K // self.group_size) if self.group_size else 0
@@ -240,7 +240,7 @@ class WeightFormat:
         """Rows of 64 offsets in one record."""
         return self.scale_rows if self.offset and not self.correction else 0
 
-    @property
+    @cached_property
     def offsets_at(self) -> int:
         """Byte of a record at which its offsets start."""
         return self.scales_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
@@ -250,7 +250,7 @@ class WeightFormat:
         """Whether scales are powers of two, as MXFP4's are, so that groups can share one."""
         return CODES[self.code].exponents > 0
 
-    @property
+    @cached_property
     def exponents(self) -> bool:
         """Whether records hold an exponent for each row and `EXPONENT_GROUP` of k, by which decoding scales codes."""
         return self.powers and self.group_size != EXPONENT_GROUP
@@ -299,12 +299,12 @@ class WeightFormat:
         per = f"a row and {self.group_size} k" if self.group_size else "a row"
         return f"a base for {per}" if self.exponents else f"a scale for {per}"
 
-    @property
+    @cached_property
     def zeros_at(self) -> int:
         """Byte of a record at which its zero points start."""
         return self.offsets_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.offset_rows
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of one packed record of 64 rows x 128 k, S of them for each scale and offset.
 

@@ -179,7 +179,8 @@ def engine_stages(spec: KernelSpec) -> float:
 def with_k_rules(spec: KernelSpec, k: int) -> KernelSpec:
     """The kernel as it serves a weight of this k best."""
     stages = ceil_div(split_blocks(spec, ceil_div(k, BLOCK_K)), spec.warpgroups_k)
-    return replace(spec, consumers_copy_lhs=not _always_direct(spec) and stages > engine_stages(spec))
+    copies = not _always_direct(spec) and stages > engine_stages(spec)
+    return spec if copies == spec.consumers_copy_lhs else replace(spec, consumers_copy_lhs=copies)
 
 
 def prefetch_stages(spec: KernelSpec) -> int:

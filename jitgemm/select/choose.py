@@ -67,13 +67,14 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
             break  # half of the tile would be padding: a lower one does
         formats = problem.lhs, problem.format, device, problem.out
         for spec, costs in _costed(*formats, block_m, problem.table_size, problem.lhs_group, problem.sums):
-            if asked in (None, _order(spec)):
+            if asked is None or asked == _order(spec):
                 yield spec, costs
 
 
 def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
     """The kernel with what costs nothing to choose."""
-    return replace(with_k_rules(spec, problem.lhs_columns), lhs_e8m0=problem.lhs_e8m0)
+    spec = with_k_rules(spec, problem.lhs_columns)
+    return spec if spec.lhs_e8m0 == problem.lhs_e8m0 else replace(spec, lhs_e8m0=problem.lhs_e8m0)
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]:
@@ -92,7 +93,8 @@ def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     problem = _at_band_end(problem)
     found = [cost.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
-    return [replace(candidate, kernel=_as_asked(candidate.kernel, problem)) for candidate in found]
+    asked = (_as_asked(candidate.kernel, problem) for candidate in found)
+    return [c if kernel is c.kernel else replace(c, kernel=kernel) for c, kernel in zip(found, asked)]
 
 
 def why(ranked: list[Candidate]) -> str:

@@ -118,6 +118,8 @@ class Costs(NamedTuple):
     tile: float  # sum and epilogue of one tile
     between: float  # the same between tiles
     prefetch_stages: int
+    stage_weights: int  # bytes of a stage's records
+    widths: tuple[int, ...]  # tokens that a tile can multiply
     resident: int  # clusters that fit on the device
     sms_of_clusters: float  # SMs that they fill, one CTA an SM
 
@@ -163,6 +165,8 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         tile=TILE_US + summed,
         between=TILE_US * (min(1, (spec.block_m + EMPTY_TOKENS) / NARROW_TOKENS) if short else 1) + summed,
         prefetch_stages=prefetch_stages(spec),
+        stage_weights=stage_weight_bytes(spec),
+        widths=token_widths(spec),
         resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
         sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
     )
@@ -220,12 +224,12 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
     # one CTA of a cluster that shares an operand has none.
     asking = min(ctas, max(token_tiles(problem.experts, m, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
-    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * asking / device.hbm_bytes_per_us
+    prefetched = min(of.prefetch_stages, stages) * of.stage_weights * asking / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
     # of an SM that is left over of whole clusters.
     crowded = max(0.0, 2 - room / clusters) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * math.sqrt(crowded)
-    fill = filled(problem.experts, m, token_widths(spec))
+    fill = filled(problem.experts, m, of.widths)
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
     found = Times(
         memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
