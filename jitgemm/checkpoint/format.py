@@ -53,6 +53,13 @@ class Inputs:
         """Whether the input is not quantised."""
         return self.num_bits == 16
 
+    @property
+    def instead(self) -> str | None:
+        """The activation, with a scale for each token, in place of fewer than 8 bits; None for 8 and more."""
+        if self.num_bits >= 8:
+            return None
+        return "int8" if self.type == "int" else "e4m3"
+
     @classmethod
     def of(cls, scheme: Mapping[str, Any] | None) -> Inputs:
         """From compressed-tensors' `input_activations`; nothing there means that the input stays in floats."""

@@ -66,11 +66,8 @@ class Layout:
 
     @property
     def instead(self) -> str | None:
-        """The activation in place of the checkpoint's where that has less than 8 bits; None where it has not."""
-        inputs = self.scheme.inputs
-        if inputs is None or inputs.num_bits >= 8:
-            return None
-        return "int8" if inputs.type == "int" else "e4m3"
+        """The activation in place of the checkpoint's where that has fewer than 8 bits; None where it has not."""
+        return None if self.scheme.inputs is None else self.scheme.inputs.instead
 
     @property
     def read_config(self) -> Config:

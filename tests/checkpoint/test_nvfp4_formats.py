@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import checkpoints
 import nvfp4
 import pytest
@@ -142,16 +144,22 @@ def test_modelopt_s_fp8_activations_are_static(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["compressed-tensors", "modelopt", "modelopt without a config"])
-def test_activations_of_4_bits_are_replaced_on_demand(tmp_path, file):
+def test_activations_of_4_bits_are_replaced_with_a_warning(tmp_path, file):
     parts = parts_of(1, 72, 416)
     name = "input_global_scale" if file == "compressed-tensors" else "input_scale"
     tensors = (compressed if file == "compressed-tensors" else of_modelopt)(parts)
     tensors |= {f"{LAYER}.{name}": torch.tensor([0.25])}
     settings = {"compressed-tensors": config(FOUR_BITS), "modelopt": modelopt("NVFP4")}.get(file)
-    with pytest.raises(ValueError, match="expected num_bits 8, got 4; activation='e4m3' quantises per token instead"):
-        model_of(tmp_path, tensors, settings)
-    layer = model_of(tmp_path, tensors, settings, activation="e4m3")
-    assert layer.input_scale is None and torch.equal(layer.weight.blocks, parts.packed.blocks)
+    with pytest.warns(
+        UserWarning, match="inputs of 4 bits are quantised to 8 bits for each token, e4m3; activation='e4m3'"
+    ):
+        layers = [model_of(tmp_path, tensors, settings)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layers.append(model_of(tmp_path, tensors, settings, activation="e4m3"))
+    for layer in layers:
+        assert layer.activation == "e4m3" and layer.input_scale is None
+        assert torch.equal(layer.weight.blocks, parts.packed.blocks)
 
 
 # ---- what raises -----------------------------------------------------------------------------------------------------

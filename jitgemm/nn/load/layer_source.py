@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 
@@ -220,7 +221,8 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
     code = CODES[header.scheme.code]
     types = tuple(code.orders[0].decoders)
     own = typed_code(types[0]) if len(types) == 1 else None
-    stated, static = activations(header.scheme.inputs, wanted, own)
+    inputs = header.scheme.inputs
+    stated, static = activations(inputs, wanted, own)
     if static and not any(suffix in header.names for suffix in INPUT_SCALES):
         if wanted is None:
             raise ValueError(
@@ -237,11 +239,20 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
         raise ValueError(f"activation: expected {own} activations, {why}, got {chosen}{instead}")
     if static:
         return chosen, None if chosen == stated else f"calibrated for {stated}"
+    if wanted is None and inputs is not None and inputs.instead:
+        bits = inputs.num_bits
+        warnings.warn(
+            f"the checkpoint's inputs of {bits} bits are quantised to 8 bits for each token, {chosen}; activation={chosen!r} "
+            "says so without this warning",
+            stacklevel=2,
+        )
+        return chosen, f"of inputs of {bits} bits, which have 8 here"
     return chosen, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
 
 
 def activations(inputs: Inputs | None, wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
-    """(name of the activation that a layer's scheme asks for, or None; whether its scale is static).
+    """(name of the activation that a layer's scheme asks for, or None; whether its scale is static). Inputs of fewer than 8
+    bits get 8, with a scale for each token.
 
     Args:
         inputs: what the scheme says; None for nothing.
@@ -253,6 +264,8 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     """
     if inputs is None or inputs.floats:
         return None, False
+    if inputs.instead:
+        return wanted or own or inputs.instead, False
     dynamic, integers = inputs.dynamic, inputs.type == "int"
     block = dynamic and inputs.symmetric and (inputs.strategy, inputs.group_size) == ("group", LHS_GROUP)
     problem = None
