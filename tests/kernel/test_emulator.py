@@ -125,8 +125,8 @@ GROUPED = {
 }
 
 
-def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tuple[Gemm, Groups]:
-    f, n, k = spec.format, 136, 416
+def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool, k: int = 416) -> tuple[Gemm, Groups]:
+    f, n = spec.format, 136
     rows, tokens = sum(counts), sum(counts) // 3 if gathered else sum(counts)
     if f.bits == 8:
         parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.order, bits=8) for e in range(len(counts))]
@@ -150,13 +150,35 @@ def test_a_grouped_gemm_is_within_its_bound(emulator, label, gathered):
     operands, groups = grouped_problem(spec, GROUPED[label], gathered)
     GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
     assert emulator.launched == [label]
+    assert_experts_within_the_bound(operands, groups, GROUPED[label])
+
+
+def assert_experts_within_the_bound(operands: Gemm, groups: Groups, counts: list[int]) -> None:
     end = 0
-    for e, count in enumerate(GROUPED[label]):
+    for e, count in enumerate(counts):
         begin, end = end, end + count
         rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
         x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)  # torch 2.8 indexes no e4m3 on the CPU
         ref, bound = gemm_w4a8_bound((x, operands.x_scale[rows]), operands.weight[e])
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
+
+
+@pytest.mark.parametrize("k", [416, 1056, 1184])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "e4m3-g128-bf16-m8n64-k4x1-s4-e64", "s8fast-channel-m8n64-k2x2-s5-e64", "e4m3fast-g64-bf16-m16n128-s4-e64",
+        "e4m3-g128-bf16-b128-m16n64-k2x1-s4-e64", "s8-g128-bf16-m8n192-s5-e64", "e4m3w8-g128-bf16-m8n64-k2x1-s4-ss-e64",
+    ],
+)  # fmt: skip
+def test_a_cta_has_several_tiles_of_experts(monkeypatch, label, k):
+    """Tiles of one CTA follow one another, with records that no warpgroup, one or all of them have of a tile's last stage."""
+    spec, counts = KernelSpec.from_label(label), [9, 0, 3, 20]
+    emulate(monkeypatch)
+    monkeypatch.setattr("jitgemm.gemm.launch.device_of", lambda _: replace(DEVICES["h200"], num_sms=2))
+    operands, groups = grouped_problem(spec, counts, False, k)
+    GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
+    assert_experts_within_the_bound(operands, groups, counts)
 
 
 # ---- quantisers and the layer of experts -----------------------------------------------------------------------------
