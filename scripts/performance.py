@@ -422,7 +422,7 @@ def measure(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
-    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes, and two H200s for
+    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes, and two H100s for
     experts_h100.
 
     A run that fails is named, and the others go on.

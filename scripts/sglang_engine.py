@@ -111,7 +111,7 @@ def engine(model: str, quant: str, out: str, beside: int, steps: int, more: str)
         begin = time.perf_counter()
         times: list[dict[int, float]] = [{0: begin} for _ in range(sequences)]
         how = {"temperature": 0, "max_new_tokens": made, "ignore_eos": True}
-        for each in llm.generate(input_ids=turns.prompts(sequences, tokens), sampling_params=how, stream=True):
+        for each in llm.generate(input_ids=turns.prompts([tokens] * sequences), sampling_params=how, stream=True):
             times[each.get("index", 0)].setdefault(each["meta_info"]["completion_tokens"], time.perf_counter())
         if any(max(each) != made for each in times):
             raise RuntimeError(f"SGLang: expected {made} tokens of each sequence, got {[max(each) for each in times]}")

@@ -10,7 +10,7 @@ own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16
 installed or not. Qwen3's experts get uniform routing: with weights of no meaning routers route alike.
 
 MODEL: gpt-oss-120b or v4-flash-moe, DeepSeek-V4-Flash's experts in layers of Qwen3-MoE, whose attention needs no
-libraries beside vLLM; their experts in MXFP4, see engine_lib/made_up.py. QUANT: vllm (the kernels that vLLM picks for the
+libraries next to vLLM; their experts in MXFP4, see engine_lib/made_up.py. QUANT: vllm (the kernels that vLLM picks for the
 format), one that its moe_backend names (marlin, triton, triton_unfused), humming (e4m3 activations), humming-a16;
 jitgemm, with options or without.
 
@@ -174,7 +174,7 @@ def engine(model: str, quant: str, out: str, beside: int, steps: int) -> None:
 
     def outputs(sequences: int, tokens: int, made: int) -> list[float]:
         """When requests are made, and when the engine hands over each step's outputs."""
-        prompts = [{"prompt_token_ids": each} for each in turns.prompts(sequences, tokens)]
+        prompts = [{"prompt_token_ids": each} for each in turns.prompts([tokens] * sequences)]
         how = SamplingParams(temperature=0, max_tokens=made, ignore_eos=True, detokenize=False)
         times = [time.perf_counter()]
         llm.enqueue(prompts, how, use_tqdm=False)

@@ -54,11 +54,14 @@ class Inputs:
         return self.num_bits == 16
 
     @property
-    def instead(self) -> str | None:
-        """The activation, with a scale for each token, in place of fewer than 8 bits; None for 8 and more."""
-        if self.num_bits >= 8:
-            return None
+    def per_token(self) -> str:
+        """The activation of this type that has 8 bits and a scale for each token."""
         return "int8" if self.type == "int" else "e4m3"
+
+    @property
+    def instead(self) -> str | None:
+        """The activation in place of fewer than 8 bits; None for 8 and more."""
+        return self.per_token if self.num_bits < 8 else None
 
     @classmethod
     def of(cls, scheme: Mapping[str, Any] | None) -> Inputs:

@@ -217,7 +217,7 @@ class ServedModel:
             try:
                 found = self._own_config(self.checkpoint.get("quant_method", ""))
             except Exception as error:  # whatever it asserts or does not know, jitgemm may
-                text = "jitgemm: %s's own config refuses this checkpoint: %s"
+                text = "jitgemm: %s's own config does not take this checkpoint: %s"
                 self.logger.warning_once(text, self.engine, repr(error))
                 return None
             for mapper in self._mappers:

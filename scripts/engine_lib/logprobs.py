@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine_lib import turns
 from engine_lib.turns import report
 
 Engine = tuple[str, str]
@@ -15,7 +16,7 @@ Engine = tuple[str, str]
 
 
 def prompts() -> list[list[int]]:
-    return [[3 + (i * 7919 + j * 104729) % 4000 for j in range(64 + 50 * i)] for i in range(8)]
+    return turns.prompts(range(64, 464, 50), vocabulary=4000)
 
 
 def compare(script: str, folder: Path, engines: dict[Engine, dict[str, Any]], out: str, row: dict[str, Any]) -> None:

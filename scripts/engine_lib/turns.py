@@ -108,9 +108,9 @@ def take_turns(told: TextIO, step_us: Callable[[int], int], prefill: Callable[[]
     return {name: round(median(figures)) for name, figures in rounds.items()} | {"rounds": rounds}
 
 
-def prompts(sequences: int, tokens: int) -> list[list[int]]:
-    """Tokens of requests that have no beginning in common."""
-    return [[3 + (i * 7919 + j * 104729) % 30000 for j in range(tokens)] for i in range(sequences)]
+def prompts(lengths: Iterable[int], vocabulary: int = 30000) -> list[list[int]]:
+    """Tokens of requests of these lengths, which have no beginning in common."""
+    return [[3 + (i * 7919 + j * 104729) % vocabulary for j in range(length)] for i, length in enumerate(lengths)]
 
 
 def model_folder(config: dict[str, Any], quantization: dict[str, Any] | None) -> tuple[str, int]:

@@ -283,5 +283,5 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
         return activation_name("s8" if integers else "e4m3", affine=affine, block=block), not dynamic
     if wanted is not None:
         return wanted, False
-    instead = own or ("int8" if integers else "e4m3")
+    instead = own or inputs.per_token
     raise ValueError(f"input_activations: expected {problem}; activation={instead!r} quantises per token instead")
