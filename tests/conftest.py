@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import signal
 import zlib
 from collections import Counter
@@ -125,7 +126,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    # What torch, transformers and the collection made stays. Looking at it again and again took 15 % of the tests' time.
+    # What torch, transformers and the collection made stays, and need not be looked at again and again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -156,6 +157,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     items[:] = kept
     config.hook.pytest_deselected(items=sum(dropped.values(), []))
+
+
+@pytest.fixture
+def compiles_without_warnings() -> Callable[[Any], None]:
+    """compiles_without_warnings(entry): what the cache has of a kernel says that ptxas spilled nothing and warned of nothing."""
+
+    def check(entry: Any) -> None:
+        log = entry.metadata["log"]
+        assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log) == [("0", "0")]
+        assert "warning" not in log.lower(), log
+
+    return check
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """Without what transformers says of missing kernels and the like."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
 
 
 @pytest.fixture

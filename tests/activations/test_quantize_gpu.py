@@ -5,8 +5,6 @@ SiLU and RMSNorm are approximated and added up in another order: scales within 2
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 
 import builders
@@ -587,11 +585,7 @@ def test_opcheck_passes_on_the_gpu(mode):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("mode", MODES)
 def test_torch_compile_of_a_layer_with_its_quantiser(backend, mode):
-    if backend == "inductor":
-        pytest.importorskip("triton")
-        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "gcc"))):
-            pytest.skip("inductor needs a C++ compiler")
-    torch._dynamo.reset()
+    builders.start_compiler(backend)
     dtype, affine = MODES[mode]
     rhs, norm = builders.weight_parts(1, 264, 512, device="cuda").packed, parameters(1, 512, "cuda")["rms_norm"]
 

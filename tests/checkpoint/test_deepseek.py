@@ -59,12 +59,7 @@ CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [1
 KINDS = {"w4afp8": W4A8Experts, "fp8": W8A8Experts}
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 def from_config(config, dtype: torch.dtype) -> torch.nn.Module:

@@ -46,13 +46,9 @@ def short_texts() -> tuple[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
+def quiet(monkeypatch, quiet_transformers):
     monkeypatch.setattr(evaluate, "help_texts", short_texts)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
 
 
 @pytest.fixture

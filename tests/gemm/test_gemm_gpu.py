@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -1368,11 +1367,7 @@ def test_scales_per_channel_must_be_aligned_to_four_bytes(first_call):
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_torch_compile_of_a_quantised_layer(backend, lhs_name):
     """Quantisation before and an activation function after the call, in one graph; the bits of the call alone."""
-    if backend == "inductor":
-        pytest.importorskip("triton")
-        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "gcc"))):
-            pytest.skip("inductor needs a C++ compiler")
-    torch._dynamo.reset()
+    builders.start_compiler(backend)
     rhs, bias = weight(264, 512), builders.bias(1, 264, torch.bfloat16, "cuda")
     largest = 448.0 if lhs_name == "e4m3" else 127.0
 

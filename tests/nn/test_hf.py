@@ -53,12 +53,7 @@ TOKENS = torch.arange(1, 13)[None]
 LAYER = re.compile(r"layers\.\d+\..*(_proj|\.w[123])\.weight")
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 def build(name: str) -> torch.nn.Module:

@@ -86,14 +86,11 @@ INPUTS = {
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    """Without what transformers says of missing kernels and quantize_ of stacked experts."""
+def quiet(quiet_transformers):
+    """Nor what quantize_ says of stacked experts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*stacked experts")
-        verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()
         yield
-        transformers.logging.set_verbosity(verbosity)
 
 
 def build(model: str, config: str, sizes: dict) -> torch.nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sglang_layers import BF16, REAL, dispatched, experts, running
-from test_vllm import CONFIGS, SAVED, ParallelLMHead, dense_of, packed_module, stored
+from test_vllm import CONFIGS, SAVED, ParallelLMHead, dense_of, load, packed_module, process, stored
 
 import jitgemm.sglang
 from jitgemm.activations.scheme import Gate
@@ -50,17 +50,6 @@ def row(config, k, n, prefix="m.o_proj"):
 
 def gate_up(config, k, n, prefix="m.gate_up_proj"):
     return MergedColumnParallelLinear(k, [n, n], bias=False, params_dtype=BF16, quant_config=config, prefix=prefix)
-
-
-def load(layer, tensors, *shard):
-    for suffix, tensor in tensors.items():
-        param = dict(layer.named_parameters())[suffix]
-        param.weight_loader(param, tensor, *shard)
-
-
-def process(layer):
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer.jitgemm
 
 
 def test_the_plug_in_is_found_registered_once_and_asked_first():
