@@ -109,7 +109,7 @@ def problem_of(cell: Cell) -> Problem:
     name, n, k, m, *experts = cell
     if experts:
         rows = GroupedCell(n, k, m, "", Experts(*experts)).expected_rows
-        m, more = band_end(rows, experts[0]), {"experts": experts[0]}
+        m, more = band_end(rows, experts[0]), {"experts": experts[0], "rows_vary": experts[0] < experts[2]}
     else:
         m, more = band_end(m), {}
     lhs, format, lhs_group, sums = FORMATS[name]

@@ -135,10 +135,10 @@ class GemmLaunch(Launch):
 def problem_of(gemm: Gemm) -> Problem:
     """What the selector chooses a kernel for, of a checked GEMM."""
     x, x_scale, _, weight, out = gemm[:5]
+    rows = gemm.expected_rows or out.shape[0]
     return Problem(
-        gemm.expected_rows or out.shape[0], weight.n, weight.k, TYPE_NAMES[x.dtype], weight.format,
-        TYPE_NAMES[out.dtype], gemm.batch_invariant, weight.experts or 0, lhs_group_of(x_scale),
-        x_scale.dtype == torch.int32, gemm.sums,
+        rows, weight.n, weight.k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], gemm.batch_invariant,
+        weight.experts or 0, lhs_group_of(x_scale), x_scale.dtype == torch.int32, gemm.sums, rows < out.shape[0],
     )  # fmt: skip
 
 

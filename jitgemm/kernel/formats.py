@@ -382,7 +382,8 @@ class Problem:
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
     exponents (`jitgemm.gemm.problem`). `sums` is "f16" where kernels may add up in f16, "exact" where they may
-    not add up int8's groups by parts (`KernelSpec.sums`), else "f32".
+    not add up int8's groups by parts (`KernelSpec.sums`), else "f32". `rows_vary` tells that m is what one rank's experts
+    get on average, of tokens that choose among more.
     """
 
     m: int
@@ -396,6 +397,7 @@ class Problem:
     lhs_group: int = 0
     lhs_e8m0: bool = False
     sums: str = "f32"
+    rows_vary: bool = False
 
     def __post_init__(self) -> None:
         if self.sums not in SUMS:

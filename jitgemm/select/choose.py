@@ -60,8 +60,8 @@ def _costed(
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
-    asked = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
-    rows = cost.most_rows(problem.experts, problem.m)
+    asked = _order_of(problem, device) if problem.batch_invariant else None
+    rows = cost.most_rows(problem.experts, problem.m, problem.rows_vary)
     for block_m in legal.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
@@ -156,7 +156,7 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
     if reason is not None:
         raise ValueError(f"kernel: expected one that an {device.name} can run, got {label}: {reason}")
     if problem.batch_invariant:
-        asked = split_k, warpgroups_k, sums = _invariant_order(replace(problem, m=1), device)
+        asked = split_k, warpgroups_k, sums = _order_of(problem, device)
         if _order(spec) != asked:
             order = f"{warpgroups_k} warpgroups along k times {split_k} CTAs, in {sums}"
             raise ValueError(f"kernel: expected one that sums k as batch_invariant calls here do, {order}, got {label}")
@@ -169,10 +169,12 @@ def kernels_for(
 ) -> list[KernelSpec]:  # fmt: skip
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
-    With experts m counts the rows of all of them, and the kernels are those of every routing.
+    With experts m counts the rows of all of them, and the kernels are those of every routing, whether rows vary or not.
     """
     layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums)
-    return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m, experts)))
+    layers = [replace(layer, rows_vary=vary) for vary in ((False, True) if experts else (False,))]
+    found = (_choose(replace(each, m=last), device) for _, last in bands(max_m, experts) for each in layers)
+    return list(dict.fromkeys(found))
 
 
 # ---- batch-invariant calls -------------------------------------------------------------------------------------------
@@ -186,6 +188,11 @@ EXPERTS_PER_TOKEN = 1 / 16
 def _order(spec: KernelSpec) -> tuple[int, int, str]:
     """(split_k, warpgroups_k, sums), which decide in which order k is summed, and in what."""
     return spec.split_k, spec.warpgroups_k, spec.sums
+
+
+def _order_of(problem: Problem, device: DeviceSpec) -> tuple[int, int, str]:
+    """The order of summation of a layer's batch-invariant calls, whatever their rows."""
+    return _invariant_order(replace(problem, m=1, rows_vary=False), device)
 
 
 @lru_cache(maxsize=512)

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from statistics import NormalDist
 from typing import NamedTuple
 
 from jitgemm.dtypes import DTYPES
@@ -27,7 +28,7 @@ TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
 of grouped kernels of 4-bit weights, which have many rounds, the part that their tokens and `EMPTY_TOKENS` are of
 `NARROW_TOKENS`: dense ones would take tiles of 8 x 64 at m = 1 where 8 x 256 are up to 1.2 times as fast (28672 x 4096,
-zero points and MXFP4)."""
+zero points and MXFP4). All of it where CTAs add up a tile, as their barriers take as long for few tokens as for many."""
 EMPTY_TOKENS = 12
 """What a tile's first record and its sum over k take whatever the tokens, in tokens. Not fitted: 8 to 16 are as good on an
 H200. With none, experts' choices lose 0.2 to 0.3 % more, and MXFP4's tiles of 8 x 64 over four warpgroups along k are
@@ -153,7 +154,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         serial += promote + RECORD_CYCLES * (spec.token_halves if spec.tokens_as_m else 1) * (spec.token_halves - 1)
     sums = spec.block_m * spec.warpgroups_n
     summed = HAND_US * sums * (1 - 1 / spec.warpgroups_k) + SEND_US * sums * (1 - 1 / spec.split_k)
-    short = spec.experts > 0 and not spec.shared_weights
+    short = spec.experts > 0 and not spec.shared_weights and spec.split_k == 1
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * multiply * cycle,
@@ -197,7 +198,8 @@ def _norm(a: float, b: float, c: float) -> float:
 def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> tuple[Times, float, int]:
     """The times, the rounds of tiles and the CTAs. Of a grouped problem they are means over its routings."""
     m, n, k = problem.m, problem.n, problem.lhs_columns
-    tiles = token_tiles(problem.experts, m, spec.block_m * spec.multicast_rhs)
+    routed = problem.experts, m, problem.rows_vary
+    tiles = token_tiles(*routed, spec.block_m * spec.multicast_rhs)
     along_n = cluster_tiles_along_n(spec, n)
     clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)
     ctas = clusters * spec.cluster_size
@@ -210,7 +212,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     # Each weight once: an expert's tiles follow one another, and find it in the L2. But where experts are expected to
     # have no more rows than a tile, the L2 is told not to keep it (Scheduler::weight_policy), and each tile reads it
     # again; 4-bit weights are faster to bring than to multiply, and are counted once.
-    reads = weights_read(problem.experts, m)
+    reads = weights_read(*routed)
     if problem.experts and spec.shared_weights and m <= problem.experts * spec.block_m:
         reads = sum(tiles) / len(tiles)
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
@@ -223,13 +225,13 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
         memory *= max(1.0, rounds * room * len(tiles) / (sum(tiles) * along_n))
     # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
     # one CTA of a cluster that shares an operand has none.
-    asking = min(ctas, max(token_tiles(problem.experts, m, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
+    asking = min(ctas, max(token_tiles(*routed, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
     prefetched = min(of.prefetch_stages, stages) * of.stage_weights * asking / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
     # of an SM that is left over of whole clusters.
     crowded = max(0.0, 2 - room / clusters) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * math.sqrt(crowded)
-    fill = filled(problem.experts, m, of.widths)
+    fill = filled(*routed, of.widths)
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
     found = Times(
         memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
@@ -257,19 +259,23 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
 # ---- routings --------------------------------------------------------------------------------------------------------
 #
 # How many rows the experts of a grouped GEMM get, which only the device knows: a few routings, uniform over the experts,
-# drawn by seed. The same routings in every process and on every machine.
+# drawn by seed. The same routings in every process and on every machine. Where rows vary, as a rank's do, their number does
+# by its square root: a round of tiles that a mean fills is too full in half of the calls.
 
 ROUTINGS = 8
+_SIGMAS = tuple(NormalDist().inv_cdf((i + 0.5) / ROUTINGS) for i in range(ROUTINGS))
 DRAWN_ROWS = 16
 """Up to so many rows an expert, the rows are drawn one by one; above, an expert's rows from a normal distribution."""
 
 
 @lru_cache(maxsize=1024)
-def routings(experts: int, rows: int) -> tuple[tuple[int, ...], ...]:
+def routings(experts: int, rows: int, vary: bool = False) -> tuple[tuple[int, ...], ...]:
     """Rows of every expert that has some, in each routing. Without experts all rows belong to one weight."""
     if experts <= 1:
         return ((rows,),)
-    return tuple(_routing(experts, rows, Random(seed)) for seed in range(ROUTINGS))
+    spread = vary * math.sqrt(rows)
+    totals = [max(1, round(rows + spread * sigma)) for sigma in _SIGMAS]
+    return tuple(_routing(experts, total, Random(seed)) for seed, total in enumerate(totals))
 
 
 def _routing(experts: int, rows: int, random: Random) -> tuple[int, ...]:
@@ -291,19 +297,19 @@ def _routing(experts: int, rows: int, random: Random) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def token_tiles(experts: int, rows: int, block_m: int) -> tuple[int, ...]:
+def token_tiles(experts: int, rows: int, vary: bool, block_m: int) -> tuple[int, ...]:
     """Tiles of `block_m` rows in each routing; a tile holds rows of one expert."""
-    return tuple(sum(ceil_div(count, block_m) for count in routing) for routing in routings(experts, rows))
+    return tuple(sum(ceil_div(count, block_m) for count in routing) for routing in routings(experts, rows, vary))
 
 
 @lru_cache(maxsize=4096)
-def filled(experts: int, rows: int, widths: tuple[int, ...]) -> float:
+def filled(experts: int, rows: int, vary: bool, widths: tuple[int, ...]) -> float:
     """Part of the full width that an average tile multiplies, if a tile takes the narrowest of the widths that it fits;
     the last is the full one."""
     if len(widths) == 1:
         return 1.0
     full, multiplied, tiles = widths[-1], 0, 0
-    for routing in routings(experts, rows):
+    for routing in routings(experts, rows, vary):
         for count in routing:
             whole, rest = divmod(count, full)
             multiplied += whole * full + (next(width for width in widths if rest <= width) if rest else 0)
@@ -312,13 +318,13 @@ def filled(experts: int, rows: int, widths: tuple[int, ...]) -> float:
 
 
 @lru_cache(maxsize=1024)
-def weights_read(experts: int, rows: int) -> float:
+def weights_read(experts: int, rows: int, vary: bool = False) -> float:
     """Experts that have rows, on average: weights that a call reads."""
-    found = routings(experts, rows)
+    found = routings(experts, rows, vary)
     return sum(map(len, found)) / len(found)
 
 
 @lru_cache(maxsize=1024)
-def most_rows(experts: int, rows: int) -> int:
+def most_rows(experts: int, rows: int, vary: bool = False) -> int:
     """Most rows that an expert has in any of the routings."""
-    return max(map(max, routings(experts, rows)))
+    return max(map(max, routings(experts, rows, vary)))

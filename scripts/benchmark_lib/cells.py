@@ -214,7 +214,8 @@ class GroupedCell(Cell):
         return self.n, self.k, self.experts
 
     def problem(self, fmt: Format) -> Problem:
-        return replace(fmt.problem(self.expected_rows, self.n, self.k), experts=self.experts.count)
+        experts, of = self.experts.count, self.experts.of
+        return replace(fmt.problem(self.expected_rows, self.n, self.k), experts=experts, rows_vary=experts < of)
 
     @property
     def name(self) -> str:

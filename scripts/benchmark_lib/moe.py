@@ -99,7 +99,8 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
             return max(error_over_bound(out, lhs, first[index], rows[those], fmt.sums) for index, those in mine)
 
         weight_bytes = fmt.weight_bytes(source.n, source.k)
-        label = lambda: kernel_label(fmt, first, min(max(1, round(expected_m * experts.count)), len(out)))
+        rows = min(max(1, round(expected_m * experts.count)), len(out))
+        label = lambda: kernel_label(fmt, first, rows, rows < len(out))
         return _run(source, tokens, calls, out, weight_bytes, exact_check=exact_check, kernel=label)
 
     return start

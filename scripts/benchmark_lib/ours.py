@@ -72,7 +72,7 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weigh
     return weight
 
 
-def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: int) -> str:
+def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: int, rows_vary: bool = False) -> str:
     """What the selector chooses here, for m rows."""
     from jitgemm.runtime.device import device_of
 
@@ -80,7 +80,7 @@ def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: in
     experts = weight.experts or 0
     problem = Problem(
         m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts, 128 * fmt.lhs_blocks,
-        fmt.lhs_e8m0, fmt.sums,
+        fmt.lhs_e8m0, fmt.sums, rows_vary,
     )  # fmt: skip
     return choose(problem, device).label
 

@@ -132,6 +132,17 @@ def test_any_class_of_numbers_says_how_many_rows_are_expected(expected_m):
     assert torch.equal(out, right)
 
 
+@pytest.mark.parametrize(("expected_rows", "vary"), [(12, False), (99, False), (11, True), (0, True)])
+def test_rows_vary_where_fewer_are_expected_than_the_call_has_room_for(expected_rows, vary):
+    """A rank of many: its tensors have room for all tokens' rows."""
+    weight, (x, x_scale), offsets = weight_of_experts(), builders.lhs(1, 12, K), torch.tensor([0, 2, 4, 6, 8, 12])
+    gemm = Gemm(x, x_scale, None, weight, torch.zeros(12, N), None, Groups(offsets, None, 0, expected_rows))
+    problem = gemms.problem_of(gemm)
+    assert (problem.m, problem.rows_vary) == (max(1, min(12, expected_rows)), vary)
+    dense = Gemm(x, x_scale, None, weight[0], torch.zeros(12, N))
+    assert not gemms.problem_of(dense).rows_vary
+
+
 WEIGHT = weight_of_experts()
 CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
 

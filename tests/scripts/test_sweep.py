@@ -70,6 +70,14 @@ def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
     assert not any(each.chosen.multicast > 1 for each in regrets(dense.timings(), dense.device))
 
 
+def test_experts_lose_least_with_what_the_selector_counts_of_them():
+    """Rows that vary on a rank, and barriers of clusters between narrow tiles, took them from 1.6 to 0.8 % in the mean."""
+    swept = Sweep.read(H200.with_name("sweep_moe_h200.json"))
+    mxfp4 = {cell: us for cell, us in swept.timings().items() if cell[0].startswith("mxfp4")}
+    mean, p99, _ = summary(each.regret for each in regrets(mxfp4, swept.device))
+    assert len(mxfp4) == 120 and mean <= 0.01 and p99 <= 0.07
+
+
 def test_random_layers_are_held_out_and_new():
     layers = sweep.random_layers(50, seed=3)
     assert layers == sweep.random_layers(50, seed=3) != sweep.random_layers(50, seed=4)

@@ -29,8 +29,8 @@ relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[Health
 experts = st.one_of(st.integers(1, 1024), st.sampled_from([1, 2, 8, 64, 65, 128, 256, 257, 512, 1024]))
 rows = st.one_of(st.integers(1, 300), st.integers(1, 1 << 17))
 grouped = st.builds(
-    lambda experts, m, n, k, formats, out, invariant: Problem(
-        m, n, k, **formats, out=out, batch_invariant=invariant, experts=experts
+    lambda experts, m, n, k, formats, out, invariant, vary: Problem(
+        m, n, k, **formats, out=out, batch_invariant=invariant, experts=experts, rows_vary=vary
     ),
     experts=experts,
     m=rows,
@@ -39,6 +39,7 @@ grouped = st.builds(
     formats=lhs_and_format,
     out=st.sampled_from(["bf16", "fp32"]),
     invariant=st.booleans(),
+    vary=st.booleans(),
 )
 
 
@@ -164,7 +165,7 @@ def test_routings_give_every_row_to_an_expert(count, total):
 def test_without_experts_and_with_one_all_rows_belong_to_one_weight():
     for count in (0, 1):
         assert cost.routings(count, 300) == ((300,),)
-        assert cost.token_tiles(count, 300, 64) == (5,)
+        assert cost.token_tiles(count, 300, False, 64) == (5,)
 
 
 @pytest.mark.parametrize("count", [8, 32, 128, 512])
@@ -181,6 +182,29 @@ def test_rows_scatter_as_those_of_a_multinomial_draw(total):
     counts = [count for routing in cost.routings(128, total) for count in routing]
     variance = sum((count - mean) ** 2 for count in counts) / len(counts)
     assert variance == pytest.approx(mean, rel=0.2)
+
+
+@pytest.mark.parametrize("total", [4, 36, 1000])
+def test_rows_of_a_rank_vary_by_the_root_of_their_number(total):
+    totals = [sum(routing) for routing in cost.routings(48, total, True)]
+    mean = sum(totals) / len(totals)
+    assert min(totals) >= 1 and mean == pytest.approx(total, abs=0.5)
+    assert sum((each - mean) ** 2 for each in totals) / len(totals) == pytest.approx(total, rel=0.2, abs=0.5)
+
+
+def test_a_rank_gets_no_tiles_that_fill_the_device_with_its_mean_rows_alone():
+    """Four experts of 24 tiles of 256 rows are one round on 132 SMs, and five are two; of 64 rows 3 rounds and 4."""
+    mean = Problem(4, 6144, 7168, "e4m3", WeightFormat(0, False, "bf16", "e2m1", code="e2m1"), experts=48)
+    exact, rank = choose(mean, H200), choose(replace(mean, rows_vary=True), H200)
+    assert rank != exact
+    us = [predict(spec, replace(mean, rows_vary=True), H200).predicted_us for spec in (rank, exact)]
+    assert us[0] < 0.97 * us[1]
+
+
+@pytest.mark.parametrize("rows", [4, 40, 400])
+def test_batch_invariant_calls_add_up_alike_whether_rows_vary_or_not(rows):
+    layer = Problem(rows, 7168, 3072, "e4m3", FP8, batch_invariant=True, experts=48)
+    assert order_of(choose(layer, H200)) == order_of(choose(replace(layer, rows_vary=True), H200))
 
 
 @pytest.mark.parametrize(
@@ -229,9 +253,9 @@ def test_a_tile_multiplies_no_more_tokens_than_it_needs():
     widths = multiply_widths(KernelSpec("e4m3", FP8, block_m=144, block_n=128, stages=5, experts=64))
     assert widths == (48, 80, 112, 128, 144)
     assert multiply_widths(KernelSpec("e4m3", FP8, block_m=144, block_n=128, stages=5)) == (144,)
-    assert cost.filled(1, 144, widths) == 1 and cost.filled(1, 145, widths) == (144 + 48) / 288
-    assert cost.filled(1, 100, widths) == 112 / 144 and cost.filled(1, 1, (144,)) == 1
-    assert 0.8 < cost.filled(32, 32 * 128, widths) < 0.95
+    assert cost.filled(1, 144, False, widths) == 1 and cost.filled(1, 145, False, widths) == (144 + 48) / 288
+    assert cost.filled(1, 100, False, widths) == 112 / 144 and cost.filled(1, 1, False, (144,)) == 1
+    assert 0.8 < cost.filled(32, 32 * 128, False, widths) < 0.95
 
 
 def test_an_expert_is_predicted_as_a_dense_gemm_without_prefetch():
