@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 import signal
@@ -130,6 +131,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    # torch traces each compilation for tools of its own; pytest would format and keep all of it as log records.
+    logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

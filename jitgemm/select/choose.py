@@ -85,7 +85,9 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
 
 
 def _at_band_end(problem: Problem) -> Problem:
-    return replace(problem, m=band_end(problem.m, problem.experts))
+    """As the selector sees it."""
+    m = band_end(problem.m, problem.experts)
+    return replace(problem, m=m, rows_vary=problem.rows_vary and m <= cost.DRAWN_ROWS * problem.experts)
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
@@ -172,9 +174,8 @@ def kernels_for(
     With experts m counts the rows of all of them, and the kernels are those of every routing, whether rows vary or not.
     """
     layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums)
-    layers = [replace(layer, rows_vary=vary) for vary in ((False, True) if experts else (False,))]
-    found = (_choose(replace(each, m=last), device) for _, last in bands(max_m, experts) for each in layers)
-    return list(dict.fromkeys(found))
+    both = (replace(layer, m=last, rows_vary=vary) for _, last in bands(max_m, experts) for vary in (False, True))
+    return list(dict.fromkeys(choose(each, device) for each in both))
 
 
 # ---- batch-invariant calls -------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ Results here are the CPU's; the kernels are held against them in test_quantize_g
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,6 +13,7 @@ import builders
 import prepared_calls
 import pytest
 import torch
+from fresh_python import fresh_python
 import torch._dynamo.testing
 from quantize_cases import MODES, X_DTYPES, activations, given, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -805,7 +804,7 @@ def test_compiles_for_sm_90a_without_spills_or_warnings(cache, compiles_without_
 
 def test_importing_the_quantiser_loads_no_layer_below_it():
     code = "import sys, jitgemm.activations.call; print(*(name for name in sys.modules if name.startswith('jitgemm')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = fresh_python(code)
     below = set(
         "gemm.launch activations.plan runtime.driver jit.cache jit.nvrtc kernel.render select.choose cli".split()
     )

@@ -18,17 +18,14 @@ def tiled(q: torch.Tensor) -> torch.Tensor:
     0 and 16, columns + 0; rows 8 and 24, columns + 0; the same two, columns + 16. Rows 0 and 8 have the low nibbles.
     """
     n, k = q.shape
+    tiles = q.long().reshape(n // 32, 32, k // 32, 32).transpose(1, 2)
     out = torch.zeros((n // 32, k // 32, 32, 16), dtype=torch.int64)
-    for row_tile in range(n // 32):
-        for column_tile in range(k // 32):
-            tile = q[32 * row_tile :, 32 * column_tile :]
-            for lane in range(32):
-                row, column = lane // 4, 4 * (lane % 4)
-                for word, (up, right) in enumerate(((0, 0), (8, 0), (0, 16), (8, 16))):
-                    for byte in range(4):
-                        low = tile[row + up, column + right + byte]
-                        high = tile[row + up + 16, column + right + byte]
-                        out[row_tile, column_tile, lane, 4 * word + byte] = low + 16 * high
+    for lane in range(32):
+        row, column = lane // 4, 4 * (lane % 4)
+        for word, (up, right) in enumerate(((0, 0), (8, 0), (0, 16), (8, 16))):
+            low, high = tiles[:, :, row + up], tiles[:, :, row + up + 16]
+            bytes_ = slice(column + right, column + right + 4)
+            out[:, :, lane, 4 * word : 4 * word + 4] = low[..., bytes_] + 16 * high[..., bytes_]
     return out.to(torch.int8).reshape(n, k // 2)
 
 

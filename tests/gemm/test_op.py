@@ -14,6 +14,7 @@ from pathlib import Path
 import builders
 import pytest
 import torch
+from fresh_python import fresh_python
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -354,7 +355,7 @@ def test_cpu_tensors_need_no_kernel(monkeypatch, tmp_path):
 # ---- import -------------------------------------------------------------------------------------------------------
 
 IMPORT = """
-import json, sys, torch
+import json, sys, torch; sys.dont_write_bytecode = True
 before = set(sys.modules)
 touched = []
 def hook(event, arguments):
@@ -376,14 +377,8 @@ print(json.dumps({"modules": modules, "touched": touched, "cuda": torch.cuda.is_
 def imported(tmp_path_factory) -> dict:
     """What `import jitgemm` did in a new process that had torch already."""
     cache = tmp_path_factory.mktemp("import") / "cache"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "JITGEMM_CACHE_DIR": str(cache),
-        "JITGEMM_JIT": "no such mode",  # read when used, not at import
-    }
-    done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, timeout=120)
+    mode = "no such mode"  # read when used, not at import
+    done = fresh_python(IMPORT, {"JITGEMM_CACHE_DIR": str(cache), "JITGEMM_JIT": mode})
     assert done.returncode == 0, done.stderr
     assert not cache.exists()
     return json.loads(done.stdout)
@@ -565,7 +560,6 @@ def test_batch_invariant_is_a_bool():
 
 # ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 NAMES = (
     "gemm_w4a8_nt", "quantize_activations", "add_quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts",
     "fused_experts_masked",
@@ -588,7 +582,7 @@ def test_every_op_that_is_defined_is_looked_for_below():
     ],
 )
 def test_the_ops_are_there_whichever_is_imported_first(code):
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+    in_new_python(code, torch_first="jitgemm_cli" not in code)
 
 
 def test_a_failed_import_of_torch_may_be_repeated(tmp_path):
@@ -606,13 +600,18 @@ sys.path.pop(0)
 import jitgemm, torch
 {OPS}
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+    in_new_python(code, torch_first=False)
 
 
-def in_new_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=ENVIRONMENT
-    )
+def in_new_python(code: str, torch_first: bool = True) -> str:
+    if torch_first:
+        done = fresh_python(code)
+    else:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+        )
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
@@ -659,7 +658,7 @@ assert gemm_w4a8_nt.__name__ == "gemm_w4a8_nt" and "gemm_w8a8_nt" in vars(jitgem
 assert CacheMissError is jitgemm.CacheMissError is jitgemm.errors.CacheMissError
 assert {*jitgemm.__all__} - {*vars(jitgemm)} <= {"load"}
 """
-    in_new_python(code)
+    in_new_python(code, torch_first=False)
 
 
 def test_without_pytorch_s_private_functions_every_call_goes_through_its_op():
@@ -679,7 +678,7 @@ for m in (4, 4):
     jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
     assert torch.equal(out, jitgemm.gemm_w4a8_reference(lhs, rhs))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+    in_new_python(code)
 
 
 # ---- sizes that a tracer has no number for ---------------------------------------------------------------------------

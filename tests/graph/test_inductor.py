@@ -18,6 +18,7 @@ from pathlib import Path
 import builders
 import pytest
 import torch
+from fresh_python import fresh_python
 
 import jitgemm
 import jitgemm.nn
@@ -550,7 +551,7 @@ print(loaded, "torch._inductor.fx_passes.post_grad" in sys.modules)
 
 
 def test_eager_and_fake_calls_load_no_passes_of_inductor():
-    done = subprocess.run([sys.executable, "-c", UNLOADED], capture_output=True, text=True, timeout=120)
+    done = fresh_python(UNLOADED)
     assert (done.stdout.strip(), done.returncode) == ("[] False", 0), done.stderr
 
 

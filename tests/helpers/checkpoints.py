@@ -22,15 +22,11 @@ def words(
     """
     per_word = 8 * dtype.itemsize // bits
     order = list(range(per_word)) if order is None else list(order)
-    columns = list(values.long().unbind(dim))
-    columns += [torch.zeros_like(columns[0])] * (-len(columns) % per_word)
-    packed = []
-    for first in range(0, len(columns), per_word):
-        word = torch.zeros_like(columns[0])
-        for nibble, value in enumerate(order):
-            word = word + (columns[first + value] % 2**bits) * 2 ** (bits * nibble)
-        packed.append(word)
-    return torch.stack(packed, dim).to(dtype)  # integers wrap around
+    last = values.long().movedim(dim, -1)
+    filled = torch.nn.functional.pad(last, (0, -last.shape[-1] % per_word))
+    of_words = filled.unflatten(-1, (-1, per_word))[..., order] % 2**bits
+    packed = (of_words * 2 ** (bits * torch.arange(per_word))).sum(-1)
+    return packed.movedim(-1, dim).contiguous().to(dtype)  # integers wrap around
 
 
 def dequantized(

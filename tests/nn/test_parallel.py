@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import builders
 import pytest
 import ranks
 import torch
+from fresh_python import fresh_python
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
@@ -504,7 +504,7 @@ def test_layers_import_dtensors_with_the_first_of_them():
     code = (
         "import sys, jitgemm.nn; print([name for name in sys.modules if name.startswith('torch.distributed.tensor')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = fresh_python(code)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 

@@ -308,7 +308,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install '.[docs]'")
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "docs", str(tmp_path)],
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

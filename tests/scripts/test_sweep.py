@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,28 @@ from jitgemm.select.legal import illegal
 
 DATA = sorted((ROOT / "scripts" / "data").glob("sweep_*.json"))
 H200 = ROOT / "scripts" / "data" / "sweep_h200.json"
+MOE_H200 = H200.with_name("sweep_moe_h200.json")
 
 
-@pytest.fixture(scope="module", params=DATA, ids=lambda path: path.stem)
+@lru_cache(maxsize=None)
+def read(path: Path) -> Sweep:
+    """Tests that change it read a file of their own."""
+    return Sweep.read(path)
+
+
+@lru_cache(maxsize=None)
+def regrets_of(path: Path) -> list[sweep.Regret]:
+    return regrets(read(path).timings(), read(path).device)
+
+
+@pytest.fixture(params=DATA, ids=lambda path: path.stem)
 def swept(request):
-    return Sweep.read(request.param)
+    return read(request.param)
 
 
-def part(swept: Sweep, held: bool) -> list[sweep.Regret]:
-    timings = {cell: us for cell, us in swept.timings().items() if held_out(*cell[1:3]) == held}
-    return regrets(timings, swept.device)
+@pytest.fixture(params=DATA, ids=lambda path: path.stem)
+def found(request):
+    return regrets_of(request.param)
 
 
 # ---- the split ------------------------------------------------------------------------------------------------------
@@ -45,36 +58,33 @@ def test_about_a_quarter_of_all_layers_is_held_out_in_every_format():
     }  # fmt: skip
 
 
-def test_the_regret_on_held_out_problems_stays_within_its_limits(swept):
+def test_the_regret_on_held_out_problems_stays_within_its_limits(found):
     """Constants of the model were never fitted to these layers."""
-    found = part(swept, held=True)
+    found = [each for each in found if held_out(*each.cell[1:3])]
     known = [each.regret for each in found if each.regret is not None]
     assert len(found) - len(known) <= max(1, 0.05 * len(found)), "time what is missing: scripts/sweep.py missing"
     mean, _, worst = summary(known)
     assert mean <= 0.02 and worst <= 0.225
 
 
-def test_the_regret_on_fitted_problems_is_about_as_small(swept):
-    known = [each.regret for each in part(swept, held=False) if each.regret is not None]
+def test_the_regret_on_fitted_problems_is_about_as_small(found):
+    known = [each.regret for each in found if not held_out(*each.cell[1:3]) and each.regret is not None]
     mean, p99, worst = summary(known)
     assert mean <= 0.018 and p99 <= 0.16 and worst <= 0.24
 
 
 def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
     """For dense problems it was best by 1 % in the mean of those where it was; there it wins no tie."""
-    swept = Sweep.read(H200.with_name("sweep_moe_h200.json"))
-    chosen = [each for each in regrets(swept.timings(), swept.device) if each.chosen.multicast > 1]
+    chosen = [each for each in regrets_of(MOE_H200) if each.chosen.multicast > 1]
     known = [each.regret for each in chosen if each.regret is not None]
     assert len(known) >= 20 and summary(known)[0] <= 0.02
-    dense = Sweep.read(H200)
-    assert not any(each.chosen.multicast > 1 for each in regrets(dense.timings(), dense.device))
+    assert not any(each.chosen.multicast > 1 for each in regrets_of(H200))
 
 
 def test_experts_lose_least_with_what_the_selector_counts_of_them():
     """Rows that vary on a rank, and barriers of clusters between narrow tiles, took them from 1.6 to 0.8 % in the mean."""
-    swept = Sweep.read(H200.with_name("sweep_moe_h200.json"))
-    mxfp4 = {cell: us for cell, us in swept.timings().items() if cell[0].startswith("mxfp4")}
-    mean, p99, _ = summary(each.regret for each in regrets(mxfp4, swept.device))
+    mxfp4 = [each.regret for each in regrets_of(MOE_H200) if each.cell[0].startswith("mxfp4")]
+    mean, p99, _ = summary(mxfp4)
     assert len(mxfp4) == 168 and mean <= 0.01 and p99 <= 0.07
 
 
