@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -112,6 +113,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for folder, seconds in folders.most_common():
         terminalreporter.line(f"{seconds:7.1f}  {folder}")
     terminalreporter.line(f"{folders.total():7.1f}  in all")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_compilations() -> None:
+    """torch compiles a function eight times at most: those of other files do not count."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @pytest.fixture(scope="module")

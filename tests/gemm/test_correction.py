@@ -10,8 +10,9 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from emulator.launch import COMPILER, emulate, plant
+from emulator.launch import emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
+from marks import emulated
 from test_compressed_tensors import config, pack_quantized
 from builders import weight_of_experts
 
@@ -30,7 +31,6 @@ from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import legal_kernels
 
 H200 = DEVICES["h200"]
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 KINDS = {"zero": dict(zero_point=True, max_zero=16), "offset": dict(offset=True)}
 
 

@@ -10,8 +10,9 @@ import builders
 import mxfp4
 import pytest
 import torch
-from emulator.launch import COMPILER, emulate, plant
+from emulator.launch import emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
+from marks import emulated
 from tensor_core import TensorCore
 from test_emulator import grouped_problem
 from builders import weight_of_experts
@@ -32,7 +33,6 @@ from jitgemm.weight.f16_sums import row_powers, with_powers
 H200 = DEVICES["h200"]
 GROUPS = (32, 64, 128, 256)
 G128 = WeightFormat(128, False, "bf16", "e4m3")
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 def used(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight) -> float:

@@ -8,7 +8,6 @@ import builders
 import mxfp4
 import pytest
 import torch
-from emulator.launch import COMPILER
 from tensor_core import TensorCore
 from test_f16_sums import largest_mx, used
 
@@ -22,7 +21,6 @@ from jitgemm.weight.f16_sums import MOST_IN_RECORD, row_powers, with_powers
 
 H200 = DEVICES["h200"]
 tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 @tiers

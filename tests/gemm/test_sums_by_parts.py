@@ -7,8 +7,9 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from emulator.launch import COMPILER, emulate, plant
+from emulator.launch import emulate, plant
 from emulator.problems import assert_outside_untouched, problem
+from marks import emulated
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -22,7 +23,6 @@ from jitgemm.select.legal import legal_kernels
 
 H200 = DEVICES["h200"]
 OWN = WeightFormat(128, False, "bf16", "s8")
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 KERNELS = {
     "s8fast-g128-bf16-tofp32-m16n64-s7-parts": (16, 4224),  # two runs and an odd record

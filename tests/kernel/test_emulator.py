@@ -15,9 +15,10 @@ import pytest
 import quantize_cases
 import torch
 from emulator import launch
-from emulator.launch import COMPILER, Emulator, emulate
+from emulator.launch import Emulator, emulate
 from emulator.problems import assert_within_the_bound, problem
 from builders import weight_of_experts
+from marks import emulated
 
 import jitgemm
 from jitgemm.activations import plan as quantizers
@@ -36,7 +37,7 @@ from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = emulated
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typing import Any
 import builders
 import pytest
 import torch
-from emulator.launch import COMPILER, emulate
+from emulator.launch import emulate
+from marks import emulated
 
 import jitgemm
 from jitgemm.checkpoint import formats
@@ -121,7 +122,7 @@ def test_a_reader_reads_it():
     assert weight.format == packed().format and torch.equal(weight.blocks, packed().blocks)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@emulated
 @pytest.mark.parametrize("group_size", [64, 416])
 @pytest.mark.parametrize("lhs_type", ["e4m3", "s8"])
 def test_a_kernel_computes_what_the_reference_does(monkeypatch, lhs_type, group_size):

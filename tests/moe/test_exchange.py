@@ -11,7 +11,8 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from emulator.launch import COMPILER, Emulator, emulate
+from emulator.launch import Emulator, emulate
+from marks import emulated
 
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
@@ -21,7 +22,7 @@ from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.moe.route import combine_reference, gather, route_reference
 from jitgemm.nn.layers.expert_nvlink import _new_buffer
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = emulated
 
 EXPERTS, TOP_K, K, MOST = 2, 3, 160, 6
 

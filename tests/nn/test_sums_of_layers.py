@@ -10,13 +10,14 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
+from marks import emulated
 from small_models import Model
 from builders import weight_of_experts
 from test_nn import inputs
 
 import jitgemm
 import jitgemm.nn
-from emulator.launch import COMPILER, emulate
+from emulator.launch import emulate
 from jitgemm.gemm import launch, reference
 from jitgemm.moe import reference as moe_reference
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
@@ -142,7 +143,7 @@ def test_a_layer_without_values_gets_its_powers_with_them():
     assert torch.equal(filled[0](inputs(1, 3, K)), source(inputs(1, 3, K)))
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@emulated
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_launches_kernels_that_add_up_in_f16(monkeypatch, compiled):
     emulator = emulate(monkeypatch)

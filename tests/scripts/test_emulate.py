@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import emulated
 
 pytest.importorskip("typer")
 
-from emulator.launch import COMPILER
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from emulate import app
 
-compiled = [pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+compiled = [emulated]
 SCALE = """
 extern "C" __global__ void scale(float* out, const float* x, float a, int n) {
     __shared__ float tile[64];

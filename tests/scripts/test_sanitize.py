@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from emulator.device import cuda_is_cpu
-from emulator.launch import COMPILER
+from marks import emulated
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -43,7 +43,7 @@ def test_every_way_to_add_up_is_there():
         assert {wanted.get("sums", "f32") for _, wanted, *_ in cases} == {"f32", "f16", "parts"}
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@emulated
 @pytest.mark.parametrize(
     "name", ["sums in f16, any order, one run", "grouped, gathered, sums by parts", "zero points as corrections"]
 )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from codes import KINDS, TIERS, kinds, modes
 from emulator.launch import COMPILER, emulate
+from marks import emulated
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -24,8 +25,6 @@ from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 def assert_within_the_bound(out, lhs, weight, bias=None):

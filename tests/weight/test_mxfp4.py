@@ -9,9 +9,10 @@ import builders
 import mxfp4
 import pytest
 import torch
-from emulator.launch import COMPILER, emulate
+from emulator.launch import emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import emulated
 from tensor_core import RUN, OfEmulator, TensorCore
 
 import jitgemm
@@ -20,7 +21,6 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.weight import e2m1
 
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
 
 

@@ -8,9 +8,10 @@ import builders
 import nvfp4
 import pytest
 import torch
-from emulator.launch import COMPILER, emulate
+from emulator.launch import emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import emulated
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -19,7 +20,6 @@ from jitgemm.weight import layout
 from jitgemm.weight.nvfp4 import FORMAT, NEAR
 from jitgemm.weight.terms import LARGE, terms, upper
 
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -7,16 +7,16 @@ import builders
 import pytest
 import torch
 import two_level
-from emulator.launch import COMPILER, emulate
+from emulator.launch import emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import emulated
 
 import jitgemm
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 
-emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 FORMAT = WeightFormat(0, False, "fp16", "two_level", code="two_level")
 
 
