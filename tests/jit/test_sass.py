@@ -8,7 +8,9 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -202,11 +204,12 @@ def nvdisasm() -> str | None:
     return shutil.which("nvdisasm", path=folders)
 
 
-def disassembled(cubin: bytes, folder: Path) -> list[str]:
+@lru_cache(maxsize=None)
+def disassembled(cubin: bytes) -> list[str]:
     """The instructions of its only function, without .reuse, which is a hint."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    text = subprocess.run([nvdisasm(), str(file)], check=True, capture_output=True, text=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        text = subprocess.run([nvdisasm(), file.name], check=True, capture_output=True, text=True).stdout
     found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
     assert [int(offset, 16) for offset, _ in found] == list(range(0, 16 * len(found), 16))
     return [instruction.replace(".reuse", "") for _, instruction in found]
@@ -218,21 +221,21 @@ needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm (
 @pytest.mark.nvrtc
 @needs_nvdisasm
 @pytest.mark.parametrize("index", range(len(KERNELS)), ids=[spec.label for spec in KERNELS])
-def test_a_disassembler_reads_the_same_instructions_with_hints_as_without(built, index, tmp_path):
+def test_a_disassembler_reads_the_same_instructions_with_hints_as_without(built, index):
     plain, hinted = built[index]
-    assert plain != hinted and disassembled(plain, tmp_path) == disassembled(hinted, tmp_path)
+    assert plain != hinted and disassembled(plain) == disassembled(hinted)
 
 
 @pytest.mark.nvrtc
 @needs_nvdisasm
-def test_a_disassembler_calls_instructions_what_this_module_takes_them_for(built, tmp_path):
+def test_a_disassembler_calls_instructions_what_this_module_takes_them_for(built):
     names = {sass.FFMA: {"FFMA"}, sass.I2FP: {"I2FP"}, sass.LDS: {"LDS"}}
     names |= dict.fromkeys(sass.MULTIPLY, {"QGMMA", "IGMMA"})
     integer = {0x010: {"IADD3"}, 0x012: {"LOP3"}, 0x016: {"PRMT"}, 0x019: {"SHF"}}
     assert integer.keys() == sass.INTEGER
     seen = set()
     for cubin, _ in built:
-        texts = disassembled(cubin, tmp_path)
+        texts = disassembled(cubin)
         for each, text in zip(instructions(cubin, *code_sections(cubin)[0]), texts, strict=True):
             name = re.sub(r"^@!?U?P\w+ ", "", text).partition(" ")[0].partition(".")[0]
             expected = names.get(each.opcode) or integer.get(each.opcode & 0x1FF)
@@ -247,16 +250,16 @@ def test_a_disassembler_calls_instructions_what_this_module_takes_them_for(built
 @pytest.mark.nvrtc
 @needs_nvdisasm
 @pytest.mark.parametrize("bit", [0, 16, 24, 72], ids=["opcode", "result", "operand", "modifier"])
-def test_a_disassembler_sees_a_bit_that_is_no_hint(built, bit, tmp_path):
+def test_a_disassembler_sees_a_bit_that_is_no_hint(built, bit):
     plain, hinted = built[0]
     at = next(each.offset for each in main_loop(plain) if each.opcode == sass.FFMA) + bit // 8
     wrong = bytearray(hinted)
     wrong[at] ^= 1 << bit % 8
     try:
-        found = disassembled(bytes(wrong), tmp_path)
+        found = disassembled(bytes(wrong))
     except subprocess.CalledProcessError:
         return  # no instruction at all
-    assert found != disassembled(plain, tmp_path)
+    assert found != disassembled(plain)
 
 
 @pytest.mark.nvrtc
