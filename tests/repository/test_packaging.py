@@ -237,7 +237,7 @@ implicit_reexport = False
 untyped_calls_exclude = transformers
 [mypy-jitgemm.kernel.formats,transformers.*]
 implicit_reexport = True
-[mypy-first,second,typed]{STRICT}"""
+[mypy-first,second,typed]{STRICT}{{overrides}}"""
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +251,11 @@ def said(tmp_path_factory) -> list[str]:
     for name, text in {"first": samples[0], "second": samples[1], "typed": TYPES, "user": USER}.items():
         (folder / f"{name}.py").write_text(text)
     mypy = PROJECT["tool"]["mypy"]
-    settings = "\n".join(f"{name} = {value}" for name, value in mypy.items() if name != "files")
-    (folder / "mypy.ini").write_text(CONFIG.format(settings=settings))
+    settings = "\n".join(f"{name} = {value}" for name, value in mypy.items() if name not in ("files", "overrides"))
+    overrides = "".join(
+        f"[mypy-{','.join(each['module'])}]\nfollow_imports = {each['follow_imports']}\n" for each in mypy["overrides"]
+    )
+    (folder / "mypy.ini").write_text(CONFIG.format(settings=settings, overrides=overrides))
     # Options decide what a cache is good for: one of its own.
     options = [f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={ROOT / '.mypy_cache' / 'tests'}"]
     files = [*(str(ROOT / name) for name in mypy["files"]), *map(str, sorted(folder.glob("*.py")))]
