@@ -20,6 +20,7 @@ import nvfp4
 import pytest
 import test_qserve as qserve
 import torch
+from builders import two_thirds
 from checkpoints import dequantized, words
 from safetensors.torch import save_file
 from vllm_layers import REAL, experts, hide, rank, show
@@ -1419,10 +1420,12 @@ def packed_module(kind="4 bits", activation="e4m3", bias=True, gate=SILU_MUL):
     )
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-@pytest.mark.parametrize("order", ["gate_up", "interleaved"])
-@pytest.mark.parametrize("split, size", [("tp", 1), ("tp", 2), ("tp", 4), ("ep", 2)])
-def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, kind, order, split, size):
+@pytest.mark.parametrize(
+    ("kind", "order", "ranks"),
+    two_thirds(EXPERTS, ["gate_up", "interleaved"], [("tp", 1), ("tp", 2), ("tp", 4), ("ep", 2)]),
+)
+def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, kind, order, ranks):
+    split, size = ranks
     """Of 384 / 4 = 96 rows and columns, within strips and groups of 128, too."""
     gate = SILU_MUL if order == "gate_up" else Gate("swiglu_oai", order, 7.0, 1.702)
     more = {} if order == "gate_up" else {"activation": "swigluoai", "swiglu_limit": 7.0}
