@@ -33,7 +33,7 @@ of grouped kernels of 4-bit weights, which have many rounds, the part that their
 zero points and MXFP4). All of it where CTAs add up a tile, as their barriers take as long for few tokens as for many."""
 EMPTY_TOKENS = 12
 """What a tile's first record and its sum over k take whatever the tokens, in tokens. Not fitted: 8 to 16 are as good on an
-H200. With none, experts' choices lose 0.2 to 0.3 % more, and MXFP4's tiles of 8 x 64 over four warpgroups along k are
+H200. With none, experts' choices lose 0.7 % more there, and MXFP4's tiles of 8 x 64 over four warpgroups along k are
 predicted 15 % too fast next to wider ones."""
 HAND_US = 0.0091
 """For every token and strip of rows whose sums a CTA's warpgroups along k add up, through shared memory."""
