@@ -106,10 +106,11 @@ def held_out(n: int, k: int) -> bool:
 
 def problem_of(cell: Cell) -> Problem:
     """The problem as the selector sees it: with the last m of its band."""
-    name, n, k, m, *experts = cell
-    if experts:
-        rows = GroupedCell(n, k, m, "", Experts(*experts)).expected_rows
-        m, more = band_end(rows, experts[0]), {"experts": experts[0], "rows_vary": experts[0] < experts[2]}
+    name, n, k, m, *figures = cell
+    if figures:
+        experts = Experts(*figures)
+        rows = GroupedCell(n, k, m, "", experts).expected_rows
+        m, more = band_end(rows, experts.count), {"experts": experts.count, "rows_vary": experts.rows_vary}
     else:
         m, more = band_end(m), {}
     lhs, format, lhs_group, sums = FORMATS[name]

@@ -130,6 +130,11 @@ class Experts:
         if self.routing not in ROUTING_NAMES:
             raise ValueError(f"--routing: expected one of {', '.join(ROUTING_NAMES)}, got {self.routing!r}")
 
+    @property
+    def rows_vary(self) -> bool:
+        """`Problem.rows_vary`."""
+        return self.count < self.of
+
 
 ROUTINGS = 24
 ROUTING_SEED = 42
@@ -214,8 +219,8 @@ class GroupedCell(Cell):
         return self.n, self.k, self.experts
 
     def problem(self, fmt: Format) -> Problem:
-        experts, of = self.experts.count, self.experts.of
-        return replace(fmt.problem(self.expected_rows, self.n, self.k), experts=experts, rows_vary=experts < of)
+        dense = fmt.problem(self.expected_rows, self.n, self.k)
+        return replace(dense, experts=self.experts.count, rows_vary=self.experts.rows_vary)
 
     @property
     def name(self) -> str:

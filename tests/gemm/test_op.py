@@ -14,8 +14,8 @@ from pathlib import Path
 import builders
 import pytest
 import torch
-from fresh_python import fresh_python
 import torch._dynamo.testing
+from fresh_python import fresh_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 

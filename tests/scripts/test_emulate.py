@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from emulate import app
 
-compiled = [emulated]
 SCALE = """
 extern "C" __global__ void scale(float* out, const float* x, float a, int n) {
     __shared__ float tile[64];
@@ -47,7 +46,7 @@ def file(tmp_path):
 
 
 class TestCuda:
-    pytestmark = compiled
+    pytestmark = emulated
 
     def test_what_a_kernel_wrote_is_shown(self, file):
         code, output = invoke("cuda", file(SCALE), *LAUNCH, *ARGUMENTS)
@@ -108,7 +107,7 @@ class TestCuda:
 
 
 class TestGemm:
-    pytestmark = compiled
+    pytestmark = emulated
 
     @pytest.mark.parametrize(
         "label", [GEMM, "e4m3fast-g128-bf16-m32n64-s6-f16", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr"]

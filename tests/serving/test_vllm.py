@@ -1425,8 +1425,8 @@ def packed_module(kind="4 bits", activation="e4m3", bias=True, gate=SILU_MUL):
     two_thirds(EXPERTS, ["gate_up", "interleaved"], [("tp", 1), ("tp", 2), ("tp", 4), ("ep", 2)]),
 )
 def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, kind, order, ranks):
-    split, size = ranks
     """Of 384 / 4 = 96 rows and columns, within strips and groups of 128, too."""
+    split, size = ranks
     gate = SILU_MUL if order == "gate_up" else Gate("swiglu_oai", order, 7.0, 1.702)
     more = {} if order == "gate_up" else {"activation": "swigluoai", "swiglu_limit": 7.0}
     activation = "int8" if kind == "two levels" else "e4m3"

@@ -20,7 +20,6 @@ from jitgemm.weight import layout
 from jitgemm.weight.nvfp4 import FORMAT, NEAR
 from jitgemm.weight.terms import LARGE, terms, upper
 
-
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
 """All that are not negative and no NaN."""
