@@ -13,7 +13,7 @@ import builders
 import pytest
 import torch
 import torch._dynamo.testing
-from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, by_definition, choices
+from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, activated, by_definition, choices
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
@@ -218,6 +218,22 @@ def test_a_layer_without_gates_is_its_definition(mode):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_limit_bounds_gates_and_ups(activation):
     assert_by_definition(Case(scale=20.0, options={"activation": activation, "limit": 1.5}))
+
+
+@pytest.mark.parametrize(("limit", "least", "most"), [(7.0, 0.09, 0.3), (None, 0.03, 0.06)])
+def test_a_limit_far_below_the_hidden_values_makes_a_step_of_the_activation(limit, least, most):
+    """gpt-oss' gate then is near 0 or the limit, by the hidden value's sign: where 8 bits of the input turn that of one near
+    0, the result is off by the limit. Beside its own intermediate the layer is as near as ever."""
+    options = dict(scheme="block", activation="swiglu_oai", order="up_gate", limit=limit)
+    sizes = dict(tokens=2, top_k=1, experts=1, k=1024, inter=160, n=1024)
+    case = Case(**sizes, bits=8, mode="e4m3", group_size=0, dtype=torch.bfloat16, options=options)
+    out, (x, _, _, _, weights) = fused_experts(*case.arguments, **case.options).double(), case.arguments
+    own = by_definition(case)
+    assert (out - own).norm() < 0.004 * own.norm()
+    hidden = x.double() @ case.parts13[0].dequantize_fp64().T
+    assert hidden.abs().mean() > 100
+    exact = torch.stack([activated(row, case.options) for row in hidden]) @ case.parts2[0].dequantize_fp64().T * weights
+    assert least < (out - exact).norm() / exact.norm() < most
 
 
 def test_experts_of_other_ranks_are_skipped():
