@@ -89,9 +89,9 @@ def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
     sums = torch.nn.functional.pad(whole.sum(2, dtype=torch.int32).float(), (0, slots - groups))
     high = sums.to(torch_dtype(name))
     low = (sums - high.float()).to(high.dtype)
-    digits = torch.stack([each.view(m, -1, CORRECTION_GROUPS) for each in (high, low)], 2)
+    digits = torch.stack([each.unflatten(1, (-1, CORRECTION_GROUPS)) for each in (high, low)], 2)
     padding = -k % BLOCK_K
-    return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.view(m, -1).view(torch.int8)), 1)
+    return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.flatten(1).view(torch.int8)), 1)
 
 
 def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: str) -> Outputs:

@@ -95,6 +95,12 @@ def _extreme(scales: torch.Tensor, used: torch.Tensor, group_size: int, largest:
     return torch.where(found == unused, BIAS + LARGEST - ONE, found)
 
 
+def of_zeros(scales: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """Scales uint8 [rows, groups of 32], those of groups of zeros as small as the row's least, and 2^0 at most: files have
+    any there, and times one near 2^127 a large scale of the activations would be infinite."""
+    return torch.where(used, scales.to(torch.int16), _extreme(scales, used, 0, False).clamp(max=BIAS)).to(torch.uint8)
+
+
 def with_bases(scales: torch.Tensor, used: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Bases bf16 [rows, groups of group_size], and exponents t uint8 [rows, groups of 32], of scales that fit."""
     top = _extreme(scales, used, group_size, True)

@@ -289,6 +289,21 @@ def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
                 scales.copy_(terms.of_near(scales))
 
 
+def with_empty_groups(blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """NVFP4's blocks of the order "near", where groups of the scale 0 have codes of 0. Versions before 1.0.0 gave them codes
+    as they came and bytes that stand for no scale, in rows that have no other scale."""
+    if not blocks.numel() or int(blocks[..., format.zeros_at :].amax()) <= terms.MOST:
+        return blocks
+    nibbles, mended = CODE_BYTES[format.code].orders[format.order], blocks.clone()
+    for part in mended.flatten(0, -2).split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
+        words, scales = part.view(torch.int32)[:, None, :_CODE_WORDS], part[:, None, format.zeros_at :]
+        codes, bytes = decode_codes(words, nibbles), terms.from_bytes(scales)
+        empty = bytes > terms.MOST
+        words.copy_(encode_codes(codes.masked_fill_(empty.repeat_interleave(SCALE_GROUP, 1), 0), nibbles))
+        scales.copy_(terms.to_bytes(bytes.masked_fill(empty, terms.LEAST)))
+    return mended
+
+
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> [n, k]: int8, uint8 with zero points, or float8_e4m3fn if the
     format is of these 8 bits. Not chunked."""

@@ -10,7 +10,7 @@ from jitgemm.tensors import check_int, check_plain, check_tensor, check_values, 
 from jitgemm.weight import e2m1, layout
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import check_sizes, expert_indices, group_count, row_chunks
-from jitgemm.weight.ready import capturing
+from jitgemm.weight.ready import is_captured
 
 _CODE_TYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _SCALE_TYPES = (torch.float8_e8m0fnu, torch.uint8)
@@ -61,7 +61,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
         raise ValueError(f"scales: expected shape {expected}, got {list(scales.shape)}".replace("'", ""))
     if scales.device != codes.device:
         raise ValueError(f"scales: expected codes' device {codes.device}, got {scales.device}")
-    if codes.is_cuda and capturing(codes.device):
+    if is_captured(codes):
         raise ValueError("scales: expected to look at them, got a CUDA graph's capture; pack before it")
     *lead, n, columns = codes.shape
     k = _columns_of(codes, scales, None if k is None else check_int("k", k))
@@ -94,7 +94,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
             if format.exponents:
                 bases[e], exponents = e2m1.with_bases(s[e], used[e], format.group_size)
             else:
-                bases[e] = e2m1.power(s[e].to(torch.int32) - e2m1.BIAS)
+                bases[e] = e2m1.power(e2m1.of_zeros(s[e], used[e]).to(torch.int32) - e2m1.BIAS)
             layout.pack_records(
                 blocks[e], q[e], bases[e], None, None, k=k, canonical=canonical, format=format, exponents=exponents
             )

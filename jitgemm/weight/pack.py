@@ -18,9 +18,9 @@ from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.correction import SHIFT, first_type, held_factors, pack_factors
 from jitgemm.weight.packed import W4Weight, W8Weight
-from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_permutation, check_sizes, expert_indices
-from jitgemm.weight.parts import format_group, group_count
-from jitgemm.weight.ready import capturing
+from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_finite, check_permutation, check_sizes
+from jitgemm.weight.parts import expert_indices, format_group, group_count
+from jitgemm.weight.ready import is_captured
 
 BLOCK = 128
 """Rows and columns of a block with a scale of its own."""
@@ -50,7 +50,7 @@ def pack_w4(
               complement without zero points, 0..15 with them.
 
             Which of the last two is meant follows from scale's columns.
-        scale: fp32, bf16 or fp16 [n, ceil(k / group_size)]; values are not scanned.
+        scale: fp32, bf16 or fp16 [n, ceil(k / group_size)], finite.
         zero: None for signed codes, or integers 0..16 of any width, [n, ceil(k / group_size)].
         offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float
             zero points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
@@ -69,7 +69,7 @@ def pack_w4(
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
-        synchronised, unless it is being captured: then values of q and zero are not scanned and the weight is not
+        synchronised, unless it is being captured: then values are not scanned and the weight is not
         `ready`.
 
     Raises:
@@ -143,9 +143,12 @@ def pack_w4(
         if lhs is not None:
             tuned = replace(format, order=tuned_order(lhs, format.group_size, format.zero_point, k, code))
         held, of_tuned = (numbers.nibbles(each.order, each.zero_point) for each in (format, tuned))
-        if q.is_cuda and capturing(q.device):  # a value cannot be looked at during capture
+        if is_captured(q):  # a value cannot be looked at during capture
             tuned = tuned if tuned.complete else format
         else:
+            for name, reals in (("scale", scale), ("offset", offset)):
+                if reals is not None:
+                    check_finite(name, reals)
             for e in expert_indices(lead[0] if lead else None):
                 at = f"[{e}]" if lead else ""
                 if not canonical:
@@ -172,7 +175,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
     Args:
         q: float8_e4m3fn or int8 [n, k], n a multiple of 8 and k a multiple of 16. It meets activations of its own type.
             Values are not scanned: NaNs stay NaNs.
-        scale: fp32, bf16, fp16 or float8_e8m0fnu, in one of these forms; any values will do:
+        scale: fp32, bf16, fp16 or float8_e8m0fnu, finite, in one of these forms:
 
             - one element, or one per expert [E]: for the whole weight;
             - [n], [n, 1]: a scale per row;
@@ -189,7 +192,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
-        ValueError: wrong shape or device, or values missing (meta tensors).
+        ValueError: wrong shape or device, a scale that is NaN or infinite, or values missing (meta tensors).
     """
     check_values("q", check_tensor("q", q))
     check_values("scale", check_tensor("scale", scale))
@@ -203,6 +206,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
     check_dtype("scale", scale.dtype, (*REAL_TYPES, "e8m0"))
     with torch.inference_mode(False), torch.no_grad():
         scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale  # exact
+        check_finite("scale", scale)
         scale_type = TYPE_NAMES[scale.dtype]
         scale, group_size = _by_row(scale, lead, n, k, group_size)
         group = format_group(k, group_size)
@@ -244,7 +248,7 @@ def _corrected(
     """The format with factors for zero points or offsets."""
     if not format.group_size:
         raise ValueError("correction: expected False per channel, as sums of all k have too many bits, got True")
-    if q.is_cuda and capturing(q.device):
+    if is_captured(q):
         raise ValueError("correction: expected False while a CUDA graph is captured, which hides values, got True")
     type = first_type(scale, zero, offset, expert_indices(q.shape[0] if q.dim() == 3 else None))
     if not type:
@@ -288,7 +292,7 @@ def check_group_size(group_size: object, k: int) -> int:
 
 def _same_in_strips(scale: torch.Tensor) -> bool:
     """Whether the rows of every strip have the same scales [*lead, n, groups]."""
-    if scale.is_cuda and capturing(scale.device):
+    if is_captured(scale):
         return False
     same = scale[..., 1:, :] == scale[..., :-1, :]
     same[..., STRIP_ROWS - 1 :: STRIP_ROWS, :] = True

@@ -20,7 +20,7 @@ from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.parts import PackedWeight, RowParts, WeightBase, check_packed, check_part, check_permutation
 from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, given_scales, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
-from jitgemm.weight.ready import ReadyAt, note, now, wait
+from jitgemm.weight.ready import ReadyAt, is_captured, note, now, wait
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,6 +88,8 @@ class Weight(WeightBase):
                 f"format: expected {expected} of {self.bits} bits for group_size {self.group_size}, got {fmt}"
             )
         check_packed(self)
+        if fmt.near and type(self.blocks) in PLAIN and not self.blocks.is_meta and not is_captured(self.blocks):
+            object.__setattr__(self, "blocks", layout.with_empty_groups(self.blocks, fmt))
         if self.permutation is not None:
             if self.experts is not None:
                 raise ValueError(f"permutation: expected None for {self.experts} experts, got a tensor")

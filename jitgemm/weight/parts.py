@@ -19,7 +19,7 @@ from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightF
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import e2m1, layout, levels, terms
 from jitgemm.weight.correction import SHIFT, offsets_of, unpack_factors, zeros_of
-from jitgemm.weight.ready import ReadyAt, capturing, noted
+from jitgemm.weight.ready import ReadyAt, is_captured, noted
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
@@ -251,10 +251,21 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
     if tuple(permutation.shape) != (k,):
         raise ValueError(f"permutation: expected shape [{k}], got {list(permutation.shape)}")
     indices = permutation.to(torch.int64)
-    if not (permutation.is_cuda and capturing(permutation.device)):
+    if not is_captured(permutation):
         if not torch.equal(indices.sort().values, torch.arange(k, device=permutation.device)):
             raise ValueError(f"permutation: expected every value of 0..{k - 1} once, got repeated or other values")
     return indices.to(torch.int32).contiguous()
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """Raises ValueError for a NaN or an infinity, which times a code of 0 is one; not looked at while a CUDA graph is
+    captured."""
+    if is_captured(values):
+        return
+    wrong = ~values.isfinite()
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}: expected finite numbers, got {float(values[tuple(at)])} at {at}")
 
 
 def in_f16(weight: Any) -> bool:

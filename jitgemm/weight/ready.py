@@ -29,13 +29,18 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether nothing can be known of its values now, as its device's current stream is being captured."""
+    return tensor.is_cuda and capturing(tensor.device)
+
+
 def wait(blocks: torch.Tensor) -> ReadyAt | None:
     """Waits for what the current stream still writes, and notes where the records are ready now.
 
     None where nothing can be waited for or known: see `Weight.mark_ready`.
     """
     ready = type(blocks) in PLAIN and not blocks.is_inference()
-    ready = ready and not (blocks.is_cuda and capturing(blocks.device))
+    ready = ready and not is_captured(blocks)
     if ready and blocks.is_cuda:
         torch.cuda.current_stream(blocks.device).synchronize()
     return note(blocks, ready)

@@ -67,7 +67,7 @@ def read_state(
     Raises as `Weight.from_state_dict`.
     """
     for name in ("blocks", "meta"):
-        if prefix + name not in tensors:
+        if tensors.get(prefix + name) is None:
             raise ValueError(f"state dict: expected a tensor {prefix + name!r}, found none")
     for name in ("meta", *TENSORS):
         if tensors.get(prefix + name) is not None:

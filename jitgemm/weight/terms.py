@@ -61,16 +61,17 @@ def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 LARGE = (0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -8.0)
 """By code, times its scale; small is the rest."""
-_LEAST, _MOST = 0x08, 0x5E
-"""Bytes of half a scale from which on it is normal, and up to which -8 times the scale is a number."""
+LEAST, MOST = 0x08, 0x5E
+"""Bytes of half a scale from which on it is normal, and up to which -8 times the scale is a number: of all of them."""
 _OCTAVE = 8
 """Bytes between a normal e4m3 and twice of it."""
-_SUBNORMAL = (-1024, -16, -8, -4, 0, 2, 4, 6)
-"""Bytes that the scales 0 to 7, e4m3's subnormals, would have with more exponents; 0 is near nothing."""
+_SUBNORMAL = (0, -16, -8, -4, 0, 2, 4, 6)
+"""Bytes that the scales 1 to 7, e4m3's subnormals, would have with more exponents; no group of the scale 0 is used."""
 
 
 def near(scales: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bytes of half the scales times 2^shift, shift of each row) of scales uint8 [rows, groups] of groups that are `used`.
+    """(bytes of half the scales times 2^shift, shift of each row) of scales uint8 [rows, groups] of groups that are `used`:
+    of any scale but 0, and with codes that are not 0.
 
     Returns:
         uint8 [rows, groups] and int32 [rows, 1]. A row whose scales are not near one another has the shift `FAR`. Bytes of
@@ -82,9 +83,9 @@ def near(scales: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.
     top = torch.where(used, position, -2048).amax(1, keepdim=True)
     least = torch.where(used, position, 2048).amin(1, keepdim=True)
     empty = top < -1024  # a row of zeros
-    shift = torch.where(empty, 0, (_MOST - top).div(_OCTAVE, rounding_mode="floor")).int()
-    shift = torch.where(empty | (least + _OCTAVE * shift >= _LEAST), shift, FAR)
-    bytes = torch.where(used & (shift != FAR), position + _OCTAVE * shift, _LEAST)
+    shift = torch.where(empty, 0, (MOST - top).div(_OCTAVE, rounding_mode="floor")).int()
+    shift = torch.where(empty | (least + _OCTAVE * shift >= LEAST), shift, FAR)
+    bytes = torch.where(used & (shift != FAR), position + _OCTAVE * shift, LEAST)
     return bytes.to(torch.uint8), shift
 
 

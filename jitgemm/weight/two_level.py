@@ -10,8 +10,8 @@ from jitgemm.tensors import TYPE_NAMES, check_plain, check_tensor, check_values,
 from jitgemm.weight import layout, levels
 from jitgemm.weight.pack import MAX_ZERO, row_sums
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_sizes, expert_indices
-from jitgemm.weight.ready import capturing
+from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_finite, check_sizes, expert_indices
+from jitgemm.weight.ready import is_captured
 
 _SCALE_TYPES = (torch.bfloat16, torch.float16)
 """Whose products with factors fp32 holds: groups of zero points hold the same weight."""
@@ -33,7 +33,7 @@ def pack_w4_two_level(
             experts.
         group_scale: integers 1..127, [n, ceil(k / 128)].
         group_zero: integers 0..16, of group_scale's shape. Times group_scale 255 at most.
-        scale: bf16 or fp16, [n] or [n, 1], of experts [E, n] or [E, n, 1]. Not scanned.
+        scale: bf16 or fp16, [n] or [n, 1], of experts [E, n] or [E, n, 1]; finite.
 
     Returns:
         The packed weight on q's device, for int8 activations. The CPU and the GPU give the same bytes. Its `unpack` gives
@@ -67,9 +67,10 @@ def pack_w4_two_level(
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
     if tuple(scale.shape) not in ((*lead, n), (*lead, n, 1)):
         raise ValueError(f"scale: expected shape {[*lead, n]} or {[*lead, n, 1]}, got {describe(scale)}")
-    if q.is_cuda and capturing(q.device):
+    if is_captured(q):
         raise ValueError("q: expected to look at it, got a CUDA graph's capture; pack before it")
     with torch.inference_mode(False), torch.no_grad():
+        check_finite("scale", scale)
         format = format_of(TYPE_NAMES[scale.dtype])
         blocks = torch.empty(
             (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes), dtype=torch.uint8, device=q.device

@@ -4,10 +4,12 @@ that multiply them, on the emulator."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import pickle
 
 import builders
+import edges
 import moe_cases
 import mxfp4
 import nvfp4
@@ -18,8 +20,9 @@ from emulator.launch import COMPILER, emulate
 from marks import emulated
 
 import jitgemm
+from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.kernel.formats import Problem, format_named
+from jitgemm.kernel.formats import Problem, format_named, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
@@ -112,7 +115,39 @@ def test_pack_w4_does_not_take_its_scales(code):
         jitgemm.pack_w4(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1), group_size=32, code=code)
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("name", edges.EDGES)
+def test_every_packer_names_a_scale_that_is_no_finite_number(name, value):
+    parts = edges.EDGES[name][0]("cpu")
+    field, argument = {nvfp4.Parts: ("whole", "global_scale"), mxfp4.Parts: ("scales", "scales")}.get(
+        type(parts), ("scale", "scale")
+    )
+    wrong = getattr(parts, field).clone()
+    wrong.flatten()[-1] = 255 if argument == "scales" else value
+    with pytest.raises(ValueError, match=rf"{argument}: expected (finite )?numbers, got (nan|-inf|255).* at \["):
+        dataclasses.replace(parts, **{field: wrong}).packed
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", edges.EDGES)
+def test_no_rows_are_no_rows(monkeypatch, name):
+    make, lhs_type, scheme = edges.EDGES[name]
+    weight, none = make("cpu").packed, tuple(each[:0] for each in edges.lhs_of(lhs_type, scheme))
+    forms, options = [none], [{}] + [{"sums": "exact"}] * (lhs_type == "s8" and weight.bits == 4)
+    if weight.correction:
+        forms.append((with_sums(none[0], weight.correction), *none[1:]))
+        assert forms[1][0].shape == (0, lhs_columns(edges.K, weight.correction))
+
+    def both():
+        for lhs, more in itertools.product(forms, options):
+            edges.call_of(weight)(lhs, weight, torch.empty(0, edges.N), **more)
+
+    both()
+    emulator = emulate(monkeypatch) if COMPILER else None
+    both()
+    assert emulator is None or not emulator.launched
 
 
 @pytest.mark.parametrize(
@@ -155,6 +190,20 @@ def test_a_kernel_computes_what_the_reference_does(monkeypatch, kind, m, n, k, s
     jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=bias, batch_invariant=batch_invariant)
     assert emulator.launched[0].startswith(kind.label)
     assert_within_the_bound(out, lhs, weight, bias)
+
+
+@emulated
+@pytest.mark.parametrize("name", edges.EDGES)
+def test_a_kernel_multiplies_scales_of_zero_subnormals_and_the_largest(monkeypatch, name):
+    make, lhs_type, scheme = edges.EDGES[name]
+    parts, lhs = make("cpu"), edges.lhs_of(lhs_type, scheme)
+    weight = parts.packed
+    ref, bound = gemm_w4a8_bound(lhs, weight, out_dtype=torch.float32)
+    edges.assert_near(ref, lhs, parts, bound)
+    emulator, out = emulate(monkeypatch), torch.empty(9, edges.N)
+    edges.call_of(weight)(lhs, weight, out)
+    edges.assert_near(out, lhs, parts, bound)
+    assert len(emulator.launched) == 1
 
 
 @pytest.mark.nvrtc

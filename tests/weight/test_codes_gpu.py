@@ -7,6 +7,7 @@ import random
 from functools import partial
 
 import builders
+import edges
 import mxfp4
 import nvfp4
 import pytest
@@ -45,6 +46,16 @@ def test_the_gpu_packs_the_same_bytes(kind, experts, n, k):
         assert torch.equal(on_cpu.row_sum, on_gpu.row_sum.cpu())
     for there, here in zip(on_gpu.unpack()[: 2 if kind in mxfp4.TIERS else 3], on_cpu.unpack()):
         assert torch.equal(there.view(torch.uint8).cpu(), here.view(torch.uint8))
+
+
+@pytest.mark.parametrize("m", [0, 1, 9, 64, 200, 700])
+@pytest.mark.parametrize("name", edges.EDGES)
+def test_scales_of_zero_subnormals_and_the_largest(name, m):
+    make, lhs_type, scheme = edges.EDGES[name]
+    parts, lhs = make("cuda"), edges.lhs_of(lhs_type, scheme, m, device="cuda")
+    out = torch.full((m, edges.N), torch.nan, device="cuda")
+    edges.call_of(parts.packed)(lhs, parts.packed, out)
+    edges.assert_near(out, lhs, parts, gemm_w4a8_bound(lhs, parts.packed, out_dtype=torch.float32)[1])
 
 
 # ---- every product ---------------------------------------------------------------------------------------------------

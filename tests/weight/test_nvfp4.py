@@ -18,7 +18,8 @@ from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.weight import layout
 from jitgemm.weight.nvfp4 import FORMAT, NEAR
-from jitgemm.weight.terms import LARGE, terms, upper
+from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.terms import LARGE, from_bytes, terms, to_bytes, upper
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -80,11 +81,12 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
 
 
 def assert_the_same_numbers(parts, weight):
-    """Codes, but for -0, and scales times the row's, which a power of two may have moved between."""
+    """Codes, but for -0 and those of the scale 0, and scales times the row's, which a power of two may have moved between."""
     codes, scales, whole = weight.unpack()
-    assert weight.format == NEAR and torch.equal(codes, torch.where(parts.codes == 8, 0, parts.codes))
+    expected = torch.where((parts.codes == 8) | (parts.products() == 0), 0, parts.codes)
+    assert weight.format == NEAR and torch.equal(codes, expected)
     given = parts.scales.double() * parts.whole.double()
-    used = parts.codes.unflatten(1, (-1, 16)).bitwise_and(7).amax(-1) > 0
+    used = expected.unflatten(1, (-1, 16)).amax(-1) > 0
     assert torch.equal((scales.double() * whole.double())[used], given[used])
     assert torch.equal(whole.frexp().mantissa, parts.whole.expand_as(whole).frexp().mantissa)
 
@@ -117,12 +119,12 @@ def test_scales_near_one_another_come_back_times_a_power_of_two(seed, n, k):
         ({"scales": (31, 111)}, "nvfp4"),  # 2^10, of 1.875
         ({"scales": (1, 64)}, "near"),  # 2^-9 and 2
         ({"scales": (1, 72)}, "nvfp4"),
-        ({"scales": (0, 64)}, "nvfp4"),
-        ({"scales": (0, 64), "codes": 8}, "near"),  # of zeros
+        ({"scales": (0, 64)}, "near"),  # zeros, whatever the codes
+        ({"scales": (0, 64), "codes": 8}, "near"),
+        ({"scales": (0, 0)}, "near"),
         ({"scales": (1, 126), "codes": 0}, "near"),
         ({"whole": 2.0**-126}, "nvfp4"),  # times a power of two it is none of fp32's normal numbers
         ({"whole": 0.0}, "near"),
-        ({"whole": torch.inf}, "nvfp4"),
     ],
     ids=str,
 )
@@ -161,6 +163,28 @@ def test_scales_near_one_another_load_in_the_order_for_any_scales():
     layer = W4A8Linear(nvfp4.parts(2, 72, 416).packed)
     layer.load_state_dict(W4A8Linear(again).state_dict())
     assert layer.weight.format == FORMAT and torch.equal(layer.weight.dequantize(), weight.dequantize())
+
+
+def test_rows_of_zeros_that_were_packed_wrong_are_mended_when_they_are_read():
+    """Versions before 1.0.0 kept the codes of a row whose scales are all 0, beside bytes of 248."""
+    parts = nvfp4.parts(1, 72, 416)
+    parts.scales.view(torch.uint8)[3] = 0
+    right = parts.packed
+    state = {name: each.clone() for name, each in right.state_dict().items()}
+    nibbles, fmt = CODE_BYTES["nvfp4"].orders["near"], right.format
+    for block, record in enumerate(state["blocks"][0]):
+        words = record.view(torch.int32)[None, None, :1024]
+        codes, bytes = layout.decode_codes(words, nibbles), from_bytes(record[None, None, fmt.zeros_at :])
+        columns = parts.codes[3, 128 * block : 128 * (block + 1)]
+        codes[3, : len(columns)], bytes[3, : len(columns) // 16] = columns, 248
+        words.copy_(layout.encode_codes(codes, nibbles))
+        record[fmt.zeros_at :] = to_bytes(bytes)[0, 0]
+    assert not torch.equal(state["blocks"], right.blocks)
+    for again in (
+        jitgemm.W4Weight.from_state_dict(state),
+        jitgemm.W4Weight(state["blocks"], right.channel_scale, 72, 416, 416, NEAR),
+    ):
+        assert torch.equal(again.blocks, right.blocks)
 
 
 def test_it_takes_four_and_a_half_bits():
@@ -275,9 +299,8 @@ def test_scales_of_zero_and_the_largest(monkeypatch, order):
     scales = parts.scales.view(torch.uint8)
     scales[0], scales[1], scales[2, ::2] = 0, 126, 0
     parts.codes[1] = 7
-    if order == "near":  # zeros times zero
-        parts.codes[0] &= 8
-        parts.codes[2].view(-1, 32)[:, :16] = 0
+    if order == "nvfp4":  # far from one another
+        scales[3, :2] = torch.tensor([1, 126], dtype=torch.uint8)
     assert parts.packed.format.order == order
     x = torch.full((3, 416), 448.0).to(torch.float8_e4m3fn), torch.ones(3)
     emulate(monkeypatch)
