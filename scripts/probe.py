@@ -210,7 +210,7 @@ COPY_STAGES = 6
 @dataclass(frozen=True)
 class Copy:
     """A ring of 32 KiB copies that one warp asks for and another hands back; `multicast` CTAs of a cluster fetch a part
-    each, for all of them. With a warp for both, or smaller copies, it would time the loop instead.
+    each of a tile, for all of them. With a warp for both, or smaller copies, it would time the loop instead.
 
     `beyond` of a tile's 256 rows lie outside of the tensor, where the copy writes zeros.
     """
@@ -224,13 +224,13 @@ class Copy:
         share = COPY_BYTES // self.multicast
         mask = (1 << self.multicast) - 1
         many = self.multicast > 1
-        to, fro = f"memory + stage * kBytes + rank * {share}", f"base + chunk * kBytes + rank * {share}"
+        to = f"memory + stage * kBytes + rank * {share}"
         where = f"chunk % 32 * 128, chunk / 32 * 256 + rank * {share // 128}"
         if self.beyond:
             where = "chunk * 128, 0"
-        function = ("tile_load" if self.tile else "bulk_load") + ("_multicast" if many else "")
-        parts = [to, f"&map, {where}" if self.tile else f"{fro}, {share}", "full", f"{mask}" if many else ""]
-        copy = f"{function}({', '.join(filter(None, [*parts, '' if self.tile else 'policy']))});"
+        copy = f"bulk_load({to}, base + chunk * kBytes, kBytes, full, policy);"
+        if self.tile:
+            copy = f"tile_load{'_multicast' * many}({to}, &map, {where}, full{f', {mask}' * many});"
         return f"""
 #include <jitgemm/ptx/barrier.cuh>
 #include <jitgemm/ptx/tma.cuh>
@@ -550,7 +550,7 @@ def run_copies() -> None:
     print(f"{count} copies of 32 KiB each out of {size >> 20} MiB, one CTA an SM; bytes into an SM, a cycle\n")
     print("| copy | rows of 256 outside | CTAs a fetch is for |" + "".join(f" {grid} CTAs |" for grid in grids))
     print("|---|---|---|" + "---|" * len(grids))
-    probes = [Copy(multicast, tile) for tile in (False, True) for multicast in (1, 2, 4)]
+    probes = [Copy(1, False), *(Copy(multicast, True) for multicast in (1, 2, 4))]
     probes += [Copy(1, True, beyond) for beyond in (1, 64, 128, 192, 255)]
     for probe, cubin in zip(probes, build(probes)):
         columns = size // 256 if probe.beyond else 4096

@@ -36,7 +36,7 @@ from jitgemm.weight.packed import AnyWeight  # noqa: E402
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
 E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, "e4m3"), (128, False, "fp32", "s8", False, "int8")
 E4M3_4, S8_4 = (128, False, "bf16", "e4m3"), (128, False, "bf16", "s8")
-LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
+LHS, BLOCKS = {"multicast_lhs": 2}, {"lhs_group": 128}
 E8M0 = BLOCKS | {"lhs_e8m0": True}
 STRIPS, ROWS = (128, False, "fp32", "e4m3", False, "e4m3", True), {"tokens_as_m": True, **BLOCKS}
 CORRECTED = (128, True, "bf16", "s8", False, "int4", False, "fp16")
@@ -50,9 +50,8 @@ CASES = [
     ("split k, several tiles a cluster", {"split_k": 3, "reduce_scatter": True}, G128, "e4m3", (40, 17160, 544)),
     ("four warpgroups along n", {"block_n": 256}, G128, "e4m3", (100, 520, 544)),
     ("split k, wide", {"block_m": 96, "split_k": 2}, CHANNEL, "e4m3", (100, 136, 1056)),
-    ("halves", {"token_halves": 2, "multicast": 1}, (256, False, "fp32"), "e4m3", (100, 264, 544)),
+    ("halves", {"token_halves": 2, "multicast_lhs": 1}, (256, False, "fp32"), "e4m3", (100, 264, 544)),
     ("halves, multicast lhs", {"token_halves": 2, **LHS}, (32, False, "bf16"), "e4m3", (200, 392, 544)),
-    ("halves, multicast rhs", {"token_halves": 2, **RHS}, G128, "s8", (200, 392, 544)),
     ("activations copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2}, G128, "e4m3",
      (13, 136, 1056)),
     ("offsets", {"block_m": 32, "warpgroups_k": 1}, (64, False, "bf16", "any", True), "s8", (25, 136, 544)),
@@ -62,9 +61,9 @@ CASES = [
     ("zero points, per channel", {"warpgroups_n": 3}, (builders.PER_CHANNEL, True, "bf16"), "s8", (150, 200, 544)),
     ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
     ("8 bits", {"block_m": 8, "warpgroups_k": 2, "split_k": 2}, E4M3_8, "e4m3", (5, 72, 1056)),
-    ("8 bits, halves", {"token_halves": 2, **RHS}, S8_8, "s8", (200, 392, 544)),
+    ("8 bits, halves", {"token_halves": 2, **LHS}, S8_8, "s8", (200, 392, 544)),
     ("8 bits, k over warpgroups", {"block_m": 32, "warpgroups_k": 4, "split_k": 1}, S8_8, "s8", (40, 136, 1056)),
-    ("8 bits, per channel, halves", {"token_halves": 2, **RHS}, E4M3_8, "e4m3", (200, 392, 544)),
+    ("8 bits, per channel, halves", {"token_halves": 2, **LHS}, E4M3_8, "e4m3", (200, 392, 544)),
     ("8 bits, block scales", {"block_m": 48, "split_k": 1, **BLOCKS}, S8_8, "s8", (100, 17160, 288)),
     ("block scales, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2, **BLOCKS},
      G128, "e4m3", (13, 136, 1056)),
@@ -75,7 +74,7 @@ CASES = [
     ("packed block scales, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, **E8M0}, G128, "e4m3",
      (13, 136, 1056)),
     ("packed block scales, several tiles a CTA", {"block_m": 48, "split_k": 1, **E8M0}, G32Z, "s8", (100, 17160, 288)),
-    ("block scales, multicast rhs", {"token_halves": 2, **RHS, **BLOCKS}, CHANNEL, "s8", (200, 200, 544)),
+    ("block scales, per channel, multicast lhs", {"token_halves": 2, **LHS, **BLOCKS}, CHANNEL, "s8", (200, 200, 544)),
     ("tokens as rows", {"block_m": 128, "block_n": 128, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
     ("tokens as rows, halves", {"block_m": 256, "token_halves": 2, **ROWS}, STRIPS, "e4m3", (300, 392, 544)),
     ("tokens as rows, 64 of them", {"block_m": 64, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),

@@ -134,7 +134,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     ranked = [candidate.kernel for candidate in candidates(problem, device)]
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
-        shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
+        shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs)
         ways = kernel.ctas_per_sm, kernel.token_halves, kernel.reduce_scatter, kernel.tokens_as_m, kernel.sums
         families.setdefault((*shape, *ways), kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
@@ -145,7 +145,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
 Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
-    "block_m", "block_n", "stages", "token_halves", "warpgroups_k", "split_k", "reduce_scatter", "multicast_lhs", "multicast_rhs",
+    "block_m", "block_n", "stages", "token_halves", "warpgroups_k", "split_k", "reduce_scatter", "multicast_lhs",
     "ctas_per_sm", "consumers_copy_lhs", "tokens_as_m", "sums",
 )  # fmt: skip
 """Of a kernel, as the file lists them; its other fields follow from the problem. Files from before a field have its default."""

@@ -26,7 +26,6 @@ GEMM = (
     ("k2x2", r"k(\d+)x(\d+)", "k is split among {0} warpgroups of a CTA and {1} CTAs of a cluster; one CTA stores all"),
     ("k2x2s", r"k(\d+)x(\d+)s", "k is split among {0} warpgroups and {1} CTAs; each CTA stores its tokens"),
     ("mc2lhs", r"mc(\d+)lhs", "{0} CTAs of a cluster share their activations by multicast"),
-    ("mc2rhs", r"mc(\d+)rhs", "{0} CTAs of a cluster share their weights by multicast"),
     ("s8", r"s(\d+)", "a pipeline of {0} stages"),
     ("c2", r"c(\d+)", "{0} CTAs per SM"),
     ("d", r"d", "the consumers copy the first activations"),

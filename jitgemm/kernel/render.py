@@ -91,7 +91,7 @@ struct CorrectionWgmma<{tokens}> {{
 
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
-    "u32 kMulticastRhs": 1, "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
+    "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
     "bool kTokensAsM": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
     "bool kCorrects": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
@@ -111,7 +111,6 @@ def _config(spec: KernelSpec, smem_bytes: int, sets: int) -> str:
         "u32 kSplitK": spec.split_k,
         "bool kScatter": spec.reduce_scatter,
         "u32 kMulticastLhs": spec.multicast_lhs,
-        "u32 kMulticastRhs": spec.multicast_rhs,
         "u32 kCtasPerSm": spec.ctas_per_sm,
         "bool kTokensAsM": spec.tokens_as_m,
         "u32 kExperts": spec.experts,

@@ -37,7 +37,6 @@ class KernelSpec:
         reduce_scatter: each split of k reduces and stores a slice of the tile's tokens, instead of the first
             all of them. That is shorter, but no split starts its next tile before all have ended this one.
         multicast_lhs: CTAs of a cluster, neighbours along n, that share their activations.
-        multicast_rhs: CTAs of a cluster, neighbours along m, that share their weights; one of the two is 1.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
         consumers_copy_lhs: the consumers copy the activations of the prefetched stages also where `direct_lhs` would
@@ -68,7 +67,6 @@ class KernelSpec:
     split_k: int = 1
     reduce_scatter: bool = False
     multicast_lhs: int = 1
-    multicast_rhs: int = 1
     ctas_per_sm: int = 1
     consumers_copy_lhs: bool = False
     tokens_as_m: bool = False
@@ -129,13 +127,8 @@ class KernelSpec:
         return (pool - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
 
     @property
-    def multicast(self) -> int:
-        """CTAs of a cluster that share an operand; 1 for none."""
-        return self.multicast_lhs * self.multicast_rhs
-
-    @property
     def cluster_size(self) -> int:
-        return self.split_k * self.multicast
+        return self.split_k * self.multicast_lhs
 
     @property
     def label(self) -> str:
@@ -153,9 +146,8 @@ class KernelSpec:
         parts.append(f"m{self.block_m}{'h' if self.token_halves == 2 else ''}n{self.block_n}")
         if self.warpgroups_k * self.split_k > 1:
             parts.append(f"k{self.warpgroups_k}x{self.split_k}{'s' if self.reduce_scatter else ''}")
-        for side, ctas in (("lhs", self.multicast_lhs), ("rhs", self.multicast_rhs)):
-            if ctas > 1:
-                parts.append(f"mc{ctas}{side}")
+        if self.multicast_lhs > 1:
+            parts.append(f"mc{self.multicast_lhs}lhs")
         parts.append(f"s{self.stages}")
         if self.ctas_per_sm > 1:
             parts.append(f"c{self.ctas_per_sm}")
@@ -202,7 +194,7 @@ class KernelSpec:
             ),
             block_m=number("m"), block_n=number("n"), stages=number("stages"), token_halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), reduce_scatter=flag("scatter"),
-            multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
+            multicast_lhs=number("shares"), ctas_per_sm=number("ctas"),
             consumers_copy_lhs=flag("direct"), tokens_as_m=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
             sums=found["sums"] or "f32",
@@ -225,7 +217,7 @@ _LABEL = re.compile(
     r"(?P<lhs>e4m3|s8)(?P<mark>[a-z]\w*)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
-    r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
+    r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<shares>\d+)lhs)?"
     r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?"
     r"(?:-x(?P<correction>bf16|fp16))?(?:-e(?P<experts>\d+))?"
     r"(?P<debug>-debug)?"

@@ -163,7 +163,7 @@ def direct_lhs(spec: KernelSpec) -> bool:
 
 
 def _always_direct(spec: KernelSpec) -> bool:
-    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1 and not spec.experts
+    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast_lhs == 1 and not spec.experts
 
 
 def engine_stages(spec: KernelSpec) -> float:
@@ -171,7 +171,7 @@ def engine_stages(spec: KernelSpec) -> float:
     if _always_direct(spec):
         return 0
     widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
-    if spec.block_m * spec.warpgroups_n > widest or spec.multicast > 1 or spec.experts:
+    if spec.block_m * spec.warpgroups_n > widest or spec.multicast_lhs > 1 or spec.experts:
         return math.inf
     return min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
 

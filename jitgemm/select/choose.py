@@ -79,8 +79,8 @@ def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]:
     """Best first. Ties go to the smaller tile, to sums that all splits reduce, then by whether a cluster shares an
-    operand: experts' kernels that do, dense ones that do not."""
-    shares = -spec.multicast if spec.experts else spec.multicast
+    activations: experts' kernels that do, dense ones that do not."""
+    shares = -spec.multicast_lhs if spec.experts else spec.multicast_lhs
     return us, spec.block_m * spec.block_n, not spec.reduce_scatter, shares, spec.token_halves, spec.label
 
 
@@ -107,7 +107,7 @@ def why(ranked: list[Candidate]) -> str:
     second = ranked[1]
     lead = second.predicted_us - winner.predicted_us
     if lead < 0.005:
-        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared operands, then by name"
+        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared activations, then by name"
         return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
     reasons = [
         f"{cost.TERMS[name]} {winner.terms[name]:.2f} us instead of {second.terms[name]:.2f}"

@@ -201,7 +201,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     """The times, the rounds of tiles and the CTAs. Of a grouped problem they are means over its routings."""
     m, n, k = problem.m, problem.n, problem.lhs_columns
     routed = problem.experts, m, problem.rows_vary
-    tiles = token_tiles(*routed, spec.block_m * spec.multicast_rhs)
+    tiles = token_tiles(*routed, spec.block_m)
     along_n = cluster_tiles_along_n(spec, n)
     clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)
     ctas = clusters * spec.cluster_size
@@ -226,8 +226,8 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     if problem.experts and not spec.shared_weights:
         memory *= max(1.0, rounds * room * len(tiles) / (sum(tiles) * along_n))
     # What CTAs ask for before they wait for the kernel before comes while that one ends. Where tiles are odd in number,
-    # one CTA of a cluster that shares an operand has none.
-    asking = min(ctas, max(token_tiles(*routed, spec.block_m)) * ceil_div(n, spec.block_n) * spec.split_k)
+    # one CTA of a cluster that shares activations has none.
+    asking = min(ctas, max(tiles) * ceil_div(n, spec.block_n) * spec.split_k)
     prefetched = min(of.prefetch_stages, stages) * of.stage_weights * asking / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
     # of an SM that is left over of whole clusters.

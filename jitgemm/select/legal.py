@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, strip_scale_bytes, wgmma_shapes
+from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import fragment_sets, promote_records, sum_registers, units_in_flight
 from jitgemm.select.devices import DeviceSpec
 
@@ -68,16 +68,12 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
-    if spec.experts and (spec.multicast_rhs > 1 or spec.consumers_copy_lhs):
-        return "a grouped kernel shares no weights, and its consumers copy no activations"
-    if spec.multicast > 1 and spec.split_k > 1:
-        return "a cluster either splits k or shares an operand"
-    if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:
-        return "a cluster shares one operand"
+    if spec.experts and spec.consumers_copy_lhs:
+        return "a grouped kernel's consumers copy no activations"
+    if spec.multicast_lhs > 1 and spec.split_k > 1:
+        return "a cluster either splits k or shares activations"
     if spec.block_m % (8 * spec.multicast_lhs):
         return "multicast shares must be whole swizzle rows"
-    if any(size % (16 * spec.multicast_rhs) for size in (spec.format.record_bytes, strip_scale_bytes(spec))):
-        return "multicast shares must be multiples of 16 bytes"
     if spec.cluster_size > min(8, device.num_sms):
         return f"clusters of more than {min(8, device.num_sms)} do not fit"
     if spec.stages < MIN_STAGES:
@@ -186,7 +182,6 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
             yield dict(block_n=192, token_halves=halves)
         # In one piece, a promotion leaves nothing to multiply while the other CTA is waited for: up to 20 %.
         yield dict(block_n=128, token_halves=2, multicast_lhs=2)
-        yield dict(block_n=128, token_halves=2, multicast_rhs=2)
 
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
@@ -309,7 +304,7 @@ def registers_needed(spec: KernelSpec) -> int:
 
 def cluster_tiles(spec: KernelSpec, m: int, n: int) -> int:
     """Tiles that a problem has, counted in clusters that compute one each, or one for each CTA of a multicast."""
-    return ceil_div(m, spec.block_m * spec.multicast_rhs) * cluster_tiles_along_n(spec, n)
+    return ceil_div(m, spec.block_m) * cluster_tiles_along_n(spec, n)
 
 
 def cluster_tiles_along_n(spec: KernelSpec, n: int) -> int:

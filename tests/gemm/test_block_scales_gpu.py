@@ -97,7 +97,7 @@ def test_a_kernel_for_strips_that_share_scales_is_kept_from_others():
 WAYS = [
     {"split_k": 1, "warpgroups_k": 4}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1},
     {"reduce_scatter": True, "warpgroups_k": 2, "split_k": 2}, {"reduce_scatter": True, "split_k": 3}, {"block_n": 256},
-    {"multicast_lhs": 2, "token_halves": 2}, {"multicast_rhs": 2, "token_halves": 2}, {"token_halves": 2, "multicast": 1},
+    {"multicast_lhs": 2, "token_halves": 2}, {"token_halves": 2, "multicast_lhs": 1},
     {"block_m": 16, "ctas_per_sm": 2}, {"block_m": 24}, {"block_m": 48}, {"block_m": 112}, {"block_m": 160},
 ]  # fmt: skip
 
@@ -255,9 +255,9 @@ def test_packed_exponents_give_the_bits_of_fp32_scales(name, way):
 
 
 TOKEN_ROWS = [
-    dict(block_m=64, block_n=256), dict(block_m=64, block_n=192, multicast_rhs=2), dict(block_m=128, block_n=128),
+    dict(block_m=64, block_n=256), dict(block_m=64, block_n=192), dict(block_m=128, block_n=128),
     dict(block_m=128, block_n=128, multicast_lhs=2), dict(block_m=128, block_n=192),
-    dict(block_m=128, block_n=192, multicast_rhs=2), dict(block_m=192, block_n=128), dict(block_m=128, block_n=64),
+    dict(block_m=128, block_n=192, multicast_lhs=2), dict(block_m=192, block_n=128), dict(block_m=128, block_n=64),
     dict(block_m=256, block_n=128, token_halves=2),
 ]  # fmt: skip
 """Tiles with tokens as wgmma's rows."""
@@ -289,7 +289,7 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, 
     results = []
     for kernel in (
         spec,
-        replace(spec, block_m=64, block_n=64, token_halves=1, multicast_lhs=1, multicast_rhs=1, tokens_as_m=False),
+        replace(spec, block_m=64, block_n=64, token_halves=1, multicast_lhs=1, tokens_as_m=False),
     ):
         guarded = Guarded(m, n, dtype=out)
         operands = Gemm(x, x_scale, None, weight, guarded.out, bias)
@@ -340,7 +340,7 @@ def launch_groups_of_token_rows(lhs_type, gathered, shape, n, k, counts, launche
     assert_groups_right(lhs, weight, results[0], before, counts, first, bias, index if gathered else None)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in TOKEN_ROWS if "multicast_rhs" not in shape], ids=names_of)
+@pytest.mark.parametrize("shape", TOKEN_ROWS, ids=names_of)
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
 def test_groups_of_tokens_as_rows(lhs_type, gathered, shape):

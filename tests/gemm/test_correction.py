@@ -174,7 +174,7 @@ DENSE = {
     "s8fast-g128-bf16-tofp32-m176n128-s4-parts-xbf16": (180, 1056),
     "s8fast-g128-bf16-m96n64-k2x2s-s3-parts-xfp16": (97, 1952),
     "s8fast-g128-bf16-m128hn128-mc2lhs-s4-xfp16": (100, 1056),
-    "s8fast-g64-bf16-m160hn128-mc2rhs-s4-xbf16": (170, 544),
+    "s8fast-g64-bf16-m160hn128-mc2lhs-s4-xbf16": (170, 544),
 }
 
 

@@ -92,7 +92,7 @@ def newer_kernels() -> list[KernelSpec]:
             ms = (16, 4096) if format.offset and format.group_size in (32, 128) else (4096,)
             found += [choose(Problem(m, 4096, 4096, lhs, format, out), H200) for m in ms]
             found.append(draw.choice(legal_kernels(lhs, format, H200, out)))
-        for rare in (lambda spec: spec.multicast > 1, lambda spec: spec.sums != "f32"):
+        for rare in (lambda spec: spec.multicast_lhs > 1, lambda spec: spec.sums != "f32"):
             kernels = legal_kernels(
                 lhs, WeightFormat(128, False, "bf16", lhs), H200, sums="f16" if lhs == "e4m3" else "f32"
             )
@@ -133,7 +133,7 @@ def drawn(all_kernels: bool) -> list[KernelSpec]:
     knobs = {
         "direct": lambda spec: spec.consumers_copy_lhs,
         "four warpgroups along k": lambda spec: spec.warpgroups_k == 4,
-        "multicast": lambda spec: spec.multicast > 1,
+        "multicast": lambda spec: spec.multicast_lhs > 1,
         "halves": lambda spec: spec.token_halves == 2,
         "two CTAs": lambda spec: spec.ctas_per_sm == 2,
         "debug": lambda spec: spec.debug,
@@ -385,7 +385,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     base = KernelSpec("e4m3", fmt, block_m=48, block_n=64, stages=4, warpgroups_k=2)
     other = {
         "lhs": "s8", "block_m": 32, "block_n": 128, "stages": 3, "token_halves": 2, "warpgroups_k": 1, "split_k": 2,
-        "reduce_scatter": True, "multicast_lhs": 2, "multicast_rhs": 2, "ctas_per_sm": 2, "consumers_copy_lhs": True, "out": "fp16",
+        "reduce_scatter": True, "multicast_lhs": 2, "ctas_per_sm": 2, "consumers_copy_lhs": True, "out": "fp16",
         "debug": True, "experts": 64, "lhs_group": 128, "tokens_as_m": True, "sums": "f16",
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "order": "e4m3", "offset": True}

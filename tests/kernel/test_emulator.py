@@ -55,10 +55,10 @@ DENSE = {
     "e4m3fast-g128-bf16-m160hn128-mc2lhs-s4": 170,
     "s8-channelz-b128-m64n128-s5": 70,
     "e4m3w8-g128-bf16-b128-m16n64-k2x2s-s5-ss": 20,
-    "s8w8-channel-m64n192-mc2rhs-s4-ss": 130,
+    "s8w8-channel-m64n192-mc2lhs-s4-ss": 130,
     "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr": 300,
     "e4m3w8-g128-fp32-b128-tofp32-m128n192-s3-ss-tr": 150,
-    "e4m3w8-g128-fp16-b128-tofp16-m64n128-mc2rhs-s4-ss-tr": 170,
+    "e4m3w8-g128-fp16-b128-tofp16-m64n128-mc2lhs-s4-ss-tr": 170,
     "s8w8-g128-bf16-b128-m192n128-mc2lhs-s3-ss-tr": 210,
     "e4m3w8-g128-fp32-b128-m256hn128-s3-ss-tr": 330,
     "s8w8-g128-fp16-b128-tofp32-m256hn64-s2-ss-tr": 190,
@@ -379,7 +379,7 @@ GEMM, SPLIT, BLOCKS = (
     "s8fast-g128-bf16-m16n64-k2x2s-s3",
     "s8fast-g128-bf16-b128-m16n64-s3",
 )
-SHARES = "e4m3-g128-bf16-m16n64-mc2rhs-s3"
+SHARES = "e4m3-g128-bf16-m16n64-mc2lhs-s3"
 SEEN_TOO_EARLY = "need not see that it was initialised|was not initialised"
 LOADING = "is overwritten while warp [0-9]+'s load of it may be on its way"
 FAULTS = {

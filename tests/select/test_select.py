@@ -102,8 +102,7 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
         assert PRODUCER_REGISTERS * 128 <= left
     assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
     # Clusters.
-    assert spec.cluster_size in (1, 2, 3, 4, 5, 6) and (spec.multicast == 1 or spec.split_k == 1)
-    assert 1 in (spec.multicast_lhs, spec.multicast_rhs)
+    assert spec.cluster_size in (1, 2, 3, 4, 5, 6) and (spec.multicast_lhs == 1 or spec.split_k == 1)
 
 
 # ---- every problem gets a kernel ------------------------------------------------------------------------------------
@@ -422,7 +421,7 @@ def test_the_grid_covers_the_output_and_fits_the_device(problem, device):
     assert 1 <= clusters <= units
     assert clusters * spec.cluster_size <= max(device.num_sms, spec.cluster_size)
     tiles = ceil_div(problem.m, spec.block_m) * ceil_div(problem.n, spec.block_n)
-    assert tiles <= units * spec.multicast
+    assert tiles <= units * spec.multicast_lhs
 
 
 def test_more_sms_are_never_predicted_slower():
@@ -517,14 +516,14 @@ def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, dev
 
 
 def without_sharing(spec: KernelSpec) -> KernelSpec:
-    return replace(spec, multicast_lhs=1, multicast_rhs=1)
+    return replace(spec, multicast_lhs=1)
 
 
 @pytest.mark.parametrize("lhs", LHS_TYPES)
-def test_dense_kernels_share_either_operand_in_halves(lhs):
+def test_dense_kernels_share_activations_in_halves(lhs):
     for format in FORMATS_OF[lhs]:
-        shared = {spec for spec in legal_kernels(lhs, format, DEVICES["h200"]) if spec.multicast > 1}
-        assert {(spec.multicast_lhs, spec.multicast_rhs) for spec in shared} == {(1, 2), (2, 1)}
+        shared = {spec for spec in legal_kernels(lhs, format, DEVICES["h200"]) if spec.multicast_lhs > 1}
+        assert {spec.multicast_lhs for spec in shared} == {2}
         assert all(spec.token_halves == 2 and spec.block_m > legal.NARROW_TOKENS for spec in shared)
 
 
@@ -532,13 +531,13 @@ def test_dense_kernels_share_either_operand_in_halves(lhs):
 @given(problem=problems, device=devices)
 @example(Problem(160, 6784, 384, "s8", WeightFormat(0, False, "fp32", "s8", code="int8")), DEVICES["gh200"])
 @example(Problem(3072, 6752, 2048, "e4m3", WeightFormat(32, False, "fp32", "e4m3")), device_spec("h100-pcie,sms=113"))
-def test_a_dense_cluster_that_shares_an_operand_is_predicted_no_faster_and_wins_no_tie(problem, device):
+def test_a_dense_cluster_that_shares_activations_is_predicted_no_faster_and_wins_no_tie(problem, device):
     """Not by a CTA that only fills it up, or by an SM that clusters leave: in the examples 53 tiles make 27 clusters,
     and 113 SMs have room for 56."""
     ranked = [candidate.kernel for candidate in candidates(problem, device)]
-    assert ranked[0].multicast == 1
+    assert ranked[0].multicast_lhs == 1
     problem = replace(problem, m=choice.band_end(problem.m))
-    for spec in [spec for spec in ranked if spec.multicast > 1][:4]:
+    for spec in [spec for spec in ranked if spec.multicast_lhs > 1][:4]:
         alone = predict(without_sharing(spec), problem, device).predicted_us
         assert alone <= predict(spec, problem, device).predicted_us
 
@@ -581,7 +580,6 @@ def test_which_kernels_exist_does_not_depend_on_the_model(monkeypatch):
         ({"block_m": 224, "block_n": 192, "stages": 3}, "registers"),
         ({"multicast_lhs": 2, "split_k": 2}, "either splits k or shares"),
         ({"split_k": 16}, "do not fit"),
-        ({"multicast_lhs": 2, "multicast_rhs": 2}, "shares one operand"),
         ({"block_m": 8, "multicast_lhs": 2}, "swizzle rows"),
         ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
     ],

@@ -221,7 +221,6 @@ def test_chosen_kernels_do_not_spill(compiles_well, experts):
 
 SHAPES = {
     "split k": dict(block_m=16, block_n=64, stages=4, split_k=2, warpgroups_k=2, reduce_scatter=True),
-    "shared weights": dict(block_m=96, block_n=128, stages=3, token_halves=2, multicast_rhs=2),
     "shared activations": dict(block_m=96, block_n=128, stages=3, token_halves=2, multicast_lhs=2),
     "two CTAs": dict(block_m=32, block_n=64, stages=4, split_k=2, ctas_per_sm=2),
 }

@@ -9,7 +9,7 @@ struct Defaults {
     // Rendered always: kBlockM, kStrips, kStages, kPrefetchStages, kGroupSize, kScaleType, Codec, Wgmma, width(): N of the
     // multiplies that tiles of fewer tokens take, ascending, kWidths of them; the last is kFullN.
     static constexpr RealType kOutType = kBf16;
-    static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kMulticastRhs = 1, kCtasPerSm = 1;
+    static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kCtasPerSm = 1;
     static constexpr u32 kExperts = 0, kLhsGroup = 0;
     static constexpr bool kScatter = false, kTokensAsM = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
     static constexpr bool kF16Sums = false, kByParts = false, kCorrects = false;

@@ -112,9 +112,7 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
         // Other lanes arrive at them, of scales that they copy: elect.sync orders no memory.
         __syncwarp();
         source.policy = Scheduler<Config>::weight_policy(args);
-        // Multicast weights land in the neighbour too, whose barriers must exist first.
-        if constexpr (kPrefetches && Config::kMulticastRhs == 1)
-            prefetched = prefetch_weights(source);
+        if constexpr (kPrefetches) prefetched = prefetch_weights(source);
     } else if (warp == Shared<Config>::kWarpgroups * 4 + 1 && elect_one()) {
         prefetch_descriptor(maps.lhs);
         prefetch_descriptor(maps.last_lhs);
@@ -138,8 +136,6 @@ __device__ __forceinline__ void w4a8_gemm(const Maps& maps, const Args& args) {
     } else {
         __syncthreads();
     }
-    if (kPrefetches && Config::kMulticastRhs > 1 && producer_warp)
-        prefetched = prefetch_weights(source);
 
     // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
     // grid implies the end of its predecessor.

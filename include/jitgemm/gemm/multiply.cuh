@@ -87,11 +87,11 @@ struct TileSums {
 template <typename Config>
 __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Position& position) {
     loads_done();
-    if constexpr (Shared<Config>::kMulticast == 1) {
+    if constexpr (Config::kMulticastLhs == 1) {
         if (position.lane == 0) barrier_arrive(shared.empty(stage));
     } else {
         // A lane for each: a loop would end the block in which ptxas schedules the multiplies.
-        if (position.lane < Shared<Config>::kMulticast) barrier_arrive_remote(shared.empty(stage), position.lane);
+        if (position.lane < Config::kMulticastLhs) barrier_arrive_remote(shared.empty(stage), position.lane);
     }
 }
 

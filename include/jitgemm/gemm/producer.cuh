@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_weights(const Source<Config>& source, const
                                              const Filling& filling, u32 rows) {
     const Args& args = source.args;
     const Shared<Config>& shared = source.shared;
-    const u32 rank = source.rank, stage = filling.stage, blocks = filling.blocks;
+    const u32 stage = filling.stage, blocks = filling.blocks;
     const u64 policy = source.policy;
     u32 bytes = blocks * Shared<Config>::kRecordBytes;
     const u32 copies = Tile<Config>::kGrouped ? 1 : Config::kMulticastLhs;
@@ -50,13 +50,7 @@ __device__ __forceinline__ void load_weights(const Source<Config>& source, const
         u32 strip = min(tile.first_row / kStripRows + i, last_strip);
         const u8* records = tile.records() + (u64(strip) * k_blocks + filling.block) * Record<Config>::kBytes;
         auto copy = [&](u32 destination, const u8* source, u32 bytes) {
-            if constexpr (Config::kMulticastRhs > 1) {
-                u32 own = bytes / Config::kMulticastRhs;
-                bulk_load_multicast(destination + rank * own, source + rank * own, own, shared.full(stage),
-                                    (1 << Config::kMulticastRhs) - 1, policy);
-            } else {
-                bulk_load(destination, source, bytes, shared.full(stage), policy);
-            }
+            bulk_load(destination, source, bytes, shared.full(stage), policy);
         };
         if constexpr (Shared<Config>::kRecord == Record<Config>::kBytes || Config::kWarpgroupsK == 1) {
             copy(shared.record(stage, i, 0), records, bytes);
@@ -233,9 +227,9 @@ __device__ __forceinline__ void produce(const Source<Config>& source, u32 prefet
         block = tile.range.begin;
         rows = tile.lhs_rows();
     }
-    // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
+    // A CTA that shares activations stays until its neighbours have handed all stages back to it: they reach into its
     // shared memory. A barrier of the cluster would wait for the stores, too.
-    if constexpr (Shared<Config>::kMulticast > 1) {
+    if constexpr (Config::kMulticastLhs > 1) {
         for (u32 stage = 0; stage < Config::kStages; ++stage, ring.advance())
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
     }

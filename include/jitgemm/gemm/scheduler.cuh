@@ -92,17 +92,17 @@ private:
     __device__ __forceinline__ u32 strips() const { return ceil_div(args.n, kStripRows); }
 };
 
-// What schedulers share: units of work, and the tile that a CTA has of one. A cluster that multicasts computes
-// kAlongM x kAlongN tiles at once, here called a unit. Units are ordered in bands of kBandTiles along m, m fastest
-// inside a band, so that the tiles in flight share both operands through the L2.
+// What schedulers share: units of work, and the tile that a CTA has of one. A cluster that multicasts computes kAlongN
+// tiles at once, here called a unit. Units are ordered in bands of kBandTiles along m, m fastest inside a band, so that
+// the tiles in flight share both operands through the L2.
 template <typename Config>
 struct Units {
     static constexpr u32 kBlockN = kStripRows * Config::kStrips;
-    static constexpr u32 kAlongM = Config::kMulticastRhs, kAlongN = Config::kMulticastLhs;
-    static constexpr u32 kClusterSize = Config::kSplitK * kAlongM * kAlongN;
-    static constexpr u32 kBandTiles = 8 / kAlongM;
+    static constexpr u32 kAlongN = Config::kMulticastLhs;
+    static constexpr u32 kClusterSize = Config::kSplitK * kAlongN;
+    static constexpr u32 kBandTiles = 8;
 
-    __device__ __forceinline__ static u32 along_m(u32 rows) { return ceil_div(rows, Config::kBlockM * kAlongM); }
+    __device__ __forceinline__ static u32 along_m(u32 rows) { return ceil_div(rows, Config::kBlockM); }
     __device__ __forceinline__ static u32 along_n(const Args& args) { return ceil_div(args.n, kBlockN * kAlongN); }
 
     // The tile of the CTA of this rank in a unit of rows from first_token on. A cluster at the edge may own a tile
@@ -120,7 +120,7 @@ struct Units {
             unit_n = inside / height;
             unit_m = band * kBandTiles + inside - unit_n * height;
         }
-        tile.first_token = first_token + (unit_m * kAlongM + (kAlongM > 1 ? rank : 0)) * Config::kBlockM;
+        tile.first_token = first_token + unit_m * Config::kBlockM;
         tile.first_row = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * kBlockN;
         tile.range = {0, blocks};
         if constexpr (Config::kSplitK > 1) {

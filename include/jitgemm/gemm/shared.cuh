@@ -35,8 +35,6 @@ namespace jitgemm {
 template <typename Config>
 struct Shared {
     static constexpr u32 kWarpgroups = Config::kWarpgroupsM * Config::kWarpgroupsN * Config::kWarpgroupsK;
-    static constexpr u32 kMulticast = Config::kMulticastLhs * Config::kMulticastRhs;  // CTAs that share an operand
-    static_assert(Config::kMulticastLhs == 1 || Config::kMulticastRhs == 1, "a cluster shares one operand");
     // Where rows are tokens, a warpgroup stores its halves one after the other.
     static constexpr u32 kSlices = Config::kTokensAsM ? 1 : Config::kBlockM / Config::kSliceTokens;
     static constexpr u32 kSpans = ceil_div(kSlices, Config::kSplitK);
@@ -58,7 +56,7 @@ struct Shared {
     static constexpr u32 kRecord = Config::Codec::kSharedWeights ? ceil_div(kRecordBytes, 1024) * 1024 : kRecordBytes;
     static constexpr u32 kRecordColumn = Config::kWarpgroupsK * kRecord;
     static constexpr u32 kRecordStage = Config::kStrips * kRecordColumn;
-    static constexpr u32 kStripScale = Config::kTokensAsM ? 32 : 0;  // two CTAs that share it copy 16 bytes each
+    static constexpr u32 kStripScale = Config::kTokensAsM ? 32 : 0;
     static constexpr u32 kSlot = Config::kSliceTokens * kStripRows * 4;
     static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
     static constexpr u32 kTermsBytes = (Config::kTokensAsM ? kStripsOfWarpgroup : 3) * kStripRows * 4;
@@ -138,7 +136,7 @@ struct Shared {
 
     __device__ __forceinline__ void init_other_barriers(u32 rank) const {
         for (u32 stage = 0; stage < Config::kStages; ++stage)
-            barrier_init(empty(stage), kWarpgroups * 4 * kMulticast);
+            barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticastLhs);
         if constexpr (Config::kWarpgroupsK > 1) {
             for (u32 reducer = 0; reducer < kReducers; ++reducer)
                 barrier_init(span_full(reducer), 4 * (Config::kWarpgroupsK - 1));

@@ -1,5 +1,5 @@
-// Copies by the tensor memory accelerator: tiles through a descriptor, contiguous bytes as bulk copies, with and
-// without multicast.
+// Copies by the tensor memory accelerator: tiles through a descriptor, with and without multicast, and contiguous bytes
+// as bulk copies.
 #pragma once
 #include <jitgemm/types.cuh>
 
@@ -29,15 +29,6 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
         ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
-// The same into the same offset of every CTA in `mask`, completing on the same barrier of each.
-__device__ __forceinline__ void bulk_load_multicast(u32 destination, const void* source, u32 bytes, u32 barrier,
-                                                    u16 mask, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4, %5;"
-        ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier), "h"(mask), "l"(policy) : "memory");
-}
-
 // A two-dimensional tile at element (x, y) of the tensor behind `map`; what lies outside arrives as zero and counts
 // as bytes.
 __device__ __forceinline__ void tile_load(u32 destination, const TensorMap* map, i32 x, i32 y, u32 barrier) {
@@ -46,6 +37,7 @@ __device__ __forceinline__ void tile_load(u32 destination, const TensorMap* map,
         ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
 }
 
+// The same into the same offset of every CTA in `mask`, completing on the same barrier of each.
 __device__ __forceinline__ void tile_load_multicast(u32 destination, const TensorMap* map, i32 x, i32 y, u32 barrier,
                                                     u16 mask) {
     asm volatile(
