@@ -79,7 +79,6 @@ FORMATS = {
     "e4m3_g128_f16": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), sums="f16"),
     "e4m3_g64_f16": Numbers("e4m3", WeightFormat(64, False, "bf16"), sums="f16"),
     "e4m3_g32_f16": Numbers("e4m3", WeightFormat(32, False, "bf16"), sums="f16"),
-    "mxfp4_ch_f16": Numbers("e4m3", WeightFormat(0, False, "bf16", "e2m1", code="e2m1"), sums="f16"),
     "mxfp4_g32_f16": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1"), sums="f16"),
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),

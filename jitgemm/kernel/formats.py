@@ -159,9 +159,9 @@ class WeightFormat:
 
     @property
     def f16_sums(self) -> bool:
-        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without offsets,
-        in groups or with exponents."""
-        small = self.powers or (CODES[self.code].largest is not None and self.group_size > 0)
+        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without offsets.
+        A base a row would gain nothing (docs/notes/mxfp4.md)."""
+        small = self.group_size > 0 and (self.powers or CODES[self.code].largest is not None)
         return small and not self.offset_rows and "e4m3" in self.lhs_types
 
     @property

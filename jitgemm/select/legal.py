@@ -268,7 +268,7 @@ def registers_needed(spec: KernelSpec) -> int:
             sums += sum_registers(spec)  # of the run
             grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
             zeros = fmt.zero_point and fmt.scale_rows == 4
-            tables = fmt.exponents and fmt.group_size and spec.experts and units_in_flight(spec) == 1
+            tables = fmt.exponents and spec.experts and units_in_flight(spec) == 1
             crowded = 3 * (spec.split_k > 1 and (zeros or tables))
             rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped + crowded)
         if spec.sums == "parts":

@@ -137,15 +137,12 @@ def row_powers(packed: PackedWeight) -> tuple[torch.Tensor, list[int]]:
     lost = []
     for index in expert_indices(packed.experts):
         expert = packed.expert(index)
-        if not fmt.group_size:
-            power, held = expert.channel_scale[:n].float(), torch.ones(n, dtype=torch.bool, device=blocks.device)  # type: ignore[index]
-        else:
-            field = expert.blocks[:, :, fmt.scales_at : fmt.offsets_at]
-            scale = layout.unpack_field(field, n, packed.k, fmt.group_size, torch_dtype(fmt.scale_type)).double()
-            factor = RUN_SCALE if fmt.powers else 1.0
-            power, held = _row_powers(scale, None, factor)
-            if not bool(held.all()):  # scales of groups of zeros may be in the way
-                power, held = _row_powers(scale, _used_groups(expert), factor)
+        field = expert.blocks[:, :, fmt.scales_at : fmt.offsets_at]
+        scale = layout.unpack_field(field, n, packed.k, fmt.group_size, torch_dtype(fmt.scale_type)).double()
+        factor = RUN_SCALE if fmt.powers else 1.0
+        power, held = _row_powers(scale, None, factor)
+        if not bool(held.all()):  # scales of groups of zeros may be in the way
+            power, held = _row_powers(scale, _used_groups(expert), factor)
         powers[index][:n] = power
         lost.append((~(held & _products_held(expert) if fmt.exponents else held)).sum())
     return powers, torch.stack(lost).tolist()

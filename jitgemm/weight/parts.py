@@ -87,8 +87,7 @@ class WeightBase:
 class PackedWeight(NamedTuple):
     """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s.
 
-    With groups `channel_scale` is None, or fp32 powers of two, where sums may be in f16 (`f16_sums.py`). MXFP4's with a
-    base for a row are bf16, or fp32 there.
+    With groups `channel_scale` is None, or fp32 powers of two, where sums may be in f16 (`f16_sums.py`).
     """
 
     blocks: torch.Tensor
@@ -270,10 +269,7 @@ def check_finite(name: str, values: torch.Tensor) -> None:
 
 def in_f16(weight: Any) -> bool:
     """Whether a weight's `channel_scale` says that sums may be in f16; of a `PackedWeight`, or what has its attributes."""
-    fmt, scale = weight.format, weight.channel_scale
-    if scale is None:
-        return False
-    return fmt.group_size > 0 or (fmt.powers and scale.dtype == torch.float32 != torch_dtype(fmt.scale_type))
+    return weight.channel_scale is not None and weight.format.group_size > 0
 
 
 def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, powers: bool = False) -> int | None:

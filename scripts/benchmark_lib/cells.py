@@ -363,7 +363,7 @@ MORE_FORMATS = (
     Format("e4m3", 128, lhs_blocks=True),
     *(Format("e4m3", size, f16_sums=True) for size in (128, 64, 32)),
     Format("e4m3", 128, True, f16_sums=True),
-    *(Format("e4m3", size, mxfp4=True, f16_sums=True) for size in (0, 128, 32)),
+    *(Format("e4m3", size, mxfp4=True, f16_sums=True) for size in (128, 32)),
     Format("e4m3", 0, mxfp4=True),
     Format("e4m3", 128, mxfp4=True),
     Format("e4m3", 32, mxfp4=True),
@@ -404,9 +404,7 @@ def parse_format(text: str) -> Format:
     no_x = types.get(lhs) != "s8" or not (zero_point or offset) or group == "ch" or by_block or "any" in switches
     wrong = wrong or (corrects and no_x) or (offset and (group == "ch" or "f16" in switches))
     f16 = "f16" in switches
-    no_f16 = (
-        types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or (group == "ch" and not mxfp4) or e8m0 or "b128" in switches
-    )
+    no_f16 = types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or group == "ch" or e8m0 or "b128" in switches
     wrong = wrong or (f16 and no_f16)
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(

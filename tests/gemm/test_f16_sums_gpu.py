@@ -6,7 +6,7 @@ import builders
 import mxfp4
 import pytest
 import torch
-from test_f16_sums import extreme, largest_mx
+from test_f16_sums import F16_TIERS, extreme, largest_mx
 from builders import weight_of_experts
 
 import jitgemm
@@ -68,7 +68,7 @@ def test_a_chosen_kernel_is_within_the_bound(group_size, codes, shape):
 WEIGHTS = {
     **{f"g{size}": lambda size=size: extreme(3, 392, 2208, size, "e4m3").packed for size in GROUPS},
     **{f"g{size}z": lambda size=size: extreme(3, 392, 2208, size, zero_point=True).packed for size in GROUPS},
-    **{f"mxfp4 {tier}": lambda tier=tier: mxfp4.narrow(3, 392, 2208, tier).packed for tier in mxfp4.TIERS},
+    **{f"mxfp4 {tier}": lambda tier=tier: mxfp4.narrow(3, 392, 2208, tier).packed for tier in F16_TIERS},
 }
 
 
@@ -112,18 +112,18 @@ def test_the_largest_sums_do_not_overflow(group_size):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("tier", mxfp4.TIERS)
+@pytest.mark.parametrize("tier", F16_TIERS)
 def test_a_chosen_kernel_of_mxfp4_is_within_the_bound(tier, shape):
     m, n, k = shape
     weight = mxfp4.narrow(1, n, k, tier, device="cuda").packed
     assert weight.format.group_size == mxfp4.TIERS[tier]
     bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
-    lhs = builders.lhs(2, m, k, outliers=tier == "row", device="cuda")
+    lhs = builders.lhs(2, m, k, outliers=tier == "block", device="cuda")
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
     assert_within(out, lhs, weight, bias)
 
 
-@pytest.mark.parametrize("tier", mxfp4.TIERS)
+@pytest.mark.parametrize("tier", F16_TIERS)
 def test_the_largest_sums_of_mxfp4_do_not_overflow(tier):
     weight = largest_mx(1, 16, 4096, tier).packed.to("cuda")
     lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))

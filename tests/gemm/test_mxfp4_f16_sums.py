@@ -9,18 +9,19 @@ import mxfp4
 import pytest
 import torch
 from tensor_core import TensorCore
-from test_f16_sums import largest_mx, used
+from test_f16_sums import F16_TIERS, largest_mx, used
 
 import jitgemm
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn import W4A8Experts, W4A8Linear
+from jitgemm.nn.layers.sums import put_sums
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.f16_sums import MOST_IN_RECORD, row_powers, with_powers
 
 H200 = DEVICES["h200"]
-tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
+tiers = pytest.mark.parametrize("tier", F16_TIERS)
 
 
 @tiers
@@ -51,6 +52,7 @@ def test_sums_that_round_the_same_way_at_each_step_come_near_the_bound(tier):
     lhs, shares = (x, torch.ones(8, 1)), []
     for code in (3, 5):
         weight = mxfp4.Parts(torch.full_like(parts.codes, code), parts.scales.clamp(100, 106)).packed
+        weight = weight.regrouped(mxfp4.TIERS[tier])
         shares.append(used(TensorCore().mxfp4_gemm_in_f16(lhs, weight), lhs, weight))
     assert 0.05 <= max(shares) <= 1
 
@@ -63,8 +65,6 @@ def test_powers_of_a_weight_that_is_held(tier):
     weight = mxfp4.narrow(1, 72, 512, tier).packed
     powers, lost = row_powers(weight.packed)
     assert lost == [0]
-    if tier == "row":
-        assert torch.equal(powers[:72], weight.channel_scale[:72].float()) and powers.dtype == torch.float32
     form = with_powers(weight)
     assert form.plan_key != weight.plan_key and torch.equal(form.channel_scale, powers)
     lhs = builders.lhs(1, 5, 512)
@@ -72,6 +72,19 @@ def test_powers_of_a_weight_that_is_held(tier):
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, usual)
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, other, sums="f16")
     assert builders.same_bits(usual, other)
+
+
+def test_a_base_a_row_is_refused_as_scales_per_row_are_and_layers_add_up_in_fp32():
+    weight, out = mxfp4.narrow(1, 72, 512, "row").packed, torch.empty(5, 72, dtype=torch.bfloat16)
+    refused = pytest.raises(ValueError, match="sums: expected 'f32' except for .* got 'f16' for mx-channel-bf16")
+    with refused:
+        jitgemm.gemm_w4a8_bf16_nt(builders.lhs(1, 5, 512), weight, out, sums="f16")
+    layer = W4A8Linear(weight)
+    with refused:
+        layer.sums = "f16"
+    with pytest.warns(UserWarning, match="call: 1 weights are added up in fp32, as sums in f16 cannot be had"):
+        put_sums({"layer": layer}, "f16", "call")
+    assert layer.sums == "f16" and layer.call_sums == "f32"
 
 
 def one_row(tier: str, exponent: int) -> mxfp4.Parts:
@@ -84,7 +97,7 @@ def one_row(tier: str, exponent: int) -> mxfp4.Parts:
     return parts
 
 
-@pytest.mark.parametrize("tier, least", [("row", -6), ("block", -6), ("group", -20)])
+@pytest.mark.parametrize("tier, least", [("block", -6), ("group", -20)])
 def test_how_far_scales_may_be_apart(tier, least):
     held, lost = one_row(tier, least), one_row(tier, least - 1)
     assert held.packed.format.group_size == lost.packed.format.group_size == mxfp4.TIERS[tier]
@@ -96,9 +109,8 @@ def test_how_far_scales_may_be_apart(tier, least):
     assert layer.call_sums == "f16" and torch.equal(layer.powers, row_powers(layer.weight.packed)[0])
 
 
-@pytest.mark.parametrize("tier", ["row", "block"])
-def test_records_whose_sums_may_be_too_large_are_not_held(tier):
-    parts = largest_mx(1, 16, 1024, tier)
+def test_records_whose_sums_may_be_too_large_are_not_held():
+    parts = largest_mx(1, 16, 1024, "block")
     assert row_powers(parts.packed.packed)[1] == [0]
     parts.codes[3, 128:256] = 6 + (torch.arange(128) % 2).to(torch.uint8)
     assert 128 * 384 > MOST_IN_RECORD and row_powers(parts.packed.packed)[1] == [1]
@@ -127,8 +139,7 @@ def test_layers_and_experts_compute_the_same(tier):
 
 
 @tiers
-def test_wide_tiles_add_up_in_f16_but_for_runs_of_256_k(tier):
-    """Which a base a row has in fp32: 1.00 to 1.08 of e4m3's groups of 128 for 1.04 to 1.14 in f16."""
+def test_wide_tiles_add_up_in_f16(tier):
     fmt = mxfp4.narrow(1, 16, 1024, tier).packed.format
     chosen = choose(Problem(4096, 4096, 4096, "e4m3", fmt, sums="f16"), H200)
-    assert chosen.sums == ("f32" if tier == "row" else "f16") and KernelSpec.from_label(chosen.label) == chosen
+    assert chosen.sums == "f16" and KernelSpec.from_label(chosen.label) == chosen

@@ -76,10 +76,8 @@ class TensorCore:
         """The same of an MXFP4 weight: e4m3s that are 2^-8 of codes times exponents, an eighth of whose sums goes to a run."""
         values, scale, _, _ = weight.rows(0, weight.blocks.shape[0])
         scale = scale.double()
-        row = weight.format.group_size == 0
-        power = scale[:, 0] if row else torch.exp2(torch.frexp(scale.abs().amax(1)).exponent.double())
-        size = weight.k if row else weight.group_size
-        return self._in_f16(lhs, 2 * values.double(), 1, size, scale, power, 0.125, out_dtype, first)
+        power = torch.exp2(torch.frexp(scale.abs().amax(1)).exponent.double())
+        return self._in_f16(lhs, 2 * values.double(), 1, weight.group_size, scale, power, 0.125, out_dtype, first)
 
     def mxfp4_gemm(self, lhs: tuple, weight, run: int, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`gemm` of an MXFP4 weight with a base a row: e4m3s of codes times exponents, in runs of so many k."""

@@ -109,17 +109,16 @@ template <typename Config, u32 kTokens>
 struct F16Scaling : RowScaling<Config, kTokens> {
     static constexpr u32 kPairs = kTokens / 4;  // registers of a unit's sums
     static_assert(Config::kHalves == 1 && Config::kWarpgroupsK == 1, "a run is all tokens, and records in order");
+    static_assert(Config::kGroupSize > 0, "where a row has one scale the epilogue takes it");
 
     struct Kept {
         u32 run[kPairs];
         float low, high;  // 2^-E of the thread's rows, times kRunScale
 
         __device__ __forceinline__ explicit Kept(const Multiplicands<Config>& of) {
-            low = high = Config::Codec::kRunScale;
-            if constexpr (Config::kGroupSize == 0) return;  // the epilogue has the rows' scales
             // Of a power of two whose exponent is at most 126.
-            low *= __uint_as_float(0x7F000000 - __float_as_uint(of.low_power));
-            high *= __uint_as_float(0x7F000000 - __float_as_uint(of.high_power));
+            low = Config::Codec::kRunScale * __uint_as_float(0x7F000000 - __float_as_uint(of.low_power));
+            high = Config::Codec::kRunScale * __uint_as_float(0x7F000000 - __float_as_uint(of.high_power));
         }
         __device__ __forceinline__ void fence(float (&)[Config::kSums], u32, u32) { register_fence(run); }
 
