@@ -128,9 +128,10 @@ class KernelCache:
         import filelock
 
         root = self.writable_root()
-        lock = filelock.FileLock((root or Path()) / f"{key}.lock")
+        path = (root or Path()) / f"{key}.lock"
+        lock = filelock.FileLock(path)
         with suppress(filelock.Timeout, OSError, NotImplementedError):
-            if root is not None:
+            if root is not None and not _is_second_name(path):
                 lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01)
         try:
             yield
@@ -275,8 +276,8 @@ def _dump(request: KernelSource, key: str, compiled: Compiled) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         files = {"cu": compiled.source.encode(), "log": compiled.log.encode(), "cubin": compiled.cubin}
         for suffix, data in (files | {"unpatched.cubin": compiled.built}).items():
-            if data is not None:
-                (folder / f"{request.label}-{key[:12]}.{suffix}").write_bytes(data)
+            if data is not None:  # by rename, which replaces a link instead of following it
+                write_atomically(folder / f"{request.label}-{key[:12]}.{suffix}", data)
     except OSError as error:
         warnings.warn(f"JITGEMM_DUMP_DIR: {error}", stacklevel=4)
 
@@ -299,6 +300,14 @@ def _remove_leftovers(root: Path, older_than_s: float) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= older_than_s:
                 path.unlink()
+
+
+def _is_second_name(lock: Path) -> bool:
+    """Whether it is a hard link of another file, which filelock before 4 would empty: another user's trap."""
+    try:
+        return lock.lstat().st_nlink > 1
+    except OSError:
+        return False
 
 
 def _removed(path: Path) -> bool:

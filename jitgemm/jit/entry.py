@@ -101,15 +101,35 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             raise BadEntry("not a regular file")
         if status.st_mode & stat.S_IWOTH:
             raise UntrustedEntry("everybody can write it")
-        if status.st_uid not in (0, os.geteuid()) and _open_to_all(path.parent):
+        if status.st_uid not in (0, os.geteuid()) and _open_to_all(path):
             raise UntrustedEntry(f"user {status.st_uid} wrote it where everybody can write")
         yield file
 
 
-def _open_to_all(folder: Path) -> bool:
-    """Whether everybody can write the folder, or could have made it."""
-    folder = folder.resolve()
-    return any(each.stat().st_mode & stat.S_IWOTH for each in (folder, *folder.parents))
+_LINKS = 40
+"""Links of a path that Linux follows."""
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether everybody could have made a part of the path: a folder, or a link on the way to the file.
+
+    The path is walked as the kernel walks it, and ends at the first folder that everybody can write, before what lies
+    in it is looked at. So whoever swaps a link between this and the file's opening changes nothing.
+    """
+    here, ahead, links = Path("/"), list(path.absolute().parts[:0:-1]), 0
+    while ahead:
+        if here.stat().st_mode & stat.S_IWOTH:
+            return True
+        name = ahead.pop()
+        here, above = here.parent if name == ".." else here / name, here
+        if here.is_symlink():
+            links += 1
+            if links > _LINKS:
+                return True
+            target = Path(os.readlink(here))
+            ahead += target.parts[: 0 if target.is_absolute() else None : -1]
+            here = Path("/") if target.is_absolute() else above
+    return False
 
 
 def encode_entry(metadata: dict, cubin: bytes) -> bytes:

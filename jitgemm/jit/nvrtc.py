@@ -29,7 +29,14 @@ _WHEELS = {
     "nvidia/cu13/lib/libnvrtc.so.13": "nvidia_cuda_nvrtc",
     "nvidia/cuda_nvrtc/lib/libnvrtc.so.12": "nvidia_cuda_nvrtc_cu12",
 }
-_INSTALL = "install it with `pip install 'jitgemm[cu12]'` or `pip install 'jitgemm[cu13]'`"
+INSTALL = {
+    12: "pip install 'cuda-python==12.9.*' 'nvidia-cuda-nvrtc-cu12>=12.8,<13'",
+    13: "pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'",
+}
+"""By line of CUDA, what the package's extras cu12 and cu13 install. No index has the package itself."""
+INSTALL_ONE = (
+    f"install one line of CUDA, as .[cu12] or .[cu13] of jitgemm's checkout do: {' or '.join(INSTALL.values())}"
+)
 _PROGRAM_NAME = b"jitgemm.cu"  # constant, so that no name reaches the cubin
 
 SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\b[^\n]*")
@@ -202,7 +209,7 @@ def _load() -> Any:
         nvrtc.nvrtcVersion()  # the bindings load at the first call
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library
         raise CompileError(
-            f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error}). NVRTC's wheel was looked for in "
+            f"NVRTC or cuda.bindings is missing ({error}): {INSTALL_ONE}. NVRTC's wheel was looked for in "
             f"{', '.join(filter(None, sys.path)) or 'no folder'}, then its library by the dynamic linker, which "
             "LD_LIBRARY_PATH sends to other folders"
         ) from error

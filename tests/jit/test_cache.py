@@ -613,12 +613,47 @@ def test_a_cache_of_other_users_is_shared_unless_it_lies_where_everybody_makes_f
             assert output(child(script, folder, user=SOMEBODY)).strip() == "False"
 
 
-def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(root, tmp_path):
-    precious = tmp_path / "precious"
+@as_root
+def test_a_path_of_which_everybody_could_have_made_a_part_shares_nothing(tmp_path):
+    if any(above.stat().st_mode & 0o002 for above in REPOSITORY.parents):
+        pytest.skip("this checkout lies in a folder that everybody can write")
+    with open_to_all(REPOSITORY) as closed, open_to_all() as below, open_to_all(REPOSITORY) as squatted:
+        squatted.chmod(0o777)
+        (entry,) = filled(closed / "cache")
+        for path in (closed / "cache", entry.path):
+            os.chown(path, SOMEBODY_ELSE, SOMEBODY_ELSE)
+        for link, target in (
+            (closed / "link", "cache"), (closed / "far", f"{closed}/./link/../cache"), (squatted / "cache", "../" + closed.name + "/cache"),
+            (below / "above", closed), (closed / "by", squatted / "cache"), (closed / "loop", "loop"),
+        ):  # fmt: skip
+            link.symlink_to(target)
+            os.chown(link, SOMEBODY, SOMEBODY, follow_symlinks=False)
+        (closed / "of").mkdir()
+        (closed / "of" / entry.path.name).symlink_to(squatted / "cache" / entry.path.name)
+        trusted = ("cache", "link", "far", "of/../link")
+        others = ("by", "of", "loop", f"../{squatted.name}/cache", f"../{squatted.name}/../{closed.name}/cache")
+        roots = [closed / each for each in (*trusted, *others)] + [
+            below / "above" / "cache",
+            below / "above" / ".." / closed.name / "cache",
+        ]
+        script = f"""
+found = [KernelCache([Path(root)]).lookup({entry.key!r}) is not None for root in {list(map(str, roots))}]
+os.chdir({str(squatted)!r})
+print(*found, KernelCache([Path("cache")]).lookup({entry.key!r}) is not None)"""
+        found = output(child(script, closed, user=SOMEBODY)).split()
+        assert found == ["True"] * len(trusted) + ["False"] * (len(roots) - len(trusted) + 1)
+
+
+@pytest.mark.parametrize("trap", ["symlink_to", "hardlink_to"])
+def test_what_another_user_put_under_a_name_that_is_written_leads_nowhere(root, tmp_path, monkeypatch, trap):
+    precious, key = tmp_path / "precious", key_of(tiny_kernel())
     precious.write_text("keep me")
-    root.mkdir()
-    (root / f"{key_of(tiny_kernel())}.lock").symlink_to(precious)
-    entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
+    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path / "dump"))
+    for path in (root / f"{key}.lock", root / f"{key}.jgk", tmp_path / "dump" / f"tiny-0-{key[:12]}.cu"):
+        path.parent.mkdir(exist_ok=True)
+        getattr(path, trap)(precious)
+    with pytest.warns(UserWarning, match="set aside"):
+        entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
     assert compiled and entry.path.exists() and precious.read_text() == "keep me"
 
 
