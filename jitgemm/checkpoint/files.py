@@ -392,7 +392,7 @@ def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoin
 
 
 def _read_index(path: Path) -> Mapping[str, Path]:
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"source: expected a weight_map in {path}, found none")
     for name, file in weight_map.items():
@@ -401,10 +401,11 @@ def _read_index(path: Path) -> Mapping[str, Path]:
     return {name: path.parent / file for name, file in weight_map.items()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model's folder. Raises ValueError, which names the file, for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: expected JSON in {path}, got {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path.name}: expected a JSON object in {path}, got {type(content).__name__}")
@@ -414,9 +415,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def config_of_folder(folder: Path) -> Mapping[str, Any] | None:
     """What a folder's JSON files say of a model's quantisation, or one file."""
     path = folder if folder.is_file() else folder / "config.json"
-    if path.is_file() and (found := _nested_config(_read_json(path))) is not None:
+    if path.is_file() and (found := _nested_config(read_json(path))) is not None:
         return found
-    others = (_read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file())
+    others = (read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file())
     content = next(others, {})
     quantization = content.get("quantization")
     return quantization if isinstance(quantization, dict) else content or None
