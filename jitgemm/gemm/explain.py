@@ -28,6 +28,8 @@ class Explanation:
         candidates: how many kernels were compared.
         why: one sentence on the winner against the runner-up.
         legend: (part, what it says) for each part of the label.
+        on_cpu: the tensors are the CPU's: the exact reference multiplies them, and the kernel is the device's for such a
+            call.
     """
 
     kernel: str
@@ -39,10 +41,12 @@ class Explanation:
     candidates: int
     why: str
     legend: tuple[tuple[str, str], ...]
+    on_cpu: bool = False
 
     def __str__(self) -> str:
         width = max(len(part) for part, _ in self.legend)
-        lines = [f"{self.kernel} on {self.device}, in a profile {self.function}"]
+        lines = ["on the CPU the exact reference runs, and no kernel; on a GPU it would be:"] if self.on_cpu else []
+        lines.append(f"{self.kernel} on {self.device}, in a profile {self.function}")
         lines += [f"  {part:<{width}}  {text}" for part, text in self.legend]
         lines.append(
             f"m = {self.rows[0]}..{self.rows[1]} share it; predicted {self.predicted_us:.2f} us, bound by {self.bound_by}"
@@ -87,5 +91,5 @@ def explain(
     label = best.kernel.label + ("-debug" if settings.debug() else "")
     return Explanation(
         label, function_name(label), device.name, bands(problem.m)[-1], best.predicted_us, best.bound_by, len(ranked),
-        why(ranked), tuple(legend(label)),
+        why(ranked), tuple(legend(label)), not x.is_cuda,
     )  # fmt: skip

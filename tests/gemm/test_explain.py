@@ -50,7 +50,9 @@ def test_a_profile_shows_the_function_that_is_explained():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
         torch.cuda.synchronize()
-    assert jitgemm.explain(lhs, weight, out).function in {event.key for event in profile.key_averages()}
+    found = jitgemm.explain(lhs, weight, out)
+    assert found.function in {event.key for event in profile.key_averages()}
+    assert not found.on_cpu and str(found).startswith(found.kernel)
 
 
 def test_options_of_the_call_count(monkeypatch):
@@ -69,6 +71,9 @@ def test_8_bit_weights_are_explained():
 def test_it_prints_the_label_the_reason_and_every_part():
     found = explained()
     text = str(found)
+    assert found.on_cpu and text.startswith(
+        "on the CPU the exact reference runs, and no kernel; on a GPU it would be:\n"
+    )
     assert found.kernel in text and found.function in text and found.why in text
     assert all(words in text for _, words in found.legend)
 
