@@ -26,7 +26,11 @@ class CacheMissError(JitGemmError):
 
 
 class DriverError(JitGemmError):
-    """A CUDA driver call returned an error code; `code` is its name, such as CUDA_ERROR_INVALID_VALUE."""
+    """A CUDA driver call returned an error code, or cannot be made, as CUDA's bindings for Python are missing.
+
+    Attributes:
+        code: the code's name, such as CUDA_ERROR_INVALID_VALUE; "" without bindings.
+    """
 
     def __init__(self, message: str, *, code: str):
         super().__init__(message)

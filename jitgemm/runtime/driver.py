@@ -1,7 +1,7 @@
 """The CUDA driver as jitgemm uses it: load a cubin, encode a tensor map, build and issue a launch.
 
-Every return code is checked. Knows bytes, addresses and integers; knows no tensors. Imported only when something runs
-on a GPU.
+Every return code is checked. Knows bytes, addresses and integers; knows no tensors. Importing this needs no bindings of
+CUDA: without them every use of the driver raises DriverError.
 """
 
 from __future__ import annotations
@@ -12,12 +12,32 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from cuda.bindings import driver as cu
+from functools import lru_cache
+from typing import Any, NoReturn
 
 from jitgemm.errors import DriverError, UnsupportedDeviceError
+from jitgemm.jit.nvrtc import INSTALL, INSTALL_ONE
 
-_SUCCESS = cu.CUresult.CUDA_SUCCESS
+
+class _Missing:
+    """Stands for CUDA's bindings where they cannot be imported."""
+
+    def __init__(self, error: ImportError):
+        self._error = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        what = f"calls on a GPU need CUDA's bindings for Python, and they cannot be imported ({self._error})"
+        raise DriverError(f"{what}: {INSTALL_ONE}", code="") from self._error
+
+
+cu: Any
+_SUCCESS: Any
+try:
+    from cuda.bindings import driver as cu
+
+    _SUCCESS = cu.CUresult.CUDA_SUCCESS
+except ImportError as error:
+    cu, _SUCCESS = _Missing(error), None
 
 
 def check(result: tuple, what: str) -> object:
@@ -88,8 +108,8 @@ def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
     have = driver_version()
     if nvrtc[0] > have[0]:
         what = "NVRTC {}.{} builds kernels that this driver (CUDA {}.{}) cannot load".format(*nvrtc, *have)
-        instead = f"install jitgemm with the extra for CUDA {have[0]}: pip install 'jitgemm[cu{have[0]}]'"
-        raise UnsupportedDeviceError(f"{what}. Update the driver, or {instead}")
+        instead = f": {INSTALL[have[0]]}" if have[0] in INSTALL else ""
+        raise UnsupportedDeviceError(f"{what}. Update the driver, or install CUDA {have[0]}'s NVRTC instead{instead}")
 
 
 def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int) -> LoadedKernel:
@@ -126,17 +146,20 @@ def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
 
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
 
-_ELEMENTS = {
-    name: getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{type}")
-    for name, type in (("u8", "UINT8"), ("bf16", "BFLOAT16"), ("fp16", "FLOAT16"), ("fp32", "FLOAT32"))
-}
-_ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
-_MODES = (
-    cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-    cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-    cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-    cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-)
+_ELEMENTS = {"u8": "UINT8", "bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}
+"""By type, how the driver calls it."""
+
+
+@lru_cache(maxsize=None)
+def _modes() -> tuple[Any, ...]:
+    """Strides of elements, and what else all maps have in common."""
+    return (
+        [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
 
 
 class TileMap:
@@ -152,15 +175,14 @@ class TileMap:
     __slots__ = ("_type", "_extent", "_strides", "_box")
 
     def __init__(self, element: str, *, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
-        self._type = _ELEMENTS[element]
+        self._type = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_ELEMENTS[element]}")
         self._extent = [cu.cuuint64_t(columns), cu.cuuint64_t(rows)]
         self._strides = [cu.cuuint64_t(row_bytes)]
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
 
     def encode(self, address: int) -> bytes:
         """The 128 bytes of the map for a tensor at `address`, 16-byte aligned."""
-        shape = self._extent, self._strides, self._box, _ELEMENT_STRIDES
-        result = cu.cuTensorMapEncodeTiled(self._type, 2, address, *shape, *_MODES)
+        result = cu.cuTensorMapEncodeTiled(self._type, 2, address, self._extent, self._strides, self._box, *_modes())
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
         return ctypes.string_at(result[1].getPtr(), 128)
@@ -202,7 +224,7 @@ class Parameters:
         self.nbytes = len(self._buffer) + _PARAMETERS_OVERHEAD
 
 
-def _config(grid: int, block: tuple[int, int], smem_bytes: int, *attributes: object) -> cu.CUlaunchConfig:
+def _config(grid: int, block: tuple[int, int], smem_bytes: int, *attributes: object) -> Any:
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = *block, 1

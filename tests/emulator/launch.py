@@ -179,7 +179,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def _encode(tile_map: driver.TileMap, address: int) -> bytes:
     """In place of cuTensorMapEncodeTiled: the struct TileMap of memory.h."""
     columns, rows = map(int, tile_map._extent)
-    element = next(_ELEMENT_BYTES[name] for name, kind in driver._ELEMENTS.items() if kind == tile_map._type)
+    kind = tile_map._type.name.removeprefix("CU_TENSOR_MAP_DATA_TYPE_")
+    element = next(_ELEMENT_BYTES[name] for name, each in driver._ELEMENTS.items() if each == kind)
     values = _MAGIC, address, columns, rows, int(tile_map._strides[0]), element, *map(int, tile_map._box)
     return struct.pack("8Q", *values).ljust(128, b"\0")
 

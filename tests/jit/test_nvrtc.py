@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from tiny_kernel import HEADERS, OPTIONS, SERIALISED, SPILLING, TIGHT, tiny_source
 
 from jitgemm.errors import CompileError
-from jitgemm.jit.nvrtc import NvrtcInfo, compile_cubin, nvrtc_info
+from jitgemm.jit.nvrtc import INSTALL, NvrtcInfo, compile_cubin, nvrtc_info
 
 pytestmark = pytest.mark.nvrtc
 
@@ -62,7 +64,14 @@ assert info.build.startswith(f"{{major}}.{{minor}}.") and info.build.count(".") 
     python(script)
 
 
-def test_a_missing_nvrtc_names_the_extras():
+def test_what_messages_install_is_what_the_extras_install():
+    with open(REPOSITORY / "pyproject.toml", "rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    for line, command in INSTALL.items():
+        assert shlex.split(command) == ["pip", "install", *extras[f"cu{line}"]]
+
+
+def test_a_missing_nvrtc_names_what_to_install():
     # No wheel to be found: the bindings look in site's folders too, then ask the dynamic linker.
     script = """
 import site
@@ -81,7 +90,7 @@ except CompileError as error:
     said = python(script, CONDA_PREFIX="", CUDA_PATH="", CUDA_HOME="")
     if said.startswith("found"):
         pytest.skip(f"this machine has an NVRTC outside the wheels: {said}")
-    assert "pip install 'jitgemm[cu12]'" in said and "'jitgemm[cu13]'" in said
+    assert "pip install 'cuda-python==12.9.*' 'nvidia-cuda-nvrtc-cu12" in said and "'nvidia-cuda-nvrtc>=13" in said
     assert f"looked for in {REPOSITORY}, " in said and "LD_LIBRARY_PATH" in said
 
 

@@ -26,7 +26,8 @@ from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight import ready
 
-driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
+pytest.importorskip("cuda.bindings")
+driver = pytest.importorskip("jitgemm.runtime.driver")
 gemm_call = pytest.importorskip("jitgemm.gemm.call")
 gemms = pytest.importorskip("jitgemm.gemm.launch")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
@@ -44,7 +45,7 @@ def test_nvrtc_of_the_drivers_major_version_or_older_is_fine(monkeypatch, nvrtc)
 
 def test_an_nvrtc_newer_than_the_driver_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(driver, "driver_version", lambda: (12, 8))
-    with pytest.raises(UnsupportedDeviceError, match=r"NVRTC 13\.0 .* driver \(CUDA 12\.8\) .*jitgemm\[cu12\]"):
+    with pytest.raises(UnsupportedDeviceError, match=r"NVRTC 13\.0 .* driver \(CUDA 12\.8\) .*'cuda-python==12"):
         driver.check_nvrtc_against_driver((13, 0))
 
 
