@@ -115,10 +115,11 @@ def quantize(
         raise ValueError(f"OUT: expected another folder than FOLDER, got {out}")
 
     from jitgemm.nn.quantize.evaluate import WIDTH, help_texts, texts_of
-    from jitgemm.nn.save.source import source_of
+    from jitgemm.nn.save.source import import_transformers, source_of
 
     started = time.monotonic()
     source = source_of(folder)
+    import_transformers()
     held, text = help_texts() if data in (None, "none") else texts_of(Path(data))
     place = _device(device)
     settings = {

@@ -413,6 +413,18 @@ def test_without_files_what_no_config_says_is_named(tmp_path, capsys):
     assert "--shape N,K --scale-dtype" in said
 
 
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 0}, {"hidden_size": "many"}, {"architectures": [3]}, {"model_type": []}, "{", "[" * 100000, "[]"],
+    ids=lambda change: str(change)[:30],
+)  # fmt: skip
+def test_a_damaged_config_is_named(tmp_path, capsys, change):
+    save(tmp_path, "llama", None)
+    config = tmp_path / "config.json"
+    given = json.loads(config.read_text())
+    config.write_text(change if isinstance(change, str) else json.dumps(given | change))
+    assert f"{config}" in failing(capsys, "--model", str(tmp_path), "--check")
+
+
 def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
     save(tmp_path, "llama", GPTQ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -11,10 +10,11 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.files import Checkpoint, config_of_folder
+from jitgemm.checkpoint.files import Checkpoint, config_of_folder, read_json
 from jitgemm.checkpoint.writing import Stored, stored_in
 from jitgemm.nn.report import some
 
+_CONFIG = "config.json"
 _PREDICTS = ("ForCausalLM", "ForConditionalGeneration")
 """How transformers calls classes that predict tokens."""
 
@@ -46,6 +46,18 @@ class Source:
         return sum(each.size for each in self.tensors.values())
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """A folder's config.json. Raises ValueError, which names it, where it is none or names no model as it should."""
+    path = folder / _CONFIG
+    config = read_json(path)
+    kinds, family = config.get("architectures"), config.get("model_type")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):
+        raise ValueError(f"architectures: expected a list of names in {path}, got {str(kinds)[:80]}")
+    if family is not None and not isinstance(family, str):
+        raise ValueError(f"model_type: expected a name in {path}, got {str(family)[:80]}")
+    return config
+
+
 def source_of(folder: Path) -> Source:
     """Looks at a folder's config and headers.
 
@@ -53,11 +65,10 @@ def source_of(folder: Path) -> Source:
         FileNotFoundError: it, its config.json or one of its files is not there.
         ValueError: a file is damaged, or the model is quantised already.
     """
-    path = folder / "config.json"
-    if not path.is_file():
+    if not (folder / _CONFIG).is_file():
         hint = "a model of the hub is fetched by: hf download NAME --local-dir FOLDER"
         raise FileNotFoundError(f"{folder}: expected a model's folder, found no config.json in it; {hint}")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = config_of(folder)
     if (quantised := config_of_folder(folder)) is not None:
         method = quantised.get("quant_method") or quantised.get("quant_algo") or "another library"
         raise ValueError(f"{folder}: expected a model in floats, got one that {method} quantised")
@@ -84,7 +95,7 @@ def model_of(source: Source, device: torch.device) -> Any:
         ValueError: transformers is not there, the files do not fill the model, or hold a NaN or infinity; the message
             names the tensor.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     named = next((name for name in source.config.get("architectures") or () if name.endswith(_PREDICTS)), "")
     kind: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
     opened: Any = kind.from_pretrained(source.folder, dtype="auto", output_loading_info=True, local_files_only=True)
@@ -101,7 +112,7 @@ def model_of(source: Source, device: torch.device) -> Any:
 
 def tokenizer_of(source: Source) -> Any:
     """The folder's tokenizer, of transformers. Raises ValueError, which says why, where there is none."""
-    transformers = _transformers()
+    transformers = import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:  # of any kind: each tokenizer has its own files and libraries
@@ -109,8 +120,10 @@ def tokenizer_of(source: Source) -> Any:
         raise ValueError(f"{source.folder}: expected a tokenizer, got {type(error).__name__}: {why}") from error
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """transformers. Raises ValueError, which says what to install, where it cannot be imported."""
     try:
         return import_module("transformers")
     except ImportError as error:
-        raise ValueError(f"a model is opened by transformers: pip install transformers ({error})") from None
+        how = "pip install transformers accelerate, or pip install -e '.[hf]' in jitgemm's checkout"
+        raise ValueError(f"a model is opened by transformers: {how} ({error})") from None

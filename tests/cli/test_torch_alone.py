@@ -1,0 +1,115 @@
+"""What README promises without a GPU, where nothing is installed but torch and what jitgemm itself requires."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOT_OF_TORCH = ("nvidia-", "cuda-", "triton")
+"""What builds of torch for CUDA bring along."""
+
+
+def required() -> list[metadata.Distribution]:
+    """The distributions of the package's dependencies, and theirs."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    todo, found = [*project["dependencies"], "numpy"], {}
+    while todo:
+        name = re.match(r"[\w.-]+", todo.pop())[0].lower()
+        if name not in found and not name.startswith(NOT_OF_TORCH):
+            try:
+                found[name] = metadata.distribution(name)
+            except metadata.PackageNotFoundError:  # of other systems or versions of Python
+                continue
+            todo += [each for each in found[name].requires or () if "extra ==" not in each]
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """alone(script): what the script prints in an environment of these alone, without a GPU."""
+    place = tmp_path_factory.mktemp("alone")
+    for distribution in required():
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (place / name).exists():
+                (place / name).symlink_to(distribution.locate_file(name))
+
+    def run(script: str) -> str:
+        paths = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{place}", "CUDA_VISIBLE_DEVICES": ""}
+        variables = {"JITGEMM_CACHE_DIR": str(place / "cache"), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", script], cwd="/", env={**os.environ, **paths, **variables},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    said = run("""
+import importlib.util
+print(*(name for name in ("cuda", "transformers", "torchao", "torch") if importlib.util.find_spec(name)))""")
+    assert said.split() == ["torch"]
+    return run
+
+
+def test_readmes_gemm_runs_by_the_reference_and_says_so(alone):
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "gemm_w4a8_bf16_nt" in each)
+    assert "n, k, m = 4096, 14336, 16\n" in block
+    said = alone(
+        block.replace("4096, 14336, 16", "256, 1024, 16")
+        + """
+expected = (lhs[0].double() * lhs[1].double()[:, None]) @ weight.dequantize().double().T
+print("close", bool((out.double() - expected).abs().max() <= 2**-8 * expected.abs().max()))"""
+    )
+    assert "close True" in said and "on the CPU the exact reference runs, and no kernel; on a GPU it would be:" in said
+
+
+def test_layers_are_quantised_and_run(alone):
+    said = alone("""
+import torch, jitgemm.nn
+model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 32))
+jitgemm.nn.quantize_(model, device="cpu")
+print(model, model(torch.ones(3, 128)).shape)""")
+    assert said.count("W4A8Linear") == 2 and "torch.Size([3, 32])" in said
+
+
+def test_commands_run_or_say_what_they_lack(alone):
+    said = alone("""
+import json, tempfile
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from jitgemm.cli import main
+folder = Path(tempfile.mkdtemp())
+(folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+save_file({"model.embed_tokens.weight": torch.ones(8, 8)}, folder / "model.safetensors")
+for argv in ("explain 16 4096 4096", "env", f"quantize {folder} {folder}/out --data none --device cpu",
+             f"warmup --check --model {folder}", "warmup --shape 64,64 --max-m 1", "cache ls"):
+    try:
+        main(argv.split())
+    except SystemExit as exit:
+        print(argv.split()[0], "exits", exit.code or 0, flush=True)""")
+    codes = re.findall(r"^(\w+) exits (\d)", said, re.MULTILINE)
+    assert codes == list(zip("explain env quantize warmup warmup cache".split(), "002230"))
+    assert said.count("pip install -e '.[hf]'") == 2
+    assert "pip install 'cuda-python==12.9.*' 'nvidia-cuda-nvrtc-cu12" in said
+
+
+def test_what_needs_the_driver_says_what_to_install(alone):
+    said = alone("""
+from jitgemm.errors import DriverError
+from jitgemm.runtime import driver
+for use in (driver.driver_version, lambda: driver.bind(0), lambda: driver.load_kernel(b"", "", device=0, smem_bytes=0)):
+    try:
+        use()
+    except DriverError as error:
+        print(error)""")
+    for extra in (".[cu12]", ".[cu13]", "pip install 'cuda-bindings>=13,<14'"):
+        assert said.count(extra) == 3
