@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -79,6 +79,8 @@ def config(
     )  # fmt: skip
     try:
         found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    except RecursionError as error:
+        raise ValueError(f"folder: expected a config.json in JSON in {folder}, got {error}") from None
     except OSError as error:
         if Path(folder).exists():
             raise
@@ -206,6 +208,7 @@ class JitGemmQuantizer(HfQuantizer):
         config = self.quantization_config
         device = torch.empty(0).device  # meta where transformers allocates buffers after loading, else the CPU
         checkpoint = Checkpoint(checkpoint_files or _folder(model.config))
+        self._copied = {name for name, _ in checkpoint.elsewhere()}
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))  # of transformers 5, which ties after loading
         for name, other in self._tied.items():
             setattr(model.get_submodule(_owner(name)), name.rpartition(".")[2], model.get_parameter_or_buffer(other))
@@ -223,7 +226,7 @@ class JitGemmQuantizer(HfQuantizer):
         self._plan = plan
         self._untied = any(plan.replaceable.shared(name) for name in (*plan.layers, *self._chosen))
         self._held: dict[str, Placeholder] = {}
-        for name, places in _to_hold(plan, self._chosen).items():
+        for name, places in _to_hold(plan, self._chosen, self._plain).items():
             placeholder = Placeholder(model.get_submodule(name), self._size(name), device)
             for place in places:
                 put_module(model, place, placeholder)
@@ -233,6 +236,13 @@ class JitGemmQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = kind(["."])  # all: the plan has found what each tensor is for
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(self._held.keys())
+
+    def _plain(self, plan: Plan, name: str) -> bool:
+        """Whether transformers reads a tensor as the plan does: it takes that of the last file that has one."""
+        origin = plan.tensors[name]
+        if not isinstance(origin, str) or name in plan.untied:
+            return False
+        return not self._copied or self._copied.isdisjoint(plan.checkpoint.rows(origin).sources)
 
     def _choose(self, plan: Plan) -> dict[str, dict[str, Any]]:
         """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out.
@@ -301,10 +311,10 @@ class JitGemmQuantizer(HfQuantizer):
         # transformers marks what it has loaded; what it did not find under its own name is read like the rest.
         rest = [
             name
-            for name, origin in plan.tensors.items()
+            for name in plan.tensors
             if name in state
             and _owner(name) not in replaced
-            and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
+            and not (self._plain(plan, name) and hasattr(state[name], "_is_hf_initialized"))
         ]
         fill_tensors(plan, rest, lambda name, tensor: devices[_owner(name)])
         if division is not None:
@@ -324,7 +334,7 @@ class JitGemmQuantizer(HfQuantizer):
             put_sums({name: model.get_submodule(name) for name in self.report}, said_sums, "from_pretrained")
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
-        del self._plan, self._held, self._chosen
+        del self._plan, self._held, self._chosen, self._copied
 
 
 def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan) -> None:
@@ -370,15 +380,14 @@ def _division(model: Any, plan: Plan) -> ShardingPlan | None:
     return division
 
 
-def _to_hold(plan: Plan, chosen: Iterable[str]) -> dict[str, list[str]]:
+def _to_hold(plan: Plan, chosen: Iterable[str], plain: Callable[[Plan, str], bool]) -> dict[str, list[str]]:
     """{a name: all names} of the modules that transformers is not to load: what it cannot read, or not as the plan."""
     held = {name: plan.replaceable.places[name] for name in (*plan.layers, *chosen)}
     groups: dict[int, list[str]] = {}
     for name, tensor in plan.model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
     for names in groups.values():
-        found = [name for name in names if name in plan.tensors]
-        if all(isinstance(plan.tensors[name], str) and name not in plan.untied for name in found):
+        if all(plain(plan, name) for name in names if name in plan.tensors):
             continue
         for owner in dict.fromkeys(_owner(name) for name in names):
             module = plan.model.get_submodule(owner)

@@ -2,6 +2,9 @@
 
 Reads safetensors lazily: headers when a checkpoint is opened, data when it is asked for. What tensors mean is the
 formats' business.
+
+An index decides what a folder holds: a tensor is read from the file that it names, and nowhere else. What its files
+hold beside that (`Checkpoint.elsewhere`), such as copies of before, is no part of the model.
 """
 
 from __future__ import annotations
@@ -75,7 +78,8 @@ class Checkpoint:
 
     Args:
         source: a folder with one or more safetensors files, `model.safetensors.index.json` or another index, one
-            `.safetensors` file, a list of them, or a mapping of names to tensors.
+            `.safetensors` file, a list of them (all that an index beside them names: as it says), or a mapping of names to
+            tensors.
         config: the model's config.json or its quantization_config, as a mapping; None: the config next to the files.
 
     Attributes:
@@ -106,10 +110,9 @@ class Checkpoint:
             self._found, self._said = _flattened(source) if any(map(_subclass, source.values())) else (source, {})
         elif isinstance(source, list) and source:
             files = [Path(file) for file in source]
-            folder = files[0].parent
-            if [file.name for file in files] == [_SINGLE]:  # what transformers takes of a folder
-                weights_of(folder)
-            self.where, self._found = os.fspath(folder), self._headers(files)
+            index = _index_of(files)
+            folder = (index or files[0]).parent
+            self.where, self._found = os.fspath(folder), self._list(index) if index else self._headers(files)
         elif isinstance(source, (str, os.PathLike)):
             path = Path(source)
             folder = path if path.is_dir() else path.parent
@@ -121,6 +124,7 @@ class Checkpoint:
             self.config = _quantization_config(config)
         elif folder is not None:
             self.config = config_of_folder(folder)
+        self._listed = self._found  # under the files' own names
         self._layers = _by_layer(self._found)
 
     def warn(self, text: str) -> None:
@@ -178,6 +182,17 @@ class Checkpoint:
             raise ValueError(f"{name}: expected a tensor of a file, got one that was given or is made of others")
         return found
 
+    def elsewhere(self) -> Iterator[tuple[str, Path]]:
+        """(a name in the files, file) of what its files hold beside the tensors that its index gives to each of them."""
+        for path in sorted({found for found in self._listed.values() if isinstance(found, Path)}):
+            yield from ((name, path) for name in self._open(path).keys() if self._listed.get(name) != path)
+
+    def holds_the_same(self, name: str, file: Path) -> bool:
+        """Whether another file's tensor of that name in the files is equal to its own, in all bits."""
+        own, other = (self._open(each).get_tensor(name) for each in (self._listed[name], file))
+        alike = own.dtype == other.dtype and own.shape == other.shape
+        return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (own, other)))
+
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
         return iter(self._found)
@@ -195,12 +210,7 @@ class Checkpoint:
             return infos[0] if found.numbers else replace(infos[0], shape=(found.count, *infos[0].shape[1:]))
         if isinstance(found, torch.Tensor):
             return TensorInfo(tuple(found.shape), found.dtype, _subclass(found))
-        from safetensors import SafetensorError
-
-        try:
-            header = self._open(found).get_slice(self._in_file.get(name, name))
-        except SafetensorError:
-            raise ValueError(f"source: expected {name!r} in {found}, as the index says, found none") from None
+        header = self._slice(name, found)
         kind = header.get_dtype()
         if kind not in DTYPES:
             raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
@@ -208,8 +218,17 @@ class Checkpoint:
 
     def headers(self) -> dict[str, dict[str, Any]]:
         """{name: dtype and shape} of all tensors of its files, in safetensors' words."""
-        slices = {name: self._open(self._found[name]).get_slice(name) for name in self._found}
+        slices = {name: self._slice(name, self.file(name)) for name in self._found}
         return {name: {"dtype": each.get_dtype(), "shape": each.get_shape()} for name, each in slices.items()}
+
+    def _slice(self, name: str, file: Path) -> Any:
+        """safetensors' view of a file's tensor, which has its header, and parts of its data."""
+        from safetensors import SafetensorError
+
+        try:
+            return self._open(file).get_slice(self._in_file.get(name, name))
+        except SafetensorError:
+            raise ValueError(f"source: expected {name!r} in {file}, as the index says, found none") from None
 
     def read(
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
@@ -229,8 +248,8 @@ class Checkpoint:
             return rows[at] if at else rows
         if isinstance(found, torch.Tensor):
             return (found[at] if at else found).detach().to(device)
-        file, name = self._open(found), self._in_file.get(name, name)
-        return (file.get_slice(name)[at] if at else file.get_tensor(name)).to(device)
+        view, in_file = self._slice(name, found), self._in_file.get(name, name)
+        return (view[at] if at else self._open(found).get_tensor(in_file)).to(device)
 
     def layer(self, prefix: str) -> dict[str, str]:
         """{what stands behind the prefix: full name} of a layer's own tensors."""
@@ -303,6 +322,19 @@ class Checkpoint:
                     got = f"{name!r} in {other.name} and {path.name}"
                     raise ValueError(f"source: expected each tensor once, got {got}")
         return paths
+
+
+def _index_of(files: Sequence[Path]) -> Path | None:
+    """What decides on these files, all that transformers takes of a folder: its `model.safetensors` or the index that
+    names them; None for others."""
+    folder = files[0].parent
+    if [file.name for file in files] == [_SINGLE]:
+        return weights_of(folder)
+    for place in (folder, folder.parent):  # of shards in a folder of their own
+        for index in sorted(place.glob(_INDEX.replace(".json", "*.json"))):
+            if set(_read_index(index).values()) == set(files):
+                return index
+    return None
 
 
 def weights_of(folder: Path, *, by_index: bool = False) -> Path | None:
@@ -398,6 +430,14 @@ def _read_index(path: Path) -> Mapping[str, Path]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
             raise ValueError(f"source: expected files inside the folder of {path.name}, got {file!r} for {name!r}")
+    for file in dict.fromkeys(weight_map.values()):
+        try:
+            os.stat(path.parent / file)
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # which is said once the file is read
+        except (OSError, ValueError) as error:  # too long, or with letters that no name has
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"source: expected names of files in {path}, got {file[:60]!r}: {why}") from None
     return {name: path.parent / file for name, file in weight_map.items()}
 
 

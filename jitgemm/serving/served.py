@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import translate
 from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from jitgemm.activations.scheme import activation_named
+from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.kernel.formats import SUMS
 from jitgemm.nn.layers.packed import check_sums_of
@@ -137,6 +139,31 @@ class ServedModel:
     ) -> str | None:
         """Takes over any checkpoint for whose model the user asked for jitgemm, and no other."""
         return NAME if user_quant == NAME else None
+
+    def read_folder(self, folder: Path) -> None:
+        """Takes in the headers of a checkpoint's files that are here; warns of a folder without any.
+
+        Raises:
+            FileNotFoundError, ValueError: an index and its files differ, or a tensor is in two of the files: the engine's
+                loader takes every tensor of every file that the index names.
+        """
+        weights_of(folder, by_index=True)
+        try:
+            checkpoint = Checkpoint(folder)
+        except FileNotFoundError as error:
+            self.no_headers(folder, error)
+            return
+        for name, file in checkpoint.elsewhere():
+            if name in checkpoint and not checkpoint.holds_the_same(name, file):
+                raise ValueError(
+                    f"{name}: expected it in {checkpoint.file(name).name} alone, as the index says, got another one in "
+                    f"{file}, and {self.engine}'s loader reads both"
+                )
+        self.read_headers(checkpoint.headers())
+
+    def no_headers(self, model: str | Path, error: Exception) -> None:
+        """Says that files cannot be looked at, or are not here."""
+        self.logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model, error)
 
     def read_headers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes in the headers of the checkpoint's files, as safetensors has them."""

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Warmer
 from jitgemm.sglang.arguments import most_tokens, setting
@@ -95,12 +95,10 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """Reads the headers of the checkpoint's files."""
         try:
             folder = self._folder()
-            weights_of(folder, by_index=True)  # as SGLang's loader reads them
-            found = Checkpoint(folder).headers()
         except (OSError, ValueError) as error:
-            logger.warning("jitgemm: no headers of %s (%s): its config alone decides", self._model, error)
+            self.no_headers(self._model, error)
             return
-        self.read_headers(found)
+        self.read_folder(folder)
 
     def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
         self.packed_modules_mapping.update(mapping)

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Layers
 from jitgemm.vllm.warm_graphs import GraphWarmer
@@ -45,13 +45,13 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         self._model = (model_name, hf_config, revision)
         from vllm.transformers_utils.config import get_safetensors_params_metadata as headers_of
 
-        local = os.path.isdir(model_name)
-        if local:
-            weights_of(Path(model_name), by_index=True)  # as vLLM's loader reads them
+        if os.path.isdir(model_name):
+            self.read_folder(Path(model_name))
+            return
         try:
-            found = Checkpoint(model_name).headers() if local else headers_of(model_name, revision=revision)
+            found = headers_of(model_name, revision=revision)
         except (OSError, ValueError) as error:
-            logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model_name, error)
+            self.no_headers(model_name, error)
             return
         self.read_headers(found)
 

@@ -9,7 +9,7 @@ import builders
 import checkpoints
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from jitgemm.checkpoint import Checkpoint, files, formats, read_layer
 from jitgemm.checkpoint.format import Sizes
@@ -322,6 +322,12 @@ def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"not one")
     (tmp_path / "bad.safetensors.index.json").write_text("{}")
     (tmp_path / "worse.safetensors.index.json").write_text("{")
+    deep = tmp_path / "deep" / "model.safetensors.index.json"
+    deep.parent.mkdir()
+    deep.write_text("[" * 100_000)
+    config = tmp_path / "config" / "config.json"
+    checkpoints.save(config.parent, tensors())
+    config.write_text('{"a":' * 100_000)
     for source, error, message in [
         (tmp_path / "none", FileNotFoundError, "source: expected a file or folder, found none at"),
         (tmp_path / "empty", FileNotFoundError, "source: expected .safetensors files, found none in"),
@@ -330,6 +336,8 @@ def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
         (tmp_path / "bad.safetensors", ValueError, "source: expected a safetensors file"),
         (tmp_path / "bad.safetensors.index.json", ValueError, "source: expected a weight_map"),
         (tmp_path / "worse.safetensors.index.json", ValueError, "expected JSON in"),
+        (deep.parent, ValueError, f"expected JSON in {deep}, got maximum recursion"),
+        (config.parent, ValueError, f"expected JSON in {config}, got maximum recursion"),
         (tmp_path, ValueError, "source: expected one index, got bad.safetensors.index.json, worse"),
         (3, TypeError, "source: expected a path or a mapping of tensors, got int"),
         ({"a.weight": 3}, TypeError, "source: expected tensors, got int for 'a.weight'"),
@@ -345,8 +353,38 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path):
     files = sorted(set(index["weight_map"].values()))
     index["weight_map"] = {key: files[1 - files.index(file)] for key, file in index["weight_map"].items()}
     path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"source: expected 'model.*' in .*as the index says, found none"):
-        load(folder, name("q_proj"), device="cpu")
+    checkpoint = Checkpoint(folder)
+    for read in (
+        lambda: load(folder, name("q_proj"), device="cpu"),
+        checkpoint.headers,
+        lambda: checkpoint.read(name("q_proj") + ".weight", torch.device("cpu")),
+    ):
+        with pytest.raises(
+            ValueError, match=r"source: expected 'model.*' in .*safetensors, as the index says, found none"
+        ):
+            read()
+
+
+@pytest.mark.parametrize("place", ["", "shards"])
+def test_an_index_decides_however_a_folder_is_given(tmp_path, place):
+    """Its second shard also has copies of before of the first one's tensors, and one that the index does not name."""
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=2)
+    shards = sorted(folder.glob("*.safetensors"))
+    (first, second), path = (load_file(shard) for shard in shards), folder / "model.safetensors.index.json"
+    more = {key: torch.zeros_like(tensor) for key, tensor in first.items()} | {"model.norm.weight": torch.ones(1)}
+    save_file(second | more, shards[1])
+    if place:
+        (folder / place).mkdir()
+        shards = [shard.rename(folder / place / shard.name) for shard in shards]
+        index = json.loads(path.read_text())["weight_map"]
+        path.write_text(json.dumps({"weight_map": {key: f"{place}/{file}" for key, file in index.items()}}))
+    for source in (folder, path, shards, [str(shard) for shard in reversed(shards)]):
+        checkpoint = Checkpoint(source)
+        assert all(holds(checkpoint, layer) for layer in NAMES) and checkpoint.config == CONFIG
+        assert checkpoint.headers().keys() == tensors().keys() == set(checkpoint.names())
+        assert dict(checkpoint.elsewhere()) == dict.fromkeys(more, shards[1])
+    with pytest.raises(ValueError, match="source: expected each tensor once"):
+        Checkpoint([shards[1], checkpoints.save(tmp_path / "other", first, CONFIG) / "model.safetensors"])
 
 
 def test_an_index_that_another_model_left_is_not_followed(tmp_path):
@@ -393,6 +431,14 @@ def test_headers_are_those_of_the_files_that_the_index_names(tmp_path):
 def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x.weight": file}}))
     with pytest.raises(ValueError, match="source: expected files inside the folder of .*'x.weight'"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["x" * 5000, "a/\0.safetensors", "\ud800.safetensors"])
+def test_an_index_whose_names_no_file_can_have_is_refused_by_name(tmp_path, file):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x.weight": file}}))
+    with pytest.raises(ValueError, match=f"source: expected names of files in {index}, got '"):
         Checkpoint(tmp_path)
 
 

@@ -535,6 +535,28 @@ def test_an_index_of_another_model_is_not_followed(tmp_path, load):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_what_a_shard_holds_beside_the_index_is_not_read(tmp_path, load):
+    """Copies of before, of another shape, too, and a norm that the index does not name."""
+    expected = loaded(file(tmp_path / "whole", "llama", "gptq"))
+    file(tmp_path, "llama", "gptq", shards=2)
+    index, shards = tmp_path / "model.safetensors.index.json", sorted(tmp_path.glob("*.safetensors"))
+    first, second = (load_file(shard) for shard in shards)
+    stale = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    stale |= {name: torch.zeros(3) for name in first if name.endswith("norm.weight")}
+    assert {"lm_head.weight", "model.embed_tokens.weight"} & stale.keys() and len(stale) > 20
+    save_file(first, shards[0], {"format": "pt"})
+    save_file(second | stale, shards[1], {"format": "pt"})
+    assert_same(load(tmp_path), expected)
+    said = json.loads(index.read_text())
+    del said["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(said))
+    with pytest.raises(
+        ValueError, match="found none for model.norm.weight.*does not name model.norm.weight, which its"
+    ):
+        load(tmp_path)
+
+
 def test_a_wrong_value_names_its_layer(tmp_path):
     file(tmp_path, "llama", "w4afp8")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -602,6 +624,12 @@ def test_options_that_config_does_not_know_are_named(tmp_path, wrong):
 def test_a_folder_that_is_not_here_is_named(name):
     with pytest.raises(OSError, match=f"^folder: expected one that is here, or a name on the hub, got '{name}'"):
         hf.config(name, local_files_only=True)
+
+
+def test_a_config_too_deep_to_read_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"folder: expected a config.json in JSON in {tmp_path}, got maximum rec"):
+        hf.config(tmp_path)
 
 
 def test_what_is_no_name_of_a_folder_is_refused():

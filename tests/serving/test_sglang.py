@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
@@ -469,3 +470,7 @@ def test_headers_of_the_files_and_the_users_options_decide(tmp_path):
         assert type(row(config, 64, 64, "m.k_proj").quant_method) is UnquantizedLinearMethod
         with pytest.raises(ValueError, match="expected the options"):
             made(None, wrong=1)
+        index = {"weight_map": {"m.k_proj.weight": "model.safetensors", "m.q_proj.weight": "model.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="expected 'm.q_proj.weight' in .*as the index says, found none"):
+            JitGemmConfig.from_config({**CONFIGS["packed"], "hf_config": model})

@@ -234,6 +234,8 @@ def _why_missing(
     longer = next((name for name in unused if missing and name.endswith(f".{missing[0]}")), None)
     if longer is not None:
         yield f"the file calls {missing[0]} {longer}: give its tensors under the model's names"
+    if beside := dict.fromkeys(name for name, _ in checkpoint.elsewhere() if name not in checkpoint):
+        yield f"the index decides what a folder holds, and does not name {some(list(beside), 5)}, which its files have"
     yield (
         "a tensor that may keep what it holds, which is random in a model that was just made, is named in "
         "allow_missing=['*.name', ...]"
