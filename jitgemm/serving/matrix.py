@@ -49,6 +49,8 @@ class Matrix:
     """
 
     more: tuple[str, ...] = ()  # that files must hold
+    of_attention = False
+    """Whether its loaders call the joined layers q, k and v."""
     rows: int | None = None
     """Of a layer in the file, for loaders that expect no more; None for loaders that take a rank's from the start."""
 
@@ -151,6 +153,7 @@ class Matrix:
     def marks(self, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Marks:
         """What a loader is asked to write: of linears, by the number or letter of a joined layer."""
         part = next(iter((*shard, *shards.values())), None)
+        self.of_attention |= part in ("q", "k", "v")
         parts = part if isinstance(part, (tuple, list)) else [{"q": 0, "k": 1, "v": 2}.get(part, part)]
         return frozenset((part if isinstance(part, int) else None, None) for part in parts)
 
@@ -190,20 +193,22 @@ class Matrix:
         return [suffix for suffix in (*self.layout.needed, *self.more) if not written(params[suffix]) & either]
 
     def check(self, layer: torch.nn.Module) -> None:
-        """Makes joined layers zeros that no file holds, and of tensors that files may lack what the lack means.
+        """Makes k and v zeros where no file holds them, as of layers that share others' caches, and of tensors that files may
+        lack what the lack means.
 
         Raises:
-            ValueError: the files hold some of the tensors that a layer needs and lack others, or hold no layer.
+            ValueError: the files lack a tensor that any other layer needs.
         """
         names = self.names if len(self.names) == len(self.widths) else self.names[:1] * len(self.widths)
         lacking = [self.lacking(layer, part) for part in range(len(names))]
         missing = [part for part, lacks in enumerate(lacking) if len(lacks) == len(self.layout.needed)]
+        shared = missing == [1, 2] and self.of_attention
         for part, lacks in enumerate(lacking):
-            if lacks and (part not in missing or len(missing) == len(names)):
+            if lacks and not (shared and part in missing):
                 raise ValueError(f"{', '.join(lacks)}: expected numbers, found none in the files (layer {names[part]})")
         for suffix, param in self.params(layer).items():
             self._fill(suffix, param, missing)
-        if missing:  # as k and v of layers that share others'
+        if missing:
             self.config.logger.warning_once(
                 "jitgemm: no file holds %s: zeros", ", ".join(names[part] for part in missing)
             )

@@ -100,6 +100,10 @@ def test_q_k_and_v_are_joined_and_a_bias_is_added_once():
                                   prefix="m.qkv_proj")  # fmt: skip
         for each, (tensors, _) in parts.items():
             load(layer, tensors, each)
+        half = gate_up(made(CONFIGS["packed"]), 128, 64)
+        load(half, parts["k"][0], 0)
+    with pytest.raises(ValueError, match="weight_scale: expected numbers, found none in the files .layer m.up_proj"):
+        process(half)
     dense = torch.cat([dense for _, dense in parts.values()])
     assert torch.equal(dense_of(process(layer)), dense)
     x, bias = torch.randn(3, 128, dtype=BF16), torch.randn(256, dtype=BF16)

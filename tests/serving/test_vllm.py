@@ -654,7 +654,7 @@ def test_q_k_and_v_hold_the_ranks_heads(name, place):
 
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch, name):
+def test_k_and_v_that_no_file_holds_are_zeros_and_other_joined_layers_an_error(monkeypatch, name):
     """Gemma 3n and 4 have no k and v in layers that share others', where vLLM makes them all the same."""
     said, real = [], torch.empty
     monkeypatch.setattr("jitgemm.vllm.config.logger.warning_once", lambda text, *given: said.append(text % given))
@@ -672,6 +672,21 @@ def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch
         assert layer.jitgemm.input_scale.tolist() == pytest.approx([0.01])
     with rank(), pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files.*m.o_proj"):
         process(row(CONFIGS[name], 128, 128))
+    for shards, lacks in (("qk", "v"), ("kv", "q")):
+        with rank():
+            layer = QKVParallelLinear(
+                128, 64, 2, 2, bias=False, params_dtype=BF16, quant_config=made(CONFIGS[name]), prefix="m.qkv_proj"
+            )
+            for each in shards:
+                load(layer, tensors, each)
+        with pytest.raises(ValueError, match=f"scale.*: expected numbers, found none in the files.*m.{lacks}_proj"):
+            process(layer)
+    for part, lacks in enumerate(("up_proj", "gate_proj")):
+        with rank():
+            layer = gate_up(CONFIGS[name], 128, 128)
+            load(layer, tensors, part)
+        with pytest.raises(ValueError, match=f"scale.*: expected numbers, found none in the files.*m.{lacks}"):
+            process(layer)
 
 
 def dirty(tensor):
