@@ -460,7 +460,7 @@ def collect(
     out: Annotated[Path, typer.Argument(metavar="OUT.json", help="A file of results, as in docs/performance.")],
 ) -> None:
     """Write a table's file of results from the rows that a run of an engine's script appended; needs no GPU."""
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines.read_text(encoding="utf-8").split("\n") if line]
     runs = [(row.pop("date"), {"device": row.pop("device"), "commit": row.pop("commit")}) for row in rows]
     if any(run != runs[0] for run in runs):
         raise ValueError(f"{lines}: expected rows of one date, device and commit, got {runs}")

@@ -130,7 +130,7 @@ class _TorchAo(Format):
             whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
             data, settings = whole.get("_data", {}), {"class": whole["_type"]}
             settings |= {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return {}
         named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
         inputs: dict[str, Any] = {"strategy": "token", "dynamic": True}

@@ -60,7 +60,7 @@ def stored_in(file: Path) -> dict[str, Stored]:
         }
         if (end := max((each.start + each.size for each in found.values()), default=0)) > size:
             raise ValueError(f"data up to byte {end} in a file of {size} bytes")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"source: expected a safetensors file, got {file}: {error}") from None
     return dict(sorted(found.items(), key=lambda item: item[1].start))
 

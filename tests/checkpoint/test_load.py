@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 
 import builders
 import checkpoints
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from jitgemm.checkpoint import Checkpoint, files, formats, read_layer
 from jitgemm.checkpoint.format import Sizes
 from jitgemm.checkpoint.reader import layer_header, load
+from jitgemm.checkpoint.writing import stored_in
 
 CONFIG = {"quant_method": "w4afp8", "group_size": 128}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -328,12 +330,17 @@ def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
     config = tmp_path / "config" / "config.json"
     checkpoints.save(config.parent, tensors())
     config.write_text('{"a":' * 100_000)
+    (tmp_path / "deep.safetensors").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000)
+    with pytest.raises(ValueError, match="source: expected a safetensors file, got .*deep.safetensors: maximum recurs"):
+        stored_in(tmp_path / "deep.safetensors")
+    assert formats.by_name("torchao").described({"a": "[" * 100_000}, "a") == {}
     for source, error, message in [
         (tmp_path / "none", FileNotFoundError, "source: expected a file or folder, found none at"),
         (tmp_path / "empty", FileNotFoundError, "source: expected .safetensors files, found none in"),
         (tmp_path / "pytorch_model.bin", ValueError, r"as a mapping: torch\.load\(path, weights_only=True\)"),
         (tmp_path / "model.gguf", ValueError, "GGUF's blocks are no format that is read here"),
         (tmp_path / "bad.safetensors", ValueError, "source: expected a safetensors file"),
+        (tmp_path / "deep.safetensors", ValueError, "source: expected a safetensors file, got .*deep.safetensors"),
         (tmp_path / "bad.safetensors.index.json", ValueError, "source: expected a weight_map"),
         (tmp_path / "worse.safetensors.index.json", ValueError, "expected JSON in"),
         (deep.parent, ValueError, f"expected JSON in {deep}, got maximum recursion"),

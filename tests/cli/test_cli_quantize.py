@@ -521,6 +521,19 @@ def test_text_comes_from_a_file_whose_first_eighth_is_held_back(run, llama, tmp_
     assert few.code == 0 and "less than --tokens 1048576" in few.stderr
 
 
+def test_lines_of_json_end_where_their_format_says(tmp_path):
+    """Not at what `str.splitlines` and `open` take for ends of lines, which JSON allows in strings and between tokens."""
+    file = tmp_path / "a.jsonl"
+    texts = [f"{end}x" for end in "\u2028\u2029\x85\x1c\x0b\x0c\u00a0"] + ["half \ud800 whole \U0001f600"]
+    rows = [json.dumps({"text": text}, ensure_ascii="\ud800" in text) for text in texts]
+    file.write_bytes("\r\n".join(["\ufeff" + rows[0], *rows[1:], " \t\r", '{"text":\r"carriage"}', ""]).encode())
+    assert "".join(texts_of(file)).split("\n\n") == [*texts[:-1], "half \ufffd whole \U0001f600", "carriage"]
+    for last, message in (("[" * 100_000, "line 2"), ("\u00a0", "line 2")):
+        file.write_text('{"text": "a"}\n' + last)
+        with pytest.raises(ValueError, match=f'{file}: expected a JSON object with a "text" in {message}, got'):
+            texts_of(file)
+
+
 def test_without_calibration_weights_alone_decide_and_no_tokenizer_is_needed(run, own_llama, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (own_llama / name).unlink()

@@ -31,28 +31,31 @@ def texts_of(file: Path) -> tuple[str, str]:
     """(text to evaluate, text to calibrate with): the first eighth of a file's text, and the rest.
 
     Args:
-        file: text in UTF-8, or .jsonl with an object in each line whose "text" is one.
+        file: text in UTF-8, or .jsonl with an object in each line whose "text" is one. Such lines end at LF or CR LF and
+            nowhere else; halves of surrogate pairs, which JSON lets pass and no text has, become U+FFFD.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no such text.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        lines = file.suffix == ".jsonl"
+        with open(file, encoding="utf-8-sig", newline="" if lines else None) as opened:
+            text = opened.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected text in UTF-8, got {error}") from None
-    if file.suffix == ".jsonl":
+    if lines:
         texts = []
-        for number, line in enumerate(text.splitlines(), 1):
-            if not line.strip():
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip(" \t\r"):
                 continue
             try:
                 found = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 found = None
             if not isinstance(found, str):
                 raise ValueError(f'{file}: expected a JSON object with a "text" in line {number}, got {line[:60]!r}')
-            texts.append(found)
+            texts.append(found.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         text = "\n\n".join(texts)
     return text[: len(text) // 8], text[len(text) // 8 :]
 
