@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+from types import SimpleNamespace
 
 import builders
 import torch
@@ -15,6 +16,7 @@ from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
+from jitgemm.moe import plan as moe
 from jitgemm.runtime import driver, launch as launching
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
@@ -34,7 +36,7 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
         return (driver.cu.CUresult.CUDA_SUCCESS,)
 
     def load(family, spec, device):
-        block, maps = quantizers.ARGUMENTS, 0
+        block, maps = getattr(moe, f"{spec.family.upper()}_ARGUMENTS", quantizers.ARGUMENTS), 0
         if family is gemms.KERNELS:
             block, maps = (gemms.GROUPED_ARGUMENTS, 5) if spec.experts else (gemms.ARGUMENTS, 3)
         return driver.LoadedKernel([128] * maps + [struct.calcsize("<" + "".join(block.fields.values()))], None, device)
@@ -48,9 +50,20 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launching, "current_device", lambda: -1)
     monkeypatch.setattr(launching, "current_stream", lambda device: 7)
-    for module in (gemms, quantizers):
+    for module in (gemms, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
     return launches
+
+
+def remembered(monkeypatch) -> tuple[launching.LaunchCache, list[tuple[bool, list[bytes]]]]:
+    """Public calls of CPU tensors, as if on a GPU: what this thread remembers of them, from nothing on, and launches."""
+    launches = without_driver(monkeypatch)
+    cache = launching.LaunchCache()
+    monkeypatch.setattr(launching.this_thread, "cache", cache)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None))
+    return cache, launches
 
 
 def gemm_operands(*, group_size: int = builders.PER_CHANNEL, affine: bool = True, m: int = 5) -> Gemm:
