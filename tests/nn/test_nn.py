@@ -565,6 +565,22 @@ def test_a_packed_tensor_of_another_type_is_not_converted():
         emptied(layer).load_state_dict(state)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("value", [-1, K, 2**31 - 1, 5])  # 5 comes twice
+def test_an_order_of_columns_that_leaves_the_row_or_repeats_one_is_refused_and_nothing_is_loaded(alone, value):
+    layer = layer_of("permutation")
+    order = torch.arange(K, dtype=torch.int32)
+    order[0] = value
+    state = {"permutation": order} if alone else layer.state_dict() | {"permutation": order}
+    before = layer.weight.permutation.clone()
+    with pytest.raises(RuntimeError, match=f"permutation: expected every value of 0..{K - 1} once"):
+        layer.load_state_dict(state, strict=not alone)
+    assert torch.equal(layer.weight.permutation, before) and bound(layer)
+    if not alone:
+        with pytest.raises(ValueError, match="permutation: expected every value of"):
+            W4A8Linear.from_state_dict(state)
+
+
 def test_missing_tensors_are_reported_as_missing():
     state = layer_of("e4m3").state_dict()
     del state["meta"]

@@ -20,6 +20,7 @@ from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.weight import e2m1
+from jitgemm.weight.state import TENSORS
 
 tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
 
@@ -304,6 +305,10 @@ def test_a_weight_can_have_more_scales_than_it_needs(tier, sizes):
         weight = parts.packed.regrouped(size)
         assert weight.format.group_size == size and torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
         assert torch.equal(weight.unpack()[0], parts.codes)
+        order = torch.arange(416, dtype=torch.int32).flip(0)
+        permuted = parts.packed.with_tensors(*(getattr(parts.packed, name) for name in TENSORS[:3]), order)
+        permuted.named("a layer")
+        assert permuted.regrouped(size).permutation is order and permuted.regrouped(size).layer == "a layer"
         with pytest.raises(ValueError, match="group_size: expected fewer k than the MXFP4 weight's, got 416"):
             weight.regrouped(416)
     with pytest.raises(ValueError, match="group_size: expected 0 .per channel. or one of .32, 128., got 64"):

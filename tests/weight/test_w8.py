@@ -23,7 +23,7 @@ from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
 from jitgemm.jit.sass import MULTIPLY, code_sections, instructions
 from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named
+from jitgemm.kernel.formats import CORRECTION_TYPES, GROUP_SIZES, Problem, WeightFormat, format_named
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
@@ -209,6 +209,12 @@ def test_no_two_formats_share_a_plan():
         if not (zero_point and codes != "any" or offset and not group_size)
         if bits == 4 or not (zero_point or offset or codes == "any")
         if not uniform_strip_scale or (bits, group_size) == (8, 128)
+    ]
+    formats += [
+        WeightFormat(group_size, zero_point, scale_type, "s8", not zero_point, correction=correction)
+        for group_size, zero_point, scale_type, correction in itertools.product(
+            GROUP_SIZES, (False, True), REAL_TYPES, CORRECTION_TYPES
+        )
     ]
     assert len({format.name for format in formats}) == len(formats) > 100
     blocks = torch.empty(0, 0, 0)

@@ -279,6 +279,8 @@ def test_the_same_weight_over_other_tensors(arguments, permuted):
     tensors = [getattr(weight, name) for name in TENSORS]
     other = weight.with_tensors(*(None if tensor is None else tensor.clone() for tensor in tensors))
     assert other.blocks is not weight.blocks and same_weight(other, weight) and other.ready
+    weight.named("layers.0.q_proj")
+    assert {each.layer for each in (weight.with_tensors(*tensors), weight.to("meta"))} == {"layers.0.q_proj"}
     with pytest.raises(ValueError, match="row_sum: expected cpu, got meta"):
         weight.with_tensors(*tensors[:2], weight.row_sum.to("meta"), weight.permutation)
     with pytest.raises(ValueError, match=r"row_sum: expected float32 \[64\], got float64 \[64\]"):
@@ -373,6 +375,22 @@ def test_a_state_dict_without_values_gives_a_weight_without_values():
     assert meta.permutation.is_meta and meta.shape == weight.shape
 
 
+def order_with(value: int, at: int = 0, k: int = 256) -> torch.Tensor:
+    order = torch.arange(k, dtype=torch.int32)
+    order[at] = value
+    return order
+
+
+ONCE = "state dict: p.permutation: expected every value of 0..255 once, got repeated or other values"
+WRONG_ORDERS = [
+    (order_with(256), ONCE), (order_with(-1, 255), ONCE), (order_with(2**31 - 1, 7), ONCE), (order_with(3, 4), ONCE),
+    (order_with(0)[:255], "state dict: p.permutation: expected int32 [256], got int32 [255]"),
+    (order_with(0)[None], "state dict: p.permutation: expected int32 [256], got int32 [1, 256]"),
+    (order_with(0).float(), "state dict: p.permutation: expected int32 [256], got float32 [256]"),
+]  # fmt: skip
+"""Orders of columns by which a quantiser would read beyond a row, or not all of it."""
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -420,6 +438,7 @@ def test_a_state_dict_without_values_gives_a_weight_without_values():
             lambda s: s.update({"p.permutation": torch.arange(256)}),
             "state dict: p.permutation: expected int32 [256], got int64 [256]",
         ),
+        *((lambda s, order=order: s.update({"p.permutation": order}), message) for order, message in WRONG_ORDERS),
     ],
 )
 def test_a_state_dict_that_does_not_match_is_refused(change, message):

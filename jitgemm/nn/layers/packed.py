@@ -15,9 +15,10 @@ from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_name, acti
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import check_sums
 from jitgemm.runtime.dispatch import needs_dispatcher
-from jitgemm.tensors import check_dtype, describe, dtype_name
+from jitgemm.tensors import PLAIN, check_dtype, describe, dtype_name
 from jitgemm.weight.f16_sums import powers_of, with_powers
 from jitgemm.weight.packed import AnyWeight, Weight
+from jitgemm.weight.parts import check_permutation
 from jitgemm.weight.state import TENSORS
 
 LHS_DTYPES = {name: torch_dtype(activation.dtype) for name, activation in NAMED.items()}
@@ -254,6 +255,11 @@ class Packed(Described):
             facts = {(weight.shape, weight.group_size, weight.format.for_any_values) for weight in (mine, other)}
             if len(facts) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
+        elif type(order := state_dict.get(prefix + "permutation")) in PLAIN and not order.is_meta:
+            try:  # with strict=False it may come alone, and the quantiser reads where it says
+                check_permutation(order, self._weight.k)
+            except (TypeError, ValueError) as error:
+                return f"state dict: {prefix}{error}"
         number, mine = state_dict.get(prefix + "activation_type"), [ACTIVATIONS.index(self.activation)]
         if number is not None and number.tolist() != mine:
             return f"{prefix}activation_type: expected {mine} ({self.activation}), got {number.tolist()}"
