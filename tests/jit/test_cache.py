@@ -25,7 +25,9 @@ from tiny_kernel import OPTIONS, SPILLING, serialised_kernel, spilling_kernel, t
 
 from jitgemm import settings
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
+from jitgemm.checkpoint.writing import written
 from jitgemm.jit import compile_many
+from jitgemm.jit import entry as entries
 from jitgemm.jit.cache import STALE_AFTER_S, KernelCache
 from jitgemm.jit.entry import encode_entry, write_atomically
 from jitgemm.jit.nvrtc import NvrtcInfo, nvrtc_info
@@ -498,6 +500,26 @@ def test_a_bad_entry_is_set_aside_and_compiled_anew(root, damage):
     assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
 
 
+def test_a_new_entry_that_another_process_puts_in_the_place_of_a_bad_one_stays(root, monkeypatch):
+    (good,) = filled(root)
+    new, bad = root / "new", good.path
+    shutil.copy(bad, new)
+    truncate(bad)
+    read = entries._read_metadata
+
+    def read_while_another_process_writes(file, key):
+        try:
+            return read(file, key)
+        finally:
+            os.replace(new, bad)
+
+    monkeypatch.setattr(entries, "_read_metadata", read_while_another_process_writes)
+    with pytest.raises(entries.BadEntry, match="bytes long"):
+        entries.load_entry(bad, aside=True)
+    monkeypatch.undo()
+    assert not list(root.glob("*.bad")) and KernelCache([root]).lookup(good.key).cubin == good.cubin
+
+
 def test_no_flipped_bit_goes_unnoticed(root):
     (entry,) = filled(root)
     good = entry.path.read_bytes()
@@ -818,6 +840,21 @@ def test_any_folder_name_will_do(tmp_path, name):
     root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
     (entry,) = filled(root)
     assert KernelCache([root]).lookup(entry.key).path == entry.path
+
+
+@pytest.mark.parametrize("whose", ["an entry", "a checkpoint's file"])
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, whose):
+    """Else a power cut may leave the name with nothing behind it."""
+    done = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (done.append(name), call(*given)))
+    if whose == "an entry":
+        write_atomically(tmp_path / "a.jgk", b"data")
+    else:
+        with written(tmp_path / "a.jgk") as file:
+            file.write(b"data")
+    assert done == ["fsync", "replace"] and (tmp_path / "a.jgk").read_bytes() == b"data"
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(root):
