@@ -31,7 +31,7 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     weight = with_powers(parts.packed) if spec.sums == "f16" else parts.packed
     zero = None
     if spec.lhs_group:
-        x, scale = builders.block_lhs(seed, m, k, spec.lhs)
+        x, scale = (builders.e8m0_lhs if spec.lhs_e8m0 else builders.block_lhs)(seed, m, k, spec.lhs)
     elif spec.lhs == "s8":
         x, scale, zero = builders.affine_lhs(seed, m, k)
         x = with_sums(x, f.lhs_sums) if f.correction else x

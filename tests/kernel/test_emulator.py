@@ -64,6 +64,10 @@ DENSE = {
     "s8w8-g128-fp16-b128-tofp32-m256hn64-s2-ss-tr": 190,
     "s8fast-g256-bf16-m16n64-k1x2-s4": 20,
     "s8fast-g256-bf16-m64n256-s4": 70,
+    "e4m3-g64-bf16-m32n64-k4x2s-s3": 45,
+    "s8fast-g128-bf16-m48n64-k2x3s-s3": 100,
+    "e4m3-g128-bf16-b128e-m16n64-k1x2-s4": 20,
+    "s8w8-g128-fp32-b128e-m128n64-s3-ss-tr": 130,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
 
@@ -139,8 +143,12 @@ def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool, k: int 
         weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.order, scale_type=f.scale_type)
     offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)
     index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32)
-    lhs = (builders.block_lhs if spec.lhs_group else builders.lhs)(3, tokens, k, spec.lhs)
-    operands = Gemm(*lhs, None, weight, torch.empty(rows, n).bfloat16(), None)
+    if spec.lhs_group or spec.lhs == "e4m3":
+        lhs = (*(builders.block_lhs if spec.lhs_group else builders.lhs)(3, tokens, k, spec.lhs), None)
+    else:
+        lhs = builders.affine_lhs(3, tokens, k)
+    bias = torch.stack([builders.bias(e, n, torch.bfloat16 if gathered else torch.float32) for e in range(len(counts))])
+    operands = Gemm(*lhs, weight, torch.empty(rows, n).bfloat16(), bias)
     return operands, Groups(offsets, index if gathered else None, 0, rows)
 
 
@@ -160,7 +168,8 @@ def assert_experts_within_the_bound(operands: Gemm, groups: Groups, counts: list
         begin, end = end, end + count
         rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
         x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)  # torch 2.8 indexes no e4m3 on the CPU
-        ref, bound = gemm_w4a8_bound((x, operands.x_scale[rows]), operands.weight[e])
+        scales = [each[rows] for each in (operands.x_scale, operands.x_zero) if each is not None]
+        ref, bound = gemm_w4a8_bound((x, *scales), operands.weight[e], bias=operands.bias[e])
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
 
 
@@ -180,6 +189,25 @@ def test_a_cta_has_several_tiles_of_experts(monkeypatch, label, k):
     operands, groups = grouped_problem(spec, counts, False, k)
     GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
     assert_experts_within_the_bound(operands, groups, counts)
+
+
+@pytest.mark.parametrize("byte", [0, 254, 255])
+@pytest.mark.parametrize("label", [label for label in DENSE if "b128e" in label])
+def test_a_packed_scale_of_nan_makes_its_token_nan_and_the_least_and_largest_are_powers_of_two(emulator, label, byte):
+    spec = KernelSpec.from_label(label)
+    operands = problem(spec, DENSE[label], 136, 416)
+    words = operands.x_scale.view(torch.uint8).view(-1, 4).clone()
+    words[3, 1] = byte  # of token 3's second 128 k
+    if byte == 254:
+        operands.x[3, 128:256] = 0
+    operands = operands._replace(x_scale=words.view(torch.int32))
+    GemmLaunch(operands, spec).launch(operands)
+    if byte == 255:
+        assert operands.out[3].isnan().all()
+        operands.out[3] = 0
+        assert operands.out.isfinite().all()
+    else:
+        assert_within_the_bound(operands)
 
 
 # ---- quantisers and the layer of experts -----------------------------------------------------------------------------

@@ -241,18 +241,19 @@ def test_kernels_of_every_shape(monkeypatch, kind, shape):
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(lhs: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x, scale = lhs
-    return x.view(torch.uint8)[rows].view(x.dtype), scale[rows]
+def rows_of(lhs: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x, *scales = lhs
+    return x.view(torch.uint8)[rows].view(x.dtype), *(each[rows] for each in scales)
 
 
 @emulated
 @kinds
-@pytest.mark.parametrize(("scheme", "gathered"), [("token", True), ("block", False), ("block", True)])
+@pytest.mark.parametrize(("scheme", "gathered"), [(0, True), (1, False), (1, True), (2, True)])
 def test_contiguous_rows_of_experts(monkeypatch, kind, scheme, gathered):
     counts = [0, 3, 40, 0, 17]
     ends = torch.tensor(counts).cumsum(0).tolist()
-    weight, lhs = kind.parts(6, 136, 416, experts=5).packed, kind.lhs_of(scheme, 3, 23 if gathered else 60, 416)
+    weight = kind.parts(6, 136, 416, experts=5).packed
+    lhs = kind.lhs_of(kind.schemes[scheme], 3, 23 if gathered else 60, 416)
     index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
     out, offsets = torch.empty(60, 136, dtype=torch.bfloat16), torch.tensor([0, *ends], dtype=torch.int32)
     emulate(monkeypatch)
@@ -292,23 +293,24 @@ def test_a_layer_computes_what_its_call_does(kind, scheme):
 
 
 LAYERS = {
-    "plain": ({}, False),
-    "blocks and biases": (dict(scheme="block"), True),
-    "gpt-oss": (dict(activation="swiglu_oai", order="interleaved", limit=7.0), True),
+    "plain": ({}, None),
+    "blocks and biases": (dict(scheme="block"), torch.float32),
+    "gpt-oss, biases of 16 bits": (dict(activation="swiglu_oai", order="interleaved", limit=7.0), torch.bfloat16),
 }
 
 
 @modes
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_of_experts(monkeypatch, tier, mode, layer):
-    options, biased = LAYERS[layer]
+    options, bias_type = LAYERS[layer]
     if mode == "s8z":  # zero points are per token
         options = {name: value for name, value in options.items() if name != "scheme"}
     sizes = dict(k=192, inter=160, scale=1.0, dtype=torch.bfloat16, mode=mode)
     case = moe_cases.Case(tier=tier, options=dict(options), **sizes)
-    if biased:
+    if bias_type:
         g = builders.generator(8)
-        case.options["bias13"], case.options["bias2"] = (torch.randn(5, n, generator=g) * 0.1 for n in (320, 72))
+        biases = ((torch.randn(5, n, generator=g) * 0.1).to(bias_type) for n in (320, 72))
+        case.options["bias13"], case.options["bias2"] = biases
     expected = moe_cases.by_definition(case)
     size = expected.abs().amax(1, keepdim=True)
     for out in on_both(monkeypatch, lambda: jitgemm.fused_experts(*case.arguments, **case.options)):
