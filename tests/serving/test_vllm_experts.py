@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import dequantized
 from test_vllm import (
     BF16, CONFIGS, SHARDS, TWO, applied, expert_tensors, load_experts, made, mixture, packed_module, routed,
     saved_experts, vllm_is_there, workspaces,
@@ -65,22 +66,36 @@ def test_ranks_that_swap_rows_swap_experts(name):
     """Of two ranks whose experts have other values, and had other formats without EPLB."""
     inter = 256 if name == "fp8-blocks" else 64
     sizes = (4, 64, inter)
-    tensors, _ = expert_tensors(CONFIGS[name], *sizes)
+    tensors, dense = expert_tensors(CONFIGS[name], *sizes)
     if name == "packed":
-        for (e, _), found in tensors.items():
+        for (e, proj), found in tensors.items():
             if e >= 2:  # codes without -8, which other kernels take
                 found["weight_packed"] = torch.full_like(found["weight_packed"], 0x5A5A5A5A)
+                q = torch.tensor([2, -3], dtype=torch.int8).repeat(64, 32)
+                dense[e, proj] = dequantized(q, found["weight_scale"], None)
     layers = [layer_of(name, tensors, sizes, ep=place, eplb=0) for place in TWO]
     addresses = [row.data_ptr() for layer in layers for row in layer.get_expert_weights()]
     x, ids, weights = routed(4, tokens=5)
     before = [applied(layer, x, ids, weights) for layer in layers]
+
+    def assert_experts(*physical):
+        for e, logical in enumerate(physical):
+            module = layers[e // 2].jitgemm
+            parts = [module.w13.weight[e % 2].dequantize(), module.w2.weight[e % 2].dequantize()]
+            gate, up, down = (dense[logical, proj] for proj in SHARDS)
+            assert torch.equal(parts[0].double(), torch.cat([gate, up])) and torch.equal(parts[1].double(), down)
+
+    assert_experts(0, 1, 2, 3)
     mine, others = (list(layer.get_expert_weights()) for layer in layers)
     assert [(row.shape, row.dtype) for row in mine] == [(row.shape, row.dtype) for row in others]
     for a, b in zip(mine, others):
         a[0], b[1] = b[1].clone(), a[0].clone()
+    assert_experts(3, 1, 2, 0)
     swapped = torch.tensor([3, 1, 2, 0])[ids.long()].int()  # by the physical experts' numbers
     after = [applied(layer, x, swapped, weights) for layer in layers]
     total = [sum(each.double() for each in results) for results in (before, after)]
+    expected = mixture(x, ids, weights, dense)
+    assert (total[0] - expected).norm() < 0.06 * expected.norm()
     assert (total[0] - total[1]).norm() < 0.01 * total[0].norm()  # sums of ranks are rounded in other places
     one = torch.tensor([[0], [3]], dtype=torch.int32)
     moved = applied(layers[0], x[:1], one[:1], torch.ones(1, 1))
