@@ -1,8 +1,9 @@
 """A stand-in for vLLM where it is not installed: what jitgemm.vllm derives from and calls, and layers that use it.
 
-The base classes are made from the signatures in vllm_signatures.json (scripts/vllm_signatures.py): a method that vLLM
-lacks cannot be called, an abstract one must be there. Parameters and layers are written here, as little of them as
-cutting and joining a layer's tensors takes. The tests that use it also run against the real package
+It stands for one version, the newest unless JITGEMM_TEST_VLLM names another. The base classes are made from that one's
+signatures in vllm_signatures.json (scripts/vllm_signatures.py): a method that vLLM lacks cannot be called, an abstract one
+must be there; functions and parameters take what vLLM's take. What those do, and layers, are written here, as little of them
+as cutting and joining a layer's tensors takes. The tests that use it also run against the real package
 (scripts/vllm_contract.sh), which shows that both do the same.
 """
 
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import abc
 import enum
+import functools
+import inspect
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,7 +25,8 @@ import torch
 
 LAYERS = "vllm.model_executor.layers."
 VERSIONS = json.loads((Path(__file__).parent / "vllm_signatures.json").read_text())
-SIGNATURES = VERSIONS["0.24.0"]
+VERSION = os.environ.get("JITGEMM_TEST_VLLM", max(VERSIONS))
+SIGNATURES = VERSIONS[VERSION]
 RANK = SimpleNamespace(rank=0, size=1)
 """This process's place among the ranks of tensor parallelism; tests set it."""
 
@@ -40,6 +45,20 @@ def base(path: str, *parents: type) -> type:
         function = abc.abstractmethod(scope[name]) if "abstract" in head else scope[name]
         members[name] = kind(function) if kind else function
     return abc.ABCMeta(path.partition(":")[2], parents, members)
+
+
+def takes(described: str, function: Any) -> Any:
+    """The function, for calls that vLLM's, with these parameters, could be called with."""
+    scope: dict[str, Any] = {}
+    exec(f"def theirs({described}): pass", scope)
+    signature = inspect.signature(scope["theirs"])
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signature.bind(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 _QUIET = ("apply_vllm_mapper", "maybe_update_config", "process_weights_after_loading", "override_quantization_method")
@@ -399,14 +418,16 @@ def install() -> dict[str, ModuleType]:
     for path in SIGNATURES["classes"]:
         module, _, name = path.partition(":")
         if module.endswith("parameter"):
-            kinds.setdefault(name, type(name, (Parameter,), {}))
+            kind = kinds.setdefault(name, type(name, (Parameter,), {}))
+            described = SIGNATURES["classes"][path]["__init__"].partition("(")[2][:-1]
+            kind.__init__ = takes(described, kind.__init__)
     unquantized = {name: type(name, (Unquantized,), {}) for name in ("Linear", "FusedMoE")}
     linears = (
         LinearBase, ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear,
         RowParallelLinear,
     )  # fmt: skip
     modules: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.24.0, a stand-in"},
+        "vllm": {"__version__": f"{VERSION}, a stand-in"},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": logger},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
@@ -450,6 +471,12 @@ def install() -> dict[str, ModuleType]:
             name: type(name, (), {}) for name in ("TopKWeightAndReduceNoOP", "TopKWeightAndReduceDelegate")
         },
     }
+    for path, described in SIGNATURES["functions"].items():
+        module, _, name = path.partition(":")
+        members, name = (vars(FusedMoEKernel), "apply") if "." in name else (modules[module], name)
+        if inspect.isfunction(members[name]):
+            function = takes(described, members[name])
+            setattr(FusedMoEKernel, name, function) if name == "apply" else members.update({name: function})
     made: dict[str, ModuleType] = {}
     for name, members in modules.items():
         parts = name.split(".")

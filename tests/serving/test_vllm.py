@@ -9,6 +9,7 @@ import gc
 import inspect
 import json
 import pickle
+import re
 import time
 import tomllib
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ import test_qserve as qserve
 import torch
 from builders import two_thirds
 from checkpoints import dequantized, words
+from fresh_python import fresh_python
 from safetensors.torch import save_file
 from vllm_layers import REAL, experts, hide, rank, show
 
@@ -283,6 +285,19 @@ def test_the_signatures_are_those_of_the_vllm_that_is_installed(monkeypatch):
     if installed not in VERSIONS:
         pytest.skip(f"scripts/vllm_signatures.py has not been run on {installed}")
     assert signatures() == VERSIONS[installed]
+
+
+@pytest.mark.skipif(REAL, reason="needs the stand-in: scripts/vllm_contract.sh installs each version")
+@pytest.mark.parametrize("version", sorted(VERSIONS)[:-1])
+def test_layers_and_experts_work_with_the_signatures_of_older_versions(version):
+    """A case of each thing that the plug-in does; the stand-in of this process has the newest version's."""
+    files = [f"tests/serving/{name}.py" for name in ("test_vllm", "test_vllm_experts")]
+    cases = "add_up and packed-int8 or heads and gptq or taken_over or sorted_by_expert and fp8 or adapter_of_zeros"
+    call = ["-q", "-p", "no:cacheprovider", *files, "-k", f"({cases} or joined_layers_that) and not saved"]
+    code = f"import os, pytest; os.chdir({str(ROOT)!r}); assert pytest.main({call}) == 0"
+    done = fresh_python(code, {"JITGEMM_TEST_VLLM": version})
+    assert done.returncode == 0, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 10
 
 
 def test_vllm_finds_the_plug_in_by_its_entry_point():
