@@ -10,6 +10,7 @@
     reader              a layer's header and data, whole or a rank's part
     canonical           the layer before packing: cutting, joining, packing
     bits                codes out of words, kinds of zero point
+    expressions         regular expressions of a config
     autoround           AutoRound's config in the words of GPTQ, AWQ and FP8
     compressed_tensors  integers of 4 and 8 bits, and FP8; its config: groups, presets, checks
     presets             its schemes by name

@@ -15,9 +15,10 @@ Sources: AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from jitgemm.checkpoint.expressions import matches
 
 _V1 = {"quant_method": "gptq", "checkpoint_format": "gptq"}
 _V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
@@ -79,7 +80,5 @@ def _family(packing: str) -> str:
 
 def _names(pattern: str, prefix: str) -> bool:
     """Whether a key of extra_config means the layer: its name, or an expression that is found in it."""
-    try:
-        return pattern == prefix or bool(_OF_EXPRESSIONS & set(pattern) and re.search(pattern, prefix))
-    except re.error:
-        return False
+    named = bool(_OF_EXPRESSIONS & set(pattern)) and matches("extra_config", pattern, prefix, search=True)
+    return named or pattern == prefix

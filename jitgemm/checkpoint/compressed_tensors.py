@@ -28,7 +28,6 @@ Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's fir
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,6 +36,7 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.expressions import matches
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
 from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N
@@ -354,10 +354,7 @@ def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
 def _names(prefix: str, target: str) -> bool:
     if not target.startswith("re:"):
         return target == prefix
-    try:
-        return re.match(target.removeprefix("re:"), prefix) is not None
-    except re.error as error:
-        raise ValueError(f"targets: expected regular expressions behind re:, got {target!r} ({error})") from None
+    return matches("targets", target.removeprefix("re:"), prefix)
 
 
 def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | None:

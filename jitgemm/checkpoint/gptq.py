@@ -25,7 +25,6 @@ old CUDA class. A config without checkpoint_format is v1. Sources disagree on wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +33,7 @@ import torch
 
 from jitgemm.checkpoint.bits import integer_zero
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.expressions import matches
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, check_setting, flag, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, fits, stored
 
@@ -132,11 +132,8 @@ def _dynamic(config: Mapping[str, Any], prefix: str) -> tuple[str, Mapping[str, 
     if not isinstance(dynamic, Mapping):
         raise ValueError(f"dynamic: expected settings by expressions, got {dynamic!r}")
     for pattern, overrides in dynamic.items():
-        try:
-            if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
-                return pattern, overrides
-        except re.error as error:
-            raise ValueError(f"dynamic: expected regular expressions, got {pattern!r} ({error})") from None
+        if matches("dynamic", pattern.removeprefix("-:").removeprefix("+:"), prefix):
+            return pattern, overrides
     return "", {}
 
 

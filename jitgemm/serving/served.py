@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import translate
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from jitgemm.activations.scheme import activation_named
+from jitgemm.checkpoint.expressions import matches
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.kernel.formats import SUMS
@@ -355,11 +356,11 @@ class ServedModel:
             sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
             router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
             ignored = _patterns("ignore", self.options["ignore"])
-            return not router and not any(each.match(called) for each in ignored for called in (name, prefix))
+            return not router and not any(each(called) for each in ignored for called in (name, prefix))
         if name in self._headers:
             found = self._headers[name]
             return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
-        return not any(each.match(name) for each in self._left_out) and GPTQ.left_out(self.checkpoint, name) is None
+        return not any(each(name) for each in self._left_out) and GPTQ.left_out(self.checkpoint, name) is None
 
 
 def _packed(suffixes: Iterable[str]) -> bool:
@@ -367,7 +368,7 @@ def _packed(suffixes: Iterable[str]) -> bool:
     return {"blocks", "meta"} <= set(suffixes)
 
 
-def _patterns(key: str, rules: Any) -> list[re.Pattern[str]]:
+def _patterns(key: str, rules: Any) -> list[Callable[[str], Any]]:
     """Of rules that mean layers: by an expression behind "re:", a pattern of names, or whole parts of them.
 
     Raises ValueError for other rules.
@@ -378,10 +379,9 @@ def _patterns(key: str, rules: Any) -> list[re.Pattern[str]]:
 
 
 @cache
-def _pattern(key: str, rule: str) -> re.Pattern[str]:
-    parts = rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}"
-    expression = rule.removeprefix("re:") if rule.startswith("re:") else parts
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise ValueError(f"{key}: expected a regular expression, got {expression!r}: {error}") from error
+def _pattern(key: str, rule: str) -> Callable[[str], Any]:
+    if not rule.startswith("re:"):
+        return re.compile(rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}").match
+    found = partial(matches, key, rule.removeprefix("re:"))
+    found("")  # which raises for what is no expression
+    return found

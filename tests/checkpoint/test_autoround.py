@@ -119,6 +119,7 @@ def test_expressions_of_extra_config_are_found_in_the_name_and_plain_names_are_t
             "act_data_type: expected fp, as data_type is, got 'int'",
         ),
         ({"extra_config": {"a": 8}}, "extra_config: expected settings by names of layers, got {'a': 8}"),
+        ({"extra_config": {"(": {"bits": 8}}}, r"extra_config: expected a regular expression, got '\('"),
         ({"act_bits": 8}, "act_bits: expected 16, got 8; give a config without it"),
         ({"rotation_config": {"hadamard_type": "quarot"}}, "rotation_config: expected none"),
     ],

@@ -236,7 +236,7 @@ def refused(tensors, settings=None):
         (config(ignore=["re:.*down_proj"]), "ignore: expected no target that matches the quantised layer"),
         (config(ignore=16), "ignore: expected a list of names, got 16"),
         (config(ignore=["lm_head", 3]), r"ignore: expected a list of names, got \['lm_head', 3\]"),
-        (config(ignore=["re:("]), r"targets: expected regular expressions behind re:, got 're:\('"),
+        (config(ignore=["re:("]), r"targets: expected a regular expression, got '\('"),
         (config(scheme() | {"targets": "Linear"}), "targets: expected a list of names, got 'Linear'"),
         (config(config_groups=None), "config_groups: expected one whose targets match"),
         (config(config_groups=[]), r"config_groups: expected a mapping, got \[\]"),

@@ -252,7 +252,7 @@ def test_not_detected_under_another_methods_config(config):
         (V2 | {"group_size": 32}, r"scales: expected 8 groups for k = 256 and group_size 32, got 4"),
         (V2 | {"group_size": 0}, r"group_size: expected a positive integer"),
         (V2 | {"dynamic": {r"-:.*\.up_proj": {}}}, r"dynamic: expected .* to be quantised"),
-        (V2 | {"dynamic": {"-:(": {}}}, r"dynamic: expected regular expressions, got '-:\('"),
+        (V2 | {"dynamic": {"-:(": {}}}, r"dynamic: expected a regular expression, got '\('"),
         (V2 | {"dynamic": ["up_proj"]}, r"dynamic: expected settings by expressions, got \['up_proj'\]"),
     ],
 )
