@@ -19,6 +19,8 @@ VARIABLES: dict[str, str] = {
     "off (an error that names the warm-up command)",
     "JITGEMM_DEBUG": "1: kernels are built with a spin limit in every barrier wait and trap instead of hanging; "
     "the runs of m_indices are checked on the GPU, which waits for it",
+    "JITGEMM_EXCHANGE_TIMEOUT_S": "seconds that a GPU waits for another rank in exchange='nvlink' until it stops with a "
+    "message (default: 60; 0: for ever)",
     "JITGEMM_YIELDS": "0: machine code stays as NVRTC built it, without jitgemm's yield hints; such kernels have "
     "keys of their own",
     "JITGEMM_DUMP_DIR": "folder that also receives the source, log and cubin of everything compiled, and the cubin as "
@@ -72,6 +74,14 @@ def jit_mode() -> str:
 def debug() -> bool:
     """Whether kernels are built to trap after a spin limit. Raises ValueError for a value that is no yes or no."""
     return _flag("JITGEMM_DEBUG", default=False)
+
+
+def exchange_timeout_s() -> int:
+    """Seconds that kernels wait for other ranks; 0 is for ever. Raises ValueError for anything but 0 to 86400."""
+    value = _read("JITGEMM_EXCHANGE_TIMEOUT_S") or "60"
+    if not value.isascii() or not value.isdigit() or int(value) > 86400:
+        raise ValueError(f"JITGEMM_EXCHANGE_TIMEOUT_S: expected a whole number of seconds, 0 to 86400, got {value!r}")
+    return int(value)
 
 
 def yields() -> bool:

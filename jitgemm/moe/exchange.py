@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from jitgemm import settings
 from jitgemm.activations.arguments import CODES
 from jitgemm.gemm.problem import Lhs
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
@@ -21,6 +20,7 @@ from jitgemm.moe.layout import Layout
 from jitgemm.moe.kernel import ROUTE_QUANTIZE_THREADS, CollectSpec, DispatchSpec, dispatch_spec
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES
+from jitgemm.weight.ready import is_captured
 
 MOST_CHOICES = 2**24
 """Of all ranks' tokens: words of ids and counts have 24 bits for a value, `kStampAt` in the same header."""
@@ -34,6 +34,7 @@ class Buffer:
         own: uint8 [layout.offsets["end"]], aligned to 256 bytes.
         peers: int64 [world] on the device: addresses of all ranks' buffers.
         keep: whatever has to live as long.
+        broken: why a call ended half-way, if one did. The ranks' buffers no longer agree then, and no call takes them.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Buffer:
     peers: torch.Tensor
     keep: object = None
     lhs: Lhs = field(init=False)
+    broken: list[str] = field(init=False, default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         layout, (dtype, _, affine) = self.layout, self.layout.activation
@@ -61,6 +63,7 @@ class Buffer:
         """As it is before the first call, on the current stream; ranks wait for one another behind that."""
         self.own.zero_()
         self._part("results", "end").fill_(0xFF)
+        self.broken.clear()
 
 
 def run_exchanged(call: ExpertsCall, buffer: Buffer) -> torch.Tensor:
@@ -69,13 +72,28 @@ def run_exchanged(call: ExpertsCall, buffer: Buffer) -> torch.Tensor:
     Args:
         call: checked, of at most `layout.max_tokens` tokens; w13, w2 and biases of this rank's experts, topk_ids count
             those of all. No addend, no expert_map.
+
+    Raises:
+        RuntimeError: an earlier call ended between its two launches. Its tokens were counted on every rank and its results
+            never came, so that a later call would read tokens before they are there.
     """
     layout = buffer.layout
+    if buffer.broken:
+        raise RuntimeError(
+            f"exchange: expected every call before this one to end, got one on rank {layout.rank} that raised "
+            f"{buffer.broken[0]}; start the ranks again, or give their layers a new process group"
+        )
     routing, counts = dispatch(call.x, call.topk_ids, call.topk_weights, buffer, call.experts)
-    # As if all ranks had as many tokens as this one.
-    expected_m = max(call.topk_ids.shape[0], 1) * layout.top_k / call.experts
-    rows, _ = multiply(call, *sort_sent(routing, buffer.lhs, expected_m), expected_m)
-    return collect(rows, routing.inverse, counts, call.x.new_empty((call.x.shape[0], layout.n)), buffer, call.experts)
+    try:
+        # As if all ranks had as many tokens as this one.
+        expected_m = max(call.topk_ids.shape[0], 1) * layout.top_k / call.experts
+        rows, _ = multiply(call, *sort_sent(routing, buffer.lhs, expected_m), expected_m)
+        out = call.x.new_empty((call.x.shape[0], layout.n))
+        return collect(rows, routing.inverse, counts, out, buffer, call.experts)
+    except BaseException as error:
+        if not is_captured(call.x):  # nothing ran
+            buffer.broken.append(f"{type(error).__name__}: {error}")
+        raise
 
 
 def dispatch(
@@ -151,8 +169,8 @@ class _Dispatch(NamedTuple):
 
         layout, tokens = self.buffer.layout, max(self.x.shape[0], 1)
         choices, (dtype, _, affine) = layout.world * tokens * layout.top_k, layout.activation
-        flags = {"affine": affine, "block": layout.activation.block, "debug": settings.debug()}
-        spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], dtype, **flags)
+        block = layout.activation.block
+        spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], dtype, affine=affine, block=block)
         assert isinstance(spec, DispatchSpec)
         return prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
 
@@ -181,5 +199,5 @@ class _Collect(NamedTuple):
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.moe.plan import prepare_collect
 
-        spec = CollectSpec(TYPE_NAMES[self.rows.dtype], settings.debug())
+        spec = CollectSpec(TYPE_NAMES[self.rows.dtype])
         return prepare_collect(spec, self.rows, self.out, self.buffer.layout, self.experts)

@@ -84,18 +84,16 @@ class DispatchSpec:
     Attributes:
         quantizer: its constants.
         ctas: CTAs that share the routing, 1 or `CLUSTER`.
-        debug: waits for other ranks trap after a spin limit instead of hanging.
     """
 
     kind, family = "routing", "dispatch"
 
     quantizer: QuantizeSpec
     ctas: int
-    debug: bool = False
 
     @property
     def label(self) -> str:
-        return f"dispatch-{self.quantizer.label}-c{self.ctas}{'-debug' * self.debug}"
+        return f"dispatch-{self.quantizer.label}-c{self.ctas}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +103,10 @@ class CollectSpec:
     kind, family = "routing", "collect"
 
     row: str
-    debug: bool = False
 
     @property
     def label(self) -> str:
-        return f"collect-{self.row}{'-debug' * self.debug}"
+        return f"collect-{self.row}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +144,10 @@ def route_quantize_spec(
     return RouteQuantizeSpec(QuantizeSpec(x, q, vectors, affine, block=block))
 
 
-def dispatch_spec(
-    choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, debug: bool = False
-) -> DispatchSpec | None:
+def dispatch_spec(choices: int, k: int, x: str, q: str, *, affine: bool, block: bool) -> DispatchSpec | None:
     """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
     first = route_quantize_spec(1, k, x, q, affine, block)
-    return None if first is None else DispatchSpec(first.quantizer, route_spec(choices).ctas, debug)
+    return None if first is None else DispatchSpec(first.quantizer, route_spec(choices).ctas)
 
 
 def layer_specs(
@@ -180,13 +175,11 @@ def layer_specs(
 
 
 def exchange_specs(
-    k: int, x: str, q: str, *, affine: bool = False, block: bool = False, debug: bool = False
+    k: int, x: str, q: str, *, affine: bool = False, block: bool = False
 ) -> tuple[DispatchSpec | GatherSpec | CollectSpec, ...]:
     """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
-    dispatches = (
-        dispatch_spec(choices, k, x, q, affine=affine, block=block, debug=debug) for choices in (1, ONE_CTA_CHOICES + 1)
-    )
-    return *filter(None, dispatches), GatherSpec(), CollectSpec(x, debug)
+    dispatches = (dispatch_spec(choices, k, x, q, affine=affine, block=block) for choices in (1, ONE_CTA_CHOICES + 1))
+    return *filter(None, dispatches), GatherSpec(), CollectSpec(x)
 
 
 def route_launch(threads: int, ctas: int, choices: int, experts: int, global_experts: int) -> tuple[int, int]:
@@ -223,14 +216,13 @@ def render(spec: RouteSpec | RouteQuantizeSpec | CombineSpec | DispatchSpec | Ga
         bounds, config = f"{ROUTE_QUANTIZE_THREADS}, 1", render_config(spec.quantizer)
     elif isinstance(spec, DispatchSpec):
         bounds, config, ctas = f"{ROUTE_QUANTIZE_THREADS}, 1", render_config(spec.quantizer), spec.ctas
-        constants += [str(spec.ctas), str(spec.debug).lower()]
+        constants += [str(spec.ctas)]
     elif isinstance(spec, GatherSpec):
         bounds, constants = str(spec.threads), []
     else:
         types = {"Row": spec.row, "Out": spec.out} if isinstance(spec, CombineSpec) else {"Row": spec.row}
         lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
         config = f"struct Config {{\n{''.join(lines)}}};"
-        constants += [str(spec.debug).lower()] if isinstance(spec, CollectSpec) else []
     cluster = f"__cluster_dims__({ctas}, 1, 1) " if ctas > 1 else ""
     arguments = f"<{', '.join(constants)}>" if constants else ""
     namespace = f"namespace jitgemm {{\n{config}\n}}\n\n" if config else ""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jitgemm import settings
 from jitgemm.activations.plan import KERNELS as QUANTIZERS
 from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
@@ -41,12 +42,12 @@ GATHER_ARGUMENTS = ArgumentBlock(GATHER_POINTERS, scale_block_stride="Q", out_sc
 DISPATCH_ARGUMENTS = ArgumentBlock(
     DISPATCH_POINTERS, x_row_bytes="Q", codes_at="Q", scale_at="Q", zero_at="Q", ids_at="Q", weights_at="Q",
     scale_block_stride="Q", id_bytes="Q", m="I", k="I", top_k="I", experts="I", rank="I", world="I", max_tokens="I",
-    weights_type="i",
+    weights_type="i", limit_s="I", unused="I",
 )  # fmt: skip
 """`DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
 COLLECT_ARGUMENTS = ArgumentBlock(
     COLLECT_POINTERS, out_row_bytes="Q", ids_at="Q", weights_at="Q", results_at="Q", max_tokens="Q", tokens="I",
-    top_k="I", n="I", experts="I", rank="I", world="I",
+    top_k="I", n="I", experts="I", rank="I", world="I", limit_s="I", unused="I",
 )  # fmt: skip
 """`CollectArgs` in include/jitgemm/moe/collect.cuh."""
 
@@ -163,6 +164,8 @@ def prepare_dispatch(
         "world": layout.world,
         "max_tokens": layout.max_tokens,
         "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
+        "limit_s": settings.exchange_timeout_s(),
+        "unused": 0,
     }
     threads = ROUTE_QUANTIZE_THREADS, 1
     return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
@@ -182,6 +185,8 @@ def prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, la
         "experts": experts,
         "rank": layout.rank,
         "world": layout.world,
+        "limit_s": settings.exchange_timeout_s(),
+        "unused": 0,
     }
     grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
     grid = min(grid, _resident(kernel, device, COMBINE_THREADS, 0, 1))

@@ -50,24 +50,33 @@ class _Names:
         return self.numbers.setdefault((self.scope_of(name), name), len(self.numbers))
 
 
+def _assert(found: re.Match[str]) -> str:
+    """CUDA's assert: a trap where it is called, and nothing of its declaration."""
+    return "" if found[0].startswith(".") else "trap;"
+
+
 def assemble(ptx: str) -> Assembled:
     """One kernel's PTX, as NVRTC writes it."""
     ptx = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx.rstrip("\0"), flags=re.DOTALL)
+    ptx = re.sub(r"\{[^{}]*call\.uni\s*__assertfail[^{}]*\}|\.extern \.func __assertfail[^;]*;", _assert, ptx)
     head, body = re.match(r"(.*?\.entry[^{]*)\{(.*)\}", ptx, re.DOTALL).groups()
     parameters = re.findall(r"\.param[^,\n]*?(\w+_param_\d+)", head)
     cluster = re.search(r"\.reqnctapercluster (\d+), 1, 1", head)
     names = _Names(parameters)
     variables = []
     for size, name, count, value in re.findall(
-        r"\.global \.align \d+ \.[a-z](\d+) (\w+)(?:\[(\d+)\])?(?: = ([^;]+))?;", head
+        r"\.global \.align \d+ \.[a-z](\d+) ([\w$]+)(?:\[(\d+)\])?(?: = ([^;]+))?;", head
     ):
         buffer = ctypes.create_string_buffer(max(8, int(size) // 8 * int(count or 1)))
+        variables.append(buffer)
+        names.values[name] = ctypes.addressof(buffer)
         if value:
+            if count and size == "8":  # a text
+                buffer.raw = bytes(map(int, value.strip("{} ").split(",")))
+                continue
             if count:
                 raise ValueError(f"no such variable: {name}, an array with values")
             buffer[: int(size) // 8] = _value(value.strip()).to_bytes(8, "little")[: int(size) // 8]
-        variables.append(buffer)
-        names.values[name] = ctypes.addressof(buffer)
     end = SHARED_BASE
     shared = re.findall(r"\.shared \.align (\d+) \.[a-z](\d+) (\w+)\[(\d*)\]", head + body)
     for align, size, name, count in sorted(shared, key=lambda each: not each[3]):  # dynamic memory, of no size, last

@@ -13,10 +13,14 @@ import pytest
 import torch
 from emulator.launch import Emulator, emulate
 from marks import emulated
+from moe_cases import Case
 
+import jitgemm
+from jitgemm import settings
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
-from jitgemm.moe.exchange import Buffer, collect, dispatch
+from jitgemm.moe.arguments import ExpertsCall, make_gate
+from jitgemm.moe.exchange import Buffer, collect, dispatch, run_exchanged
 from jitgemm.moe.layout import Layout
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.moe.route import combine_reference, gather, route_reference
@@ -35,13 +39,13 @@ def emulator(monkeypatch) -> Emulator:
 class Ranks:
     """The ranks' buffers, in one address space."""
 
-    def __init__(self, emulator: Emulator, world: int, n: int, dtype: torch.dtype, kind: str):
+    def __init__(self, emulator: Emulator, world: int, n: int, dtype: torch.dtype, kind: str, top_k: int = TOP_K):
         codes, scheme, affine = {
             "e4m3": (torch.float8_e4m3fn, "token", False),
             "int8 affine": (torch.int8, "token", True),
             "block": (torch.float8_e4m3fn, "block", False),
         }[kind]
-        layout = Layout(0, world, MOST, K, n, TOP_K, dtype, activation_of(codes, scheme, affine))
+        layout = Layout(0, world, MOST, K, n, top_k, dtype, activation_of(codes, scheme, affine))
         size = layout.offsets["end"]
         memory = [torch.empty(size + 256, dtype=torch.uint8) for _ in range(world)]
         own = [each[-each.data_ptr() % 256 :][:size] for each in memory]
@@ -148,6 +152,33 @@ def test_tokens_go_to_the_ranks_of_their_experts_and_back(emulator, kind, dtype,
         for out, expected_out in zip(outs, sums.to(dtype).split(list(counts))):
             near = {torch.float32: 1e-6}.get(dtype, 2**-7)  # fp64 above, rounded once
             assert torch.allclose(out.float(), expected_out.float(), rtol=near, atol=near)
+
+
+def test_a_call_that_ended_half_way_is_the_last_one(emulator, monkeypatch):
+    """Its tokens were counted: the next call would read its own before they come."""
+    case = Case(tokens=4, top_k=2, experts=3, k=K, inter=96, n=64, dtype=torch.bfloat16, mode="e4m3")
+    gate, tokens = make_gate("silu", "gate_up", None, None), activation_of(torch.float8_e4m3fn, "token", False)
+    call = ExpertsCall(*case.arguments, gate, tokens)
+    (buffer,) = Ranks(emulator, 1, 64, torch.bfloat16, "e4m3", case.top_k).buffers
+    right = run_exchanged(call, buffer)
+    assert builders.same_bits(right, jitgemm.fused_experts(*case.arguments, **case.options))
+    with monkeypatch.context() as patch:
+        patch.setattr("jitgemm.moe.exchange.multiply", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
+        with pytest.raises(MemoryError):
+            run_exchanged(call, buffer)
+    with pytest.raises(
+        RuntimeError, match="exchange: expected every call .* rank 0 that raised MemoryError: none left"
+    ):
+        run_exchanged(call, buffer)
+    buffer.clear()
+    assert builders.same_bits(run_exchanged(call, buffer), right)
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "86401", "soon"])
+def test_a_limit_that_is_no_number_of_seconds_is_named(monkeypatch, value):
+    monkeypatch.setenv("JITGEMM_EXCHANGE_TIMEOUT_S", value)
+    with pytest.raises(ValueError, match=f"JITGEMM_EXCHANGE_TIMEOUT_S: expected .* 0 to 86400, got '{value}'"):
+        settings.exchange_timeout_s()
 
 
 @pytest.mark.parametrize("kind", ["affine", "block"])

@@ -547,8 +547,8 @@ SPECS = [RouteSpec(1), RouteSpec(CLUSTER)]
 SPECS += [route_quantize_spec(8, k, x, q, affine) for k, x, q, affine in FRONTS]
 SPECS += [quantize_spec(k, x, "s8", affine=True, gathered=True) for k, x in ((768, "bf16"), (7168, "fp32"))]
 SPECS += [quantize_spec(32800, "bf16", "s8", affine=True, gathered=True)]
-SPECS += [*exchange_specs(2048, "bf16", "e4m3"), *exchange_specs(16384, "fp32", "s8", affine=True, debug=True)[1:2]]
-SPECS += [CollectSpec("fp32", debug=True), dispatch_spec(1, 7168, "fp16", "e4m3", affine=False, block=True)]
+SPECS += [*exchange_specs(2048, "bf16", "e4m3"), *exchange_specs(16384, "fp32", "s8", affine=True)[1:2]]
+SPECS += [CollectSpec("fp32"), dispatch_spec(1, 7168, "fp16", "e4m3", affine=False, block=True)]
 SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "bf16"))]
 
 

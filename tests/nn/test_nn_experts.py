@@ -238,9 +238,7 @@ def test_warmup_compiles_routing_quantisers_and_grouped_gemms_once(monkeypatch, 
     assert warmup(model, 1, dtype=torch.float16, device="h200") == []
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_the_warm_up_has_the_kernels_between_ranks_where_tokens_go_over_nvlink(monkeypatch, debug):
-    monkeypatch.setenv("JITGEMM_DEBUG", str(int(debug)))
+def test_the_warm_up_has_the_kernels_between_ranks_where_tokens_go_over_nvlink():
     layer = experts(GATES["gpt-oss"], "int8_affine")
 
     def specs() -> set:
@@ -251,9 +249,9 @@ def test_the_warm_up_has_the_kernels_between_ranks_where_tokens_go_over_nvlink(m
     assert specs() == whole
     layer.split = replace(layer.split, nvlink=True)
     between = specs() - whole
-    assert between == set(exchange_specs(HIDDEN, "fp16", "s8", affine=True, debug=debug)) and len(between) == 4
+    assert between == set(exchange_specs(HIDDEN, "fp16", "s8", affine=True)) and len(between) == 4
     for choices in (1, 2048, 2049, 10**6):
-        assert dispatch_spec(choices, HIDDEN, "fp16", "s8", affine=True, block=False, debug=debug) in between
+        assert dispatch_spec(choices, HIDDEN, "fp16", "s8", affine=True, block=False) in between
 
 
 def test_the_warm_ups_rows_are_those_of_all_choices(monkeypatch):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+import time
 
 import builders
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from test_parallel import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, layer_of_experts, of_rank, x_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
 from jitgemm.errors import CacheMissError
+from jitgemm.moe import exchange
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.parallel.styles import EXCHANGES
 
@@ -226,3 +231,49 @@ def test_rows_of_dtensors_through_whole_layers(both, name):
 def test_a_model(both):
     first, second = both(a_model)
     assert builders.same_bits(first, second)
+
+
+def one_rank_raises(rank: int, folder: str, said: str) -> None:
+    """Rank 0's call ends between dispatch and collect; rank 1's waits for it."""
+    sys.stderr = open(said, "w")
+    os.dup2(sys.stderr.fileno(), 2)  # the driver writes there
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/one", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
+    )
+    mesh = dist.device_mesh.init_device_mesh("cuda", (2,))
+    _, nvlink = both_exchanges(mesh, "e4m3", 8)
+    given = tokens_of(rank, 5, torch.bfloat16)
+    with torch.no_grad():
+        nvlink(*given)
+        torch.cuda.synchronize()
+        if rank == 0:
+            exchange.multiply = None  # as a kernel that does not compile, or memory that is not there
+            with pytest.raises(TypeError):
+                nvlink(*given)
+            with pytest.raises(RuntimeError, match="exchange: expected every call before this one to end"):
+                nvlink(*given)
+            time.sleep(8)
+        else:
+            nvlink(*given)
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                torch.cuda.synchronize()
+    print("as expected", file=sys.stderr, flush=True)
+    os._exit(0)  # no communicator can be closed now
+
+
+def test_a_rank_whose_other_one_raised_stops_with_a_message(tmp_path, monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs of one host")
+    monkeypatch.setenv("JITGEMM_EXCHANGE_TIMEOUT_S", "3")
+    context = torch.multiprocessing.get_context("spawn")
+    said = [tmp_path / f"rank{rank}" for rank in range(2)]
+    processes = [context.Process(target=one_rank_raises, args=(r, str(tmp_path), str(said[r]))) for r in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+        process.kill()
+    words = [each.read_text() for each in said]
+    assert all("as expected" in each for each in words), words
+    assert "did not come within JITGEMM_EXCHANGE_TIMEOUT_S" in words[1] and "rank:0" in words[1]

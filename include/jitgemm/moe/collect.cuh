@@ -23,8 +23,10 @@ struct CollectArgs {
     u64 max_tokens;
     u32 tokens, top_k, n, experts;  // experts of a rank
     u32 rank, world;
+    u32 limit_s;  // see Patience
+    u32 unused;
 };
-static_assert(sizeof(CollectArgs) == 104, "jitgemm/moe/plan.py packs this struct");
+static_assert(sizeof(CollectArgs) == 112, "jitgemm/moe/plan.py packs this struct");
 
 template <RealType kType>
 __device__ __forceinline__ Vector<kType> rounded(const float (&values)[kVector]) {
@@ -38,27 +40,35 @@ __device__ __forceinline__ Vector<kType> rounded(const float (&values)[kVector])
     return result;
 }
 
+// This rank's part to another one, which reads it meanwhile.
+template <RealType kType>
+__device__ __forceinline__ void send_part(const Vector<kType>& part, u8* place) {
+#pragma unroll
+    for (u32 i = 0; i < Vector<kType>::kBytes / 16; ++i)
+        store_shared_by_ranks(place + 16 * i, {part.words[4 * i], part.words[4 * i + 1], part.words[4 * i + 2], part.words[4 * i + 3]});
+}
+
 // Another rank's part, once it is here; its place is empty behind this.
-template <RealType kType, bool kDebug>
-__device__ __forceinline__ Vector<kType> take_part(u8* place) {
+template <RealType kType>
+__device__ __forceinline__ Vector<kType> take_part(u8* place, u32 rank, u32 limit_s) {
     Vector<kType> part;
 #pragma unroll
     for (u32 i = 0; i < Vector<kType>::kBytes / 16; ++i) {
         u32 words[4];
-        Patience<kDebug> patience;
+        Patience patience(rank, limit_s);
         while (true) {
             load_shared_by_ranks(place + 16 * i, words);
             if (words[0] != kAbsent && words[1] != kAbsent && words[2] != kAbsent && words[3] != kAbsent) break;
             patience.spend();
         }
-        reinterpret_cast<uint4*>(place)[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
+        store_shared_by_ranks(place + 16 * i, {kAbsent, kAbsent, kAbsent, kAbsent});
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) part.words[4 * i + j] = words[j];
     }
     return part;
 }
 
-template <class Config, bool kDebug>
+template <class Config>
 __device__ __forceinline__ void collect(const CollectArgs& args) {
     constexpr RealType kRow = Config::kRow;
     constexpr u32 kBytes = Vector<kRow>::kBytes;
@@ -89,7 +99,7 @@ __device__ __forceinline__ void collect(const CollectArgs& args) {
         if (rank == args.rank) continue;
         float sum[kVector] = {};
         if (add_choices_of(all.slot(token), vector, sum) && vector < vectors)
-            store_vector<kRow>(place(peers[rank], args.rank, token - all.starts[rank], vector), sum);
+            send_part(rounded<kRow>(sum), place(peers[rank], args.rank, token - all.starts[rank], vector));
     }
 
     const u64 choices = u64(args.world) * args.max_tokens * args.top_k;
@@ -109,7 +119,7 @@ __device__ __forceinline__ void collect(const CollectArgs& args) {
         for (u32 rank = 0; rank < args.world; ++rank) {
             if (!(ranks >> rank & 1)) continue;
             const Vector<kRow> values = rank == args.rank ? rounded<kRow>(part)
-                                                          : take_part<kRow, kDebug>(place(own(), rank, token, vector));
+                                                          : take_part<kRow>(place(own(), rank, token, vector), rank, args.limit_s);
 #pragma unroll
             for (u32 i = 0; i < kVector; ++i) sum[i] = __fadd_rn(sum[i], values.value(i));
         }

@@ -31,8 +31,10 @@ struct DispatchArgs {
     u32 m, k, top_k, experts;  // experts of a rank
     u32 rank, world, max_tokens;
     i32 weights_type;
+    u32 limit_s;  // see Patience
+    u32 unused;
 };
-static_assert(sizeof(DispatchArgs) == 160, "jitgemm/moe/plan.py packs this struct");
+static_assert(sizeof(DispatchArgs) == 168, "jitgemm/moe/plan.py packs this struct");
 
 // Where choices of a call are in a buffer: [slots][top_k].
 __device__ __forceinline__ u64* choices_of(const DispatchArgs& args, u8* buffer, u64 call) {
@@ -41,23 +43,23 @@ __device__ __forceinline__ u64* choices_of(const DispatchArgs& args, u8* buffer,
 }
 
 // Of the tokens of all ranks, which have gaps between them.
-template <bool kDebug>
 struct ReceivedChoices {
     const AllTokens& all;
     const u64* words;
     u64 call;
-    u32 top_k, first;  // first: this rank's expert 0
+    u32 top_k, first, limit_s;  // first: this rank's expert 0
 
     __device__ __forceinline__ u32 token(u32 choice) const { return all.slot(choice / top_k); }
     __device__ __forceinline__ u32 place(u32 choice) const {
         return token(choice) * top_k + choice % top_k;
     }
     __device__ __forceinline__ u32 id(const RouteArgs&, u32 choice) const {
-        return load_stamped<kDebug>(words + place(choice), call) - first;
+        const u32 slot = token(choice);
+        return load_stamped(words + slot * top_k + choice % top_k, call, slot / all.max_tokens, limit_s) - first;
     }
 };
 
-template <u32 kCtas, bool kDebug>
+template <u32 kCtas>
 __device__ __forceinline__ void receive(const DispatchArgs& args) {
     __shared__ AllTokens all;
     u8* const own = reinterpret_cast<u8*>(args.peers[args.rank]);
@@ -68,7 +70,7 @@ __device__ __forceinline__ void receive(const DispatchArgs& args) {
     const u64 call = head.calls + 1;
     const u32 source = threadIdx.x;
     if (threadIdx.x < 32) {
-        const u32 count = source < args.world ? load_stamped<kDebug>(head.counts[call % 2] + source, call) : 0;
+        const u32 count = source < args.world ? load_stamped(head.counts[call % 2] + source, call, source, args.limit_s) : 0;
         all.set(count, args.max_tokens);
         if (blockIdx.x == gridDim.x - 1 && source <= args.world)
             args.counts[source] = source < args.world ? count : u32(call % 2);
@@ -80,10 +82,10 @@ __device__ __forceinline__ void receive(const DispatchArgs& args) {
                             args.inverse, choices, args.top_k,   args.experts,
                             0,            32 * max(1u, ceil_div(choices, 32 * warps)), 0};
     const u64* const words = choices_of(args, own, call);
-    route<kCtas>(routing, ReceivedChoices<kDebug>{all, words, call, args.top_k, args.rank * args.experts});
+    route<kCtas>(routing, ReceivedChoices{all, words, call, args.top_k, args.rank * args.experts, args.limit_s});
 
     if (source < args.world) {
-        Patience<kDebug> patience;
+        Patience patience(source, args.limit_s);
         while (i32(load_acquire(head.arrived + source) - u32(call) * args.max_tokens) < 0) patience.spend();
     }
 }
@@ -185,13 +187,13 @@ __device__ __forceinline__ void send(const DispatchArgs& args, u32 block, u32 bl
     }
 }
 
-template <class Config, u32 kCtas, bool kDebug>
+template <class Config, u32 kCtas>
 __device__ __forceinline__ void dispatch(const DispatchArgs& args) {
     const u32 senders = gridDim.x - kCtas;
     if (blockIdx.x < senders) {
         send<Config>(args, blockIdx.x, senders);
     } else {
-        receive<kCtas, kDebug>(args);
+        receive<kCtas>(args);
     }
 }
 

@@ -32,20 +32,29 @@ __device__ __forceinline__ void store_stamped(u64* address, u64 call, u32 value)
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(call << kStampAt | value) : "memory");
 }
 
-// Debug builds trap where others wait for ever: about 20 s, as another rank may be compiling.
-template <bool kDebug>
+// How long this rank waits for another one, in seconds; 0 is for ever. A rank that ended, or that called a layer once
+// less, would else keep this GPU busy for good, and the process with it.
 struct Patience {
-    u32 spins = 0;
+    u32 rank, limit_s;
+    u32 spins = 0, begun = 0;
+
+    __device__ __forceinline__ Patience(u32 rank, u32 limit_s) : rank(rank), limit_s(limit_s) {}
     __device__ __forceinline__ void spend() {
-        if constexpr (kDebug) {
-            if (++spins == 1u << 25) __trap();
-        }
+        if (++spins % 4096 != 0 || limit_s == 0) return;  // some milliseconds
+        u64 nanoseconds;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+        const u32 now = u32(nanoseconds >> 30);  // 1.07 s
+        if (spins == 4096) begun = now;
+        if (now - begun <= limit_s) return;
+        // What CUDA's assert calls: the driver prints it, and every later call of the process fails.
+        __assertfail("a rank of this number did not come within JITGEMM_EXCHANGE_TIMEOUT_S: it ended, or it calls the "
+                     "experts' layer less often", "rank", rank, "exchange='nvlink'", 1);
     }
 };
 
-template <bool kDebug>
-__device__ __forceinline__ u32 load_stamped(const u64* address, u64 call) {
-    Patience<kDebug> patience;
+// Of `rank`, once it has written it.
+__device__ __forceinline__ u32 load_stamped(const u64* address, u64 call, u32 rank, u32 limit_s) {
+    Patience patience(rank, limit_s);
     while (true) {
         u64 word;
         asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
@@ -65,11 +74,16 @@ __device__ __forceinline__ void add_release(u32* address, u32 value) {
     asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// 16 bytes that another GPU may be writing, a word at a time.
+// 16 bytes that another GPU may be writing or reading, a word at a time.
 __device__ __forceinline__ void load_shared_by_ranks(const u8* source, u32 (&words)[4]) {
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(source)
+                 : "memory");
+}
+__device__ __forceinline__ void store_shared_by_ranks(u8* target, const u32 (&words)[4]) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
                  : "memory");
 }
 

@@ -192,7 +192,7 @@ def _specs(
         sizes, flags = (layer.hidden_dim, layer.intermediate_dim), {"affine": scheme.affine, "block": scheme.block}
         yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
         if _over_nvlink(layer):
-            yield from exchange_specs(layer.hidden_dim, x, scheme.dtype, **flags, debug=settings.debug())
+            yield from exchange_specs(layer.hidden_dim, x, scheme.dtype, **flags)
         rows, experts = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K)), {"experts": layer.num_experts}
     group = LHS_GROUP if scheme.block else 0
     for part, weight in ((part, part.weight) for part in parts):
