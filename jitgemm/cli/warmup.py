@@ -36,7 +36,7 @@ from jitgemm.select.choose import kernels_for
 
 ORDERS = {"any": [common.Codes.any], "tuned": [common.Codes.tuned], "both": list(common.Codes)}
 CodesSet = Enum("CodesSet", {name: name for name in ORDERS}, type=str)
-Use = Enum("Use", {name: name for name in ("linear", "fused", "compiled", "vllm")}, type=str)
+Use = Enum("Use", {name: name for name in ("linear", "compiled", "vllm")}, type=str)
 """How --model runs, see `jitgemm.nn.warm.ahead`."""
 
 
@@ -68,7 +68,7 @@ _of_shape, _shape = (partial(option, rich_help_panel=_SHAPES) for option in (typ
 _floats = partial(layer_option, rich_help_panel=_FLOATS)
 _of_model = partial(typer.Option, rich_help_panel="A model")
 _FOLDER = "A Hugging Face folder. Repeatable."
-_USE = "linear, fused, compiled or vllm. Default: linear."
+_USE = "linear, compiled or vllm. Default: linear."
 _QUANTIZER = "Of inputs, such as fp16+rms_norm; or none. Repeatable. Default: --out."
 _KIND = f"{', '.join(ACTIVATIONS)}."
 _STRICT = "Fail if a kernel spills or serialises."

@@ -4,7 +4,6 @@ In three lines::
 
     import jitgemm.nn
     jitgemm.nn.quantize_(model)            # or, from a quantised checkpoint: jitgemm.nn.load_(model, folder)
-    jitgemm.nn.fuse_(model)                # norms, quantisers and projections of a block in fewer kernels
     jitgemm.nn.warmup(model, max_m=8192)   # compiles every kernel that the model can need
 
 Packages and files::
@@ -13,7 +12,6 @@ Packages and files::
     quantize  replacing a model's layers, from floats
     load      filling a model from a quantised checkpoint
     save      a folder in floats, quantised, as a checkpoint
-    fuse      fewer kernels for a block
     parallel  layers and models divided among ranks
     warm      compiling ahead
     report    what the calls say of layers
@@ -22,16 +20,15 @@ Packages and files::
 from __future__ import annotations
 
 from jitgemm.activations.scheme import ACTIVATIONS, Gate
-from jitgemm.nn.fuse.fuse import fuse_, unfuse_
 from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
 from jitgemm.nn.layers.mark_ready import mark_ready
 from jitgemm.nn.load.load import load_
 from jitgemm.nn.quantize.quantize import quantize_
-from jitgemm.nn.report import FusionReport, QuantisationReport, Report
+from jitgemm.nn.report import QuantisationReport, Report
 from jitgemm.nn.warm.warm import warmup
 
 __all__ = [
-    "ACTIVATIONS", "FusionReport", "Gate", "PackedExperts", "PackedLinear", "QuantisationReport", "Report", "W4A8Experts",
-    "W4A8Linear", "W8A8Experts", "W8A8Linear", "fuse_", "load_", "mark_ready", "quantize_", "unfuse_", "warmup",
+    "ACTIVATIONS", "Gate", "PackedExperts", "PackedLinear", "QuantisationReport", "Report", "W4A8Experts", "W4A8Linear",
+    "W8A8Experts", "W8A8Linear", "load_", "mark_ready", "quantize_", "warmup",
 ]  # fmt: skip

@@ -74,22 +74,6 @@ class QuantisationReport(Report):
         return "\n".join(lines)
 
 
-class FusionReport(Report):
-    """What `fuse_` did: names of the modules that it replaced, in the model's order. Prints as a summary.
-
-    Attributes:
-        fused: {name: what the module that stands there does}.
-        skipped: {name: reason} of norms, MLPs and blocks that stay as they are.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused: dict[str, str] = {}
-
-    def __repr__(self) -> str:
-        return "\n".join([f"fused: {len(self)}", *by_reason(self.fused), *_sections({"skipped": self.skipped})])
-
-
 def by_reason(found: Mapping[str, str]) -> list[str]:
     """A line for each reason: how many, and examples."""
     groups: dict[str, list[str]] = {}

@@ -46,19 +46,15 @@ class Cells:
 
 
 def divide(model: Any, mesh: Any, name: str, group_size: int) -> None:
-    """Makes a bf16 model the contestant, this rank's part of it; fused where the contestant is."""
+    """Makes a bf16 model the contestant, this rank's part of it."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
 
-    CONTESTANTS[name if name == "bf16" else name.removesuffix("-plain") + "-plain"](model, group_size)
+    CONTESTANTS[name](model, group_size)
     plan: dict[str, Any] = {f"model.layers.*.{each}": ColwiseParallel() for each in COLWISE}
     plan |= {f"model.layers.*.{each}": RowwiseParallel() for each in ROWWISE}
     parallelize_module(model, mesh, plan)
-    if name != "bf16" and not name.endswith("-plain"):
-        fused = jitgemm.nn.fuse_(model)
-        if len(fused) != 3 * len(model.model.layers):
-            raise RuntimeError(f"fuse_: expected each block, both its norms and its MLP to be fused, got {fused}")
 
 
 def without_collectives(model: Any) -> Any:
@@ -96,11 +92,11 @@ def collectives(cell: Cells, hidden: int, layers: int, device: torch.device) -> 
     return call
 
 
-def warm_up(model: Any, mesh: Any, tokens: int) -> None:
+def warm_up(model: Any, mesh: Any, tokens: int, compiled: bool = False) -> None:
     """Every rank's kernels; the others find rank 0's in the cache."""
     for turn in (0, 1):
         if (mesh.get_local_rank() == 0) == (turn == 0):
-            jitgemm.nn.warmup(model, tokens)
+            jitgemm.nn.warmup(model, tokens, compiled=compiled)
         dist.barrier()
 
 
@@ -147,7 +143,7 @@ def time_divided(
         alone = without_collectives(part)
         if gpu and any(isinstance(module, W4A8Linear) for module in part.modules()):
             for model in (part, whole):
-                warm_up(model, mesh, most)
+                warm_up(model, mesh, most, backend is not None)
         for cell, ids in zip(cells, inputs):
             torch._dynamo.reset()  # a function is compiled for a few kinds of arguments at most
             say(f"{name}: {cell.kind}, {cell.sequences} x {cell.tokens} tokens")

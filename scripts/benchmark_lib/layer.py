@@ -1,5 +1,5 @@
 """The four Linears of Llama's decoder layers in one decode step, with the norms, the residual additions and the gate
-around them: as modules, fused, compiled, and as calls written by hand. Attention is left out: o_proj reads the columns
+around them: as modules, compiled, and as calls written by hand. Attention is left out: o_proj reads the columns
 of q.
 """
 
@@ -106,17 +106,6 @@ def shared_copy(stack: Stack) -> Stack:
     return copy.deepcopy(stack, {id(each): each for each in (*stack.parameters(), *stack.buffers())})
 
 
-def fused(stack: Stack) -> Stack:
-    """A copy over the same tensors, after `fuse_`; RuntimeError if that left anything as it was."""
-    stack = shared_copy(stack)
-    report = jitgemm.nn.fuse_(stack)
-    parts = ".input_layernorm", ".post_attention_layernorm", ".mlp"
-    expected = {f"layers.{i}{part}" for i in range(len(stack.layers)) for part in parts}
-    if set(report) != expected:
-        raise RuntimeError(f"fuse_: expected each layer, both its norms and its MLP to be fused, got {report}")
-    return stack
-
-
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,22 +173,21 @@ class ByHand:
 # ---- the contestants -------------------------------------------------------------------------------------------------
 
 BY_HAND = ("gemms", "hand", "hand-attention")
-CONTESTANTS = (*BY_HAND, "modules", "fused", "compiled", "fused-compiled", "bf16", "floor")
+CONTESTANTS = (*BY_HAND, "modules", "compiled", "bf16", "floor")
 
 
 @dataclass
 class Weights:
-    """The stacks of one kind of activations; None: bf16."""
+    """The stack of one kind of activations; None: bf16."""
 
     activation: str | None
-    plain: Stack
-    fused: Stack | None = None
+    stack: Stack
 
     @classmethod
-    def quantised(cls, stack: Stack, activation: str, group_size: int, fuse: bool) -> Weights:
+    def quantised(cls, stack: Stack, activation: str, group_size: int) -> Weights:
         stack = shared_copy(stack)
         jitgemm.nn.quantize_(stack, activation=activation, group_size=group_size, clip_steps=0)
-        return cls(activation, stack, fused(stack) if fuse else None)
+        return cls(activation, stack)
 
 
 def floor_us(stack: Stack, group_size: int) -> float:
@@ -225,8 +213,7 @@ def entries(weights: Weights, names: Sequence[str], hand: ByHand | None, x: torc
             call = hand.gemms if name == "gemms" else partial(hand.fused, attention=name != "hand")
             made.append(Entry(name, call, partial(hand.result, call)))
         elif (name == "bf16") == (weights.activation is None) and name not in (*BY_HAND, "floor"):
-            stack = weights.fused if name.startswith("fused") else weights.plain
-            module = stack if name in ("modules", "fused") else compiled(stack)
+            module = weights.stack if name == "modules" else compiled(weights.stack)
             run = partial(module, x[:, None])
             made.append(Entry(name, run, lambda run=run: run()[:, 0]))
     return made
@@ -261,11 +248,10 @@ def time_layer(
     kinds: list[Weights] = []
     for activation in activations if set(names) - {"bf16"} else ():
         say(f"{activation}: quantising {sizes.layers} layers")
-        fuse = any(name.startswith("fused") for name in names)
-        kinds.append(Weights.quantised(base, activation, group_size, fuse))
+        kinds.append(Weights.quantised(base, activation, group_size))
         if gpu:
             say(f"{activation}: compiling and loading kernels")
-            jitgemm.nn.warmup(kinds[-1].plain, max(batches), compiled=True)
+            jitgemm.nn.warmup(kinds[-1].stack, max(batches), compiled=True)
     if "bf16" in names:
         kinds.append(Weights(None, base))
 
@@ -284,9 +270,9 @@ def time_layer(
             for weights in kinds:
                 kind = weights.activation
                 if kind is None:
-                    hand, exact = None, weights.plain(x[:, None])[:, 0]
+                    hand, exact = None, weights.stack(x[:, None])[:, 0]
                 else:
-                    hand = ByHand(weights.plain, x)
+                    hand = ByHand(weights.stack, x)
                     exact = hand.result(partial(hand.fused, keep=True))
                 for entry in entries(weights, names, hand, x, compiled):
                     if (entry.name, kind) not in found:
@@ -300,7 +286,7 @@ def time_layer(
                     )
                 if kind is not None and "floor" in names:
                     row = {"contestant": "floor", "activation": kind, "tokens": m}
-                    found["floor", kind] = row | {"us": floor_us(weights.plain, group_size)}, []
+                    found["floor", kind] = row | {"us": floor_us(weights.stack, group_size)}, []
         timed = [clock for _, clocks in found.values() for clock in clocks]
         for i in range(ROUNDS if gpu else 1):
             for clock in random.Random(i).sample(timed, len(timed)):  # nobody keeps its neighbours

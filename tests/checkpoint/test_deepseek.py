@@ -267,14 +267,9 @@ def test_from_pretrained_gives_the_same_model(published, tmp_path):
     assert same_state(again, expected)
 
 
-def test_it_is_fused_and_warmed_up(published):
+def test_it_is_warmed_up(published):
     kind, folder, _ = published
     model = loaded(folder, torch.float32)
-    before = logits(model)
-    report = jitgemm.nn.fuse_(model)
-    assert report.fused["model.layers.0.input_layernorm"] == ("RMSNorm, quantiser and q_a_proj + kv_a_proj_with_mqa")
-    assert "model.layers.1.mlp.shared_experts" in report.fused
-    assert of_most(logits(model), before) < 0.2  # a code that is another one changes all behind it
     kernels = {spec for spec, *_ in kernels_of(model, 64, [torch.bfloat16], "h200") if isinstance(spec, KernelSpec)}
     found = {(spec.format.bits, spec.lhs_group, spec.experts > 0) for spec in kernels}
     assert found == {(8, 128, False), (4, 0, True) if kind == "w4afp8" else (8, 128, True)}
@@ -321,6 +316,5 @@ def test_from_pretrained_on_a_gpu(published):
     )
     expected = loaded(folder, device="cuda")
     assert same_state(model, expected) and torch.equal(logits(model), logits(expected))
-    jitgemm.nn.fuse_(model)
     jitgemm.nn.warmup(model, max_m=64)
-    assert of_most(logits(model), logits(expected)) < 0.2
+    assert torch.equal(logits(model), logits(expected))

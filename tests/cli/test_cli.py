@@ -516,11 +516,8 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 16, got 40"),
         (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
         (["warmup", "--shape", "16,64", "--tp", "2"], "--for, --tp, --ep and --activation are for a --model"),
-        (["warmup", "--shape", "16,64", "--for", "fused"], "--for, --tp, --ep and --activation are for a --model"),
-        (
-            ["warmup", "--shape", "16,64", "--for", "nonsense"],
-            "'nonsense' is not one of 'linear', 'fused', 'compiled', '",
-        ),
+        (["warmup", "--shape", "16,64", "--for", "compiled"], "--for, --tp, --ep and --activation are for a --model"),
+        (["warmup", "--shape", "16,64", "--for", "nonsense"], "'nonsense' is not one of 'linear', 'compiled', 'vllm'"),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
             "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a",

@@ -27,7 +27,6 @@ import jitgemm.nn
 from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
 from jitgemm.moe.masked import fused_experts_masked
-from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm
 
 E, K, N = 4, 128, 256
 """Experts, and widths of the calls, which m takes in turn: a comparison of m with one of them must put no guard on it."""
@@ -88,12 +87,9 @@ class Layers(torch.nn.Module):
         return hidden
 
 
-def fused() -> torch.nn.Module:
+def layers() -> torch.nn.Module:
     model = Layers().bfloat16().eval()
     jitgemm.nn.quantize_(model)
-    jitgemm.nn.fuse_(model)
-    kinds = [type(module) for module in model.modules()]
-    assert kinds.count(FusedNorm) == 4 and kinds.count(FusedMLP) == 2
     return model
 
 
@@ -248,7 +244,7 @@ CALLS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "W8A8Linear": (lambda: linear(kind=jitgemm.nn.W8A8Linear), ROWS),
     "W8A8Linear, blocks": (lambda: linear(kind=jitgemm.nn.W8A8Linear, activation="e4m3_block", block=128), ROWS),
     "gated MLP": (MLP, ROWS),
-    "fused layers": (fused, BATCH),
+    "decoder layers": (layers, BATCH),
     "W4A8Experts": (Experts, ROWS),
     "W8A8Experts": (lambda: Experts(8, "e4m3_block"), ROWS),
     "gemm": (lambda: Call(gemm, dense(), builders.bias(1, N)), ROWS),
@@ -348,7 +344,7 @@ def test_one_graph_serves_an_m_that_no_tracer_knows(name, device):
     assert graphs_of(name, device, 7, 1, N, backend="aot_eager", mark=torch._dynamo.decorators.mark_unbacked) == 1
 
 
-INDUCTOR = ("fused layers", "W4A8Experts")
+INDUCTOR = ("decoder layers", "W4A8Experts")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
@@ -441,7 +437,7 @@ def test_vmap_names_the_op_that_it_cannot_batch(device):
 
 
 NEED_A_DRIVER = (
-    "fused layers", "gemm into columns", "quantise into", "add and normalise", "DeepGEMM's rows", "fused_experts",
+    "decoder layers", "gemm into columns", "quantise into", "add and normalise", "DeepGEMM's rows", "fused_experts",
 )  # fmt: skip
 """PyTorch indexes and copies a GPU's tensors, fake ones too, where it finds a GPU."""
 

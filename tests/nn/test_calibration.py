@@ -381,8 +381,7 @@ def test_wrong_arguments_are_named(options, error):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", (llama, qwen3_moe))
-@pytest.mark.parametrize("fused", (False, True))
-def test_on_a_gpu_results_are_nearer_than_without(make, fused):
+def test_on_a_gpu_results_are_nearer_than_without(make):
     model, batches, other = make().cuda().bfloat16(), list(ids(24).split(8)), ids(4, seed=9).cuda()
     lost = []
     with torch.no_grad():
@@ -391,8 +390,6 @@ def test_on_a_gpu_results_are_nearer_than_without(make, fused):
             quantised = copy.deepcopy(model)
             report = jitgemm.nn.quantize_(quantised, activation="int8", **options)
             assert set(report.errors) == set(report)
-            if fused:
-                jitgemm.nn.fuse_(quantised)
             lost.append(float((quantised(other).logits.float() - expected).square().mean()))
     assert lost[0] < 0.9 * lost[1]
 

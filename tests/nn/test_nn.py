@@ -21,7 +21,6 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.fuse.fused import FusedProjections
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
@@ -407,7 +406,6 @@ INFERENCE = {
     "empty": lambda layer, path: emptied(layer),
     "assign": lambda layer, path: _assigned(layer),
     "file": lambda layer, path: PackedLinear.from_checkpoint(path, "a"),
-    "fused": lambda layer, path: FusedProjections([copy.deepcopy(layer), copy.deepcopy(layer)]).runs[0],
 }
 
 

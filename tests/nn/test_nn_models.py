@@ -40,7 +40,7 @@ quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
 """Without the search for better scales, which takes most of the time."""
 
 
-@pytest.mark.parametrize("call", ["quantize_", "fuse_", "unfuse_", "warmup", "mark_ready", "load_"])
+@pytest.mark.parametrize("call", ["quantize_", "warmup", "mark_ready", "load_"])
 def test_what_is_no_model_is_refused(call):
     source = ({},) if call == "load_" else ()
     with pytest.raises(TypeError, match="^model: expected a torch.nn.Module, got str$"):

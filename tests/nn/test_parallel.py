@@ -112,7 +112,7 @@ def colwise(mesh, name: str) -> tuple:
     x = x_of(layer)
     expected = layer(x)
     parallelize_module(layer, mesh, ColwiseParallel())
-    assert layer.split.plain and layer.out_features == expected.shape[1] // 2
+    assert layer.out_features == expected.shape[1] // 2
     assert builders.same_bits(layer(x), columns_of(expected, mesh.get_local_rank()))
     return layer.weight.nbytes, layer(x[None]).shape
 
@@ -141,7 +141,6 @@ def layouts(mesh) -> None:
         return parallelize_module(copy.deepcopy(whole), mesh, style)
 
     gathered = divided(ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()))
-    assert not gathered.split.plain
     assert builders.same_bits(gathered(tokens), expected)
     given = DTensor.from_local(tokens, mesh, [Shard(1)])
     out = divided(ColwiseParallel(use_local_output=False))(given)
@@ -234,13 +233,6 @@ def a_model(mesh) -> torch.Tensor:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert builders.same_bits(compiled(x), out)
 
-    report = jitgemm.nn.fuse_(model)
-    assert [name for name in report if name.endswith("mlp")] == ["layers.0.mlp", "layers.1.mlp"]
-    fused = model(x)
-    assert (fused - out).norm() < 0.02 * out.norm()
-    jitgemm.nn.unfuse_(model)
-    assert builders.same_bits(model(x), out)
-
     state = model.state_dict()
     other = divided_model(mesh)
     for buffer in other.buffers():
@@ -254,15 +246,6 @@ def a_model(mesh) -> torch.Tensor:
     assert isinstance(mixed.layers[1].mlp.down, torch.nn.Linear)  # which goes to PyTorch's styles
     assert (mixed(x) - expected).norm() < 0.3 * expected.norm()  # codes of 4 bits make the difference
     return out
-
-
-def layouts_are_not_fused(mesh) -> dict[str, str]:
-    model = Model()
-    jitgemm.nn.quantize_(model, activation="int8", clip_steps=0)
-    gathering = RowwiseParallel(input_layouts=Replicate())
-    plan = {name: style() for name, style in PLAN.items()} | {"layers.*.mlp.down": gathering}
-    parallelize_module(model, mesh, plan)
-    return jitgemm.nn.fuse_(model).skipped
 
 
 EXPERTS = [*ACTIVATIONS, "8 bits"]
@@ -365,18 +348,13 @@ def test_what_cannot_be_divided_is_refused_by_name(both):
         assert message.startswith(words)
 
 
-def test_a_model_runs_compiled_fused_and_from_its_state(both):
+def test_a_model_runs_compiled_and_from_its_state(both):
     first, second = both(a_model)
     assert builders.same_bits(first, second)
 
 
 def test_a_checkpoint_is_cut_through_its_groups(both):
     both(through_groups)
-
-
-def test_what_changes_layouts_is_not_fused(both):
-    skipped, _ = both(layouts_are_not_fused)
-    assert "changes the layout of its input or output" in skipped["layers.0.mlp"]
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "static"])
@@ -433,7 +411,7 @@ def on_rows(mesh, name: str) -> None:
 
 
 def model_on_rows(mesh) -> None:
-    """Sequences divided among ranks, through layers that are whole on each; fused, compiled, and with a divided MLP."""
+    """Sequences divided among ranks, through layers that are whole on each; compiled, and with a divided MLP."""
     model, x = Model(), torch.randn(2, 6, N, generator=builders.generator(2))
     jitgemm.nn.quantize_(model, activation="int8", clip_steps=0)
     parallelize_module(model, mesh, {"layers.*.norm": SequenceParallel()})
@@ -446,16 +424,9 @@ def model_on_rows(mesh) -> None:
     whole = Model()
     jitgemm.nn.quantize_(whole, activation="int8", clip_steps=0)
     assert builders.same_bits(out.full_tensor(), whole(x))
-    assert len(jitgemm.nn.fuse_(whole)) == 4
-    fused = whole(sharded)
-    assert fused.placements == (Shard(1),) and builders.same_bits(fused.full_tensor(), whole(x))
 
-    divided = divided_model(mesh)
-    jitgemm.nn.fuse_(divided)
-    norm, mlp = divided.layers[0].norm, divided.layers[0].mlp
-    assert builders.same_bits(mlp(norm(sharded)), mlp(norm(x)))
-    with pytest.raises(TypeError, match="x: expected a plain tensor, what the preceding fused norm computes"):
-        mlp(sharded)
+    mlp = divided_model(mesh).layers[0].mlp
+    assert builders.same_bits(mlp(sharded), mlp(x))
 
 
 def ops_on_rows(mesh) -> list[str]:
@@ -641,8 +612,6 @@ def loaded(mesh, folder: str) -> torch.Tensor:
     plan |= {"*.o_proj": RowwiseParallel(), "*layers.0*.down_proj": RowwiseParallel()}
     jitgemm.nn.load_(planned, folder, tp=mesh, tp_plan=plan)
     assert near(planned(TOKENS).logits, whole(TOKENS).logits)
-    jitgemm.nn.fuse_(model)
-    assert near(model(TOKENS).logits, logits)
     return logits
 
 
@@ -861,7 +830,7 @@ def halves(mesh, name: str) -> None:
     assert torch.equal(summed, part)
 
 
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "int8-plain"])
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "int8"])
 def test_ranks_without_collectives_keep_their_parts(both, name):
     pytest.importorskip("transformers")
     both(halves, name)

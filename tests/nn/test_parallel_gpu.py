@@ -1,4 +1,4 @@
-"""Layers divided among two GPUs of one host, with NCCL: against the whole layer, in CUDA graphs, after fuse_."""
+"""Layers divided among two GPUs of one host, with NCCL: against the whole layer, in CUDA graphs, compiled."""
 
 from __future__ import annotations
 
@@ -91,13 +91,10 @@ def a_model(mesh) -> torch.Tensor:
     parallelize_module(model, mesh, {name: style() for name, style in PLAN.items()})
     out = model(x)
     assert (out - expected).norm() < 0.05 * expected.norm()
-    jitgemm.nn.fuse_(model)
-    fused = model(x)
-    assert (fused - out).norm() < 0.05 * out.norm()
-    assert builders.same_bits(in_a_graph(model, x), fused)
+    assert builders.same_bits(in_a_graph(model, x), out)
     compiled = torch.compile(model, fullgraph=True)
-    assert (compiled(x) - fused).norm() < 0.02 * fused.norm()
-    return fused.cpu()
+    assert (compiled(x) - out).norm() < 0.05 * out.norm()  # quantisers compute norms and gates, which round nothing
+    return out.cpu()
 
 
 def divided_experts(mesh, kind: str) -> None:

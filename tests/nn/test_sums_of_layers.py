@@ -21,7 +21,6 @@ from emulator.launch import emulate
 from jitgemm.gemm import launch, reference
 from jitgemm.moe import reference as moe_reference
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
-from jitgemm.nn.fuse.fused import FusedProjections
 from jitgemm.nn.layers.linear import empty_weight
 from jitgemm.nn.warm.warm import _command, kernels
 from jitgemm.kernel.formats import WeightFormat
@@ -210,25 +209,6 @@ def test_a_compiled_model_takes_another_kind_of_sums():
         expected = compiled(x)
         made.sums = "f16"
         assert torch.equal(compiled(x), expected)
-
-
-# ---- fused Linears ---------------------------------------------------------------------------------------------------
-
-
-def test_fused_projections_add_up_as_their_linears(given):
-    parts = [W4A8Linear(builders.weight_parts(seed, 64, K, 128).packed) for seed in (1, 2, 3)]
-    for part in parts[:2]:
-        part.sums = "f16"
-    fused = FusedProjections(parts)
-    assert [run.call_sums for run in fused.runs] == ["f16", "f32"]
-    assert_powers(fused.runs[0])
-    fused(inputs(1, 5, K))
-    assert given == ["f16", "f32"]
-    with pytest.raises(ValueError, match="sums: expected them to be set before fuse_, got 'f32' for a fused Linear"):
-        fused.slices[0].sums = "f32"
-    back = fused.slices[0].original()
-    assert back.sums == "f16"
-    assert_powers(back)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

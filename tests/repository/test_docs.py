@@ -94,6 +94,7 @@ REPLACED = {
     'device_map="cuda"': 'device_map="cpu"',
     "n, k, m = 4096, 14336, 16": "n, k, m = 72, 256, 3",
     "max_m=4096": "max_m=1",
+    "model.compile(": 'model.compile(backend="aot_eager", ',
 }
 """In every sample."""
 

@@ -288,10 +288,9 @@ def test_results_of_quantisers_say_whether_they_are_pairs_or_triples(said):
 
 
 def test_no_function_of_the_package_is_untyped():
-    """Of what `mypy --strict` calls so; nn/fuse/fused.py overrides PyTorch's two."""
+    """Of what `mypy --strict` calls so."""
     for path in (ROOT / "jitgemm").rglob("*.py"):
-        if path.name != "fused.py":
-            assert "no-untyped-def" not in path.read_text(encoding="utf-8"), path
+        assert "no-untyped-def" not in path.read_text(encoding="utf-8"), path
 
 
 def test_every_third_party_import_is_a_requirement():

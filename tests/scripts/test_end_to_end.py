@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from jitgemm.nn.fuse.fused import FUSED
+from jitgemm.nn import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vocab 96 --group-size 32".split()
@@ -240,7 +240,7 @@ def test_layers_are_timed_as_modules_and_by_hand(script):
     result = run(script, *LAYER, "--activation", "e4m3", "--batch", "1,3", "--backend", "eager", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
-    ours = "gemms", "hand", "hand-attention", "modules", "fused", "compiled", "fused-compiled", "floor"
+    ours = "gemms", "hand", "hand-attention", "modules", "compiled", "floor"
     kinds = [(name, "e4m3") for name in ours] + [("bf16", None)]
     rows = [(row["contestant"], row["activation"], row["tokens"]) for row in document["rows"]]
     assert rows == [(*kind, m) for m in (1, 3) for kind in kinds]
@@ -269,23 +269,15 @@ def test_a_table_of_layers_for_people(script):
     assert re.search(r"bf16 +-( +[\d.]+){2} +0", result.stdout)
 
 
-def test_layers_that_a_fused_module_changes_exit_with_1(script, monkeypatch):
+def test_layers_that_a_module_changes_exit_with_1(script, monkeypatch):
     def wrong(self, x):
         return 2 * forward(self, x)
 
-    fused = sys.modules["jitgemm.nn.fuse.fused"].FusedMLP
-    forward = fused.forward
-    monkeypatch.setattr(fused, "forward", wrong)
-    result = run(script, *LAYER, "--batch", "1", "--contestant", "fused", "--activation", "int8", "--json")
+    forward = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", wrong)
+    result = run(script, *LAYER, "--batch", "1", "--contestant", "modules", "--activation", "int8", "--json")
     assert result.exit_code == 1, result.output
     assert json.loads(result.stdout)["rows"][0]["difference"] > 0.3
-
-
-def test_layers_of_which_a_part_stays_unfused_are_not_timed(script, monkeypatch):
-    layer = sys.modules["benchmark_lib.layer"]
-    monkeypatch.setattr(layer, "silu", torch.nn.functional.mish)
-    with pytest.raises(RuntimeError, match="fuse_: expected each layer, both its norms and its MLP"):
-        script.app([*LAYER, "--batch", "1", "--contestant", "fused"], standalone_mode=False)
 
 
 @pytest.mark.gpu
@@ -303,9 +295,9 @@ def test_layers_replay_as_modules_and_by_hand(script):
     result = run(script, "layer", *sizes, "--activation", "e4m3", "--activation", "int8", "--batch", "1,3", "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert len(rows) == 34
+    assert len(rows) == 26
     for row in rows:
-        exact = row["contestant"] in ("gemms", "hand", "hand-attention", "fused")
+        exact = row["contestant"] in ("gemms", "hand", "hand-attention")
         assert row["us"] > 0 and row.get("difference", 0) < (1e-9 if exact else 0.1)
 
 
@@ -338,13 +330,16 @@ def test_experts_divided_among_gpus_replay(script):
     [
         ([*CHECK, "--activation", "int4"], "--activation: expected fp8 or int8, got 'int4'"),
         ([*CHECK, "--format", "gptq"], "--format: expected int-quantized or pack-quantized, got 'gptq'"),
-        ([*SPEED, "--contestant", "int4"], "--contestant: expected one of bf16, fp8, e4m3, int8, e4m3-plain"),
+        (
+            [*SPEED, "--contestant", "int4"],
+            "--contestant: expected one of bf16, fp8, e4m3, int8, e4m3-head8, got 'int4'",
+        ),
         ([*SPEED, "--attention", "eager"], "--attention: expected one of sdpa, flex, got 'eager'"),
         ([*SPEED, "--attention", "flex"], "--attention: FlexAttention is for a compiler, expected a --backend"),
         ([*SPEED, "--batch", "1,x"], "--batch: expected positive numbers such as 1,16,64, got '1,x'"),
         ([*SPEED, "--batch", "0"], "--batch: expected positive numbers"),
         ([*SPEED, "--heads", "3"], "--heads: expected an even head size and a multiple of --kv-heads"),
-        ([*TP, "--contestant", "fp8"], "--contestant: expected one of bf16, e4m3, int8, e4m3-plain"),
+        ([*TP, "--contestant", "fp8"], "--contestant: expected one of bf16, e4m3, int8, e4m3-head8, got 'fp8'"),
         ([*TP, "--ranks", "3"], "--kv-heads: expected a multiple of 3 ranks * 1, got 4"),
         ([*TP, "--group-size", "64"], "--hidden: expected a multiple of 2 ranks * 64, got 64"),
         ([*EP, "--ranks", "3"], "--experts: expected a multiple of 3, got 4"),
@@ -353,7 +348,7 @@ def test_experts_divided_among_gpus_replay(script):
         ([*EP, "--tokens", "0"], "--tokens: expected positive numbers"),
         (
             [*LAYER, "--contestant", "fp8"],
-            "--contestant: expected one of gemms, hand, hand-attention, modules, fused, compiled",
+            "--contestant: expected one of gemms, hand, hand-attention, modules, compiled, bf16, floor, got 'fp8'",
         ),
         ([*LAYER, "--activation", "fp8"], "--activation: expected one of e4m3, int8, got 'fp8'"),
         ([*CHECK, "--group-size", "48"], "--hidden: expected a multiple of --group-size 48, got 64"),
@@ -376,7 +371,7 @@ def test_help_teaches(script):
     assert result.exit_code == 0
     assert "check" in result.stdout and "speed" in result.stdout
     pages = {"check": ("Logits", "--keep"), "speed": ("one CUDA graph", "--contestant"), "tp": ("waits", "--ranks")}
-    pages["layer"] = "fused-compiled", "--activation"
+    pages["layer"] = "hand-attention", "--activation"
     for command, texts in pages.items():
         result = run(script, command, "--help")
         assert result.exit_code == 0
@@ -401,6 +396,7 @@ def test_the_first_example_of_the_documentation_runs(script, libraries, tmp_path
     code = first_example("docs/linear.md")
     assert len(code.strip().splitlines()) <= 10
     smaller = {"Meta-Llama-3-8B-Instruct-W4AFP8": str(folder), '"cuda"': '"cpu"', "max_m=4096": "max_m=8"}
+    smaller |= {"model.compile()": "model.compile(backend='aot_eager')"}
     for there, here in smaller.items():
         assert there in code
         code = code.replace(there, here)
@@ -408,4 +404,4 @@ def test_the_first_example_of_the_documentation_runs(script, libraries, tmp_path
     exec(compile(code, "docs/linear.md", "exec"), names)
     assert names["logits"].shape == (1, 16, 96) and bool(names["logits"].isfinite().all())
     plain = [name for name, m in names["model"].named_modules() if type(m) is torch.nn.Linear]
-    assert plain == ["lm_head"] and sum(isinstance(m, FUSED) for m in names["model"].modules()) > 2
+    assert plain == ["lm_head"] and sum(isinstance(m, PackedLinear) for m in names["model"].modules()) == 7

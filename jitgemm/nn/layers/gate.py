@@ -6,7 +6,6 @@ Knows neither weights nor calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import product
 
 import torch
@@ -53,23 +52,18 @@ def gate_of(experts: torch.nn.Module) -> Gate | None:
     numbers = {kind: dict.fromkeys(((math.inf, 1.0), (limit or math.inf, 1.0))) for kind in GATE_KINDS}
     numbers["swiglu_oai"] = {(bound, alpha or 1.0): None for bound, _ in numbers["swiglu_oai"]}
     numbers["situ"] = {} if beta is None else {(linear or math.inf, beta): None}
-    gated = getattr(experts, "has_gate", True)
+    has_gate = getattr(experts, "has_gate", True)
     gates = [Gate(kind, order, *of) for kind in GATE_KINDS if kind not in UNGATED
-             for order, of in product(GATE_ORDERS, numbers[kind])] if gated else [*map(Gate, UNGATED)]  # fmt: skip
+             for order, of in product(GATE_ORDERS, numbers[kind])] if has_gate else [*map(Gate, UNGATED)]  # fmt: skip
     with torch.no_grad():
         try:
-            found = experts._apply_gate(probe) if gated else experts.act_fn(probe)  # type: ignore[operator]
+            found = experts._apply_gate(probe) if has_gate else experts.act_fn(probe)  # type: ignore[operator]
         except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
             return None
-        return matching_gate(probe, found, gates)
-
-
-def matching_gate(x: torch.Tensor, y: torch.Tensor, gates: Iterable[Gate]) -> Gate | None:
-    """The first gate that makes y out of x, apart from roundings."""
-    for gate in gates:
-        expected = gated(x, gate)
-        if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5):
-            return gate
+        for gate in gates:
+            expected = gated(probe, gate)  # apart from roundings
+            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+                return gate
     return None
 
 

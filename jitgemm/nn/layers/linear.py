@@ -74,7 +74,7 @@ class PackedLinear(Packed):
     batch_invariant = False
     split: LinearSharding | None = None
     prologues: Sequence[Prologue] = (NO_PROLOGUE,)
-    """What the layer's quantiser may compute first; empty where the layer runs no kernels."""
+    """What the layer's quantiser may compute first."""
 
     def __init__(
         self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
@@ -393,11 +393,11 @@ def is_dtensor(x: torch.Tensor) -> bool:
     return isinstance(x, DTensor)
 
 
-def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: LinearSharding | None = None) -> torch.Tensor:
+def on_parts(forward: Callable[..., torch.Tensor], x: Any) -> torch.Tensor:
     """`jitgemm.nn.layers.sharding.on_parts`, imported with the first DTensor."""
     from jitgemm.nn.layers import sharding
 
-    return sharding.on_parts(forward, x, split)
+    return sharding.on_parts(forward, x)
 
 
 def input_rows(x: torch.Tensor, columns: int, name: str = "x") -> torch.Tensor:

@@ -69,12 +69,6 @@ class LinearSharding(Sharding):
         """The layout of what the layer computes."""
         return Shard(-1) if self.dim == "n" else Replicate() if self.sums else Partial()
 
-    @property
-    def plain(self) -> bool:
-        """Whether plain tensors go in and come out without a change of layout."""
-        unchanged = self.input_layout == self.wanted and self.output_layout == self.given != Partial()
-        return unchanged and self.local_output
-
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input of the layer's, a plain tensor."""
         if not isinstance(x, DTensor):
@@ -132,16 +126,11 @@ ROWS = {"quantize_activations": ("x",), "gemm_w4a8_nt": ("x", "x_scale", "x_zero
 """By op: its arguments that have a row for each token. The others are the same on all ranks."""
 
 
-def on_parts(
-    forward: Callable[[torch.Tensor], torch.Tensor], x: DTensor, split: LinearSharding | None = None
-) -> torch.Tensor:
+def on_parts(forward: Callable[[torch.Tensor], torch.Tensor], x: DTensor) -> torch.Tensor:
     """forward, a module's, of each rank's rows of x [..., k]: a DTensor of x's layout.
 
-    Partial sums are summed and columns gathered before. With `split`, of a divided module that takes and gives plain
-    tensors, x is brought into its layout, and a plain tensor comes out.
+    Partial sums are summed and columns gathered before.
     """
-    if split is not None:
-        return forward(split.enter(x))
     last = x.dim() - 1
     whole = [Replicate() if each.is_partial() or getattr(each, "dim", None) == last else each for each in x.placements]
     x = x.redistribute(placements=whole)

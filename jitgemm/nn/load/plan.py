@@ -23,7 +23,6 @@ from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
 from jitgemm.nn.quantize.stacked import experts_layout
-from jitgemm.nn.quantize.swap import UNFUSE, Fused
 from jitgemm.nn.report import some
 
 _IGNORABLE = {
@@ -71,9 +70,6 @@ def plan_for(
     """What to do to the model. Arguments and errors are `load_`'s; nothing is changed, except that weights get tied."""
     if activation is not None:
         activation_named(activation)
-    fused = next((name for name, module in model.named_modules() if isinstance(module, Fused)), None)
-    if fused is not None:
-        raise ValueError(f"model: expected no fused modules, got {fused}; {UNFUSE}")
     checkpoint, heads = renamed_for(model, checkpoint)
     tie = getattr(model, "tie_weights", None)
     if tie is not None and any(p.is_meta for p in model.parameters()):

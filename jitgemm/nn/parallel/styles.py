@@ -20,7 +20,6 @@ from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
-from jitgemm.nn.quantize.swap import UNFUSE, Fused
 
 EXCHANGES = ("collectives", "nvlink")
 """How tokens of each rank's own get to experts on others."""
@@ -43,8 +42,6 @@ class _Divides(ParallelStyle):
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[safe-super]
         name = module.weight.layer or type(module).__name__
-        if isinstance(module, Fused):
-            raise ValueError(f"{name}: expected a layer that is not fused; {UNFUSE}")
         if module.split is not None:
             raise ValueError(
                 f"{name}: expected a whole layer, got one that is divided along {module.split.dim} already"

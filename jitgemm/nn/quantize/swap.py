@@ -19,11 +19,6 @@ HOOKS = (
 )  # fmt: skip
 SAVED = {"quant_method": "jitgemm"}
 """`quantization_config` of a model with packed layers. How each is packed is in its tensors."""
-UNFUSE = "call jitgemm.nn.unfuse_(model) first"
-
-
-class Fused:
-    """Marks what `fuse_` puts in a module's place."""
 
 
 def put_layers(

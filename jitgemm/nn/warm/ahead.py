@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 from jitgemm.checkpoint.files import Checkpoint, config_of_folder
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.moe.kernel import MAX_RANKS
-from jitgemm.nn.fuse.fuse import block_lists, fuse_
-from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.plan import plan_for
@@ -31,7 +29,7 @@ from jitgemm.nn.quantize.quantize import grouping_of_4_bits
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.save.source import config_of, import_transformers
-from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look
+from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, in_common
 from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
 
@@ -117,7 +115,7 @@ def models_ahead(
     Args:
         folder: with config.json and safetensors files; a model that is quantised while it is loaded needs no files,
             and may be given by its config alone.
-        use: "linear", as `load_` leaves it; "fused", after `fuse_`; "compiled", under torch.compile; "vllm".
+        use: "linear", as `load_` leaves it; "compiled", under torch.compile; "vllm".
         tp, ep: ranks that share Linears, by the model's own plan or as vLLM cuts them, and experts.
         activation: as in `load_`.
         quantise: of a model in floats, bits and options as `quantize_` takes them.
@@ -154,7 +152,7 @@ def models_ahead(
             raise ValueError(f"{folder}: expected {why}")
         layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, bits, order, given)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
-        made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
+        made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts)
         for layer in made.modules():
             if isinstance(layer, PACKED):
                 layer.batch_invariant = batch_invariant
@@ -214,8 +212,8 @@ class _Cuts:
         return ExpertsLook(*looks, len(mine), layout.gate, layout.top_k)
 
 
-def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
-    """The model with its layers in their places; blocks of one kind are one module."""
+def _as_loaded(layers: Any, cuts: _Cuts) -> torch.nn.Module:
+    """The model with its layers in their places, those of one kind one module."""
     made: dict[Hashable, torch.nn.Module] = {}
     for name, places in layers.places.items():
         key = _pattern(name), cuts.look(layers, name)
@@ -223,30 +221,7 @@ def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
         for place in places:
             parent, _, child = place.rpartition(".")
             layers.model.get_submodule(parent)._modules[child] = layer
-    for module in list(layers.model.modules()):
-        seen: dict[Hashable, torch.nn.Module] = {}
-        for number, block in module._modules.items() if isinstance(module, torch.nn.ModuleList) else ():
-            inside = ((name, type(m), id(m) if isinstance(m, PACKED) else 0) for name, m in block.named_modules())
-            module._modules[number] = seen.setdefault(tuple(inside), block)
-    if use == "fused":
-        _fill_blocks(layers.model)
-        fuse_(layers.model)
     return layers.model
-
-
-def _fill_blocks(model: torch.nn.Module) -> None:
-    """Gives the other tensors of blocks with packed layers some values, as `fuse_` runs them."""
-    inside = {m for _, blocks in block_lists(model) for block in blocks.values() for m in block.modules()}
-    draw = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None and old.is_meta:
-                new = torch.empty(old.shape, dtype=old.dtype)
-                if old.dim() < 2:
-                    new.fill_(1)
-                elif module in inside:
-                    new.normal_(0, old.shape[-1] ** -0.5, generator=draw)
-                module._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
 
 
 def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
@@ -267,7 +242,7 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
         try:
             look, *others = [cuts.look(layers, each) for each in names]
             if isinstance(look, Look):
-                static = None if last == "kv_b_proj" or look.static is None else 0  # whose weight MLA reads
+                static = look.static and last != "kv_b_proj"  # whose weight MLA reads
                 n, formats = look.n + sum(each.n for each in others), [look.format, *(x.format for x in others)]
                 if len({each.correction for each in formats}) > 1:  # no type holds the factors of all
                     formats = [replace(each, correction="") for each in formats]

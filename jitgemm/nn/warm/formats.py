@@ -3,7 +3,6 @@ rows where values decide."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.layouts import N
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.formats import WeightFormat
-from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
@@ -35,7 +33,7 @@ class Look:
 
     Attributes:
         bias: its type, or None.
-        static, order: number of its input scale, and of its permutation, among those of its block; None without.
+        static, permuted: whether it has an input scale, and a permutation.
     """
 
     n: int
@@ -44,15 +42,13 @@ class Look:
     format: WeightFormat
     activation: str
     bias: torch.dtype | None = None
-    static: int | None = None
-    order: int | None = None
+    static: bool = False
+    permuted: bool = False
 
     def module(self) -> PackedLinear:
-        weight = empty_weight(self.k, self.n, self.group_size, self.format, self.order is not None)
-        if self.order:
-            weight.permutation.copy_(weight.permutation.roll(self.order))
+        weight = empty_weight(self.k, self.n, self.group_size, self.format, self.permuted)
         bias = None if self.bias is None else torch.zeros(self.n, dtype=self.bias)
-        scale = None if self.static is None else torch.tensor([1.0 + self.static])
+        scale = torch.ones(1) if self.static else None
         return LINEARS[self.format.bits](weight, bias, activation=self.activation, input_scale=scale)
 
 
@@ -83,26 +79,22 @@ class LayersOfPlan:
         self.model, self.layers, self.checkpoint, found = plan.model, plan.layers, plan.checkpoint, plan.replaceable
         self.places, self.head = {name: found.places[name] for name in plan.layers}, found.head
         self.experts = {name: layer.layout for name, layer in plan.layers.items() if layer.layout is not None}
-        self._seen: dict[tuple[str, str], dict[Any, int]] = {}
 
     def look(self, name: str, cut: Cut | None) -> Look:
         layer: Any = self.layers[name]
-        values: dict[str, torch.Tensor | None]
         with errors_that_name(self.checkpoint, layer.prefix):
             if layer.header is None:
                 parts = parts_without_data(self.checkpoint, layer.names) if cut is None else layer.read(_CPU, cut)
                 weight, format = parts.weight, parts.weight.format
-                held = {suffix: layer.names.get(suffix) for suffix in ("input_scale", "permutation")}
-                values = {suffix: full and self.checkpoint.read(full, _CPU) for suffix, full in held.items()}
+                static, permuted = (name in layer.names for name in ("input_scale", "permutation"))
             else:
                 format, weight, joined = self._packed([[layer]], cut, correction=layer.correction)
-                values = {"input_scale": joined.input_scale, "permutation": joined.permutation}
+                static, permuted = joined.input_scale is not None, joined.permutation is not None
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         bias = torch.float32 if bias == torch.float16 else bias
         n = layer.n // (cut.world if cut is not None and cut.dim == "n" else 1)
-        numbers = (self._number(name, suffix, value) for suffix, value in values.items())
         size = _group_size(format, weight.group_size, weight.k)
-        return Look(n, weight.k, size, format, layer.activation, bias, *numbers)
+        return Look(n, weight.k, size, format, layer.activation, bias, static, permuted)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
         """w13 or w2 of some experts."""
@@ -147,13 +139,16 @@ class LayersOfPlan:
         weight = layer.canonical(_CPU, ("n", cut.rank * size // rows if by_rows else 0, layer.n // rows))
         return weight if cut is None or by_rows else weight.shard(*cut)
 
-    def _number(self, name: str, what: str, value: torch.Tensor | None) -> int | None:
-        """Which of the values this is that the layers of a block have; None for none."""
-        if value is None:
-            return None
-        block = re.match(r"(?:.*\.)?\d+(?=\.)", name)  # of a list of blocks
-        seen = self._seen.setdefault(("" if block is None else block[0], what), {})
-        return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
+
+def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
+    """The format of one weight that holds all of these."""
+    first = formats[0]
+    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
+    strips = all(each.uniform_strip_scale for each in formats)
+    if first.powers:  # packed together, they get the fewest scales that hold all
+        return replace(first, group_size=min((each.group_size for each in formats if each.group_size), default=0))
+    return replace(first, zero_point=zero_point, order=order, uniform_strip_scale=strips)
 
 
 def _group_size(format: WeightFormat, given: int, k: int) -> int:

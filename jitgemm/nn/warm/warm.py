@@ -22,7 +22,6 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CollectSpec, CombineSpec, DispatchSpec, RouteQuantizeSpec, GatherSpec, RouteSpec
 from jitgemm.moe.kernel import exchange_specs, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
-from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Packed
@@ -127,8 +126,7 @@ def _name(gpu: DeviceSpec) -> str:
 def _command(model: torch.nn.Module, max_m: int, device: str, compiled: bool) -> str:
     """The command that makes a model's kernels ahead of time."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or "FOLDER"
-    fused = any(isinstance(layer, FUSED) for layer in model.modules())
-    use = "compiled" if compiled else "fused" if fused else "linear"
+    use = "compiled" if compiled else "linear"
     sums = next((layer.sums for layer in model.modules() if isinstance(layer, Packed) and layer.sums != "f32"), None)
     use = "vllm" if isinstance(model, torch.nn.ModuleList) else use  # layers by themselves, as its plug-in warms up
     return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}{f' --sums {sums}' if sums else ''}" + (
@@ -147,13 +145,13 @@ def kernels(
     seen = set()
     more = _prologues_in_graphs(model) if compiled else {}
     for name, layer in model.named_modules():
-        prologues: tuple[Prologue, ...] = tuple(getattr(layer, "prologues", ()))
-        parts: list[Any] = []
-        if isinstance(layer, PackedLinear) and prologues:
-            prologues, parts = tuple(dict.fromkeys((*prologues, *more.get(name, ())))), [layer]
+        prologues: tuple[Prologue, ...] = ()
+        parts: list[Any]
+        if isinstance(layer, PackedLinear):
+            prologues, parts = tuple(dict.fromkeys((*layer.prologues, *more.get(name, ())))), [layer]
         elif isinstance(layer, PackedExperts):
             parts = [layer.w13, layer.w2]
-        if not parts:
+        else:
             continue
         where, weights = parts[0].weight.device, [part.weight for part in parts]
         kind = [
@@ -255,12 +253,12 @@ def _prologues_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ..
             norms.add(weight.shape[0])
     found = {}
     for name, layer in linears.items():
+        if "prologues" in vars(layer):  # a plug-in says what the graphs of its engine put ahead
+            continue
         near, above = [], name
         while above and not near:
             above = above.rpartition(".")[0]
             near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
         gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
         found[name] = _prologues(NORMS if not norms or layer.in_features in norms else (), gates if gated else ())
-        if getattr(layer, "prologues", PackedLinear.prologues) != PackedLinear.prologues:  # fused
-            found[name] = NORMS if NORMS[0] in layer.prologues else ()
     return found
