@@ -557,6 +557,29 @@ def test_a_model_of_plain_layers_gives_what_calls_with_prologues_give(name):
     assert graphs.quantisers == ({"norm": 2} if name == "Gemma3Text" else {"norm": 1, "add": 1}) | rest
 
 
+@pytest.mark.parametrize("dynamic, expected", [(True, (2, 2, 2, 2)), (None, (2, 3, 3, 3))])
+def test_generation_has_a_graph_for_prompts_and_one_for_tokens(dynamic, expected):
+    """By default the first prompt has one of its own. With dynamic=True eps is a constant if floats are."""
+    transformers = pytest.importorskip("transformers")
+    model, graphs = tiny("Llama", 2).float(), Graphs()  # fp32: hardly any ties
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+
+    def generated(m):
+        cache.reset()
+        given = {"past_key_values": cache, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        return model.generate(torch.arange(3, 3 + m)[None], **given, disable_compile=True)
+
+    lengths = 3, 8, 15, 21
+    eager = [generated(m) for m in lengths]
+    model.compile(backend=graphs, fullgraph=True, dynamic=dynamic)
+    with torch._dynamo.config.patch(specialize_float=True):
+        for m, tokens, count in zip(lengths, eager, expected):
+            assert torch.equal(generated(m), tokens) and tokens.shape == (1, m + 5)
+            assert len(graphs.graphs) == count
+    for graphs.graphs in [[graph] for graph in graphs.graphs]:
+        assert graphs.quantisers == {"norm": 1, "add": 3, "plain": 2, "silu": 2}
+
+
 # ---- inductor --------------------------------------------------------------------------------------------------------
 
 UNLOADED = """
