@@ -101,7 +101,7 @@ GROUPED = [
     ("grouped, activations shared", {"block_m": 80, **LHS}, G128, "e4m3", (130, 0, 33, 71), (328, 544), False),
     ("grouped, gathered and shared", {"block_m": 80, **LHS}, CHANNEL, "s8", (90, 0, 33, 71), (328, 544), True),
     ("grouped, tokens as rows", {"block_m": 128, **ROWS}, STRIPS, "e4m3", (130, 0, 33, 71), (328, 544), False),
-    ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
+    ("grouped, many experts", {"block_m": 8}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
     ("grouped, sums in f16", {"block_m": 112, **F16}, E4M3_4, "e4m3", (130, 0, 33, 71), (200, 1312), False),
     ("grouped, gathered, sums by parts", {"block_m": 80, **PARTS}, S8_4, "s8", (90, 0, 33, 71), (200, 544), True),
 ]  # fmt: skip

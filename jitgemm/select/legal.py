@@ -17,7 +17,7 @@ from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, wgmma_shape
 from jitgemm.kernel.tactics import fragment_sets, promote_records, sum_registers, units_in_flight
 from jitgemm.select.devices import DeviceSpec
 
-BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 MIN_STAGES = 3
 """Two stages hide nothing."""
 MAX_STAGES = 12
@@ -68,8 +68,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "sums by parts are of all of a tile's tokens at once"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
-    if spec.experts and spec.consumers_copy_lhs:
-        return "a grouped kernel's consumers copy no activations"
+    if spec.experts and (spec.consumers_copy_lhs or spec.ctas_per_sm > 1 or spec.reduce_scatter):
+        return "a grouped kernel's consumers copy no activations, its CTAs share no SM, and one of them stores a tile"
     if spec.multicast_lhs > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares activations"
     if spec.block_m % (8 * spec.multicast_lhs):
@@ -242,13 +242,12 @@ PARTS_REGISTERS = 8
 """More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
 and where splits of k meet experts' tables."""
 CROWDED_REGISTERS = 8
-"""More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k; and
-where CTAs of a grouped kernel exchange sums of `EXCHANGED_TOKENS` or more. Half as many for grouped kernels of
-`TALL_TOKENS` or more, for 64 tokens whose k warpgroups share, and for halves with corrections: else 192 x 128 spills."""
-EXCHANGED_TOKENS, TALL_TOKENS = 32, 176
+"""More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k. Half
+as many for grouped kernels of `TALL_TOKENS` or more, for 64 tokens whose k warpgroups share, and for halves with
+corrections: else 192 x 128 spills."""
+TALL_TOKENS = 176
 GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
-"""More of them for 4-bit codes and experts' tables where CTAs split k or share an SM, without and with zero points, from so
-many tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its problem."""
+"""More of them for 4-bit codes and experts' tables where CTAs split k, without and with zero points, from so many tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its problem."""
 TABLE_REGISTERS = 8
 """More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 FOUR_ZEROS_REGISTERS = 6
@@ -283,12 +282,11 @@ def registers_needed(spec: KernelSpec) -> int:
         rest += UNPROMOTED_REGISTERS
     if spec.sums == "f32" and not spec.shared_weights:
         halves = spec.token_halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
-        exchanged = spec.experts > 0 and spec.reduce_scatter and spec.block_m >= EXCHANGED_TOKENS
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
         corrected = bool(fmt.correction) and spec.token_halves > 1
-        rest += CROWDED_REGISTERS * (halves + exchanged) + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
-        crowded = spec.experts > 0 and (spec.split_k > 1 or spec.ctas_per_sm > 1)
+        rest += CROWDED_REGISTERS * halves + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
+        crowded = spec.experts > 0 and spec.split_k > 1
         rest += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
     rest += OFFSET_REGISTERS if fmt.offset else 0
     rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0

@@ -469,7 +469,7 @@ def test_masked_groups(max_m, layout):
 SPECS = [
     dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
     dict(block_m=16, block_n=64, stages=5, warpgroups_k=4),
-    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2),
     dict(block_m=64, block_n=192, stages=4),
     dict(block_m=128, block_n=128, stages=4),
     dict(block_m=128, block_n=128, token_halves=2, stages=4),

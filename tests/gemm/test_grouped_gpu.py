@@ -163,9 +163,9 @@ SPECS = [
     dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
     dict(block_m=8, block_n=128, stages=6, split_k=3),
     dict(block_m=16, block_n=256, stages=5),
-    dict(block_m=16, block_n=64, stages=5, warpgroups_k=4, ctas_per_sm=1),
-    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
-    dict(block_m=64, block_n=64, stages=4, warpgroups_k=1, split_k=2, reduce_scatter=True),
+    dict(block_m=16, block_n=64, stages=5, warpgroups_k=4),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2),
+    dict(block_m=64, block_n=64, stages=4, warpgroups_k=1, split_k=2),
     dict(block_m=64, block_n=192, stages=4),
     dict(block_m=128, block_n=128, stages=4),
     dict(block_m=128, block_n=128, token_halves=2, stages=4),
@@ -180,7 +180,7 @@ SPECS = [
 W8_SPECS = [
     dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
     dict(block_m=16, block_n=256, stages=4),
-    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, reduce_scatter=True, ctas_per_sm=2),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2),
     dict(block_m=64, block_n=128, stages=4),
     dict(block_m=128, block_n=128, token_halves=2, stages=4),
 ]

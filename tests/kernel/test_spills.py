@@ -49,12 +49,9 @@ def test_a_legal_call_compiles_whatever_spills(tmp_path, spec, sizes):
 
 SPILLED = (
     "s8w8-channel-b128-tofp16-m128hn192-s4-ss-e64", "s8w8-g128-fp32-b128-m128hn192-s4-ss-e64",
-    "s8w8-g64-fp32-m64n128-k1x2s-s3-c2-ss-e64", "e4m3w8-g32-fp32-m128n192-k1x2s-s3-ss",
-    "s8-g256o-bf16-m160hn128-k1x2-s3-e64", "e4m3-g256zo-fp32-m160hn128-k1x3s-s4",
-    "e4m3fast-g256-bf16-m112n192-k1x2s-s6-e64", "e4m3fast-g128-fp16-b128-m176hn128-mc2lhs-s5-e64",
-    "e4m3-g32z-bf16-b128-tofp32-m64n64-k1x2-s6-c2-e64", "e4m3mx-channel-tofp32-m96n192-k1x2-s3-e64",
-    "e4m3-g256zo-bf16-m144hn64-k2x2s-s3-e64", "s8-g32z-bf16-m192hn128-s5",
-    "s8fast-g128-bf16-m192hn128-s5-xfp16",
+    "e4m3w8-g32-fp32-m128n192-k1x2s-s3-ss", "s8-g256o-bf16-m160hn128-k1x2-s3-e64",
+    "e4m3-g256zo-fp32-m160hn128-k1x3s-s4", "e4m3fast-g128-fp16-b128-m176hn128-mc2lhs-s5-e64",
+    "e4m3mx-channel-tofp32-m96n192-k1x2-s3-e64", "s8-g32z-bf16-m192hn128-s5", "s8fast-g128-bf16-m192hn128-s5-xfp16",
 )  # fmt: skip
 """Kernels that spilled 24 to 572 bytes with NVRTC 13.0.88 or 12.9.86."""
 FITS = (

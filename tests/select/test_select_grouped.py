@@ -66,7 +66,11 @@ def test_every_grouped_problem_gets_a_legal_kernel_whose_table_holds_its_experts
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_the_kernels_are_the_dense_ones_with_the_stages_that_a_table_leaves(lhs, table):
     for format in FORMATS_OF[lhs][::4]:
-        dense = {replace(spec, stages=0) for spec in legal_kernels(lhs, format, H200) if spec.multicast_lhs == 1}
+        dense = {
+            replace(spec, stages=0)
+            for spec in legal_kernels(lhs, format, H200)
+            if spec.multicast_lhs == spec.ctas_per_sm == 1 and not spec.reduce_scatter
+        }
         found = legal_kernels(lhs, format, H200, experts=table)
         assert {spec.experts for spec in found} == {table}
         # A kernel whose third stage only just fits has no room for a large table, and some count more registers.
@@ -87,10 +91,13 @@ def test_a_table_takes_12_bytes_an_expert():
         assert smem_bytes(replace(dense, experts=table)) == smem_bytes(dense) + 12 * table
 
 
-def test_a_grouped_kernel_that_copies_directly_is_refused_with_the_reason():
+@pytest.mark.parametrize(
+    "change", [{"consumers_copy_lhs": True}, {"ctas_per_sm": 2}, {"reduce_scatter": True}], ids=str
+)
+def test_what_only_dense_kernels_have_is_refused_with_the_reason(change):
     legal = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=64)
     assert illegal(legal, H200) is None
-    assert "grouped" in illegal(replace(legal, consumers_copy_lhs=True), H200)
+    assert "grouped" in illegal(replace(legal, **change), H200)
 
 
 @pytest.mark.parametrize(("count", "table"), [(1, 64), (64, 64), (65, 256), (256, 256), (257, 1024), (1024, 1024)])
