@@ -15,7 +15,7 @@ from test_driver import CODES, struct_of
 import jitgemm
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
+from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.select.choose import kernels_for
@@ -108,19 +108,9 @@ def test_blocks_of_rows_with_masks():
         assert torch.equal(out[e, :rows], right) and bool((out[e, rows:] == 3).all())
 
 
-def test_deepgemm_s_and_vllm_s_sizes():
+def test_deepgemm_s_sizes():
     indices = torch.tensor([0, 0, -1, -1, 2, 2, 2, -1, 3, 9], dtype=torch.int32)
     assert rows_of_m_indices(indices, 5).tolist() == [[0, 2], [0, 0], [4, 7], [8, 9], [0, 0]]
-    offsets, sizes = torch.tensor([0, 4, 4]), torch.tensor([[N, 4, K], [N, 0, K], [N, 3, K]], dtype=torch.int32)
-    assert rows_of_problem_sizes(offsets, sizes).tolist() == [[0, 4], [4, 4], [4, 7]]
-    assert rows_of_problem_sizes(offsets, sizes[:, [1, 0, 2]], swap_ab=False).tolist() == [[0, 4], [4, 4], [4, 7]]
-
-
-def test_sizes_beyond_int32_are_cut_off_and_not_wrapped_around():
-    sizes = torch.tensor([[1, 2**32 + 2, 3], [1, 2**31 - 1, 3], [1, 3, 3], [1, 1, 3]])
-    rows = rows_of_problem_sizes(torch.tensor([0, 5, 2**32, -(2**63)]), sizes)
-    assert rows[:, 1].tolist()[:2] == [2**31 - 1] * 2 and rows[:, 0].tolist()[:2] == [0, 5]
-    assert rows[2, 0] == rows[2, 1] == 2**31 - 1 and rows[3].max() < 0  # no rows
 
 
 @pytest.mark.parametrize("expected_m", [np.int64(3), np.uint8(3), torch.tensor(3), 3.0, 1e308, 10**400])

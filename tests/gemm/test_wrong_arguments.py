@@ -19,7 +19,7 @@ from moe_cases import Case
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
+from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.moe.route import combine, route
 
 K, N, E, M = 64, 96, 3, 4
@@ -168,10 +168,6 @@ CALLS |= {
     "route": (route, lambda: {"topk_ids": torch.zeros(M, 2, dtype=torch.int64), "experts": E, "expert_map": int32(0, 1, 2)}),
     "combine": (combine, combined),
     "rows_of_m_indices": (rows_of_m_indices, lambda: {"m_indices": int32(0, 0, 2), "experts": E}),
-    "rows_of_problem_sizes": (
-        rows_of_problem_sizes,
-        lambda: {"expert_offsets": int32(0, 1, 3), "problem_sizes": torch.ones(3, 3, dtype=torch.int32), "swap_ab": True},
-    ),
 }  # fmt: skip
 
 WRONG: dict[str, Any] = {
