@@ -100,10 +100,15 @@ def write_safetensors(
     return 8 + len(text) + end
 
 
+def unfinished_path(path: Path) -> Path:
+    """What a file is called while it is written."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
     """A file to write to that becomes `path` if nothing is raised, and else is gone. An OSError names the path."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = unfinished_path(path)
     try:
         with open(unfinished, "wb") as file:
             yield file

@@ -115,18 +115,16 @@ def quantize(
         raise ValueError(f"OUT: expected another folder than FOLDER, got {out}")
 
     from jitgemm.nn.quantize.evaluate import WIDTH, help_texts, texts_of
-    from jitgemm.nn.save.source import import_transformers, source_of
+    from jitgemm.nn.save.source import check_config, source_of
 
     started = time.monotonic()
     source = source_of(folder)
-    import_transformers()
+    check_config(source)
     held, text = help_texts() if data in (None, "none") else texts_of(Path(data))
     place = _device(device)
     settings = {
         "jitgemm": jitgemm.__version__,
-        "files of FOLDER": _digest(
-            *((file.name, *_state(file)) for file in source.shards), _state(folder / "config.json")
-        ),
+        "files of FOLDER": _digest(*((file.name, state) for file, state in source.states.items())),
         "--data": "none" if data == "none" else _digest(text),
         "--tokens": tokens // WIDTH * WIDTH,
         "--activation": inputs,
@@ -175,6 +173,7 @@ def _run(
 
     tested, ids = _windows(source, texts, windows)
     model = model_of(source, device)
+    source.check_unchanged()
     reasons: dict[str, str] = {}
     grouping, options = grouping_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
     if scheme in MEETS:
@@ -198,7 +197,7 @@ def _run(
         common.note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
     with bar("writing", len(source.shards)) as show:
         config = quantization_config(model, places, INPUTS[activation], **grouping)
-        written = write_folder(model, source, places, unfinished.folder, config, show)
+        written = write_folder(model, source, places, unfinished, config, show)
     unfinished.finish()
     evaluation = None
     if tested is not None:
@@ -373,12 +372,6 @@ def _limit(text: str | None) -> float | None:
 
 def _digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _state(file: Path) -> tuple[int, int]:
-    """What changes when a file is written."""
-    state = file.stat()
-    return state.st_size, state.st_mtime_ns
 
 
 def _report(facts: dict[str, Any], as_json: bool) -> None:

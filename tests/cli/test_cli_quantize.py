@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import quantised_names, same_state
 from test_cli import Result
@@ -21,6 +23,8 @@ import jitgemm.nn
 from jitgemm.nn.quantize import evaluate
 from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
 from jitgemm.nn.quantize.quantize import Quantising
+from jitgemm.nn.save import folder as save_folder
+from jitgemm.nn.save import source as save_source  # noqa: F401 - a test changes it by name
 from jitgemm.nn.save.unfinished import Unfinished
 
 transformers = pytest.importorskip("transformers")
@@ -444,6 +448,30 @@ def test_a_model_in_one_file_has_no_index(run, tmp_path):
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
+def test_shards_in_folders_of_one_name_are_written_side_by_side(run, own_llama, written, tmp_path):
+    index = own_llama / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    for number, name in enumerate(sorted(set(said["weight_map"].values()))):
+        (own_llama / f"part{number}").mkdir()
+        (own_llama / name).rename(own_llama / f"part{number}" / "model.safetensors")
+        said["weight_map"] = {
+            tensor: f"part{number}/model.safetensors" if file == name else file
+            for tensor, file in said["weight_map"].items()
+        }
+    index.write_text(json.dumps(said))
+    out = tmp_path / "out"
+    assert run(own_llama, out, *FEW).code == 0
+    files = [path for path in out.rglob("*.safetensors")]
+    assert len(files) == number + 1 and all(path.parent == out for path in files)
+    loaded, expected = ({n: t for path in each.glob("*.safetensors") for n, t in load_file(path).items()}
+                        for each in (out, written))  # fmt: skip
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    jitgemm.nn.load_(emptied(out), out)
+    folder_named = own_llama / "part0" / "model.safetensors"
+    folder_named.unlink()
+    ended(run(own_llama, tmp_path / "none"), 3, "found no part0/model.safetensors", tmp_path / "none")
+
+
 def test_the_report_has_sizes_errors_and_what_became_of_the_predictions(run, llama, tmp_path):
     facts = run(llama, tmp_path / "out", *FEW, "--json").json
     errors = [layer["error"] for layer in facts["layers"]]
@@ -595,13 +623,21 @@ def test_a_damaged_file_of_an_interrupted_run_is_named(run, llama, tmp_path, mon
         patch.setattr(Unfinished, "keep", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
         run(llama, tmp_path / "out", *FEW)
     (file,) = (tmp_path / "out" / ".jitgemm-quantize").glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:100])
-    done = run(llama, tmp_path / "out", *FEW)
-    assert (
-        done.code == 2
-        and f"{file}: expected what an interrupted run left" in done.stderr
-        and "delete it" in done.stderr
-    )
+    with safe_open(file, "pt") as opened:
+        about = json.loads(opened.metadata()["about"])
+    tensors, whole = {name: each.clone() for name, each in load_file(file).items()}, file.read_bytes()
+    less = {name: tensor for name, tensor in tensors.items() if not name.endswith("q_proj.blocks")}
+    for damaged, said in (
+        (None, about), (tensors, None), (tensors, []), (tensors, {"names": 3}), (tensors, about | {"errors": []}),
+        (tensors, {name: each for name, each in about.items() if name != "names"}), (less, about),
+    ):  # fmt: skip
+        if damaged is None:
+            file.write_bytes(whole[:100])
+        else:
+            save_file(damaged, file, {"about": json.dumps(said)} if said is not None else {"format": "pt"})
+        done = run(llama, tmp_path / "out", *FEW)
+        assert done.code == 2 and f"{file}: expected what an interrupted run left, got" in done.stderr, (said, done)
+        assert "delete it" in done.stderr
 
 
 @pytest.mark.parametrize("room, left", [(3000, 0), (60000, 14)])
@@ -633,6 +669,113 @@ def test_other_settings_do_not_go_on_unless_asked(run, llama, written, tmp_path,
     assert contents(out) == contents(written)
 
 
+def test_a_restart_drops_the_files_of_the_run_before_it_and_no_others(run, llama, own_llama, tmp_path, monkeypatch):
+    """Which had other shards, and a file that this one has not."""
+    out = tmp_path / "out"
+    (own_llama / "merges.txt").write_text("of another tokenizer")
+    with monkeypatch.context() as patch:
+        patch.setattr("jitgemm.nn.save.folder._check_written", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert run(own_llama, out, *FEW).code == 130
+    left = contents(out)
+    assert (out / "merges.txt").exists() and len([name for name in left if name.endswith(".safetensors")]) > 3
+    (out / ".model.safetensors.unfinished").write_text("as SIGKILL leaves it")
+    (out / "mine.txt").write_text("mine")
+    one = folder_of(tmp_path / "one", model_of("Llama", **SIZES), "1GB")
+    assert run(one, out, *FEW).code == 2  # not without being asked
+    assert run(one, out, *FEW, "--restart").code == 0 and run(one, tmp_path / "new", *FEW).code == 0
+    assert contents(out) == contents(tmp_path / "new") | {"mine.txt": b"mine"}
+
+
+def test_after_sigterm_the_same_command_goes_on(run, llama, written, tmp_path):
+    out = tmp_path / "out"
+    script = f"""
+import os, signal, sys
+from jitgemm.checkpoint import writing
+from jitgemm.cli import main
+from jitgemm.nn.quantize import evaluate
+held, text = evaluate.help_texts()
+evaluate.help_texts = lambda: (held, text[:40000])
+replace, shards = os.replace, []
+def terminated(source, to):
+    if str(to).startswith({str(out)!r} + "/model-"):
+        shards.append(to)
+        if len(shards) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+    replace(source, to)
+os.replace = terminated
+main(["quantize", {str(llama)!r}, {str(out)!r}, *{FEW!r}, "--device", "cpu"])"""
+    paths = os.pathsep.join([str(Path(jitgemm.__file__).parents[1]), *sys.path])
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, capture_output=True)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert [path.name for path in out.glob(".*.unfinished")] == [".model-00002-of-00002.safetensors.unfinished"]
+    again = run(llama, out, *FEW)
+    assert again.code == 0 and "going on with 14 layers" in again.stderr and contents(out) == contents(written)
+
+
+@pytest.mark.parametrize("when", ["jitgemm.nn.save.source.tokenizer_of", "jitgemm.nn.save.unfinished.Unfinished.keep"])
+@pytest.mark.parametrize("changed", ["model-00001-of-00002.safetensors", "config.json", None])
+def test_a_folder_that_changes_while_it_is_read_makes_no_model(run, own_llama, tmp_path, monkeypatch, when, changed):
+    """Before the model is read, and after."""
+    module, _, name = when.rpartition(".")
+    target = Unfinished if "Unfinished" in when else sys.modules[module]
+    call = getattr(target, name)
+
+    def change(*args):
+        if changed is None:
+            (own_llama / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
+        else:
+            path = own_llama / changed
+            path.write_bytes(path.read_bytes())
+        return call(*args)
+
+    monkeypatch.setattr(target, name, change)
+    done = run(own_llama, tmp_path / "out", *FEW)
+    if changed is None:
+        assert done.code == 3 and "model-00002-of-00002.safetensors" in done.stderr
+    else:
+        assert done.code == 2 and f"{own_llama / changed}" in done.stderr
+        assert "expected a file that stays as it is while it is read" in done.stderr
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def lose_a_tensor(shard: Path, name: str) -> None:
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, {"format": "pt"})
+
+
+def reshape_a_tensor(shard: Path, name: str) -> None:
+    tensors = load_file(shard)
+    tensors[name] = tensors[name][:-8].clone()
+    save_file(tensors, shard, {"format": "pt"})
+
+
+def cut_off(shard: Path, name: str) -> None:
+    shard.write_bytes(shard.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight_scale"])
+@pytest.mark.parametrize("spoil", [lose_a_tensor, reshape_a_tensor, cut_off, lambda shard, name: shard.unlink()])
+def test_what_cannot_be_read_back_is_no_success(run, llama, tmp_path, monkeypatch, name, spoil):
+    out = tmp_path / "out"
+    copied = save_folder._copied
+
+    def spoilt(source):
+        return {**copied(source), llama / "LICENSE": "LICENSE"}
+
+    def copy(path, to):
+        if to.name == "LICENSE":
+            spoil(next(file for file in out.glob("*.safetensors") if name in load_file(file)), name)
+        shutil.copy(path, to)
+
+    monkeypatch.setattr(save_folder, "_copied", spoilt)
+    monkeypatch.setattr(save_folder, "_copy", copy)
+    done = run(llama, out, *FEW)
+    assert done.code == 3 and f"{out}: expected to read back what was written: " in done.stderr
+    assert (name.removesuffix(".weight_scale") in done.stderr or "model-0000" in done.stderr) and not done.stdout
+    assert not (out / "config.json").exists()
+
+
 def test_a_folder_that_another_process_writes_is_left_alone(run, llama, tmp_path):
     held = Unfinished(tmp_path / "out", {})
     done = run(llama, tmp_path / "out", *FEW)
@@ -648,6 +791,59 @@ def ended(done: Result, code: int, message: str, out: Path) -> None:
     """The command ended so, with one line that says why, and left no folder."""
     assert done.code == code and message in done.stderr and not done.stdout, (done.code, done.stderr)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("out", ["mine", "link", "deep/down/out"])
+def test_a_run_that_fails_says_why_and_removes_what_it_made_alone(run, own_llama, tmp_path, out):
+    for name in ("mine", "linked"):
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    shard = next(file for file in own_llama.glob("*.safetensors") if "model.norm.weight" in load_file(file))
+    save_file(
+        load_file(shard) | {"model.norm.weight": torch.full((64,), torch.nan).bfloat16()}, shard, {"format": "pt"}
+    )
+    done = run(own_llama, tmp_path / out, *FEW)
+    assert done.code == 2 and "model.norm.weight: expected finite values, got nan at [0]" in done.stderr
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "deep").exists()
+    for folder in ("mine", "linked"):
+        assert contents(tmp_path / folder) == {} and (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"architectures": [3]}, "architectures: expected a list of names in {config}, got [3]"),
+        ({"architectures": "Llama"}, "architectures: expected a list of names in {config}, got Llama"),
+        ({"model_type": {}}, "model_type: expected a name in {config}"),
+        ({"hidden_size": 128}, "lm_head.weight: expected shape [272, 128], as {config} says, got [272, 64]"),
+        ({"num_attention_heads": 0}, "{config}: expected a model that transformers can make, got "),
+        ("{", "expected JSON in {config}, got"),
+        ("[" * 100000, "expected JSON in {config}, got"),
+        ("[]", "expected a JSON object in {config}, got list"),
+        ("\udcff", "expected JSON in {config}, got"),
+    ],
+    ids=lambda each: str(each)[:20].encode("ascii", "replace").decode(),
+)
+def test_a_damaged_config_is_named(run, own_llama, tmp_path, change, message):
+    config = own_llama / "config.json"
+    text = change if isinstance(change, str) else json.dumps(json.loads(config.read_text()) | change)
+    config.write_text(text, errors="surrogateescape")
+    ended(run(own_llama, tmp_path / "out", *FEW), 2, message.format(config=config), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "[" * 100000, '{"files": 3}', '{"files": ["../mine"]}'], ids=lambda each: each[:9]
+)
+@pytest.mark.parametrize("name", ["settings.json", "files.json"])
+def test_damaged_notes_of_an_interrupted_run_are_named(run, llama, tmp_path, name, text):
+    work = tmp_path / "out" / ".jitgemm-quantize"
+    work.mkdir(parents=True)
+    (tmp_path / "mine").write_text("mine")
+    (work / name).write_text(text)
+    done = run(llama, tmp_path / "out", *FEW, *(["--restart"] if name == "files.json" else []))
+    assert done.code == 2 and f" in {work / name}, got" in done.stderr and f"delete {work}" in done.stderr
+    assert contents(tmp_path / "out").keys() == {f".jitgemm-quantize/{each}" for each in (name, "lock")}
+    assert (tmp_path / "mine").exists()
 
 
 def test_a_folder_with_other_files_is_left_alone(run, llama, tmp_path):

@@ -14,13 +14,17 @@ import torch
 
 from jitgemm.checkpoint import qserve
 from jitgemm.checkpoint.compressed_tensors import FORMAT, written_config, written_group
+from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import Scheme
-from jitgemm.checkpoint.writing import Stored, write_safetensors, written
+from jitgemm.checkpoint.writing import Stored, stored_in, write_safetensors, written
+from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import FACTOR_GROUP
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.save.places import Places
 from jitgemm.nn.save.source import Source
+from jitgemm.nn.save.unfinished import Unfinished
 
-_CONFIG = "config.json"
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx", ".index.json")
 """Files that hold weights, or list them, and are not copied."""
 _FOLDERS = ("additional_chat_templates",)
@@ -58,10 +62,11 @@ def quantization_config(
 
 
 def write_folder(
-    model: torch.nn.Module, source: Source, places: Places, folder: Path, config: dict[str, Any],
+    model: torch.nn.Module, source: Source, places: Places, unfinished: Unfinished, config: dict[str, Any],
     show: Callable[[str], None],
 ) -> int:  # fmt: skip
-    """Writes the checkpoint, config.json last: until then no reader takes the folder for a model.
+    """Writes the checkpoint, config.json last: until then no reader takes the folder for a model. Before it is written,
+    the package's own reader finds in the folder what it should hold.
 
     Args:
         model: in which the quantised layers stand.
@@ -73,13 +78,18 @@ def write_folder(
 
     Raises:
         OSError: a file could not be written; the error names it.
+        ValueError: the source was changed meanwhile.
+        JitGemmError: the folder does not hold what was written.
     """
     schemes: dict[int, Scheme] = {}
     format: Any = qserve.FORMAT if config["quant_method"] == qserve.METHOD else FORMAT
+    folder, shards, copied = unfinished.folder, _shard_names(source), _copied(source)
+    unfinished.writes([*shards.values(), *copied.values(), _INDEX, _CONFIG])
     places_of: dict[str, str] = {}
+    sizes: dict[str, tuple[int, int, int]] = {}  # (n, k, bits) of each layer
     total = 0
     for file, stored in source.shards.items():
-        show(file.name)
+        show(shards[file])
         tensors: dict[str, torch.Tensor | Stored] = {}
         for name, each in stored.items():
             if name not in places.instead:
@@ -88,27 +98,67 @@ def write_folder(
                 weight = places.canonical(model, layer)
                 if weight.bits not in schemes:
                     schemes[weight.bits] = format.scheme(config, layer)
+                sizes[layer] = weight.n, weight.k, weight.bits
                 made = format.write(weight, schemes[weight.bits])
                 if weight.bias is not None:
                     made["bias"] = weight.bias
                 tensors |= {f"{layer}.{suffix}": value.cpu() for suffix, value in made.items()}
-        write_safetensors(folder / file.name, tensors)
-        places_of |= dict.fromkeys(tensors, file.name)
+        write_safetensors(folder / shards[file], tensors)
+        places_of |= dict.fromkeys(tensors, shards[file])
         total += sum(each.size if isinstance(each, Stored) else each.nbytes for each in tensors.values())
-    if [file.name for file in source.shards] != ["model.safetensors"]:
+    if [*shards.values()] != ["model.safetensors"]:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places_of.items()))}
-        with written(folder / "model.safetensors.index.json") as opened:
+        with written(folder / _INDEX) as opened:
             opened.write(json.dumps(index, indent=2).encode() + b"\n")
-    for path in sorted(source.folder.iterdir()):
-        if path.is_file() and path.name[0] != "." and path.name != _CONFIG and not path.name.endswith(_WEIGHTS):
-            _copy(path, folder / path.name)
-        elif path.is_dir() and path.name in _FOLDERS:
-            (folder / path.name).mkdir(exist_ok=True)
-            for inner in sorted(path.iterdir()):
-                _copy(inner, folder / path.name / inner.name)
+    for path, name in copied.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _copy(path, folder / name)
+    source.check_unchanged()
+    _check_written(folder, source, places, sizes, config)
     with written(folder / _CONFIG) as opened:
         opened.write(json.dumps(source.config | {"quantization_config": config}, indent=2).encode() + b"\n")
     return total
+
+
+def _shard_names(source: Source) -> dict[Path, str]:
+    """{shard: what it is called in the new folder}: as in the source, but engines look into no folders inside."""
+    names = {file: source.name(file) for file in source.shards}
+    if all("/" not in name for name in names.values()):
+        return names
+    return {file: f"model-{i:05}-of-{len(names):05}.safetensors" for i, file in enumerate(names, 1)}
+
+
+def _copied(source: Source) -> dict[Path, str]:
+    """{file: its path in the new folder} of what is copied: all but weights and config.json."""
+    found: dict[Path, str] = {}
+    for path in sorted(source.folder.iterdir()):
+        if path.is_file() and path.name[0] != "." and path.name != _CONFIG and not path.name.endswith(_WEIGHTS):
+            found[path] = path.name
+        elif path.is_dir() and path.name in _FOLDERS:
+            found |= {inner: f"{path.name}/{inner.name}" for inner in sorted(path.iterdir()) if inner.is_file()}
+    return found
+
+
+def _check_written(
+    folder: Path, source: Source, places: Places, sizes: dict[str, tuple[int, int, int]], config: dict[str, Any]
+) -> None:
+    """Reads names and headers of the new folder as `load_` does. Raises JitGemmError unless they are those that the
+    source and its quantised layers have."""
+    try:
+        checkpoint = Checkpoint(folder, config)
+        files = {name: checkpoint.file(name) for name in checkpoint.names()}
+        headers = {file: stored_in(file) for file in set(files.values())}
+        for name, stored in source.tensors.items():
+            got = headers[files[name]].get(name) if name in files else None
+            if name not in places.instead and (got is None or (got.dtype, got.shape) != (stored.dtype, stored.shape)):
+                shown = "none" if got is None else f"{got.dtype} {list(got.shape)}"
+                raise ValueError(f"{name}: expected {stored.dtype} {list(stored.shape)}, found {shown}")
+        for layer, expected in sizes.items():
+            found = LayerSource.find(checkpoint, layer)
+            if (found.n, found.k, found.bits) != expected:
+                raise ValueError(f"{layer}: expected (n, k, bits) = {expected}, got {(found.n, found.k, found.bits)}")
+    except (ValueError, FileNotFoundError) as error:
+        raise JitGemmError(f"{folder}: expected to read back what was written: {error}") from error
 
 
 def _copy(path: Path, to: Path) -> None:

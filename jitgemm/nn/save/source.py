@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -28,12 +30,14 @@ class Source:
         config: its config.json.
         checkpoint: its tensors.
         shards: {file: {name: tensor}} of its safetensors files.
+        states: {file: size and time} of these and its config.json, from before they were read.
     """
 
     folder: Path
     config: dict[str, Any]
     checkpoint: Checkpoint
     shards: dict[Path, dict[str, Stored]]
+    states: dict[Path, tuple[int, int] | None]
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
@@ -44,6 +48,27 @@ class Source:
     def size(self) -> int:
         """Bytes of its tensors."""
         return sum(each.size for each in self.tensors.values())
+
+    def name(self, file: Path) -> str:
+        """A shard's path in the folder."""
+        return file.relative_to(self.folder).as_posix()
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError, which names the file, if one was written or replaced since it was looked at."""
+        for file, state in self.states.items():
+            if _state(file) != state:
+                raise ValueError(
+                    f"{file}: expected a file that stays as it is while it is read, got one that was changed"
+                )
+
+
+def _state(file: Path) -> tuple[int, int] | None:
+    """What changes when a file is written; None where there is none."""
+    try:
+        state = file.stat()
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -68,6 +93,7 @@ def source_of(folder: Path) -> Source:
     if not (folder / _CONFIG).is_file():
         hint = "a model of the hub is fetched by: hf download NAME --local-dir FOLDER"
         raise FileNotFoundError(f"{folder}: expected a model's folder, found no config.json in it; {hint}")
+    states = {folder / _CONFIG: _state(folder / _CONFIG)}
     config = config_of(folder)
     if (quantised := config_of_folder(folder)) is not None:
         method = quantised.get("quant_method") or quantised.get("quant_algo") or "another library"
@@ -76,30 +102,36 @@ def source_of(folder: Path) -> Source:
     names: dict[Path, list[str]] = {}
     for name in checkpoint.names():
         names.setdefault(checkpoint.file(name), []).append(name)
-    missing = sorted(file.name for file in names if not file.is_file())
+    missing = sorted(str(file.relative_to(folder)) for file in names if not file.is_file())
     if missing:
         raise FileNotFoundError(f"{folder}: expected all files that its index names, found no {some(missing)}")
     shards = {}
     for file in sorted(names):
+        states[file] = _state(file)
         stored, listed = stored_in(file), set(names[file])
         if lost := sorted(listed - stored.keys()):
             raise ValueError(f"{file}: expected the tensors that the index says, found no {some(lost)}")
         shards[file] = {name: each for name, each in stored.items() if name in listed}
-    return Source(folder, config, checkpoint, shards)
+    return Source(folder, config, checkpoint, shards, states)
 
 
 def model_of(source: Source, device: torch.device) -> Any:
     """The model of transformers, in its files' type: of the class that config.json names, if it predicts tokens.
 
     Raises:
-        ValueError: transformers is not there, the files do not fill the model, or hold a NaN or infinity; the message
-            names the tensor.
+        ValueError: transformers is not there, makes no model of config.json, the files do not fill the model, or hold a
+            NaN or infinity; the message names the file or tensor.
     """
-    transformers = import_transformers()
+    transformers = check_config(source)
     named = next((name for name in source.config.get("architectures") or () if name.endswith(_PREDICTS)), "")
     kind: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
-    opened: Any = kind.from_pretrained(source.folder, dtype="auto", output_loading_info=True, local_files_only=True)
+    options = {"output_loading_info": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+    with _naming_config(source.folder):
+        opened: Any = kind.from_pretrained(source.folder, dtype="auto", **options)
     model, loaded = opened
+    for name, *shapes in sorted(loaded["mismatched_keys"]):
+        got, expected = (list(shape) for shape in shapes)
+        raise ValueError(f"{name}: expected shape {expected}, as {source.folder / _CONFIG} says, got {got}")
     if missing := sorted(loaded["missing_keys"]):
         raise ValueError(f"{source.folder}: expected all tensors of the model, found no {some(missing)}")
     model = model.to(device).eval()
@@ -108,6 +140,25 @@ def model_of(source: Source, device: torch.device) -> Any:
             at = (~tensor.isfinite()).nonzero()[0]
             raise ValueError(f"{name}: expected finite values, got {float(tensor[tuple(at)])} at {at.tolist()}")
     return model
+
+
+def check_config(source: Source) -> Any:
+    """transformers, which reads the folder's config.json. Raises ValueError where it cannot, or is not there."""
+    transformers = import_transformers()
+    with _naming_config(source.folder):
+        transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+    return transformers
+
+
+@contextmanager
+def _naming_config(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of any kind: each model reads its config in its own way
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / _CONFIG}: expected a model that transformers can make, got {got}") from error
 
 
 def tokenizer_of(source: Source) -> Any:

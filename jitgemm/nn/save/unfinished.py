@@ -3,6 +3,7 @@
 ::
 
     OUT/.jitgemm-quantize/settings.json          what decides the result; another run may only go on with the same
+                          files.json             names of the files that are written to OUT, before the first of them is
                           FIRST.HASH.safetensors a stage's layers, as their state dicts, named after its first module
                           lock                   held by the process that writes
 
@@ -13,23 +14,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
-from jitgemm.checkpoint.writing import write_safetensors, written
+from jitgemm.checkpoint.files import read_json
+from jitgemm.checkpoint.writing import unfinished_path, write_safetensors, written
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.nn.report import QuantisationReport
 
 _WORK = ".jitgemm-quantize"
-_SETTINGS = "settings.json"
+_SETTINGS, _WRITES = "settings.json", "files.json"
 
 
 class Unfinished:
@@ -44,7 +46,7 @@ class Unfinished:
 
         Args:
             settings: what decides the result, as JSON has it.
-            restart: drop what an interrupted run left.
+            restart: drop what an interrupted run left, and the files of its that are in the folder.
 
         Raises:
             ValueError: the folder holds something else, an interrupted run had other settings, or another process writes
@@ -54,6 +56,8 @@ class Unfinished:
         self.folder, self._work = folder, folder / _WORK
         if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not self._work.is_dir())):
             raise ValueError(f"{folder}: expected an empty folder, or what an interrupted run left, got other files")
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        ours = not self._work.exists()
         self._work.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._work / "lock")
         try:
@@ -64,13 +68,15 @@ class Unfinished:
             self._hash = self._compare(settings, restart)
         except BaseException:
             self._lock.release()
+            if ours:
+                self.close()
             raise
 
     def _compare(self, settings: Mapping[str, Any], restart: bool) -> str:
         """Compares the settings with those of an interrupted run, or writes them; returns their hash."""
         known, text = self._work / _SETTINGS, json.dumps(settings, indent=1, sort_keys=True)
         if known.exists() and not restart:
-            before = json.loads(known.read_text(encoding="utf-8"))
+            before = _read(known)
             changed = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
             if changed:
                 was = ", ".join(f"{key} {before.get(key)} (now {settings.get(key)})" for key in changed)
@@ -78,11 +84,21 @@ class Unfinished:
                     f"{self.folder}: an interrupted run had other settings: {was}; give the same to go on, or --restart"
                 )
         else:
+            noted = self._work / _WRITES
+            for name in _read(noted)["files"] if noted.exists() else ():
+                for left in (self.folder / name, unfinished_path(self.folder / name)):
+                    left.unlink(missing_ok=True)
+            noted.unlink(missing_ok=True)
             for left in self._files():
                 left.unlink()
             with written(known) as file:
                 file.write(text.encode())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def writes(self, names: Iterable[str]) -> None:
+        """Notes which files the folder gets, for a run that is to drop them."""
+        with written(self._work / _WRITES) as file:
+            file.write(json.dumps({"files": sorted(names)}).encode())
 
     @property
     def layers(self) -> int:
@@ -125,13 +141,16 @@ class Unfinished:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         about = _about(file)
         layers: dict[str, Any] = {}
-        for name in names:
-            if name in layouts:
-                experts = PackedExperts.from_state_dict(tensors, f"{name}.")
-                experts.top_k = layouts[name].top_k
-                layers[name] = experts.to(device)
-            else:
-                layers[name] = PackedLinear.from_state_dict(tensors, f"{name}.").to(device)
+        try:
+            for name in names:
+                if name in layouts:
+                    layers[name] = PackedExperts.from_state_dict(tensors, f"{name}.")
+                    layers[name].top_k = layouts[name].top_k
+                else:
+                    layers[name] = PackedLinear.from_state_dict(tensors, f"{name}.")
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(file, error) from error
+        layers = {name: layer.to(device) for name, layer in layers.items()}
         report.errors |= about["errors"]
         report.kept_8bit |= about["kept_8bit"]
         return layers
@@ -142,12 +161,34 @@ class Unfinished:
         shutil.rmtree(self._work)
 
     def close(self) -> None:
-        """Lets another process go on; what was quantised stays. A folder in which nothing was is gone."""
-        self._lock.release()
-        if self._work.is_dir() and not self._files():
-            shutil.rmtree(self._work, ignore_errors=True)
-            if not any(self.folder.iterdir()):
-                os.rmdir(self.folder)
+        """Lets another process go on; what was quantised stays. Folders that this run made, and filled with nothing, are
+        gone. Raises no OSError, which would hide why a run failed."""
+        with suppress(OSError):
+            self._lock.release()
+            if self._work.is_dir() and not self._files():
+                shutil.rmtree(self._work)
+                for folder in self._made:
+                    folder.rmdir()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a JSON file of the work's says. Raises ValueError for one that is damaged."""
+    try:
+        found = read_json(file)
+        names = found.get("files", [])
+        if not isinstance(names, list) or not all(isinstance(each, str) and _is_inside(each) for each in names):
+            raise ValueError(f"{file.name}: expected names of files in {file}, got {str(names)[:80]}")
+        return found
+    except ValueError as error:
+        raise ValueError(f"{error}; delete {file.parent} to begin anew") from None
+
+
+def _is_inside(name: str) -> bool:
+    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file}: expected what an interrupted run left, got {error}; delete it")
 
 
 def _about(file: Path) -> dict[str, Any]:
@@ -156,9 +197,13 @@ def _about(file: Path) -> dict[str, Any]:
 
     try:
         with safe_open(file, framework="pt") as opened:
-            return dict(json.loads((opened.metadata() or {})["about"]))
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{file}: expected what an interrupted run left, got {error}; delete it") from None
+            about = json.loads((opened.metadata() or {})["about"])
+            kinds = {"names": list, "errors": dict, "kept_8bit": dict}
+            if not all(isinstance(about[name], kind) for name, kind in kinds.items()):
+                raise ValueError(f"a list of layers that says {str(about)[:80]}")
+            return dict(about)
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(file, error) from None
 
 
 def _names(file: Path) -> list[str]:
