@@ -13,7 +13,7 @@ from jitgemm.cli.common import layer_option
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Problem
 from jitgemm.kernel.legend import legend
 from jitgemm.kernel.spec import smem_bytes
-from jitgemm.runtime.device import pick_device
+from jitgemm.runtime.device import local_device, pick_device
 from jitgemm.select import cost
 from jitgemm.select.choose import Candidate, bands, candidates, why
 
@@ -111,6 +111,8 @@ def explain(
     shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
     shared = f"two levels; {shared}" if format.factors else shared
     words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
+    if device is None and local_device() is None:
+        common.note(f"no Hopper GPU is at hand: this is what an {target.name} would run; --device names another")
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{why(ranked)}")
     parts = ", ".join(f"{part}: {text}" for part, text in legend(ranked[0].kernel.label))
     common.note(f"{ranked[0].kernel.label} is {parts}")

@@ -91,7 +91,7 @@ def quantize(
     Exit codes:
       0    OUT is complete
       2    wrong arguments, or a model that cannot be quantised
-      3    failed: a file is missing or could not be written
+      3    failed: a file is missing, or could not be written or read back
       130  interrupted; what is done is kept
     """
     if group_size not in (None, *GROUPS):

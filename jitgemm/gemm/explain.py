@@ -91,5 +91,5 @@ def explain(
     label = best.kernel.label + ("-debug" if settings.debug() else "")
     return Explanation(
         label, function_name(label), device.name, bands(problem.m)[-1], best.predicted_us, best.bound_by, len(ranked),
-        why(ranked), tuple(legend(label)), not x.is_cuda,
+        why(ranked), tuple(legend(label)), x.device.type == "cpu",
     )  # fmt: skip

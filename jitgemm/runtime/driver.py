@@ -172,17 +172,18 @@ class TileMap:
         box: (columns, rows) of a tile; a tile row is 128 bytes, swizzled.
     """
 
-    __slots__ = ("_type", "_extent", "_strides", "_box")
+    __slots__ = ("_type", "_extent", "_strides", "_box", "_modes")
 
     def __init__(self, element: str, *, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
         self._type = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_ELEMENTS[element]}")
         self._extent = [cu.cuuint64_t(columns), cu.cuuint64_t(rows)]
         self._strides = [cu.cuuint64_t(row_bytes)]
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
+        self._modes = _modes()
 
     def encode(self, address: int) -> bytes:
         """The 128 bytes of the map for a tensor at `address`, 16-byte aligned."""
-        result = cu.cuTensorMapEncodeTiled(self._type, 2, address, self._extent, self._strides, self._box, *_modes())
+        result = cu.cuTensorMapEncodeTiled(self._type, 2, address, self._extent, self._strides, self._box, *self._modes)
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
         return ctypes.string_at(result[1].getPtr(), 128)

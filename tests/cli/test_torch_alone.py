@@ -98,6 +98,7 @@ for argv in ("explain 16 4096 4096", "env", f"quantize {folder} {folder}/out --d
         print(argv.split()[0], "exits", exit.code or 0, flush=True)""")
     codes = re.findall(r"^(\w+) exits (\d)", said, re.MULTILINE)
     assert codes == list(zip("explain env quantize warmup warmup cache".split(), "002230"))
+    assert "no Hopper GPU is at hand: this is what an h200 would run" in said
     assert said.count("pip install -e '.[hf]'") == 2
     assert "pip install 'cuda-python==12.9.*' 'nvidia-cuda-nvrtc-cu12" in said
 
