@@ -216,25 +216,6 @@ def test_the_command_writes_compressed_tensors_mxfp4(capsys, folder, tmp_path, m
     assert same_state(loaded, expected) and torch.equal(logits(loaded), logits(expected))
 
 
-def test_transformers_own_reader_of_compressed_tensors_reads_the_commands_mxfp4(capsys, folder, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    import transformers
-    from test_cli_quantize import LAYERS, emptied, logits
-
-    out = tmp_path / "out"
-    assert run(capsys, folder, out, "--data", "none", "--scheme", "mxfp4")[0] == 0
-    try:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-        logits(theirs)  # which decompresses
-    except (ImportError, NotImplementedError) as error:
-        pytest.skip(f"compressed-tensors reads no MXFP4: {error}")
-    ours = emptied(out)
-    jitgemm.nn.load_(ours, out)
-    for name in LAYERS:
-        expected = ours.get_submodule(name).weight.dequantize()
-        assert torch.equal(theirs.get_submodule(name).weight.float(), expected.to(torch.bfloat16).float()), name
-
-
 def test_the_commands_options_that_do_not_go_with_mxfp4_are_named(capsys, folder, tmp_path):
     for options, message in (
         (["--group-size", "32"], "--group-size: expected none with --scheme mxfp4"),

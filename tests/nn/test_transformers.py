@@ -530,6 +530,67 @@ def test_convolutions_that_transformers_joins_are_read(tmp_path):
     assert all(torch.equal(found[each], x) for each, x in source.state_dict().items() if each in found)
 
 
+OF_THE_WEIGHTS, CALIBRATED = ["--data", "none"], ["--tokens", "512"]
+EIGHT, SOME, INT8 = ["--keep-8bit", "1e-7"], ["--keep-8bit", "1e-3"], ["--activation", "int8"]
+READ = {
+    ("Llama", *OF_THE_WEIGHTS, "--group-size", "32"): ("exact", "exact"),
+    ("Llama", *OF_THE_WEIGHTS): ("error", "exact"),
+    ("Llama", *OF_THE_WEIGHTS, "--scheme", "mxfp4"): ("exact", "exact"),
+    ("Llama", *CALIBRATED, *EIGHT): ("rounded", "exact"),
+    ("Llama", *CALIBRATED, *EIGHT, *INT8): ("rounded", "exact"),
+    ("Llama", *CALIBRATED, *SOME): ("rounded", "error"),
+    ("Qwen3Moe", *CALIBRATED): ("exact", "exact"),
+    ("Qwen3Moe", *OF_THE_WEIGHTS): ("error", "error"),
+    ("Qwen3Moe", *OF_THE_WEIGHTS, "--scheme", "mxfp4"): ("exact", "exact"),
+    ("Qwen3Moe", *CALIBRATED, *EIGHT): ("rounded", "exact"),
+    ("Qwen3Moe", *CALIBRATED, *EIGHT, *INT8): ("error", "error"),
+    ("Qwen3Moe", *CALIBRATED, *SOME): ("error", "error"),
+}
+"""{model and options of `jitgemm quantize`: what transformers' own reader makes of OUT, by default and dequantised}: the table
+of docs/quantize.md."""
+
+
+@pytest.mark.parametrize("case", READ, ids=" ".join)
+def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeypatch, quiet_transformers, case):
+    """Every weight bit for bit, or within the rounding of scales to bf16, or an error, which later versions may mend."""
+    pytest.importorskip("compressed_tensors", minversion="0.20.1")
+    pytest.importorskip("transformers", minversion="5.23")
+    import test_cli_quantize as command
+
+    kind, *options = case
+    sizes = {"Llama": command.SIZES, "Qwen3Moe": command.MOE}[kind]
+    folder, out = command.folder_of(tmp_path / "model", command.model_of(kind, **sizes)), tmp_path / "out"
+    monkeypatch.setattr(command.evaluate, "help_texts", command.short_texts)
+    with pytest.raises(SystemExit) as exit:
+        command.main(["quantize", "--device", "cpu", str(folder), str(out), *options])
+    assert not exit.value.code
+    expected = dict(load_in_floats(command.emptied(out), out).named_parameters())
+    for dequantize, promised in zip((False, True), READ[case]):
+        how = transformers.CompressedTensorsConfig(dequantize=dequantize)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                out, dtype=torch.bfloat16, **({"quantization_config": how} if dequantize else {})
+            )
+            command.logits(model)  # which decompresses
+        except (AttributeError, RuntimeError):
+            assert promised == "error"
+            continue
+        found = dict(model.named_parameters())
+        for name, tensor in expected.items():
+            if promised == "exact" or name.endswith(("norm.weight", "lm_head.weight", "embed_tokens.weight")):
+                assert torch.equal(found[name], tensor), name
+            else:
+                torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=0)
+
+
+def load_in_floats(model, folder):
+    """The model of a quantised file, with its weights dequantised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_(model, folder, filter=lambda name, module: False)
+    return model
+
+
 def test_what_the_model_lists_as_ignorable_is_ignored():
     sizes = SIZES | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 2}
     sizes |= {"topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
