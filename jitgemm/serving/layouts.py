@@ -180,7 +180,7 @@ def layout_of(
     tensors = {
         suffix: replace(
             each,
-            dtypes=(scale,) if each.is_scale else each.dtypes,
+            dtypes=(scale, *each.dtypes) if each.is_scale else each.dtypes,
             dims=tuple(1 if dim == G and not columns else dim for dim in each.dims),
         )
         for suffix, each in format.tensors(scheme).items()

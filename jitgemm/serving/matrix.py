@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.checkpoint.layouts import PARTS, G
+from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.quantize.quantize import grouping_of_4_bits
 from jitgemm.serving.layouts import BLOCK, Layout
+from jitgemm.tensors import dtype_name
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 CHILD = "jitgemm"
@@ -121,13 +122,7 @@ class Matrix:
             marks = self.marks(loaded_weight, *where, **named)
             if param.is_meta and shared and not {part for part, _ in marks} & {0, None}:
                 return True  # vLLM counts numbers, to pack the layer once it has all: shared ones count once
-            if param.dtype == torch.uint8 and loaded_weight.dtype in (torch.int8, torch.float8_e8m0fnu):
-                loaded_weight = loaded_weight.view(torch.uint8)  # bytes of MXFP4
-            kind, given = param.dtype, loaded_weight.dtype
-            if "scale" in suffix and kind != given:
-                if not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
-                    wanted = f"numbers that {kind} holds, as no header told their type"
-                    raise ValueError(f"scale: expected {wanted}, got {given}")
+            loaded_weight = self.in_type(suffix, param.dtype, loaded_weight)
             result = self.load(load, suffix, param, loaded_weight, *where, **named)
             if not param.is_meta:
                 param.written = written(param) | marks
@@ -135,6 +130,26 @@ class Matrix:
 
         loads.notes = True  # type: ignore[attr-defined]
         return loads
+
+    def in_type(self, suffix: str, kind: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+        """A file's tensor for a parameter of type `kind`, into which engines' loaders convert whatever they get.
+
+        Raises ValueError for a type that the format's tensor cannot have, and scales that `kind` cannot hold.
+        """
+        dtypes, real = set(self.tensors[suffix].dtypes), kind in FLOATS
+        if real and tensor.dtype == torch.uint8 and dtypes.issuperset(E8M0):
+            tensor = tensor.view(torch.float8_e8m0fnu)
+        given = tensor.dtype
+        if real:
+            dtypes.update(FLOATS, () if "scale" in suffix else (torch.float64,))
+        if given not in dtypes.union((*BYTES, *E8M0) if kind == torch.uint8 else ()):
+            wanted = " or ".join(sorted(map(dtype_name, dtypes)))
+            raise ValueError(f"{suffix}: expected {wanted}, got {dtype_name(given)} (layer {self.names[0]})")
+        if not real:
+            return tensor.view(kind) if given.itemsize == kind.itemsize else tensor  # bytes, or integers of 8
+        if "scale" in suffix and not torch.equal(tensor.to(kind).float(), tensor.float()):
+            raise ValueError(f"scale: expected numbers that {kind} holds, as no header told their type, got {given}")
+        return tensor
 
     def load(
         self, load: Callable[..., Any], suffix: str, param: Any, tensor: torch.Tensor, *where: Any, **named: Any

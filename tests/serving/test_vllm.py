@@ -1109,6 +1109,40 @@ def test_a_tensor_that_no_file_holds_is_an_error_of_every_loader(name):
             process(layer)
 
 
+@pytest.mark.parametrize("wrong", [torch.float64, torch.complex64, torch.int16], ids=str)
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_tensor_of_a_type_that_its_format_has_not_is_an_error(name, wrong):
+    """vLLM's loaders convert whatever they get."""
+    tensors, _ = stored(CONFIGS[name], 128, 128)
+    with rank():
+        layer = row(CONFIGS[name], 128, 128)
+        for suffix, tensor in tensors.items():
+            if suffix != "weight_shape" or wrong != torch.int16:
+                with pytest.raises(ValueError, match=f"{suffix}: expected .*, got {str(wrong)[6:]} .layer m.o_proj"):
+                    load(layer, {suffix: torch.zeros(tensor.shape, dtype=wrong)})
+
+
+def test_floats_of_any_type_are_rounded_and_codes_are_not_taken_for_them():
+    weight = torch.randn(64, 64, dtype=torch.float64)
+    with rank():
+        layer = row(made(None), 64, 64)
+        load(layer, {"weight": weight})
+        with pytest.raises(ValueError, match="weight: expected .*float64, got float8_e4m3fn .layer m.o_proj"):
+            load(layer, {"weight": weight.to(torch.float8_e4m3fn)})
+
+
+def test_scales_in_blocks_may_be_powers_of_two_of_every_type():
+    tensors, _ = stored(CONFIGS["fp8-blocks"], 128, 128)
+    powers = torch.tensor([[120]], dtype=torch.uint8)
+    found = []
+    for scale in (powers, powers.view(torch.float8_e8m0fnu), torch.tensor([[2.0**-7]])):
+        with rank():
+            layer = row(CONFIGS["fp8-blocks"], 128, 128)
+            load(layer, tensors | {"weight_scale_inv": scale})
+        found.append(dense_of(process(layer)))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2]) and found[2].any()
+
+
 @pytest.mark.parametrize("name", OF_EXPERTS)
 def test_a_tensor_of_one_expert_that_no_file_holds_is_an_error(name):
     """Of any of its layers, on the rank that has the expert."""
