@@ -557,6 +557,23 @@ def test_what_a_shard_holds_beside_the_index_is_not_read(tmp_path, load):
         load(tmp_path)
 
 
+def test_a_copy_of_a_parameter_of_a_module_with_children_is_not_read(tmp_path):
+    """gpt-oss' sinks, which no placeholder stands for."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads))
+    name = "model.layers.0.self_attn.sinks"
+    torch.nn.init.normal_(model.get_parameter(name))
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    last = max(set(index.values()) - {index[name]})
+    assert last > index[name]
+    save_file(load_file(tmp_path / last) | {name: torch.zeros(4)}, tmp_path / last, {"format": "pt"})
+    how = hf.JitGemmConfig(modules_to_not_convert=["*.experts"])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
+    assert torch.equal(loaded.get_parameter(name), model.get_parameter(name)) and quantised_names(loaded)
+
+
 def test_a_wrong_value_names_its_layer(tmp_path):
     file(tmp_path, "llama", "w4afp8")
     tensors = load_file(tmp_path / "model.safetensors")

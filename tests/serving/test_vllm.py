@@ -696,6 +696,13 @@ def test_k_and_v_that_no_file_holds_are_zeros_and_other_joined_layers_an_error(m
                 load(layer, tensors, each)
         with pytest.raises(ValueError, match=f"scale.*: expected numbers, found none in the files.*m.{lacks}_proj"):
             process(layer)
+    with rank():  # which vLLM joins by numbers
+        layer = MergedColumnParallelLinear(
+            128, [128] * 3, bias=False, params_dtype=BF16, quant_config=made(CONFIGS[name]), prefix="m.qkv_proj"
+        )
+        load(layer, tensors, 0)
+    with pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files.*m.k_proj"):
+        process(layer)
     for part, lacks in enumerate(("up_proj", "gate_proj")):
         with rank():
             layer = gate_up(CONFIGS[name], 128, 128)
