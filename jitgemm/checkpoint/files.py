@@ -187,11 +187,22 @@ class Checkpoint:
         for path in sorted({found for found in self._listed.values() if isinstance(found, Path)}):
             yield from ((name, path) for name in self._open(path).keys() if self._listed.get(name) != path)
 
-    def holds_the_same(self, name: str, file: Path) -> bool:
-        """Whether another file's tensor of that name in the files is equal to its own, in all bits."""
-        own, other = (self._open(each).get_tensor(name) for each in (self._listed[name], file))
-        alike = own.dtype == other.dtype and own.shape == other.shape
-        return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (own, other)))
+    def check_copies(self, reader: str) -> list[str]:
+        """For a reader that takes all tensors of all files: the names of those that the index lacks. Raises ValueError where
+        it may get another tensor than the index names."""
+        unlisted = []
+        for name, file in self.elsewhere():
+            if (place := self._listed.get(name)) is None:
+                unlisted.append(name)
+                continue
+            own, other = (self._open(each).get_tensor(name) for each in (place, file))
+            alike = own.dtype == other.dtype and own.shape == other.shape
+            if not alike or not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (own, other))):
+                raise ValueError(
+                    f"source: expected {name!r} in {place} alone, as the index says, got another one in {file.name}, and "
+                    f"{reader} reads both"
+                )
+        return unlisted
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""

@@ -23,6 +23,7 @@ from jitgemm.kernel.formats import SUMS
 from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
+from jitgemm.nn.report import some
 from jitgemm.serving.layouts import Layout, Unsupported, floats, layout_of
 from jitgemm.serving.warm import Layers
 
@@ -154,12 +155,9 @@ class ServedModel:
         except FileNotFoundError as error:
             self.no_headers(folder, error)
             return
-        for name, file in checkpoint.elsewhere():
-            if name in checkpoint and not checkpoint.holds_the_same(name, file):
-                raise ValueError(
-                    f"{name}: expected it in {checkpoint.file(name).name} alone, as the index says, got another one in "
-                    f"{file}, and {self.engine}'s loader reads both"
-                )
+        if beside := checkpoint.check_copies(f"{self.engine}'s loader"):
+            text = "jitgemm: %s's loader reads tensors that the index does not name: %s"
+            self.logger.warning(text, self.engine, some(beside, 5))
         self.read_headers(checkpoint.headers())
 
     def no_headers(self, model: str | Path, error: Exception) -> None:

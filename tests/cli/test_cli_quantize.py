@@ -902,6 +902,18 @@ def test_a_model_that_is_quantised_already_is_named(run, written, tmp_path):
     )
 
 
+def test_a_copy_that_the_index_does_not_name_is_named(run, own_llama, tmp_path):
+    """transformers, which opens the model, would take either of them."""
+    first, *_, last = sorted(own_llama.glob("*.safetensors"))
+    (name, tensor), tensors = next(iter(load_file(first).items())), load_file(last)
+    save_file(tensors | {name: torch.zeros_like(tensor)}, last, {"format": "pt"})
+    message = f"expected '{name}' in {first} alone, as the index says, got another one in {last.name}, and transformers"
+    ended(run(own_llama, tmp_path / "out", *FEW), 2, message, tmp_path / "out")
+    save_file(tensors | {"model.extra": tensor}, last, {"format": "pt"})
+    message = "expected an index that names all tensors of its files, found model.extra in none"
+    ended(run(own_llama, tmp_path / "out", *FEW), 2, message, tmp_path / "out")
+
+
 def test_a_model_with_nothing_to_quantise_says_why(run, tmp_path):
     sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 272, "n_positions": 256}
     folder = folder_of(tmp_path / "model", model_of("GPT2", **sizes))

@@ -450,8 +450,10 @@ def test_an_index_that_names_files_that_are_not_there_is_an_error(tmp_path):
         made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
 
 
-def test_an_index_that_its_files_contradict_is_an_error(tmp_path):
+def test_an_index_that_its_files_contradict_is_an_error(tmp_path, monkeypatch):
     """vLLM's loader takes every tensor of every file that the index names; equal copies do no harm."""
+    said = []
+    monkeypatch.setattr("jitgemm.vllm.config.logger.warning", lambda text, *given: said.append(text % given))
     names, index = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)], tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"m.a.weight": names[0], "m.b.weight": names[1]}}))
     save_file({"m.a.weight": torch.ones(1)}, tmp_path / names[0])
@@ -459,16 +461,17 @@ def test_an_index_that_its_files_contradict_is_an_error(tmp_path):
         (torch.ones(1), None),
         (
             torch.zeros(1),
-            f"m.a.weight: expected it in {names[0]} alone, as the index says, got another one in .*{names[1]}",
+            rf"expected 'm.a.weight' in .*{names[0]} alone, .* another one in {names[1]}, and vLLM's loader",
         ),
-        (torch.ones(2), "m.a.weight: expected it in"),
-        (torch.ones(1, dtype=torch.int32), "m.a.weight: expected it in"),
+        (torch.ones(2), "source: expected 'm.a.weight' in"),
+        (torch.ones(1, dtype=torch.int32), "source: expected 'm.a.weight' in"),
     ):
-        save_file({"m.a.weight": a, "m.b.weight": torch.ones(1)}, tmp_path / names[1])
+        save_file({"m.a.weight": a, "m.b.weight": torch.ones(1), "m.c.weight": torch.ones(2)}, tmp_path / names[1])
         with nullcontext() if expected is None else pytest.raises(ValueError, match=expected):
             config = made(CONFIGS["gptq"])
             config.maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
             assert config._headers == {"m.a": {"weight": "F32"}, "m.b": {"weight": "F32"}}
+            assert said == ["jitgemm: vLLM's loader reads tensors that the index does not name: m.c.weight"]
     save_file({"m.a.weight": torch.ones(1)}, tmp_path / names[1])
     with pytest.raises(ValueError, match=f"expected 'm.b.weight' in .*{names[1]}, as the index says, found none"):
         made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())

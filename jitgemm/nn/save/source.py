@@ -105,6 +105,10 @@ def source_of(folder: Path) -> Source:
     missing = sorted(str(file.relative_to(folder)) for file in names if not file.is_file())
     if missing:
         raise FileNotFoundError(f"{folder}: expected all files that its index names, found no {some(missing)}")
+    if beside := checkpoint.check_copies("transformers"):
+        raise ValueError(
+            f"{folder}: expected an index that names all tensors of its files, found {some(beside)} in none"
+        )
     shards = {}
     for file in sorted(names):
         states[file] = _state(file)
