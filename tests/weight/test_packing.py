@@ -172,10 +172,11 @@ def fragment_place(thread: int, register: int, byte: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
 def test_records_follow_the_definition(group_size, zero_point, scale_type):
-    parts = builders.weight_parts(1, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, max_zero=16)
+    """Of five blocks of k: the last group of 256 has one of them."""
+    parts = builders.weight_parts(1, 72, 544, group_size, zero_point=zero_point, scale_type=scale_type, max_zero=16)
     weight = parts.packed
-    assert list(weight.blocks.shape) == [2, 4, weight.format.record_bytes]
-    for strip, block in ((0, 0), (0, 1), (0, 3), (1, 2), (1, 3)):
+    assert list(weight.blocks.shape) == [2, 5, weight.format.record_bytes]
+    for strip, block in ((0, 0), (0, 1), (0, 4), (1, 2), (1, 4)):
         got = weight.blocks[strip, block].numpy().tobytes()
         assert got == expected_record(parts, strip, block, weight.format), (strip, block)
 
@@ -188,12 +189,12 @@ def test_records_follow_the_definition(group_size, zero_point, scale_type):
 def test_records_with_offsets_follow_the_definition(group_size, zero_point, scale_type, codes):
     """Offsets stand between scales and zero points, whatever the order of the codes."""
     parts = builders.weight_parts(
-        1, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, offset=True, codes=codes
+        1, 72, 544, group_size, zero_point=zero_point, scale_type=scale_type, offset=True, codes=codes
     )
     weight = parts.packed
     assert weight.format == WeightFormat(group_size, zero_point, scale_type, "any" if zero_point else codes, True)
-    assert list(weight.blocks.shape) == [2, 4, weight.format.record_bytes]
-    for strip, block in ((0, 0), (0, 1), (0, 3), (1, 2), (1, 3)):
+    assert list(weight.blocks.shape) == [2, 5, weight.format.record_bytes]
+    for strip, block in ((0, 0), (0, 1), (0, 4), (1, 2), (1, 4)):
         got = weight.blocks[strip, block].numpy().tobytes()
         assert got == expected_record(parts, strip, block, weight.format), (strip, block)
 
