@@ -157,6 +157,7 @@ def test_activations_of_4_bits_are_replaced_with_a_warning(tmp_path, file):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers.append(model_of(tmp_path, tensors, settings, activation="e4m3"))
+    assert read_layer(tensors, LAYER, device="cpu", config=settings).input_scale is None
     for layer in layers:
         assert layer.activation == "e4m3" and layer.input_scale is None
         assert torch.equal(layer.weight.blocks, parts.packed.blocks)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
+from prepared_calls import remembered
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
@@ -586,6 +587,21 @@ def test_cpu_tensors_need_no_alignment(call):
     call.x = x
     call.out = torch.zeros(M * N + 1, dtype=torch.bfloat16)[1:].view(M, N)
     assert builders.same_bits(call.run().clone(), expected)
+
+
+@pytest.mark.parametrize(("attribute", "argument"), [("x", "lhs[0] (x)"), ("out", "out")])
+def test_what_a_launch_has_addresses_of_must_be_aligned(monkeypatch, attribute, argument):
+    """The GPU's rule without one, in a first call and in one with a plan."""
+    _, launches = remembered(monkeypatch)
+    call = Call("s8")
+    tensor = getattr(call, attribute)
+    shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    for legal in (0, 1):
+        setattr(call, attribute, shifted)
+        call.refused(ValueError, argument, "multiple of 16 bytes", f"{tensor.element_size()} bytes past")
+        setattr(call, attribute, tensor)
+        jitgemm.gemm_w4a8_nt(call.lhs, call.rhs, call.out)
+        assert len(launches) == 1 + legal
 
 
 @pytest.mark.gpu

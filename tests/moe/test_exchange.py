@@ -192,6 +192,18 @@ def test_tokens_are_gathered_in_the_order_of_rows(emulator, kind):
         assert builders.same_bits(gathered[:5], part[index[:5].long()])
 
 
+@pytest.mark.parametrize("kind", ["token", "affine", "block"])
+def test_parts_of_a_buffer_hold_all_ranks_tokens_and_do_not_overlap(kind):
+    activation = activation_of(torch.int8, "block" if kind == "block" else "token", kind == "affine")
+    layout = Layout(0, 3, 257, 1040, 64, TOP_K, torch.float16, activation)
+    starts, slots, choices = list(layout.offsets.values()), 3 * 257, 3 * 257 * TOP_K
+    scales = 772 * 9 if kind == "block" else slots
+    held = [256, slots * 1040, 4 * scales, 4 * slots * (kind == "affine"), 2 * 8 * choices, 4 * choices, slots * 64 * 2]
+    assert all(start % 256 == 0 for start in starts)
+    assert all(0 <= end - start - size < 256 for start, end, size in zip([0, *starts], starts, held, strict=False))
+    assert layout.scale_block_stride == 772 and len(starts) == len(held)
+
+
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [

@@ -238,7 +238,7 @@ def test_a_limit_far_below_the_hidden_values_makes_a_step_of_the_activation(limi
 
 def test_experts_of_other_ranks_are_skipped():
     expert_map = torch.full((20,), -1, dtype=torch.int32)
-    expert_map[[3, 4, 9, 12, 19]] = torch.tensor([1, 0, 4, 2, 3], dtype=torch.int32)
+    expert_map[[0, 4, 9, 12, 19]] = torch.tensor([1, 0, 4, 2, 3], dtype=torch.int32)
     case = Case(tokens=30, options={"expert_map": expert_map})
     ids = choices(3, 30, 3, 20)
     assert len(set(ids.flatten().tolist())) > 15
@@ -352,6 +352,8 @@ def test_workspace_bytes_are_documented():
     tokens, m = 4064, 127 * 128  # one quantised row for each choice
     expected = 2 * m * 1024 + m * 512 + m * 512 + 4 * (4 * m + 128)
     assert fused_experts_workspace_bytes(tokens, 4, w13, w2) == expected
+    _, w13, w2, *_ = Case(k=512, inter=512, n=1536, experts=127).arguments  # whose second result is the wider one
+    assert fused_experts_workspace_bytes(tokens, 4, w13, w2) == expected + 2 * m * 512
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

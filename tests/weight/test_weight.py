@@ -23,7 +23,7 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.ready import capturing
+from jitgemm.weight.ready import capturing, note, now
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 
@@ -152,6 +152,12 @@ def test_what_is_written_past_the_version_is_not_seen_until_it_is_ready_again(se
         write(weight.blocks)
     assert weight.ready == (not (seen or (seen is None and mode is torch.no_grad)))
     assert weight.mark_ready() and weight.ready
+
+
+def test_records_that_are_noted_as_not_ready_are_not_ready_to_an_op_either():
+    weight = builders.weight_parts(4, 16, 128, 64).packed
+    assert weight.packed.ready_at == weight.ready_at == now(weight.blocks)
+    assert note(weight.blocks, False) is None and weight.packed.ready_at is None
 
 
 # --- bits ---
