@@ -30,7 +30,7 @@ import torch
 
 from jitgemm.checkpoint.bits import AWQ_ORDER, integer_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.checkpoint.format import Config, Headers, Scheme, Sizes, check_setting, flag, group_size_of, setting
+from jitgemm.checkpoint.format import Config, Headers, Scheme, Sizes, check_setting, group_size_of, setting
 from jitgemm.checkpoint.gptq import Gptq, overridden
 from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, G, K, N, TensorLayout, stored
 from jitgemm.kernel.formats import ceil_div
@@ -43,7 +43,7 @@ class _Awq(Gptq):
     name, methods, cuts = "awq", ("awq",), True
 
     def version(self, config: Config) -> str:
-        return str(setting(config, "version", "checkpoint_format", "format", default="gemm")).lower()
+        return setting(config, "version", "checkpoint_format", "format", default="gemm").lower()
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config = overridden(config or {}, prefix)
@@ -55,8 +55,8 @@ class _Awq(Gptq):
         if setting(config, "backend") == "llm-awq":
             raise ValueError("backend: expected autoawq, got 'llm-awq', whose order of the codes is not read here")
         check_setting(config, 4, "bits", "w_bit")
-        zero_point, size = flag(config, "zero_point"), setting(config, "group_size", "q_group_size")
-        asymmetric = zero_point if zero_point is not None else not flag(config, "sym")
+        zero_point, size = setting(config, "zero_point"), setting(config, "group_size", "q_group_size")
+        asymmetric = zero_point if zero_point is not None else not setting(config, "sym")
         return Scheme(self.name, group_size=size, zero_points=asymmetric, form=version, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:

@@ -18,6 +18,7 @@
 
     weight = (q - zero) * scale
 
+The exponents of mxfp4-pack-quantized files of version 0.13.0 are two too low, and read two higher.
 Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against compressed-tensors
 0.10.2 and 0.20.0, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
 gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
@@ -28,6 +29,7 @@ Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's fir
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,13 +39,14 @@ import torch
 from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.expressions import matches
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_known, inputs_of
-from jitgemm.checkpoint.format import setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_kind, check_known
+from jitgemm.checkpoint.format import inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N
 from jitgemm.checkpoint.layouts import TensorLayout, fits, stored
 from jitgemm.checkpoint.presets import MXFP4, PRESETS, args_of
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
+from jitgemm.weight import e2m1
 
 METHOD = "compressed-tensors"
 _CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "float"): "e2m1"}
@@ -52,14 +55,11 @@ _SUPPORTED = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 )  # fmt: skip
 
-_KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "a list of names": ((list, tuple), ("ignore", "targets")),
-    "a mapping": (Mapping, ("config_groups", "transform_config", "weights", "input_activations")),
-    "a name": (str, ("type", "strategy")),
-    "an integer": (int, ("num_bits", "group_size")),
-    "true or false": (bool, ("symmetric",)),
-}
-"""What settings must be where they are given and not null."""
+_ZEROS_OF_FLOATS = (torch.int8, torch.uint8, torch.float8_e4m3fn, *FLOATS)
+"""What the zeros beside e4m3 codes may be, which mean nothing."""
+_TWO_TOO_LOW = re.compile(r"0\.13\.0$|0\.12\.3\.?a202512(12|14|15)$|0\.13\.1\.?a2025")
+"""Versions of the library that stored the exponents of MXFP4 two too low; those of AutoRound's files are right."""
+
 _OF_WEIGHTS = (
     "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
     "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
@@ -69,15 +69,14 @@ _OF_WEIGHTS = (
 
 class _CompressedTensors(Format):
     name, methods, cuts = METHOD, (METHOD,), True
-    also = ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
-            "output_zero_point")  # fmt: skip
+    also = ("weight_zero_point", "weight_g_idx")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         config = config or {}
-        if config.get("quant_method") not in (None, METHOD):
+        if setting(config, "quant_method") not in (None, METHOD):
             return False
         if "weight_packed" in names:  # of NVFP4: see nvfp4.py
-            return "weight_global_scale" not in names or _dtype(names, "weight_scale") != torch.float8_e4m3fn
+            return "weight_global_scale" not in names
         plain, listed = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
         if plain is None or "weight_scale" not in names or {"weight_scale_2", "qweight"} & set(names):
             return False
@@ -129,7 +128,7 @@ class _CompressedTensors(Format):
             wanted = "int32 {shape}, packed along n, got {got}"
             found["weight_zero_point"] = stored(INT32, N / scheme.per_word, G, wanted=wanted)
         elif zero is not None:
-            if zero.dtype != torch.int8 and scheme.code != "e4m3":
+            if zero.dtype not in ((torch.int8,) if scheme.code != "e4m3" else _ZEROS_OF_FLOATS):
                 raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
             found["weight_zero_point"] = stored(zero.dtype, *_dims(zero), wanted="{shape} as weight_scale, got {got}")
         return found
@@ -158,6 +157,13 @@ class _CompressedTensors(Format):
         sizes, eight, middle = self.sizes(tensors, scheme), scheme.eight_bits, 128 if scheme.eight_bits else 8
         if scheme.form == "fp4":
             codes, scale = unpack_nibbles(tensors["weight_packed"], 1), tensors["weight_scale"].view(torch.uint8)
+            if _two_too_low(scheme.settings):
+                if bool((scale > e2m1.NAN - 3).any()):
+                    version = scheme.settings["version"]
+                    raise ValueError(
+                        f"weight_scale: expected exponents up to 252 in a file of version {version}, got more"
+                    )
+                scale = scale + 2
             return CanonicalWeight(codes, scale, group_size=EXPONENT_GROUP, code="e2m1")
         zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
         if scheme.form == "packed":
@@ -222,8 +228,10 @@ class _CompressedTensors(Format):
         return tensors
 
 
-def _dtype(names: Mapping[str, TensorInfo], name: str) -> torch.dtype | None:
-    return names[name].dtype if name in names else None
+def _two_too_low(config: Mapping[str, Any]) -> bool:
+    return setting(config, "provider") != "auto-round" and bool(
+        _TWO_TOO_LOW.match(setting(config, "version", default=""))
+    )
 
 
 _MXFP4_FORMAT = "mxfp4-pack-quantized"
@@ -307,17 +315,15 @@ def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any
         raise ValueError(reason)
     group = _config_group(groups, prefix)
     scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
-    return scheme | {"quant_method": METHOD, "format": group.get("format") or config.get("format")}
+    said = {key: config[key] for key in ("version", "provider") if key in config}
+    return scheme | said | {"quant_method": METHOD, "format": group.get("format") or config.get("format")}
 
 
 def _check_kinds(settings: Mapping[str, Any] | None, where: str = "") -> None:
     """Raises ValueError for a setting that is of another kind; where: what its name follows in the message."""
     settings = settings or {}
-    for expected, (kind, keys) in _KINDS.items():
-        for key, value in ((key, settings[key]) for key in keys if settings.get(key) is not None):
-            fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-            if not fits or (isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value)):
-                raise ValueError(f"{where}{key}: expected {expected}, got {value!r}")
+    for key, value in settings.items():
+        check_kind(key, value, where)
     for part in sorted(settings.keys() & {"weights", "input_activations"}):
         _check_kinds(settings[part], f"{where}{part}: ")
 
@@ -364,12 +370,14 @@ def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | Non
     """
 
     def named(targets: str | Iterable[str] | None) -> bool:
-        targets = [targets] if isinstance(targets, str) else targets or ()
+        targets = [targets] if isinstance(targets, str) else check_kind("targets", targets) or ()
         return any(target == "Linear" or _names(prefix, target) for target in targets)
 
-    transforms = (config or {}).get("transform_config")
-    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
-    for apply in (each for group in (groups or {}).values() for each in group.get("apply") or ()):
+    groups = setting(setting(config, "transform_config"), "config_groups", default={})
+    listed = [group.get("apply") or [] if isinstance(group, Mapping) else None for group in groups.values()]
+    if not all(isinstance(each, list) and all(isinstance(apply, Mapping) for apply in each) for each in listed):
+        raise ValueError(f"transform_config: expected groups of schemes to apply, got {groups!r}")
+    for apply in (apply for each in listed for apply in each or ()):
         location = str(apply.get("location")).lower()
         if location not in ("weight_input", "weight_output", "q_attn", "k_cache"):
             if named(apply.get("targets")) and not named(apply.get("ignore")):

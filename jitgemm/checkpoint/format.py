@@ -6,6 +6,7 @@ Adding a format takes one subclass of `Format` and `formats.register`. Knows no 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,19 @@ import torch
 
 from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, PARTS, Layout, TensorLayout, check_single, measure, stored
+from jitgemm.checkpoint.layouts import (
+    CODE_TYPES,
+    E8M0,
+    FLOATS,
+    PARTS,
+    Layout,
+    TensorLayout,
+    check_single,
+    measure,
+    stored,
+)
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import describe
 
 Config = Mapping[str, Any] | None
 """A quantization_config."""
@@ -26,8 +38,10 @@ INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_qu
 """What formats call a layer's static activation scale."""
 INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 """What they call its zero point."""
-KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
-"""What ModelOpt puts next to k_proj and v_proj. They say nothing of the weights."""
+INPUT_TENSORS = (*INPUT_SCALES, *INPUT_ZERO_POINTS, "input_global_scale")
+"""With that of inputs of 4 bits."""
+BESIDE = r"((q|k|v|kv|qkv|qk|prob|softmax|attn)(_cache)?|output)_(global_)?(scales?(_inv)?|zero_points?|scaling_factor)"
+"""What tools call scales of caches, attention and outputs that they put next to layers. These say nothing of weights."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +213,6 @@ class Format:
         layout = self.tensors(scheme)
         check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
-        for name in INPUT_SCALES:
-            if name in headers:
-                check_single(name, headers[name])
         n, k, grouped = size["n"], size["k"], [name for name, each in layout.items() if each.axis("G") is not None]
         if scheme.block is not None:
             return Sizes(n, k, scheme.block[1])
@@ -233,9 +244,37 @@ class Format:
 # ---- what formats ask of a config and of headers -----------------------------------------------------------------------
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    name: (kind, expected)
+    for expected, kind, names in (
+        ("a list of names", (list, tuple), "ignore targets"),
+        ("a mapping", Mapping,
+         "config_groups transform_config weights input_activations extra_config meta global_quant_config "
+         "layer_quant_config layer_type_quant_config weight input_tensors"),
+        ("a name", str,
+         "quant_method quant_algo format checkpoint_format version provider type strategy data_type act_data_type "
+         "packing_format backend dtype qscheme class target_dtype quantization_status zeros_mode"),
+        ("an integer", int, "num_bits bits wbits w_bit weight_bits act_bits group_size q_group_size groupsize in_features"),
+        ("true or false", bool, "symmetric sym is_sym zero_point desc_act is_dynamic fast_decoding"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""What settings must be, in every format that asks for them."""
+
+
+def check_kind(name: str, value: Any, where: str = "") -> Any:
+    """The value of a setting. Raises ValueError for one that is neither null nor of its kind; where: what its name follows
+    in the message."""
+    kind, expected = _KINDS.get(name, (object, ""))
+    fits = isinstance(value, kind) and (kind is object or isinstance(value, bool) == (kind is bool))
+    if value is not None and (not fits or kind == (list, tuple) and not all(isinstance(each, str) for each in value)):
+        raise ValueError(f"{where}{name}: expected {expected}, got {value!r}")
+    return value
+
+
 def setting(config: Config, *names: str, default: Any = None) -> Any:
-    """The first of several names that a config has, other than null."""
-    values = ((config or {}).get(name) for name in names)
+    """The first of several names that a config has, other than null. Raises ValueError for a value of another kind."""
+    values = (check_kind(name, (config or {}).get(name)) for name in names)
     return next((value for value in values if value is not None), default)
 
 
@@ -246,17 +285,13 @@ def check_setting(config: Config, expected: Any, *names: str) -> None:
         raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
 
 
-def flag(config: Config, name: str) -> bool | None:
-    """A setting that is true or false, None where the config has none. Raises ValueError for another value."""
-    value = setting(config, name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name}: expected true or false, got {value!r}")
-    return value
-
-
 def block_of(name: str, given: Any) -> tuple[int, int]:
     """Rows and columns of a block. Raises ValueError for a setting that is not two positive integers, or "128x128"."""
-    block = [int(each) for each in given.split("x")] if isinstance(given, str) else given
+    block = (
+        list(map(int, re.findall(r"\d+", given)))
+        if isinstance(given, str) and re.fullmatch(r"\d+x\d+", given)
+        else given
+    )
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
         raise ValueError(f"{name}: expected two positive integers, got {given!r}")
     return block[0], block[1]
@@ -284,15 +319,25 @@ def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False)
     presence; blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
     config, headers, type = config or {}, headers or (), "int" if code == "int8" else "float"
     if "input_activations" in config:
-        return Inputs.of(config["input_activations"])
-    named = None if code == "int4" else config.get("activation_scheme")
+        return Inputs.of(setting(config, "input_activations"))
+    named = None if code == "int4" else setting(config, "activation_scheme")
     if str(named).lower() == "static" or (named is None and any(name in headers for name in INPUT_SCALES)):
         return Inputs(type, strategy="tensor", dynamic=False)
     return Inputs(type, strategy="group", group_size=128) if blocks else None
 
 
+def check_beside(headers: Mapping[str, Any]) -> None:
+    """Raises ValueError where what a layer has beside its weight, in every format, is of another dtype or size."""
+    for name in headers.keys() & {*INPUT_SCALES, "input_global_scale"}:
+        check_single(name, headers[name])
+    for name in headers.keys() & {*INPUT_ZERO_POINTS}:
+        check_single(name, headers[name], (*FLOATS, *CODE_TYPES.values(), torch.uint8, torch.int32, torch.int64))
+    if "bias" in headers and headers["bias"].dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"bias: expected floats of 16, 32 or 64 bits, got {describe(headers['bias'])}")
+
+
 def check_known(tensors: Iterable[str], known: Sequence[str]) -> None:
     """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
-    unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
-    if unknown:
+    others = set(tensors) - {"bias", *known, *INPUT_TENSORS}
+    if unknown := sorted(name for name in others if not re.fullmatch(BESIDE, name)):
         raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, nvfp4, qserve, torchao
-from jitgemm.checkpoint import w4afp8, w8a8
+from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, nvfp4, qserve
+from jitgemm.checkpoint import quark, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.format import Format
@@ -38,9 +38,15 @@ def by_method(method: Any) -> Format | None:
     return next((format for format in FORMATS if method in format.methods), None)
 
 
+def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
+    """A model's quantization_config in the words of the formats, for the layer called prefix: AutoRound's and Quark's tell
+    of other formats' tensors. Raises ValueError where a setting is of another kind, or means what is not read here."""
+    return quark.translated(autoround.translated(config, prefix), prefix)
+
+
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
-    """The one format that a layer's tensors are of, by their headers and the model's quantization_config, AutoRound's
-    translated; prefix: its name, for messages. Raises ValueError where no format, or more than one, has such tensors."""
+    """The one format that a layer's tensors are of, by their headers and the model's quantization_config, as `translated`
+    gives it; prefix: its name, for messages. Raises ValueError where no format, or more than one, has such tensors."""
     found = [format for format in FORMATS if format.detect(names, config)]
     if len(found) == 1:
         return found[0]

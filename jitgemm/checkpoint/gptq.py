@@ -34,7 +34,7 @@ import torch
 from jitgemm.checkpoint.bits import integer_zero
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.expressions import matches
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, check_setting, flag, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, check_setting, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, fits, stored
 
 _VERSIONS = ("gptq", "gptq_v2")
@@ -54,7 +54,7 @@ class Gptq(Format):
 
     def version(self, config: Config) -> str:
         """What a config says of the layout and the zero points."""
-        return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
+        return setting(config, "checkpoint_format", "format", default="gptq").lower()
 
     def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
@@ -73,7 +73,7 @@ class Gptq(Format):
             raise ValueError(f"bits: expected 4 or 8, got {width!r}")
         check_setting(config, "int32", "pack_dtype")
         check_setting(config, False, "is_marlin_format")
-        size, given = setting(config, "group_size"), not flag(config, "sym")
+        size, given = setting(config, "group_size"), not setting(config, "sym")
         ordered = setting(config, "desc_act") is True
         return Scheme(self.name, _CODES[width], size, zero_points=given, ordered=ordered, form=version, settings=config)
 
@@ -106,8 +106,9 @@ class Gptq(Format):
 
 
 def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
-    quantizer = (setting(config, "meta") or {}).get("quantizer") or []
-    return any(q.lower().startswith("gptqmodel:") for q in ([quantizer] if isinstance(quantizer, str) else quantizer))
+    quantizer = setting(config, "meta", default={}).get("quantizer") or []
+    names = quantizer if isinstance(quantizer, list) else [quantizer]
+    return any(str(name).lower().startswith("gptqmodel:") for name in names)
 
 
 def skipped(config: Config, prefix: str) -> str | None:
@@ -129,7 +130,7 @@ def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
 def _dynamic(config: Mapping[str, Any], prefix: str) -> tuple[str, Mapping[str, Any]]:
     """The first expression that matches, and what it overrides."""
     dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping):
+    if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
         raise ValueError(f"dynamic: expected settings by expressions, got {dynamic!r}")
     for pattern, overrides in dynamic.items():
         if matches("dynamic", pattern.removeprefix("-:").removeprefix("+:"), prefix):

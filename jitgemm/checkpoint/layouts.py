@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name, one_of
@@ -136,8 +135,8 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
     up."""
     sizes, shape = {}, tensors.get("weight_shape")
     if isinstance(shape, torch.Tensor):
-        if shape.is_floating_point() or tuple(shape.shape) != (2,):
-            raise ValueError(f"weight_shape: expected integers [2], got {describe(shape)}")
+        if shape.dtype not in (torch.int64, torch.int32) or tuple(shape.shape) != (2,):
+            raise ValueError(f"weight_shape: expected int64 or int32 [2], got {describe(shape)}")
         sizes = dict(zip("nk", shape.tolist()))
     for name, expected in layout.items():
         if name not in tensors:
@@ -148,7 +147,7 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
         if expected.is_scale and tensor.dtype not in expected.dtypes and "scale" in name:
             raise ValueError(f"{name}, a scale: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")
         if expected.dims == (PARTS,):
-            check_single(name, tensor)
+            check_single(name, tensor, FLOATS if expected.dtypes == (torch.float32,) else expected.dtypes)
             continue
         if tensor.dtype not in expected.dtypes or tensor.dim() != len(expected.dims):
             raise ValueError(f"{name}: expected {expected}, got {describe(tensor)}")
@@ -169,7 +168,8 @@ def fits(tensors: Mapping[str, Any], layout: Layout) -> bool:
         return False
 
 
-def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
-    """Raises ValueError for more than one element, or none."""
-    if math.prod(tensor.shape) != 1:
-        raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
+def check_single(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raises ValueError for more than one element, or none, and for another dtype: nothing is converted."""
+    if math.prod(tensor.shape) != 1 or tensor.dtype not in dtypes:
+        types = " or ".join(map(dtype_name, dtypes))
+        raise ValueError(f"{name}: expected one element of {types}, got {describe(tensor)}")

@@ -58,9 +58,8 @@ class _Mxfp4(Format):
         form = "weight_scale" if headers is None else _form(headers)  # the former is what vLLM calls all of them
         if form is None:
             raise ValueError("weight: expected MXFP4's tensors, of bytes with e8m0 scales for 32 k, got others")
-        quark = (setting(config, "global_quant_config", default={}).get("weight") or {}) if method == "quark" else {}
-        if isinstance(quark, Mapping) and quark.get("dtype", "fp4") != "fp4":
-            raise ValueError(f"global_quant_config: expected weights of dtype 'fp4', got {quark['dtype']!r}")
+        if headers is None and method == "quark" and (dtype := setting(config, "dtype", default="fp4")) != "fp4":
+            raise ValueError(f"dtype: expected 'fp4' of a layer's weights in Quark's config, got {dtype!r}")
         if (dtype := setting(config, "expert_dtype", default="fp4")) != "fp4":
             raise ValueError(f"expert_dtype: expected 'fp4', as the tensors are, got {dtype!r}")
         deepseek = form in ("scale", "weight_scale_inv") or method == "fp8"
@@ -93,11 +92,7 @@ def _inputs(config: Mapping[str, Any], headers: Iterable[str]) -> Inputs | None:
     """What a Quark config says of inputs, or the static scale that ModelOpt's W4A8_MXFP4_FP8 has; None for nothing."""
     if "input_scale" in headers:
         return Inputs("float", strategy="tensor", dynamic=False)
-    inputs = (config.get("global_quant_config") or {}).get("input_tensors")
-    if isinstance(inputs, Mapping) and isinstance(dtype := inputs.get("dtype"), str):
-        bits = {"fp4": 4, "fp6_e3m2": 6, "fp6_e2m3": 6}.get(dtype, 8)
-        return Inputs("float" if dtype.startswith("fp") else "int", bits, dynamic=bool(inputs.get("is_dynamic", True)))
-    return None
+    return Inputs.of(config["input_activations"]) if "input_activations" in config else None
 
 
 FORMAT = _Mxfp4()

@@ -55,7 +55,6 @@ _ALGORITHMS: dict[str, Inputs | None] = {
 
 class _Nvfp4(Format):
     name, cuts = "nvfp4", True
-    also = ("input_scale", "input_global_scale")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return _form(names) is not None
@@ -99,20 +98,16 @@ class _Nvfp4(Format):
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
-    """Which of the forms the tensors, or their headers, have; None for none."""
-    return next(
-        (
-            form
-            for form, layout in _FORMS.items()
-            if fits(names, layout) or fits(names, layout | {_WHOLE[form]: _BY_ROW})
-        ),
-        None,
-    )
+    """Which of the forms the tensors, or their headers, have, whatever the scale of the tensor is; None for none."""
+    for form, layout in _FORMS.items():
+        if (name := _WHOLE[form]) in names and fits(names, {each: layout[each] for each in layout if each != name}):
+            return form
+    return None
 
 
 def _of_modelopt(config: Mapping[str, Any], named: bool) -> Inputs | None:
     """named: whether there is an input_scale, which without a config is taken for that of 4 bits."""
-    algorithm = str(setting(config, "quant_algo", default="MIXED_PRECISION")).upper()
+    algorithm = setting(config, "quant_algo", default="MIXED_PRECISION").upper()
     if algorithm == "MIXED_PRECISION":
         return _ALGORITHMS["NVFP4"] if named else None
     if algorithm not in _ALGORITHMS:

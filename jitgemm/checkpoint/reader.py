@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
 from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
-from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes
+from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes, check_beside
 from jitgemm.checkpoint.layouts import Dim, N
 from jitgemm.weight.packed import W4Weight, W8Weight
 
@@ -171,7 +170,7 @@ def layer_header(
             shape = shape[-2:]
         infos = _of_expert(infos, expert)
     layer, first, *others = (each.rstrip("._") for each in (prefix, *checkpoint.in_file(prefix)))
-    config = translated(checkpoint.config, first)
+    config = formats.translated(checkpoint.config, first)
     found = formats.find(infos, config, first) if format is None else formats.by_name(format)
     for suffix, name in found.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
@@ -181,10 +180,11 @@ def layer_header(
         config = {**described, **(config or {})}
     scheme = scheme_of(found, config, first, headers)
     for other in others:
-        if (its := scheme_of(found, translated(checkpoint.config, other), other, headers)) != scheme:
+        if (its := scheme_of(found, formats.translated(checkpoint.config, other), other, headers)) != scheme:
             joined = f"{first!r} and {other!r}, whose rows are joined"
             raise ValueError(f"quantization_config: expected one scheme of {joined}, got {scheme} and {its}")
     sizes = found.sizes(headers, scheme)
+    check_beside(headers)
     if sizes.k is None and k is not None:
         scheme = replace(scheme, settings={"in_features": k, **scheme.settings})
     return LayerHeader(prefix, names, found, scheme, sizes)

@@ -59,10 +59,10 @@ import torch
 from jitgemm.checkpoint.bits import HIGH_FIRST, check_codes, float_zero, integer_zero, minus, twos_complement
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_known, group_size_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, block_of, check_known, group_size_of
 from jitgemm.checkpoint.format import inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, Dim, G, K, Layout, N
-from jitgemm.checkpoint.layouts import check_single, fits, measure, stored
+from jitgemm.checkpoint.layouts import fits, measure, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -88,7 +88,7 @@ _KNOWN = (_TILES, *_LAYOUTS, *_EIGHT)
 
 class _TorchAo(Format):
     name, methods = "torchao", ("torchao",)
-    also = (_QDATA, _SCALE, _ZERO, _BOTH, _FLAT + "act_quant_scale", _FLAT + "act_quant_zero_point")
+    also = (_QDATA, _SCALE, _ZERO, _BOTH)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         method = setting(config, "quant_method")
@@ -119,7 +119,8 @@ class _TorchAo(Format):
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         if scheme.form != _TILES:
             return super().sizes(headers, scheme)
-        size, shape, columns = measure(headers, scheme.found), setting(scheme.settings, "shape"), scheme.group_size or 0
+        check_known(headers, (*scheme.found, *self.also))
+        size, shape, columns = measure(headers, scheme.found), _shape(scheme.settings), scheme.group_size or 0
         several = size["G"] * columns if columns > 0 and size["G"] > 1 else None  # one may be of any size
         return Sizes(*(shape or (size["n"], size.get("k", several))))
 
@@ -142,7 +143,10 @@ class _TorchAo(Format):
             inputs["type"] = "float"
         elif given is not None:
             static = "act_quant_scale" in whole.get("_tensor_data_names", ())
-            inputs = _activations(given["_data"]) | {"dynamic": not static}
+            try:
+                inputs = _activations(given["_data"]) | {"dynamic": not static}
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise ValueError(f"act_quant_kwargs: expected torchao's of one of its classes, got {given!r}") from None
         else:
             return settings
         return settings | {"input_activations": inputs}
@@ -151,7 +155,7 @@ class _TorchAo(Format):
         sizes, form, settings = self.sizes(tensors, scheme), scheme.form, scheme.settings
         if form == _TILES:
             (name, codes), (_, parameters) = ((name, tensors[name]) for name in scheme.found)
-            shape = setting(settings, "shape")
+            shape = _shape(settings)
             k = shape[1] if shape else setting(settings, "in_features")
             q = _codes(name, codes, len(parameters), scheme.group_size, k)
             size = group_size_of(q.shape[1], len(parameters), scheme.group_size, "scales_and_zeros")
@@ -177,9 +181,15 @@ class _TorchAo(Format):
 # ---- what headers say --------------------------------------------------------------------------------------------------
 
 
+def _shape(config: Config) -> tuple[int, int] | None:
+    """n, k of a layer, where its file or the config says them."""
+    given = setting(config, "shape")
+    return None if given is None else block_of("shape", given)
+
+
 def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The class of a flattened subclass. Raises ValueError, before data is read, for one that is not read."""
-    stated, qdata, zero = config.get("class"), tensors[_QDATA], tensors.get(_ZERO)
+    stated, qdata, zero = setting(config, "class"), tensors[_QDATA], tensors.get(_ZERO)
     for name, why in (("act_pre_scale", "none, as it scales the activations first; got one"),
                       ("group_scale", "a plain packing, got the preshuffled one")):  # fmt: skip
         if _FLAT + name in tensors:
@@ -241,8 +251,6 @@ def _blocks(tensors: Mapping[str, Any], code: str) -> Layout:
         raise ValueError(
             f"{_SCALE}: expected floats, one or [n / rows, k / columns] for n, k = {n, k}, got {describe(scale)}"
         )
-    if _FLAT + "act_quant_scale" in tensors:
-        check_single(_FLAT + "act_quant_scale", tensors[_FLAT + "act_quant_scale"])
     return codes | {_SCALE: stored(FLOATS, *((PARTS,) if single else (N / (n // rows), G)[: scale.dim()]))}
 
 

@@ -8,14 +8,14 @@
                       rows of gate_up_proj may have two, one above the other. DeepSeek-V4 calls it scale, Mistral
                       qscale_weight
     weight_scale      [n], [n, 1] or one element: without weight_scale_inv; ModelOpt's FP8_PB_WO has blocks of 128 x 128
-                      in it, [n / 128, 1, k / 128, 1]
+                      in it, [n / 128, 1, k / 128, 1], Quark of B x B', as its config says; MXFP8's e8m0 [n, k / 32]
     input_scale       one element: static activations, of activation_scheme "static"; transformers' activation_scale,
                       Mistral's qscale_act
 
     weight = q * scale
 
 DeepSeek-V3, transformers' and vLLM's per-tensor FP8 (quant_method "fp8"), SGLang's "blockwise_int8", "w8a8_int8" and
-"w8a8_fp8", FBGEMM's "fbgemm_fp8", ModelOpt's FP8, and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0, as such or as
+"w8a8_fp8", FBGEMM's "fbgemm_fp8", ModelOpt's FP8 and MXFP8, Quark's, and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0, as such or as
 bytes, are read as the same powers of two in fp32. Read from vLLM's fp8.py, transformers' finegrained_fp8.py (5.23), and
 SGLang's w4afp8.py, blockwise_int8.py and w8a8_int8.py. With compressed-tensors' config the same tensors are that
 format's.
@@ -29,22 +29,35 @@ from typing import Any
 
 import torch
 
+from jitgemm.checkpoint import quark
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import INPUT_SCALES, Config, Format, Headers, Scheme, block_of, inputs_of, setting
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, K, N, TensorLayout, stored
+from jitgemm.checkpoint.format import (
+    INPUT_SCALES,
+    Config,
+    Format,
+    Headers,
+    Inputs,
+    Scheme,
+    block_of,
+    inputs_of,
+    setting,
+)
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, G, K, N, TensorLayout, stored
+from jitgemm.checkpoint.presets import PRESETS
+from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 INT8_METHODS = ("blockwise_int8", "w8a8_int8")
 _BLOCK = (128, 128)
 _BLOCKED = ("weight_scale_inv", "scale", "qscale_weight")
-_PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
+_PER_CHANNEL, _MXFP8 = "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"
 _SETTINGS = {
     "activation_scheme": ("static", "dynamic"),
     "fmt": ("e4m3",),
     "scale_fmt": ("float", "ue8m0"),
     "quant_algo": (
-        "FP8", _PER_CHANNEL, "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION",
+        "FP8", _PER_CHANNEL, _MXFP8, "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION",
         "W4A8_CUSTOM",
     ),
 }  # fmt: skip
@@ -52,7 +65,7 @@ _SETTINGS = {
 
 
 class _W8A8(Format):
-    name, cuts, also = "w8a8", True, INPUT_SCALES[:3]
+    name, cuts = "w8a8", True
     methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
@@ -66,7 +79,7 @@ class _W8A8(Format):
         if name in _BLOCKED:
             # next to int8 with its own number of rows it is w4afp8's, unless the config says otherwise
             return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
-        return weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt
+        return weight.dtype != torch.int8 or method in ("w8a8_int8", quark.METHOD) or of_modelopt
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config = config or {}
@@ -79,7 +92,10 @@ class _W8A8(Format):
             static = INPUT_SCALES
         block = tuple(dim.per for dim in dims if isinstance(dim, Dim)) if strategy == "block" else None
         found, inputs = {name: stored((*FLOATS, *E8M0), *dims)}, inputs_of(config, code, static, block is not None)
-        return Scheme(self.name, code, -1, strategy, block, inputs=inputs, found=found, settings=config)
+        if headers is not None and _algorithm(config) == _MXFP8:
+            inputs = Inputs.of(PRESETS[_MXFP8][1])
+        size = EXPONENT_GROUP if strategy == "group" else -1
+        return Scheme(self.name, code, size, strategy, block, inputs=inputs, found=found, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {"weight": stored(CODE_TYPES[scheme.code], N, K), **scheme.found, **scheme.static}
@@ -99,12 +115,12 @@ def _scale_name(tensors: Mapping[str, Any]) -> str:
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:
-    return str(config.get("quant_algo")).upper()
+    return setting(config, "quant_algo", default="").upper()
 
 
 def _by_config(config: Mapping[str, Any]) -> _Found:
     """What engines expect of such a config."""
-    method, block, strategy = config.get("quant_method"), config.get("weight_block_size"), config.get("strategy")
+    method, block, strategy = (setting(config, name) for name in ("quant_method", "weight_block_size", "strategy"))
     code, algorithm = "int8" if "int8" in str(method) else "e4m3", _algorithm(config) if method == "modelopt" else ""
     if method in ("blockwise_int8", "w4afp8"):
         block = block or _BLOCK
@@ -122,8 +138,7 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
         raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
     (n, k), shape, blocked = weight.shape, tuple(headers[name].shape), name in _BLOCKED
     code, single = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1
-    given = setting(config, "weight_block_size", default=_BLOCK)
-    block = block_of("weight_block_size", given) if blocked else _BLOCK
+    block = block_of("weight_block_size", setting(config, "weight_block_size", default=_BLOCK))
     per_tensor = config.get("weight_block_size", block) is None
     rows, columns = N / block[0], K / block[1]
     grid = ceil_div(n, block[0]), ceil_div(k, block[1])
@@ -135,9 +150,13 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
         if per_tensor and n % 2 == 0:  # a gate's rows and the rows that it gates
             forms[2, 1] = "tensor", (N / (n // 2), 1)
     else:
-        expected = f"one element, shape [{n}] or [{n}, 1]"
+        expected = f"one element, shape [{n}], [{n}, 1] or {list(grid)}, or e8m0s for {EXPONENT_GROUP} k"
         forms = {(n,): ("channel", (N,)), (n, 1): ("channel", (N, 1))}
         forms[grid[0], 1, grid[1], 1] = "block", (rows, 1, columns, 1)
+        if headers[name].dtype in E8M0:
+            forms.setdefault((n, ceil_div(k, EXPONENT_GROUP)), ("group", (N, G)))
+        if not single:
+            forms.setdefault(grid, ("block", (rows, columns)))
     if shape not in forms and not single:
         raise ValueError(f"{name}: expected {expected}, got shape {list(shape)}")
     return code, name, *forms.get(shape, ("tensor", (PARTS,)))

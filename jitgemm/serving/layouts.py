@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.compressed_tensors import for_layer
 from jitgemm.checkpoint.format import Config, Format, Scheme
@@ -149,7 +148,7 @@ def layout_of(
         Unsupported: there is no reader for such a layer, or it is not quantised.
     """
     try:
-        config = translated(config, name) or {}
+        config = formats.translated(config, name) or {}
         method = config.get("quant_method")
         if (method := _method(method)) != config.get("quant_method"):
             config = {**config, "quant_method": method}

@@ -110,8 +110,18 @@ def test_expressions_of_extra_config_are_found_in_the_name_and_plain_names_are_t
     [
         ({"packing_format": "auto_round:llm_compressor"}, "packing_format: expected auto_round with auto, auto_gptq"),
         ({"packing_format": "auto_round:gptq:marlin"}, "packing_format: expected auto_round with .* got .*marlin'"),
-        ({"data_type": "mx_fp"}, "data_type: expected int, got 'mx_fp'"),
-        ({"data_type": "fp8_e5m2", "bits": 8}, "data_type: expected int, got 'fp8_e5m2'"),
+        ({"data_type": "mx_int"}, "data_type: expected int, or .*, got 'mx_int'"),
+        ({"data_type": "nvfp4_v2", "group_size": 16}, "data_type: expected int, or .*, got 'nvfp4_v2'"),
+        ({"data_type": "mx_fp"}, "bits, group_size: expected 4 or 8 in groups of 32 with data_type mx_fp, got 4 in 64"),
+        (
+            {"data_type": "nv_fp", "bits": 8, "group_size": 16},
+            "bits, group_size: expected 4 in groups of 16 .*, got 8 in 16",
+        ),
+        (
+            {"data_type": "mx_fp", "group_size": 32, "act_bits": 6, "act_data_type": "mx_fp"},
+            "act_data_type: expected mx_fp or nv_fp of act_bits 4 or 8, got 'mx_fp' of 6",
+        ),
+        ({"data_type": "fp8_e5m2", "bits": 8}, "data_type: expected int, or .*, got 'fp8_e5m2'"),
         ({"data_type": "fp", "bits": 4}, "bits: expected 8 with data_type 'fp', got 4"),
         ({"data_type": "fp", "bits": 8, "fmt": "e5m2"}, "fmt: expected e4m3, got 'e5m2'"),
         (

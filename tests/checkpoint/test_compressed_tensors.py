@@ -291,7 +291,7 @@ def test_transforms_that_are_in_the_weight_already_or_of_other_layers_do_no_harm
         ("weight_packed", torch.zeros((16, 128), dtype=torch.uint8), r"expected int32, or num_bits 4 and type 'float'"),
         ("weight_packed", torch.zeros((16, 64), dtype=torch.int32), r"for weight_shape \[16, 256\], got \[16, 64\]"),
         ("weight_shape", torch.tensor([16, 264]), r"for weight_shape \[16, 264\], got \[16, 32\]"),
-        ("weight_shape", torch.tensor([16.0, 256.0]), r"weight_shape: expected integers \[2\], got float32 \[2\]"),
+        ("weight_shape", torch.tensor([16.0, 256.0]), r"weight_shape: expected int64 or int32 \[2\], got float32 \[2\]"),
         ("weight_scale", None, "weight_scale: expected the tensor for format compressed-tensors, found none"),
         ("weight_scale", torch.ones((16, 3)), "weight_scale: expected columns that divide k = 256, got 3"),
         ("weight_scale", torch.ones((8, 2)), r"weight_scale: expected \[16, groups\]"),

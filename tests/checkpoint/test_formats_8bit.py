@@ -461,7 +461,7 @@ def changed(told: dict, **weights) -> dict:
         (
             {"weight": FP8["weight"], "weight_scale": torch.ones(1, 16)},
             None,
-            "weight_scale: expected one element, shape [16] or [16, 1], got shape [1, 16]",
+            "weight_scale: expected one element, shape [16], [16, 1] or [1, 2], or e8m0s for 32 k, got shape [1, 16]",
         ),
         (
             {"weight": FP8["weight"], "weight_scale_inv": torch.ones(1, 2)},

@@ -517,10 +517,6 @@ def float8_of(weight: torch.Tensor) -> torch.Tensor:
         ({"qdata": torch.zeros(16, 256).to(torch.float8_e5m2), "scale": torch.ones(16, 1)}, "_weight_qdata: expected float8_e4m3fn"),
         ({"qdata": torch.zeros(16, 256).to(E4M3), "scale": torch.ones(16, 3)}, r"_weight_scale: expected floats, one or \[n / rows"),
         ({"qdata": torch.zeros(16, 256).to(E4M3), "scale": torch.ones(16, 1), "more": torch.ones(1)}, "_weight_more: expected only"),
-        (
-            {"qdata": torch.zeros(16, 256, dtype=torch.int8), "scale": torch.ones(16, 1), "act_quant_scale": torch.ones(4)},
-            "_weight_act_quant_scale: expected one element",
-        ),
     ],
 )  # fmt: skip
 def test_an_8_bit_subclass_that_cannot_be_read_is_named_by_its_headers(tensors, message):

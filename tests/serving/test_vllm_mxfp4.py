@@ -108,7 +108,9 @@ def test_quark_s_other_types_are_left_to_vllm():
     from jitgemm.serving.layouts import Unsupported, layout_of
 
     config = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
-    with pytest.raises(Unsupported, match="global_quant_config: expected weights of dtype 'fp4', got 'fp8_e4m3'"):
+    with pytest.raises(
+        Unsupported, match="dtype: expected 'fp4' of a layer's weights in Quark's config, got 'fp8_e4m3'"
+    ):
         layout_of(config, "m.up_proj", 128, torch.bfloat16, {})
 
 

@@ -31,7 +31,8 @@ from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
-from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data
+from jitgemm.checkpoint.format import INPUT_TENSORS
+from jitgemm.nn.load.layer_source import LayerSource, is_quantised, parts_without_data
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.weight.packed import Weight
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
@@ -14,15 +15,14 @@ import torch
 from jitgemm.activations.scheme import NAMED, activation_name
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.checkpoint.format import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES, Inputs
+from jitgemm.checkpoint.format import BESIDE, INPUT_SCALES, INPUT_TENSORS, Inputs
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 
-OF_CACHE = "scale of the KV cache or attention, not quantised here"
-INPUT_TENSORS = (*INPUT_SCALES, *INPUT_ZERO_POINTS)
+OF_BESIDE = "scale of the KV cache, attention or outputs, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
 
@@ -85,9 +85,8 @@ class LayerSource:
             chosen, why_not_static = _activation(header, activation)
         bits, sizes = CODES[header.scheme.code].bits, astuple(header.sizes)
         layer = cls(checkpoint, prefix, header.names, *sizes, chosen, bits, header, expert)
-        layer = layer.without(KV_CACHE_SCALES, OF_CACHE)
+        layer = layer.without([name for name in layer.names if re.fullmatch(BESIDE, name)], OF_BESIDE)
         layer = layer.without(("input_global_scale",), "scale of input activations of 4 bits, which have 8 here")
-        layer = layer.without(("output_scale",), "scale of output activations, which are not quantised")
         return layer.without(INPUT_TENSORS, f"static input scale, {why_not_static}") if why_not_static else layer
 
     # ---- what it can become ------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import torch
 from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.layer_source import OF_CACHE, is_quantised, zero_bias
+from jitgemm.nn.load.layer_source import OF_BESIDE, is_quantised, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
@@ -26,12 +27,11 @@ from jitgemm.nn.quantize.stacked import experts_layout
 from jitgemm.nn.report import some
 
 _IGNORABLE = {
-    r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": OF_CACHE,
-    r"\.[kv]_proj\.output_(scale|zero_point)$": OF_CACHE,
+    rf"(^|\.){BESIDE}$": OF_BESIDE,
     r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
 }
 """Checkpoint tensors that are always ignored."""
-_OF_QUANTISED = ("g_idx", "input_scale", "input_zero_point")
+_OF_QUANTISED = ("g_idx", *INPUT_TENSORS)
 """What says nothing of a layer that the file has in floats, and some tools write there, too."""
 _CPU = torch.device("cpu")
 

@@ -1,0 +1,132 @@
+"""Every codec as every tool writes it: read exactly; and in a file that is not so, the part that is not is named."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dialects
+import pytest
+import torch
+
+from jitgemm.checkpoint import Checkpoint, read_layer
+from jitgemm.checkpoint.reader import layer_header
+from jitgemm.nn.load.layer_source import OF_BESIDE, LayerSource
+
+CASES = dialects.cases()
+of_every_case = pytest.mark.parametrize("case", CASES.values(), ids=[" ".join(filter(None, key)) for key in CASES])
+
+
+def read(case: dialects.Case, config: Any, **tensors: torch.Tensor) -> torch.Tensor:
+    """In fp64; headers are looked at first, as by a model's load."""
+    source = case.source | {f"{dialects.LAYER}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    layer_header(Checkpoint(source, config), dialects.LAYER)
+    return read_layer(source, dialects.LAYER, device="cpu", config=config).dequantize().double()
+
+
+@of_every_case
+def test_the_weight_is_the_definition_s_and_packed_as_it_is(case):
+    weight = read_layer(case.source, dialects.LAYER, device="cpu", config=case.config)
+    expected = case.weight.float().double()  # scales that are products are rounded once
+    assert torch.equal(weight.dequantize().double(), expected)
+    assert torch.equal(weight.pack().dequantize().double(), expected)
+
+
+def test_the_table_of_the_docs_has_these_pairs_and_no_others():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+    lines = text.partition("## Who writes what")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    head, _, *table = rows
+    found = {
+        (codec.partition(":")[0].strip("*"), tool)
+        for codec, *cells in table
+        for tool, cell in zip(head[1:], cells)
+        if cell
+    }
+    assert found == {(codec, tool) for codec, tool, _ in CASES}
+
+
+WRONG = (torch.complex64, torch.float64, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e5m2)
+SAME = {
+    ("weight_shape", torch.int32),
+    ("g_idx", torch.int64),
+    ("weight_zeros", torch.int64),
+    ("weight_zeros", torch.int16),
+}
+"""Integers of another width, which are read."""
+
+
+@pytest.mark.parametrize("bits", [True, False], ids=["bits", "numbers"])
+@of_every_case
+def test_a_tensor_of_another_dtype_is_named_before_anything_is_converted(case, bits):
+    for suffix, tensor in (case.tensors | {"bias": torch.ones(dialects.N), "input_scale": dialects.ONE}).items():
+        for dtype in WRONG:
+            if dtype == tensor.dtype or (suffix, dtype) in SAME or (suffix == "bias" and dtype == torch.float64):
+                continue
+            if not bits:
+                other = tensor.float().to(dtype)
+            elif dtype.itemsize == tensor.dtype.itemsize and dtype != torch.bool:
+                other = tensor.contiguous().view(dtype)
+            else:
+                continue
+            with pytest.raises(ValueError, match=rf"\b({'|'.join({suffix, *case.tensors})})\b"):
+                read(case, case.config, **{suffix: other})
+
+
+def settings(config: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of all that a config holds."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        yield (*at, name), value
+        yield from settings(value, (*at, name))
+
+
+KINDS: tuple[Any, ...] = ("x", 7, True, False, 1.5, -3, ["x"], [None], [1], [], {"x": 1}, {"x": {"y": []}}, {})
+
+
+@of_every_case
+def test_a_setting_of_another_kind_is_named_or_changes_no_weight(case):
+    for path, value in settings(case.config):
+        name = next(
+            (each for at, each in (("down", "_config|dynamic"), ("lm_head", "extra_config")) if at in path[-1]),
+            path[-1],
+        )
+        for other in KINDS:
+            if isinstance(other, type(value)) or (isinstance(value, int) and isinstance(other, int)) or value is None:
+                continue
+            config = copy.deepcopy(case.config)
+            holder = config
+            for each in path[:-1]:
+                holder = holder[each]
+            holder[path[-1]] = other
+            try:
+                found = read(case, config)
+            except (ValueError, TypeError) as error:
+                assert re.search(name if "|" in name else re.escape(name), str(error)), (path, other, error)
+            else:
+                assert torch.equal(found, case.weight.float().double()), (path, other)
+
+
+BESIDE = [
+    f"{of}_{what}" for of in ("k", "v", "q", "kv", "prob", "output", "k_cache") for what in ("scale", "zero_point")
+]
+BESIDE += ["kv_cache_scaling_factor", "k_global_scale", "v_scale_inv", "softmax_scale"]
+
+
+@of_every_case
+def test_scales_of_caches_attention_and_outputs_say_nothing_of_a_weight(case):
+    beside = dict.fromkeys(BESIDE, torch.ones(1))
+    assert torch.equal(read(case, case.config, **beside), case.weight.float().double())
+    source = case.source | {f"{dialects.LAYER}.{suffix}": tensor for suffix, tensor in beside.items()}
+    layer = LayerSource.find(Checkpoint(source, case.config), dialects.LAYER, activation=_of(case))
+    assert {each.rpartition(".")[2] for each, why in layer.unused.items() if why == OF_BESIDE} == set(BESIDE)
+    with pytest.raises(ValueError, match="smooth_scale"):
+        read(case, case.config, smooth_scale=torch.ones(dialects.K))
+
+
+def _of(case: dialects.Case) -> str:
+    """Activations that the weight meets."""
+    code = layer_header(Checkpoint(case.source, case.config), dialects.LAYER).scheme.code
+    return "int8" if code == "int8" else "e4m3"
