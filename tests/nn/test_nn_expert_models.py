@@ -477,33 +477,75 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
         ({"scale": "beside"}, "found no place for model.layers.0.mlp.experts.scale;"),
         ({"1.up_proj": (64, 64)}, r"experts.1.up_proj: expected n, k = \[96, 64\], got \[64, 64\]"),
         ({"1.down_proj": (64, 64)}, r"experts.1.down_proj: expected n, k = \[64, 96\], got \[64, 64\]"),
-        ({"2.gate_proj": "floats"}, "experts.2.gate_proj: expected quantised, as .*experts.0.gate_proj is, got floats"),
-        ({"2.up_proj": 16}, "experts.2.up_proj: expected groups of 32, as .*experts.0.gate_proj has, got 16"),
         ({"2.gate_proj": "bias"}, r"experts.2.gate_proj.bias: expected no bias, .* or zeros, got 1 at \[0\]"),
     ],
 )
 def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change, message):
     ((part, what),) = change.items()
-    form = "w4afp8" if isinstance(what, int) else "compressed-tensors"  # whose config says no group size
-    tensors, dense = file_of(build("qwen3"), form)
+    tensors, dense = file_of(build("qwen3"))
     name = f"model.layers.0.mlp.experts.{part}"
     if what != "bias":
         tensors = {n: x for n, x in tensors.items() if not n.startswith(name)}
-    if what == "floats":
-        tensors[f"{name}.weight"] = torch.zeros(INTER, HIDDEN)
-    elif what == "bias":
+    if what == "bias":
         tensors[f"{name}.bias"] = torch.ones(INTER)
     elif what == "beside":
         tensors[name] = torch.ones(4)
-    elif isinstance(what, int):
-        rows = quantised(torch.randn(INTER, HIDDEN), group_size=what)
-        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in w4afp8(*rows).items()}
     elif what is not None:
         tensors |= {f"{name}.{s}": x for s, x in compressed(*quantised(torch.randn(what))).items()}
     model = build("qwen3", seed=1)
     with pytest.raises(ValueError, match=message):
-        load_(model, tensors, config=FORMATS[form][1])
+        load_(model, tensors, config=COMPRESSED)
     assert list(experts_of(model)) == list(experts_of(dense))
+
+
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        ("2.gate_proj", "floats"), ("0.gate_proj", "floats"), ("3.down_proj", "int8 in groups of 96"), ("down_proj", "floats"),
+        ("2.up_proj", "int4 in groups of 16"), ("1.up_proj", "e4m3 in groups of 64"), ("1.up_proj", "e2m1 in groups of 32"),
+    ],
+)  # fmt: skip
+def test_experts_of_several_kinds_are_dequantised_each_exactly(part, said):
+    source = build("qwen3")
+    tensors, dense = file_of(source)
+    kind, groups, prefix = said.partition(" ")[0], [], "model.layers.0.mlp.experts"
+    for name, weight in each(dense).items():
+        if name.startswith(prefix) and (name.endswith(f".{part}") or name == f"{prefix}.{part}"):
+            tensors = {n: x for n, x in tensors.items() if not n.startswith(f"{name}.")}
+            new, scheme, weight[:] = _of_kind(weight.clone(), kind)
+            tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in new.items()}
+            inputs = INPUTS | {"type": "int" if kind == "int8" else "float"}
+            groups += [{"targets": [name], "weights": scheme, "input_activations": inputs}] if scheme else []
+    config = COMPRESSED | {"config_groups": {str(i): group for i, group in enumerate([*groups, GROUP])}}
+    if kind == "e2m1":
+        config["format"] = "mixed-precision"
+    model = build("qwen3", seed=1)
+    with pytest.warns(UserWarning, match=f"experts of several kinds: .*{said}"):
+        report = load_(model, tensors, config=config)
+    assert list(report.skipped) == [prefix] and "model.layers.1.mlp.experts" in report
+    for parameter in ("gate_up_proj", "down_proj"):
+        found, expected = (getattr(m.model.layers[0].mlp.experts, parameter) for m in (model, dense))
+        assert torch.equal(found, expected)
+
+
+def _of_kind(w: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], dict | None, torch.Tensor]:
+    """A weight's tensors, their scheme, and what they stand for."""
+    w = w.float()
+    if kind == "floats":
+        return {"weight": w}, None, w
+    if kind == "int4":
+        q, scale = quantised(w, group_size=16)
+        return compressed(q, scale), WEIGHTS | {"group_size": 16}, q * scale.float().repeat_interleave(16, 1)
+    if kind == "e2m1":
+        codes, scale = (torch.arange(w.numel()) % 16).reshape(w.shape), torch.full((w.shape[0], w.shape[1] // 32), 122)
+        packed = {"weight_packed": (codes[:, 0::2] | codes[:, 1::2] << 4).byte(), "weight_scale": scale.byte()}
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        scheme = WEIGHTS | {"type": "float", "group_size": 32}
+        return packed, scheme, torch.cat([values, -values])[codes] / 32
+    scale = w.abs().amax(1, keepdim=True) / 100
+    q = (w / scale).to(torch.float8_e4m3fn) if kind == "e4m3" else (w / scale).round().to(torch.int8)
+    scheme = {"num_bits": 8, "type": "float" if kind == "e4m3" else "int", "strategy": "channel", "symmetric": True}
+    return {"weight": q, "weight_scale": scale}, scheme, q.float() * scale
 
 
 @pytest.mark.parametrize("form", ["gptq", "floats"])

@@ -63,6 +63,7 @@ class ExpertsSource:
         order: of the module's rows.
         projections: w13 and w2; () for the state dict of a `PackedExperts`.
         activation: one of ACTIVATIONS; "" where the file has them in floats, each by itself.
+        several: which experts are of several kinds, which no packed weight holds together; "" for one kind.
     """
 
     checkpoint: Checkpoint = field(repr=False)
@@ -71,6 +72,7 @@ class ExpertsSource:
     order: str
     projections: Sequence[Projection]
     activation: str
+    several: str = ""
 
     @classmethod
     def find(
@@ -116,8 +118,8 @@ class ExpertsSource:
     @property
     def why_dense(self) -> str | None:
         """Why no `PackedExperts` can hold them; None where one can."""
-        if not self.activation:
-            return "floats"
+        if self.several or not self.activation:
+            return self.several or "floats"
         reasons = {layer.why_dense for layer in _layers(self.projections)} - {None}
         zeros = next((reason for reason in reasons if "zero points" in reason), None)
         sizes = "hidden or intermediate size is no multiple of 16, or the group size none of 32"
@@ -224,11 +226,6 @@ def _one_by_one(
         raise ValueError(
             f"source: expected every expert of {prefix}, found none of {len(missing)} layers: {missing[0]}"
         )
-    quantised = [is_quantised(checkpoint, layer) for layer in listed]
-    if any(quantised) and not all(quantised):
-        odd = listed[quantised.index(not quantised[0])]
-        kinds = ("quantised", "floats") if quantised[0] else ("floats", "quantised")
-        raise ValueError(f"{odd}: expected {kinds[0]}, as {listed[0]} is, got {kinds[1]}")
     projections: list[Projection] = []
     for part, (n, k) in zip(names, layout.sizes):
         # By name first, so that errors name the first expert's layer of each.
@@ -273,23 +270,30 @@ def _layer(
 def _checked(
     checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, order: str, projections: Sequence[Projection]
 ) -> ExpertsSource:
-    """Experts whose layers have the module's sizes, one format and one kind of activations."""
-    first = projections[0][0][0]
+    """Experts whose layers have the module's sizes, and one kind of activations where one weight can hold them."""
+    several = ""
     for projection, (n, k) in zip(projections, layout.sizes):
         like, rows = projection[0][0], n // len(projection[0])
-        shared = (
-            ("group_size", "groups of {}", like, ": the experts of a layer share one format"),
-            ("bits", "{} bits", like, ": the experts of a layer share one format"),
-            ("activation", "{} activations", first, "; activation=... chooses one for all"),
-        )
         for layer in _layers([projection]):
             if layer.n != rows or layer.k not in (None, k):
                 raise ValueError(f"{layer.prefix}: expected n, k = {[rows, k]}, got {[layer.n, layer.k]}")
             if layout.bias and "bias" not in layer.names:
                 raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
-            for name, text, other, why in shared:
-                expected, got = getattr(other, name), getattr(layer, name)
-                if got != expected:
-                    wanted = f"{text.format(expected)}, as {other.prefix} has"
-                    raise ValueError(f"{layer.prefix}: expected {wanted}, got {got}{why}")
-    return ExpertsSource(checkpoint, prefix, layout, order, projections, first.activation)
+            for one in (like, projections[0][0][0]):  # w13 and w2 may differ, unless one of them is in floats
+                if not several and _kind(layer) != _kind(one) and (one is like or not layer.bits or not one.bits):
+                    several = f"experts of several kinds: {one.prefix} has {_kind(one)}, {layer.prefix} {_kind(layer)}"
+    first, *others = sorted(_layers(projections), key=lambda layer: not layer.bits)  # quantised ones first
+    other = next((layer for layer in others if layer.activation != first.activation), None)
+    if other is not None and not several:
+        raise ValueError(
+            f"{one.prefix}: expected {first.activation} activations, as {first.prefix} has, got {other.activation}; "
+            "activation=... chooses one for all"
+        )
+    return ExpertsSource(checkpoint, prefix, layout, order, projections, first.activation, several)
+
+
+def _kind(layer: LayerSource) -> str:
+    """What all experts that are packed in one weight share, as a message has it."""
+    if layer.header is None:
+        return "floats"
+    return f"{layer.header.scheme.code} in groups of {layer.group_size}"
