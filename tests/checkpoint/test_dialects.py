@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from jitgemm.checkpoint import Checkpoint, read_layer
 from jitgemm.checkpoint.reader import layer_header
+from jitgemm.nn import PackedLinear
 from jitgemm.nn.load.layer_source import OF_BESIDE, LayerSource
 
 CASES = dialects.cases()
@@ -130,3 +132,46 @@ def _of(case: dialects.Case) -> str:
     """Activations that the weight meets."""
     code = layer_header(Checkpoint(case.source, case.config), dialects.LAYER).scheme.code
     return "int8" if code == "int8" else "e4m3"
+
+
+INPUTS: dict[str, dict[str, Any]] = {
+    "per tensor": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True},
+    "static without its scale": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+    "asymmetric": {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": False},
+    "groups of 32": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
+    "of 12 bits": {"num_bits": 12, "type": "int", "strategy": "token", "dynamic": True},
+    "of another type": {"num_bits": 8, "type": "complex", "strategy": "token", "dynamic": True},
+    "integers": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+    "floats": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+}
+OF_CONFIG = [key for key, case in CASES.items() if "config_groups" in (case.config or {})]
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("key", OF_CONFIG, ids=" ".join)
+def test_the_activation_that_an_error_advises_is_one_that_loads(key, inputs):
+    case = CASES[key]
+    groups = {"g": case.config["config_groups"]["group_0"] | {"input_activations": INPUTS[inputs]}}
+    load = partial(
+        PackedLinear.from_checkpoint, case.source, dialects.LAYER, config=case.config | {"config_groups": groups}
+    )
+    try:
+        layer = load(device="cpu")
+    except ValueError as error:
+        (advised,) = re.findall(r"activation='(\w+)'", str(error))
+        layer = load(device="cpu", activation=advised)
+    assert torch.equal(layer.weight.dequantize().double(), case.weight.float().double())
+
+
+def test_what_other_errors_advise_works():
+    case = CASES["INT4", "AutoRound", "as AWQ"]
+    with pytest.raises(
+        ValueError, match="act_bits: expected 16, got 8; give a config without it, and choose activation="
+    ):
+        read(case, case.config | {"act_bits": 8})
+    without = {name: value for name, value in case.config.items() if name != "act_bits"}
+    assert PackedLinear.from_checkpoint(case.source, dialects.LAYER, config=without, activation="e4m3", device="cpu")
+    case = CASES["INT4", "GPTQ", "AWQ gemm"]
+    with pytest.raises(ValueError, match="a config with zero_point: true takes them as they are"):
+        read(case, case.config | {"zero_point": False})
+    assert torch.equal(read(case, case.config | {"zero_point": True}), case.weight)

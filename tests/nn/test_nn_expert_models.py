@@ -528,6 +528,20 @@ def test_experts_of_several_kinds_are_dequantised_each_exactly(part, said):
         assert torch.equal(found, expected)
 
 
+def test_experts_of_two_activations_are_named_and_the_one_that_is_advised_is_for_all():
+    tensors, dense = file_of(build("qwen3"))
+    other = GROUP | {"targets": ["re:.*experts.2.*"], "input_activations": INPUTS | {"type": "int"}}
+    config = COMPRESSED | {"config_groups": {"a": other, "b": GROUP}}
+    named = (
+        "experts.2.gate_proj: expected e4m3 activations, as .*experts.0.gate_proj has, got int8; activation=... chooses"
+    )
+    with pytest.raises(ValueError, match=named):
+        load_(build("qwen3", seed=1), tensors, config=config)
+    model = build("qwen3", seed=1)
+    load_(model, tensors, config=config, activation="int8")
+    assert same_weights(model, dense)
+
+
 def _of_kind(w: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], dict | None, torch.Tensor]:
     """A weight's tensors, their scheme, and what they stand for."""
     w = w.float()

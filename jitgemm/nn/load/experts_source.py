@@ -286,7 +286,7 @@ def _checked(
     other = next((layer for layer in others if layer.activation != first.activation), None)
     if other is not None and not several:
         raise ValueError(
-            f"{one.prefix}: expected {first.activation} activations, as {first.prefix} has, got {other.activation}; "
+            f"{other.prefix}: expected {first.activation} activations, as {first.prefix} has, got {other.activation}; "
             "activation=... chooses one for all"
         )
     return ExpertsSource(checkpoint, prefix, layout, order, projections, first.activation, several)

@@ -226,7 +226,7 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
         if wanted is None:
             raise ValueError(
                 "input_scale: expected the static scale that the config names, found none; "
-                f"activation={stated!r} quantises per token instead"
+                f"activation={own or stated!r} quantises per token instead"
             )
         static = False
     chosen = wanted or stated or own or "e4m3"
