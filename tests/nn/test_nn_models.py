@@ -984,7 +984,7 @@ def test_a_static_scale_that_the_config_does_not_name_is_not_used_and_reported(i
 def test_scales_of_output_activations_are_reported():
     tensors, _ = checkpoint_tensors(Model())
     tensors["blocks.0.up.output_scale"] = torch.tensor([0.5])
-    assert "output activations" in load_(Model(), opened(tensors)).ignored["blocks.0.up.output_scale"]
+    assert "outputs, not quantised here" in load_(Model(), opened(tensors)).ignored["blocks.0.up.output_scale"]
 
 
 def test_input_scales_of_experts_under_other_names_are_used():
