@@ -15,7 +15,7 @@ from jitgemm.kernel.legend import legend
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import local_device, pick_device
 from jitgemm.select import cost
-from jitgemm.select.choose import Candidate, bands, candidates, why
+from jitgemm.select.choose import Candidate, bands, candidates, seen, why
 
 _EXPERTS = "A grouped GEMM of E weights; M tokens choose experts."
 _TOP_K = "Experts that a token chooses."
@@ -52,9 +52,9 @@ def explain(
     """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's predictions, and why one won.
 
     Predictions are microseconds on the device; the lines below the table say
-    what each column is. All m of a band share a kernel, so m is rounded up to
-    its band's end. With --experts a prediction is the mean over random uniform
-    routings.
+    what each column is. Up to 256 rows all m of a band share a kernel, so m is
+    rounded up to its band's end; with more the fastest of the layer's kernels is
+    taken. With --experts a prediction is the mean over random uniform routings.
 
     \b
     Examples (more: docs/commands.md):
@@ -107,6 +107,7 @@ def explain(
         hit, most = cost.weights_read(experts, last), cost.most_rows(experts, last)
         routed = f" rows of {experts} experts; on average {hit:.3g} experts have rows, and none has more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
+    shared = f"m = {m} is predicted, for kernels of m up to {last}" if seen(problem).m != last else shared
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
     shared = f"two levels; {shared}" if format.factors else shared

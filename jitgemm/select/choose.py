@@ -1,6 +1,9 @@
 """The choice: of the kernels that exist (`legal`), the one that the model predicts to be the fastest (`cost`).
 
-Pure functions of a problem's band over m and a device's figures; no torch, no driver, no table of tuned shapes.
+Pure functions of a problem and a device's figures; no torch, no driver, no table of tuned shapes.
+
+A layer has the kernels that are the fastest at the ends of bands over m, so that they are few and a new m compiles none. A
+dense GEMM of many rows takes the one of them that is the fastest at its m: waves of tiles do not end where bands do.
 
 A grouped GEMM (`Problem.experts`) is chosen for the rows that all its experts have together: how many each one has is
 known to the device alone, so that the prediction is the mean over a few routings (`cost.routings`).
@@ -22,9 +25,9 @@ from jitgemm.select.cost import Candidate, Costs
 
 
 def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
-    """The runs of m, first and last included, within which one layer uses one kernel.
+    """The runs of m, first and last included, whose ends a layer has kernels for.
 
-    Steps of 8, 16, 32, 128, 1024, then doubling. With experts steps of 1 up to 8, then sixteen from one power of two
+    Steps of 8, 16, 32, 64 and so on, an eighth of m at least, then doubling. With experts steps of 1 up to 8, then sixteen from one power of two
     to the next, because kernels follow the part of the experts that have rows, and the rows that one has: a tile with
     room for a few more than that is the best, and one for a quarter more wastes a quarter.
     """
@@ -40,11 +43,20 @@ def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
 
 
 def band_end(m: int, experts: int = 0) -> int:
-    """The largest m that shares a kernel with this one; the selector sees this m only."""
+    """The last m of its band."""
     if experts:
         step = max(1, 2 ** (m - 1).bit_length() // 32)
         return ceil_div(m, step) * step
-    for limit, step in ((64, 8), (256, 16), (512, 32), (2048, 128), (16384, 1024)):
+    for limit, step in (
+        (64, 8),
+        (256, 16),
+        (512, 32),
+        (1024, 64),
+        (2048, 128),
+        (4096, 256),
+        (8192, 512),
+        (16384, 1024),
+    ):
         if m <= limit:
             return ceil_div(m, step) * step
     return 1 << (m - 1).bit_length()
@@ -84,19 +96,29 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
     return us, spec.block_m * spec.block_n, not spec.reduce_scatter, shares, spec.token_halves, spec.label
 
 
+EXACT_FROM = 256
+"""Rows from which on a dense GEMM is chosen at its own m. With fewer a band's kernels differ by less than the model's error."""
+NEAR = 2
+"""A band's ends count for an m of so many times as many rows: smaller tiles never win."""
+
+
 def _at_band_end(problem: Problem) -> Problem:
-    """As the selector sees it."""
     m = band_end(problem.m, problem.experts)
     return replace(problem, m=m, rows_vary=problem.rows_vary and m <= cost.DRAWN_ROWS * problem.experts)
 
 
+def seen(problem: Problem) -> Problem:
+    """As the selector sees it: at its own m, or at its band's end."""
+    return _at_band_end(problem) if problem.experts or problem.m <= EXACT_FROM else replace(problem, rows_vary=False)
+
+
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
-    """Every legal kernel for the problem with its prediction, best first (`_rank`)."""
-    problem = _at_band_end(problem)
+    """Every legal kernel for the problem with its prediction: the choice, then the others, best first (`_rank`)."""
+    problem = seen(problem)
     found = [cost.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
-    found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
-    asked = (_as_asked(candidate.kernel, problem) for candidate in found)
-    return [c if kernel is c.kernel else replace(c, kernel=kernel) for c, kernel in zip(found, asked)]
+    found = [replace(c, kernel=_as_asked(c.kernel, problem)) for c in found]
+    chosen = choose(problem, device) if found else None
+    return sorted(found, key=lambda c: (c.kernel != chosen, _rank(c.predicted_us, c.kernel)))
 
 
 def why(ranked: list[Candidate]) -> str:
@@ -106,6 +128,8 @@ def why(ranked: list[Candidate]) -> str:
         return f"{winner.kernel.label} is the only one that fits"
     second = ranked[1]
     lead = second.predicted_us - winner.predicted_us
+    if lead < 0:
+        return f"{winner.kernel.label} is the fastest of the layer's kernels; {second.kernel.label} takes {-lead:.2f} us less"
     if lead < 0.005:
         ties = "ties go to the smaller tile, to sums that all splits reduce, to shared activations, then by name"
         return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
@@ -130,9 +154,20 @@ def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     return _as_asked(best[1], problem)
 
 
+@lru_cache(maxsize=4096)
+def _of_layer(problem: Problem, device: DeviceSpec) -> KernelSpec:
+    """The fastest for this m of the kernels that are chosen for ends of bands up to its own."""
+    end = band_end(problem.m)
+    ends = [last for _, last in bands(end) if NEAR * last >= end]
+    kernels = dict.fromkeys(_choose(replace(problem, m=last), device) for last in ends)
+    times = {spec: cost.times(spec, cost.costs(spec, device), problem, device)[0].total for spec in kernels}
+    return min(kernels, key=lambda spec: _rank(times[spec], spec))
+
+
 def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
-    """The kernel for a problem: a pure function of the problem's band over m and the device's figures."""
-    return _choose(_at_band_end(problem), device)
+    """The kernel for a problem: a pure function of the problem and the device's figures, one of `kernels_for`."""
+    problem = seen(problem)
+    return _choose(problem, device) if problem.experts or problem.m <= EXACT_FROM else _of_layer(problem, device)
 
 
 def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec:
@@ -175,7 +210,7 @@ def kernels_for(
     """
     layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums)
     both = (replace(layer, m=last, rows_vary=vary) for _, last in bands(max_m, experts) for vary in (False, True))
-    return list(dict.fromkeys(choose(each, device) for each in both))
+    return list(dict.fromkeys(_choose(_at_band_end(each), device) for each in both))
 
 
 # ---- batch-invariant calls -------------------------------------------------------------------------------------------

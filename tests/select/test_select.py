@@ -5,6 +5,7 @@ No GPU, no compiler: the specs' own arithmetic. That kernels compile is tests/ke
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -280,12 +281,36 @@ def test_bands_need_a_token(max_m):
 @relaxed
 @given(problem=problems, device=devices, data=st.data())
 def test_one_band_one_kernel(problem, device, data):
+    problem = replace(problem, m=min(problem.m, choice.EXACT_FROM))
     first, last = next(band for band in bands(problem.m) if band[0] <= problem.m <= band[1])
     other = data.draw(st.integers(first, last))
     assert choose(problem, device) == choose(replace(problem, m=other), device)
     assert [c.kernel for c in candidates(problem, device)] == [
         c.kernel for c in candidates(replace(problem, m=other), device)
     ]
+
+
+@relaxed
+@given(problem=problems, device=devices, m=st.integers(choice.EXACT_FROM + 1, 20000))
+def test_of_many_rows_the_fastest_of_the_layer_s_kernels_at_their_number_is_taken(problem, device, m):
+    problem = replace(problem, m=m)
+    chosen, of_end = choose(problem, device), choose(replace(problem, m=choice.band_end(m)), device)
+    assert predict(chosen, problem, device).predicted_us <= predict(of_end, problem, device).predicted_us
+
+
+@pytest.mark.parametrize("kind", ["e4m3 g128", "int8 per channel"])
+def test_what_choosing_of_a_layer_s_kernels_loses(kind):
+    """Beside the fastest kernel of all at each m: by the ends of bands alone it was 2.3 % in the mean and 40 at most."""
+    lhs, format = {"e4m3 g128": ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
+                   "int8 per channel": ("s8", WeightFormat(0, False, "bf16", "s8"))}[kind]  # fmt: skip
+    losses = []
+    for (n, k), m in itertools.product(
+        ((7168, 18432), (2048, 7168), (13824, 5120), (1536, 8960)), (400, 700, 1500, 2500)
+    ):
+        problem = Problem(m, n, k, lhs, format)
+        found = candidates(problem, DEVICES["h200"])
+        losses.append(found[0].predicted_us / min(candidate.predicted_us for candidate in found))
+    assert max(losses) <= 1.08 and sum(losses) / len(losses) <= 1.01
 
 
 @pytest.mark.parametrize("device", [DEVICES["h20"], SMALLER[0]], ids=lambda device: device.name)
@@ -377,6 +402,8 @@ def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
 @given(problem=problems, device=devices)
 def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
     spec = choose(replace(problem, batch_invariant=True), device)
+    problem = replace(problem, m=choice.band_end(problem.m))
+    spec = choose(replace(problem, batch_invariant=True), device)
     same_order = [
         c for c in candidates(replace(problem, batch_invariant=False), device) if order_of(c.kernel) == order_of(spec)
     ]
@@ -391,7 +418,7 @@ def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
 def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
     found = candidates(problem, device)
     times = [candidate.predicted_us for candidate in found]
-    assert times == sorted(times)
+    assert times[1:] == sorted(times[1:]) and (times[0] <= min(times) or problem.m > choice.EXACT_FROM)
     assert all(math.isfinite(time) and time > 0 for time in times)
     assert all(math.isfinite(us) and us >= 0 for candidate in found for us in candidate.terms.values())
     assert found[0].kernel == choose(problem, device)
@@ -404,7 +431,7 @@ def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
 @given(problem=problems, device=devices)
 def test_no_prediction_beats_memory_and_tensor_cores(problem, device):
     best = candidates(problem, device)[0]
-    last = next(last for first, last in bands(problem.m) if first <= problem.m <= last)
+    last = choice.seen(problem).m
     floor_us = max(
         problem.n * problem.k / 2 / device.hbm_bytes_per_us, 2 * last * problem.n * problem.k / device.tensor_ops_per_us
     )
@@ -536,7 +563,7 @@ def test_a_dense_cluster_that_shares_activations_is_predicted_no_faster_and_wins
     and 113 SMs have room for 56."""
     ranked = [candidate.kernel for candidate in candidates(problem, device)]
     assert ranked[0].multicast_lhs == 1
-    problem = replace(problem, m=choice.band_end(problem.m))
+    problem = choice.seen(problem)
     for spec in [spec for spec in ranked if spec.multicast_lhs > 1][:4]:
         alone = predict(without_sharing(spec), problem, device).predicted_us
         assert alone <= predict(spec, problem, device).predicted_us
