@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NOT_OF_TORCH = ("nvidia-", "cuda-", "triton")
-"""What builds of torch for CUDA bring along."""
+BINDINGS = "cuda-"
+"""How distributions begin that newer builds of torch for CUDA bring along."""
 
 
-def required() -> list[metadata.Distribution]:
-    """The distributions of the package's dependencies, and theirs."""
+def required(*more: str) -> list[metadata.Distribution]:
+    """The distributions of the package's dependencies, of more, and theirs."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    todo, found = [*project["dependencies"], "numpy"], {}
+    todo, found = [*project["dependencies"], "numpy", *more], {}
     while todo:
         name = re.match(r"[\w.-]+", todo.pop())[0].lower()
-        if name not in found and not name.startswith(NOT_OF_TORCH):
+        if name not in found and not name.startswith(BINDINGS):
             try:
                 found[name] = metadata.distribution(name)
             except metadata.PackageNotFoundError:  # of other systems or versions of Python
@@ -32,11 +32,9 @@ def required() -> list[metadata.Distribution]:
     return list(found.values())
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """alone(script): what the script prints in an environment of these alone, without a GPU."""
-    place = tmp_path_factory.mktemp("alone")
-    for distribution in required():
+def environment(place: Path, *more: str):
+    """run(script): what the script prints in an environment of these alone, without a GPU."""
+    for distribution in required(*more):
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (place / name).exists():
                 (place / name).symlink_to(distribution.locate_file(name))
@@ -53,9 +51,14 @@ def alone(tmp_path_factory):
 
     said = run("""
 import importlib.util
-print(*(name for name in ("cuda", "transformers", "torchao", "torch") if importlib.util.find_spec(name)))""")
-    assert said.split() == ["torch"]
+print(*(name for name in ("torch", "cuda", "transformers", "torchao") if importlib.util.find_spec(name)))""")
+    assert said.split() == ["torch", *more]
     return run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("alone"))
 
 
 def test_readmes_gemm_runs_by_the_reference_and_says_so(alone):
@@ -101,6 +104,20 @@ for argv in ("explain 16 4096 4096", "env", f"quantize {folder} {folder}/out --d
     assert "no Hopper GPU is at hand: this is what an h200 would run" in said
     assert said.count("pip install -e '.[hf]'") == 2
     assert "pip install 'cuda-python==12.9.*' 'nvidia-cuda-nvrtc-cu12" in said
+
+
+def test_with_transformers_a_model_is_quantised(tmp_path):
+    pytest.importorskip("transformers")
+    said = environment(tmp_path, "transformers")(f"""
+import transformers
+from jitgemm.cli import main
+sizes = {{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 32, "num_hidden_layers": 1}}
+transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained("{tmp_path}/model")
+try:
+    main(["quantize", "{tmp_path}/model", "{tmp_path}/out", "--data", "none"])
+except SystemExit as exit:
+    print("exits", exit.code or 0)""")
+    assert "exits 0" in said and "7 layers of 4 bits" in said and (tmp_path / "out" / "config.json").is_file()
 
 
 def test_what_needs_the_driver_says_what_to_install(alone):
