@@ -237,6 +237,23 @@ def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
     assert len(emulator.launched) == 1
 
 
+@pytest.mark.parametrize("k", [288, 2080])
+@pytest.mark.parametrize(
+    "options", [{}, quantize_cases.given("e4m3", 0.02), {"rms_norm": True}, {"affine": True}], ids=str
+)
+def test_rows_that_hold_no_numbers_are_nan_as_the_reference_s(monkeypatch, options, k):
+    """NaN, an infinity, squares or a range beyond fp32."""
+    x = torch.randn(5, k, generator=builders.generator(1))
+    x[1, 7], x[2, 8], x[3], x[4, :2] = torch.nan, torch.inf, 3e19, torch.tensor([3e38, -3e38])
+    dtype = torch.int8 if "affine" in options else torch.float8_e4m3fn
+    if "rms_norm" in options:
+        options = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"]}
+    expected = quantize_activations(x, dtype, **options)
+    assert expected[1].isnan().any()
+    emulate(monkeypatch)
+    quantize_cases.assert_close(quantize_activations(x, dtype, **options), expected)
+
+
 SUMMED = {
     "a row in a warp": ("s8", 304, {}),
     "affine": ("s8z", 1024, {}),

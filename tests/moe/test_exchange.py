@@ -110,7 +110,7 @@ def tokens_of(
     x = torch.randn(count, K, generator=draw).to(dtype)
     ids = torch.rand(count, experts, generator=draw).argsort(1)[:, :TOP_K].to(id_type)
     if count > 1:
-        ids[0], ids[1, 0] = torch.tensor([-1, experts, 77]), -1
+        ids[0], ids[1, 0] = torch.tensor([-1, experts, 1 << 24]), -1
         if id_type == torch.int64:
             ids[1, 1] = (1 << 32) + 1
     return x, ids.contiguous(), torch.rand(count, TOP_K, generator=draw).bfloat16()

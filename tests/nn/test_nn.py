@@ -724,10 +724,11 @@ def needed(layer: W4A8Linear, max_m: int, x: str, lhs: str) -> set[str]:
 @pytest.mark.nvrtc
 def test_warmup_compiles_what_the_layers_need_once(own_cache):
     plain, static = layer_of("e4m3"), layer_of("static")
-    model = torch.nn.ModuleDict({"a": plain, "b": layer_of("e4m3"), "c": static})
+    other = W4A8Linear.from_linear(linear(), activation=plain.activation, group_size=32)  # of the same sizes
+    model = torch.nn.ModuleDict({"a": plain, "b": layer_of("e4m3"), "c": static, "d": other})
     compiled = warmup(model, 8, dtype=torch.bfloat16, device="h200")
     assert len(compiled) == len(set(compiled))
-    assert set(compiled) == needed(plain, 8, "bf16", "e4m3") | needed(static, 8, "bf16", "e4m3")
+    assert set(compiled) == set().union(*(needed(each, 8, "bf16", "e4m3") for each in (plain, static, other)))
     assert warmup(model, 8, dtype=torch.bfloat16, device="h200") == []
 
 

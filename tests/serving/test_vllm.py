@@ -1841,6 +1841,12 @@ def test_a_modular_kernel_gets_the_same_results_into_its_output(monkeypatch, wor
     )  # fmt: skip
     wanted = applied(layer, x, ids, weights)
     assert torch.equal(out, wanted)
+    weighed = torch.empty_like(out)  # by whoever has sent tokens, on their input
+    kernel.apply(
+        weighed, x, *blocks, weights, ids, layer.activation, 4, layer.expert_map, None, None, torch.empty(0),
+        torch.empty(0), None, True,
+    )  # fmt: skip
+    assert torch.equal(weighed, applied(layer, x, ids, torch.ones_like(weights)))
     if not REAL:
         return
     from vllm.model_executor.layers.fused_moe.all2all_utils import make_moe_prepare_and_finalize_no_dp_ep
