@@ -19,6 +19,12 @@ from jitgemm.vllm.config import JitGemmConfig
 V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 """DeepSeek-V4's config: of its FP8 layers; expert_dtype stands elsewhere in config.json."""
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}
+MIXED = {
+    "quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+    "layer_quant_config": {"m.*": QUARK["global_quant_config"]},
+}  # fmt: skip
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp", "act_bits": 16}
+AUTOROUND["packing_format"] = "auto_round:llm_compressor"
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
 NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -27,6 +33,8 @@ def bytes_of(parts: mxfp4.Parts, config: dict) -> dict[str, torch.Tensor]:
     """As the files have them; vLLM's model calls DeepSeek-V4's `scale` weight_scale."""
     if config is V4:
         return {"weight": parts.canonical.view(torch.int8), "weight_scale": parts.scales.view(torch.float8_e8m0fnu)}
+    if config is AUTOROUND:
+        return {"weight_packed": parts.canonical, "weight_scale": parts.scales}
     return {"weight": parts.canonical, "weight_scale": parts.scales}
 
 
@@ -39,7 +47,9 @@ def with_headers(folder, config: dict, layers: dict[str, dict[str, torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize("config", [V4, QUARK, MODELOPT], ids=["deepseek-v4", "quark", "modelopt"])
+@pytest.mark.parametrize(
+    "config", [V4, QUARK, MIXED, AUTOROUND, MODELOPT], ids=["deepseek-v4", "quark", "mixed", "auto-round", "modelopt"]
+)
 @pytest.mark.parametrize("split", ["whole", "tp", "ep"])
 def test_experts_hold_the_files_weights(tmp_path, config, split):
     count, hidden, inter = 4, 128, 192
@@ -70,7 +80,9 @@ def test_experts_hold_the_files_weights(tmp_path, config, split):
         assert torch.equal(torch.cat(first), torch.cat((gate, up), 1)) and torch.equal(torch.cat(second), down)
 
 
-@pytest.mark.parametrize("config", [QUARK, MODELOPT], ids=["quark", "modelopt"])
+@pytest.mark.parametrize(
+    "config", [QUARK, MIXED, AUTOROUND, MODELOPT], ids=["quark", "mixed", "auto-round", "modelopt"]
+)
 @pytest.mark.parametrize("known", [True, False], ids=["with headers", "without"])
 def test_joined_linears_hold_the_files_weights(tmp_path, config, known):
     parts = [mxfp4.parts(seed, 64, 128, shift=-12) for seed in (1, 2)]
