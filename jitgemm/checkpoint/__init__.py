@@ -14,7 +14,7 @@
     autoround           AutoRound's config in the words of other formats
     compressed_tensors  integers of 4 and 8 bits, and FP8; its config: groups, presets, checks
     presets             its schemes by name
-    quark               Quark's config in the words of other formats
+    quark               Quark's config, and its int4
     gptq                GPTQ v1 and v2
     awq                 AWQ gemm and gemv
     w4afp8              SGLang's and TensorRT-LLM's int4 for e4m3 activations

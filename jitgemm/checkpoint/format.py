@@ -250,10 +250,10 @@ _KINDS: dict[str, tuple[Any, str]] = {
         ("a list of names", (list, tuple), "ignore targets"),
         ("a mapping", Mapping,
          "config_groups transform_config weights input_activations extra_config meta global_quant_config "
-         "layer_quant_config layer_type_quant_config weight input_tensors"),
+         "layer_quant_config layer_type_quant_config weight input_tensors export"),
         ("a name", str,
          "quant_method quant_algo format checkpoint_format version provider type strategy data_type act_data_type "
-         "packing_format backend dtype qscheme class target_dtype quantization_status zeros_mode"),
+         "packing_format backend dtype qscheme pack_method class target_dtype quantization_status zeros_mode"),
         ("an integer", int, "num_bits bits wbits w_bit weight_bits act_bits group_size q_group_size groupsize in_features"),
         ("true or false", bool, "symmetric sym is_sym zero_point desc_act is_dynamic fast_decoding"),
     )

@@ -14,7 +14,20 @@ from jitgemm.tensors import describe
 
 FORMATS: list[Format] = [
     module.FORMAT
-    for module in (compressed_tensors, w4afp8, w8a8, mxfp4, nvfp4, gptq, awq, torchao, qserve, executorch, bitblas)
+    for module in (
+        compressed_tensors,
+        w4afp8,
+        w8a8,
+        mxfp4,
+        nvfp4,
+        gptq,
+        awq,
+        quark,
+        torchao,
+        qserve,
+        executorch,
+        bitblas,
+    )
 ]
 
 

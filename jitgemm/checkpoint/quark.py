@@ -1,4 +1,14 @@
-"""AMD Quark's config (`quant_method: quark`): the settings of one layer, whose tensors are those of MXFP4 and W8A8.
+"""AMD Quark (`quant_method: quark`): a layer's settings by its config, and its own int4 weights; others are as MXFP4's and
+W8A8's.
+
+::
+
+    weight             int32 [k, n / 8]    int4 (two's complement) or uint4, eight along n to a word: AWQ's order with
+                                           pack_method "reorder", else the low nibble first
+    weight_scale       floats [G, n]
+    weight_zero_point  int32 [G, n / 8]    as weight; may be absent
+
+    weight = (q - zero) * scale
 
 ::
 
@@ -9,7 +19,8 @@
     settings    weight, input_tensors: dtype, qscheme (per_tensor, per_channel, per_group, per_block), group_size,
                 block_size, is_dynamic
 
-Read from Quark 0.13 (quant_config_parser.py, config.py).
+Read from Quark 0.13 (quant_config_parser.py, config.py, utils/pack.py, realquantizer.py). Zero points in floats, int4 with
+a scale for a row and scales of scales raise.
 """
 
 from __future__ import annotations
@@ -18,7 +29,12 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from jitgemm.checkpoint.format import block_of, setting
+import torch
+
+from jitgemm.checkpoint.bits import AWQ_ORDER, integer_zero, unpack_nibbles
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, inputs_of, setting
+from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, stored
 
 METHOD = "quark"
 _TYPES = {
@@ -31,8 +47,9 @@ _TYPES = {
 
 
 def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """What a Quark config says of the layer called prefix, as {quant_method, dtype, weight_block_size, input_activations}
-    with the last in compressed-tensors' words; any other config as it is. Raises ValueError for a setting of another kind."""
+    """What a Quark config says of the layer called prefix, as {quant_method, dtype, pack_method, weight_block_size,
+    input_activations} with the last in compressed-tensors' words; any other config as it is. Raises ValueError for a
+    setting of another kind."""
     if config is None or setting(config, "quant_method") != METHOD:
         return config
     layers = setting(config, "layer_quant_config", default={})
@@ -50,6 +67,7 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
         settings = setting(config, "global_quant_config", default={})
     weight, inputs = (setting(settings, name, default={}) for name in ("weight", "input_tensors"))
     said["dtype"] = setting(weight, "dtype")
+    said["pack_method"] = setting(setting(config, "export"), "pack_method")
     if setting(weight, "qscheme") == "per_block":
         said["weight_block_size"] = block_of("block_size", weight.get("block_size"))
     if inputs:
@@ -61,3 +79,39 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
             "dynamic": dynamic, "group_size": setting(inputs, "group_size"),
         }  # fmt: skip
     return said
+
+
+class _Quark(Format):
+    name, cuts = METHOD, True
+
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        weight = names.get("weight")
+        packed = weight is not None and weight.dtype == torch.int32 and "weight_scale" in names
+        return packed and setting(config, "quant_method") == METHOD
+
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+        dtype, order = setting(config, "dtype"), setting(config, "pack_method", default="reorder")
+        if dtype not in ("int4", "uint4"):
+            raise ValueError(f"weight: expected dtype 'int4' or 'uint4' in the config of one in int32, got {dtype!r}")
+        if order not in ("reorder", "order"):
+            raise ValueError(f"pack_method: expected reorder or order, got {order!r}")
+        inputs, settings = inputs_of(config, "int4", headers), config or {}
+        return Scheme(self.name, zero_points=True, form=f"{dtype} {order}", inputs=inputs, settings=settings)
+
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        return {
+            "weight": stored(INT32, K, N / 8), "weight_scale": stored(FLOATS, G, N),
+            "weight_zero_point": stored(INT32, G, N / 8, optional=True), **scheme.static,
+        }  # fmt: skip
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        size, (dtype, _, packing) = self.sizes(tensors, scheme).group_size, scheme.form.partition(" ")
+        order, middle = AWQ_ORDER if packing == "reorder" else None, 8 if dtype == "int4" else 0
+        names = [name for name in ("weight", "weight_zero_point") if name in tensors]
+        q, *zeros = ((unpack_nibbles(tensors[name], 1, order=order) ^ middle).T.contiguous() for name in names)
+        scale = tensors["weight_scale"].T.contiguous()
+        zero = zeros[0] if zeros else torch.full_like(scale, middle, dtype=torch.uint8)
+        return integer_zero(q, scale, zero, size, name="weight_zero_point")
+
+
+FORMAT = _Quark()

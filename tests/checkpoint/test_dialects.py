@@ -175,3 +175,14 @@ def test_what_other_errors_advise_works():
     with pytest.raises(ValueError, match="a config with zero_point: true takes them as they are"):
         read(case, case.config | {"zero_point": False})
     assert torch.equal(read(case, case.config | {"zero_point": True}), case.weight)
+
+
+@pytest.mark.parametrize("dim", ["n", "k"])
+@of_every_case
+def test_ranks_together_hold_the_layer(case, dim):
+    parts = [
+        read_layer(case.source, dialects.LAYER, device="cpu", config=case.config, tp_dim=dim, tp_rank=rank, tp_size=2)
+        for rank in range(2)
+    ]
+    whole = torch.cat([part.dequantize() for part in parts], "nk".index(dim))
+    assert torch.equal(whole.double(), case.weight.float().double())

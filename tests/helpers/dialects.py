@@ -225,6 +225,20 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("INT4", "AutoRound", "as AWQ"): (
             test_awq.gemm(ZEROS), _autoround("int", 4, 64, "auto_round:auto_awq", sym=False), ZEROS.weight
         ),
+        ("INT4", "Quark", "int4"): (
+            {"weight": checkpoints.words((ZEROS.q - 8).T, 1, order=test_awq.ORDER), "weight_scale": ZEROS.scale.T,
+             "weight_zero_point": checkpoints.words((ZEROS.zero - 8).T, 1, order=test_awq.ORDER)},
+            _quark("int4", "per_group", group_size=64), ZEROS.weight,
+        ),
+        ("INT4", "Quark", "uint4, in order"): (
+            {"weight": checkpoints.words(ZEROS.q.T, 1), "weight_scale": ZEROS.scale.T,
+             "weight_zero_point": checkpoints.words(ZEROS.zero.T, 1)},
+            _quark("uint4", "per_group", group_size=64) | {"export": {"pack_method": "order"}}, ZEROS.weight,
+        ),
+        ("INT4", "Quark", "symmetric"): (
+            {"weight": checkpoints.words((CODES - 8).T, 1, order=test_awq.ORDER), "weight_scale": GROUPS.T},
+            _quark("int4", "per_group", group_size=64), int4 * over(GROUPS),
+        ),
         ("INT4", "GPTQ", "v1"): (of_gptq, test_gptq.V1 | more | {"group_size": 64}, ZEROS.weight),
         ("INT4", "GPTQ", "v2"): (of_gptq_v2, test_gptq.V2 | {"group_size": 64}, ZEROS.weight),
         ("INT4", "GPTQ", "AWQ gemm"): (test_awq.gemm(ZEROS), test_awq.GEMM | {"group_size": 64}, ZEROS.weight),

@@ -96,6 +96,10 @@ def awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def quark(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(("weight", "weight_zero_point", "weight_scale"), awq(weight).values()))
+
+
 def pack_quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     shape = torch.tensor(weight.shape)
@@ -209,6 +213,10 @@ FORMATS = {
     "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
     "gptq of 8 bits": (partial(gptq, bits=8), {"quant_method": "gptq"} | GPTQ | {"bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "quark": (
+        quark,
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4", "group_size": 32}}},
+    ),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
     "autoround": (gptq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | GPTQ),
     "autoround as awq": (awq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"} | GPTQ),
