@@ -581,6 +581,11 @@ def test_biases_of_zeros_of_experts_without_are_ignored_and_reported(form):
         assert same_weights(model, dense)
     else:
         assert same_state(model, dense)
+    name = next(iter(biases))
+    with pytest.raises(ValueError, match="bias: expected floats of 16, 32 or 64 bits, got int32"):
+        load_(
+            model, tensors | biases | {name: biases[name].int()}, config=FORMATS["gptq"][1] if form == "gptq" else None
+        )
 
 
 def test_experts_that_cannot_be_read_are_not_of_an_unknown_kind():
@@ -732,6 +737,9 @@ def test_biases_under_the_modules_names_are_those_of_stacked_weights():
     with pytest.warns(UserWarning, match="converted no layer"):
         load_(left, tensors, config=said, filter=lambda *_: False)
     assert same_state(left, dense)
+    bias = f"{names[0]}.gate_up_proj_bias"
+    with pytest.raises(ValueError, match=r"bias: expected floats .*, got int32 .*experts.gate_up_proj"):
+        load_(build("gpt-oss", seed=1), tensors | {bias: tensors[bias].float().view(torch.int32)}, config=said)
 
 
 def test_experts_that_torchao_has_quantised_in_their_parameter(tmp_path):

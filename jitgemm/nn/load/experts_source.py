@@ -31,7 +31,7 @@ from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
-from jitgemm.checkpoint.format import INPUT_TENSORS
+from jitgemm.checkpoint.format import INPUT_TENSORS, check_beside
 from jitgemm.nn.load.layer_source import LayerSource, is_quantised, parts_without_data
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.weight.packed import Weight
@@ -246,6 +246,7 @@ def _all_in_one(
     bias = f"{prefix}.{layout.biases[part]}"
     if bias in checkpoint and "bias" not in layer.names:  # under the module's name, whatever the weight is called
         layer = replace(layer, names={**layer.names, "bias": bias})
+        _check_bias(layer)
         layer = layer if layout.bias else layer.without_bias()
     return [(replace(layer, expert=e),) for e in range(count)]
 
@@ -264,7 +265,14 @@ def _layer(
             raise ValueError(f"{prefix}.weight: expected shape {[n, k]}, got {list(got)}")
         names = {name: names[name] for name in ("weight", "bias") if name in names}
         layer = LayerSource(checkpoint, prefix, names, n, k)
+        _check_bias(layer)
     return layer if layout.bias else layer.without_bias()
+
+
+def _check_bias(layer: LayerSource) -> None:
+    """Raises ValueError for a bias that is none of floats, as a layer's header is checked."""
+    with errors_that_name(layer.checkpoint, layer.prefix):
+        check_beside({name: layer.checkpoint.info(layer.names[name]) for name in ("bias",) if name in layer.names})
 
 
 def _checked(
