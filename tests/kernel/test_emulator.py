@@ -173,6 +173,36 @@ def assert_experts_within_the_bound(operands: Gemm, groups: Groups, counts: list
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
 
 
+WILD = {
+    "first rows": [-7, 9, 9, 40, 33, 99],  # a last expert before its first row, and rows that there are not
+    "first rows of 64 bits": [-(2**40), 9, 9, 40, 2**32 + 3, 2**40],
+    "rows and ends": [[-5, 9], [20, 12], [30, 4000], [9, 9], [2**31 - 1, -(2**31)]],
+    "numbers of rows": [5, -3, 99, 0, 2**31 - 1],
+}
+
+
+@pytest.mark.parametrize("sizes", WILD)
+@pytest.mark.parametrize("label", ["e4m3-g128-bf16-m8n64-k1x2-s4-e64", "s8fast-g128-bf16-m80n128-s4-e64"])
+def test_sizes_of_experts_that_cannot_be_are_clamped_and_no_other_row_is_touched(monkeypatch, label, sizes):
+    spec = KernelSpec.from_label(label)
+    operands, _ = grouped_problem(spec, [12] * 5, False)
+    given = torch.tensor(WILD[sizes], dtype=torch.int64 if "64" in sizes else torch.int32)
+    outs = []
+    for run in (lambda: None, lambda: emulate(monkeypatch)):
+        out = torch.full((62, 136), 3.0, dtype=torch.bfloat16)
+        run()
+        if sizes == "numbers of rows":
+            parts = operands.x.view(5, 12, -1), operands.x_scale.view(5, 12), out[1:-1].view(5, 12, -1)
+            jitgemm.m_grouped_gemm_w4a8_nt_masked(parts[:2], operands.weight, parts[2], given, 4, kernel=label)
+        else:
+            lhs = operands.x, operands.x_scale
+            jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, operands.weight, out[1:-1], given, kernel=label)
+        outs.append(out)
+    written = [(out != 3).any(1) for out in outs]
+    assert torch.equal(*written) and written[0].any() and not written[0].all()
+    assert torch.allclose(*(out.float() for out in outs), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("k", [416, 1056, 1184])
 @pytest.mark.parametrize(
     "label",
@@ -200,9 +230,16 @@ def test_a_packed_scale_of_nan_makes_its_token_nan_and_the_least_and_largest_are
     words[3, 1] = byte  # of token 3's second 128 k
     if byte == 254:
         operands.x[3, 128:256] = 0
-    operands = operands._replace(x_scale=words.view(torch.int32))
+    operands = operands._replace(x_scale=words.view(torch.int32), bias=None)
+    if byte == 0:  # alone in its row
+        operands.x[3, :128] = operands.x[3, 256:] = 0
     GemmLaunch(operands, spec).launch(operands)
-    if byte == 255:
+    if byte == 0:
+        ref = jitgemm.gemm_w4a8_reference((operands.x, operands.x_scale), operands.weight)
+        assert torch.allclose(operands.out[3].double(), ref[3].double(), rtol=0.02, atol=0) and bool(
+            (ref[3] != 0).all()
+        )
+    elif byte == 255:
         assert operands.out[3].isnan().all()
         operands.out[3] = 0
         assert operands.out.isfinite().all()
