@@ -125,6 +125,31 @@ def test_a_nan_among_the_scales_is_named(file):
     assert "scale: expected finite numbers, got 255.0 at [5, 3]" in error_of(tensors(parts), settings)
 
 
+@pytest.mark.parametrize(
+    "version, low",
+    [
+        ("0.12.3.a20251214", 2), ("0.13.0", 2), ("0.13.1.a20251215", 2), ("0.13.1.a20260108", 2), ("0.13.1.a20260109", 0),
+        ("0.13.1.a20260225", 0), ("0.14.0", 0), ("0.14.0.1", 0), ("0.20.1", 0), (None, 0),
+    ],
+)  # fmt: skip
+def test_exponents_that_a_version_stored_two_too_low_are_read_two_higher(version, low):
+    parts = mxfp4.parts(3, 72, 416)
+    stored = compressed(mxfp4.Parts(parts.codes, parts.scales - low))
+    said = config() | {"version": version}
+    assert torch.equal(
+        read_layer(stored, LAYER, device="cpu", config=said).dequantize().double(), parts.dequantize_fp64()
+    )
+    preset = said | {"config_groups": {"MXFP4A16": ["Linear"]}}
+    assert torch.equal(
+        read_layer(stored, LAYER, device="cpu", config=preset).dequantize().double(), parts.dequantize_fp64()
+    )
+    if low:
+        stored[f"{LAYER}.weight_scale"][5, 3] = 253
+        assert f"weight_scale: expected exponents up to 252 in a file of version {version}, got more" in error_of(
+            stored, said
+        )
+
+
 def test_what_is_written_is_read():
     parts = mxfp4.parts(1, 72, 416, "group")
     weight = read_layer(compressed(parts), LAYER, device="cpu", config=config())
