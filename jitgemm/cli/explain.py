@@ -53,8 +53,8 @@ def explain(
 
     Predictions are microseconds on the device; the lines below the table say
     what each column is. Up to 256 rows all m of a band share a kernel, so m is
-    rounded up to its band's end; with more the fastest of the layer's kernels is
-    taken. With --experts a prediction is the mean over random uniform routings.
+    rounded up to its band's end; with more its band's kernel or that of the band
+    before is taken. With --experts a prediction is the mean over random routings.
 
     \b
     Examples (more: docs/commands.md):

@@ -3,7 +3,7 @@
 Pure functions of a problem and a device's figures; no torch, no driver, no table of tuned shapes.
 
 A layer has the kernels that are the fastest at the ends of bands over m, so that they are few and a new m compiles none. A
-dense GEMM of many rows takes the one of them that is the fastest at its m: waves of tiles do not end where bands do.
+dense GEMM of many rows takes its band's or the one before's, the faster at its m: waves of tiles do not end where bands do.
 
 A grouped GEMM (`Problem.experts`) is chosen for the rows that all its experts have together: how many each one has is
 known to the device alone, so that the prediction is the mean over a few routings (`cost.routings`).
@@ -98,8 +98,6 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
 
 EXACT_FROM = 256
 """Rows from which on a dense GEMM is chosen at its own m. With fewer a band's kernels differ by less than the model's error."""
-NEAR = 2
-"""A band's ends count for an m of so many times as many rows: smaller tiles never win."""
 
 
 def _at_band_end(problem: Problem) -> Problem:
@@ -129,7 +127,7 @@ def why(ranked: list[Candidate]) -> str:
     second = ranked[1]
     lead = second.predicted_us - winner.predicted_us
     if lead < 0:
-        return f"{winner.kernel.label} is the fastest of the layer's kernels; {second.kernel.label} takes {-lead:.2f} us less"
+        return f"{winner.kernel.label} is the faster of its band's and the one before's; {second.kernel.label} takes {-lead:.2f} us less"
     if lead < 0.005:
         ties = "ties go to the smaller tile, to sums that all splits reduce, to shared activations, then by name"
         return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
@@ -156,10 +154,9 @@ def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
 
 @lru_cache(maxsize=4096)
 def _of_layer(problem: Problem, device: DeviceSpec) -> KernelSpec:
-    """The fastest for this m of the kernels that are chosen for ends of bands up to its own."""
-    end = band_end(problem.m)
-    ends = [last for _, last in bands(end) if NEAR * last >= end]
-    kernels = dict.fromkeys(_choose(replace(problem, m=last), device) for last in ends)
+    """The faster for this m of the kernels that are chosen for the end of its band and of the one before."""
+    first, last = bands(problem.m)[-1]
+    kernels = dict.fromkeys(_choose(replace(problem, m=end), device) for end in (last, first - 1))
     times = {spec: cost.times(spec, cost.costs(spec, device), problem, device)[0].total for spec in kernels}
     return min(kernels, key=lambda spec: _rank(times[spec], spec))
 
