@@ -45,15 +45,19 @@ class Entry:
 
     @property
     def slow_because(self) -> str:
-        """What ptxas did that costs the kernel time, such as "124 bytes of register spills"; "" for a clean build."""
-        spills = self.metadata.get("spill_bytes", 0)
-        reasons = (f"{spills} bytes of register spills" if spills else "", self.metadata.get("serialised", ""))
+        """What ptxas did that costs the kernel time, such as "124 bytes of register spills"; "" for a clean build.
+
+        An array that is indexed at run time lies on the stack, in local memory, and counts as no spill."""
+        spills, stack = self.metadata.get("spill_bytes", 0), self.metadata.get("stack_bytes", 0)
+        spilled = f"{spills} bytes of register spills" if spills else f"{stack} bytes of stack" if stack else ""
+        reasons = (spilled, self.metadata.get("serialised", ""))
         return "; ".join(filter(None, reasons))
 
     @property
     def slow_build(self) -> bool:
-        """Whether a faster kernel should have been chosen: one that ptxas spills more of, or serialises."""
-        return self.metadata.get("spill_bytes", 0) > MAX_SPILL_BYTES or bool(self.metadata.get("serialised"))
+        """Whether ptxas made of it what nobody should run unawares: many spills, arrays in local memory, serialised wgmma."""
+        spills, stack = self.metadata.get("spill_bytes", 0), self.metadata.get("stack_bytes", 0)
+        return spills > MAX_SPILL_BYTES or (stack > 0 and not spills) or bool(self.metadata.get("serialised"))
 
 
 @dataclass(frozen=True)

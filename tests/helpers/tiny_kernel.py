@@ -36,6 +36,15 @@ extern "C" __global__ void spilling(float* out) {
 """
 
 
+STACKED = """
+extern "C" __global__ void stacked(int* out) {
+    int counts[32] = {};
+    for (int i = 0; i < 999; ++i) ++counts[out[i] & 31];
+    out[threadIdx.x] = counts[out[threadIdx.x] & 31];
+}
+"""
+
+
 def tiny_source(salt: int = 0) -> str:
     """CUDA C++ of one kernel; another `salt`, another kernel."""
     return f"""\
@@ -46,6 +55,11 @@ extern "C" __global__ void tiny(int* out) {{ out[threadIdx.x] = SCALE * out[thre
 
 def tiny_kernel(salt: int = 0) -> KernelSource:
     return KernelSource(f"tiny-{salt}", {"salt": salt}, tiny_source(salt), HEADERS, OPTIONS)
+
+
+def stacked_kernel() -> KernelSource:
+    """With an array that ptxas keeps in local memory, and no spill."""
+    return KernelSource("stacked", {}, STACKED, {}, OPTIONS)
 
 
 def spilling_kernel() -> KernelSource:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_kernel import OPTIONS, SPILLING, serialised_kernel, spilling_kernel, tiny_kernel
+from tiny_kernel import OPTIONS, SPILLING, serialised_kernel, spilling_kernel, stacked_kernel, tiny_kernel
 
 from jitgemm import settings
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
@@ -182,7 +182,11 @@ def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
 
 @pytest.mark.parametrize(
     ("request_", "said"),
-    [(spilling_kernel(), r"\d+ bytes of register spills"), (serialised_kernel(), r"\(C75..\) .*(GMMA|wgmma).*")],
+    [
+        (spilling_kernel(), r"\d+ bytes of register spills"),
+        (serialised_kernel(), r"\(C75..\) .*(GMMA|wgmma).*"),
+        (stacked_kernel(), "128 bytes of stack"),
+    ],
 )
 def test_what_slows_a_build_is_kept_with_it_and_is_no_failure(root, request_, said):
     made, compiled = KernelCache([root]).get_or_compile(request_)
@@ -241,6 +245,7 @@ def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, re
     entry, _ = KernelCache([root]).get_or_compile(spilling_kernel())
     little, much = (replace(entry, metadata=entry.metadata | {"spill_bytes": each}) for each in (200, 204))
     assert (little.slow_build, much.slow_build) == (False, True) and little.slow_because
+    assert KernelCache([root]).get_or_compile(stacked_kernel())[0].slow_build
     monkeypatch.setattr(loaded, "_warned_of_slow", False)
     monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (little, False))
     monkeypatch.setattr(loaded, "kernels", {})
