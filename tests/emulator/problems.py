@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import builders
+import mxfp4
 import torch
+import two_level
 
 from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -13,11 +15,17 @@ from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.f16_sums import with_powers
+from jitgemm.weight.packed import W4Weight
+
+TIERS = {size: tier for tier, size in mxfp4.TIERS.items()}
 
 
 def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     """Random operands of a dense kernel, out between rows and columns of other tensors."""
     f = spec.format
+    if f.powers or f.factors:
+        weight = (mxfp4.parts(seed, n, k, TIERS[f.group_size]) if f.powers else two_level.parts(seed, n, k)).packed
+        return _with_operands(spec, m, weight, seed)
     parts = builders.weight_parts(
         seed, n, k, f.group_size, zero_point=f.zero_point or f.correction == "fp16", scale_type=f.scale_type,
         offset=f.offset or f.correction == "bf16", codes=f.order, bits=f.bits, uniform_strip_scale=spec.tokens_as_m,
@@ -28,8 +36,11 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     if f.correction and f.scale_type == "fp32":  # which no 16 bits hold the factors of
         rounded = {name: getattr(parts, name) for name in ("scale", "offset") if getattr(parts, name) is not None}
         parts = replace(parts, **{name: values.bfloat16().float() for name, values in rounded.items()})
-    weight = with_powers(parts.packed) if spec.sums == "f16" else parts.packed
-    zero = None
+    return _with_operands(spec, m, with_powers(parts.packed) if spec.sums == "f16" else parts.packed, seed)
+
+
+def _with_operands(spec: KernelSpec, m: int, weight: W4Weight, seed: int) -> Gemm:
+    f, (n, k), zero = spec.format, (weight.n, weight.k), None
     if spec.lhs_group:
         x, scale = (builders.e8m0_lhs if spec.lhs_e8m0 else builders.block_lhs)(seed, m, k, spec.lhs)
     elif spec.lhs == "s8":

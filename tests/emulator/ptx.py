@@ -71,7 +71,7 @@ def assemble(ptx: str) -> Assembled:
         variables.append(buffer)
         names.values[name] = ctypes.addressof(buffer)
         if value:
-            if count and size == "8":  # a text
+            if name.startswith("$str"):
                 buffer.raw = bytes(map(int, value.strip("{} ").split(",")))
                 continue
             if count:
