@@ -630,6 +630,16 @@ def test_ls_sorts(run, warm, sort):
     assert values == sorted(values, reverse=sort != "kernel")
 
 
+@pytest.mark.parametrize("sort", ["used", "age", "size", "registers", "spills", "kernel"])
+def test_a_file_that_is_no_entry_is_listed_as_bad(run, tmp_path, monkeypatch, sort):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
+    (tmp_path / f"{'ab' * 32}.jgk").write_bytes(b"not a kernel")
+    done = run("cache", "ls", "--sort", sort)
+    assert done.code == 0 and "abababababab (bad: not a kernel cache entry)" in " ".join(done.stdout.split())
+    (entry,) = run("cache", "ls", "--sort", sort, "--json").json
+    assert (entry["kind"], entry["problem"]) == (None, "not a kernel cache entry")
+
+
 def test_an_empty_cache_is_no_error(run):
     assert run("cache", "ls").code == run("cache", "verify").code == run("cache", "info").code == 0
     assert run("cache", "ls", "--json").json == []
