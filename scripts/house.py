@@ -8,7 +8,7 @@ kind of branch, or the files of a call's closure with their lines.
 
 A branch is counted once for each line and word, where the word stands in a condition: of `if`, `while` and a conditional
 expression, in operands of `and` and `or`, and in a comprehension's filter. A code's home is not counted: jitgemm/kernel,
-which describes codes, and jitgemm/weight/codes, which has a class for each.
+which describes codes, and the modules of jitgemm/weight that have a class for each.
 
     capabilities  attributes that stand for one code: CAPABILITIES
     correction    whether a weight has corrections, by attribute
@@ -16,8 +16,9 @@ which describes codes, and jitgemm/weight/codes, which has a class for each.
     names         comparisons of a code or scheme with its name as text
     formats       in engines' folders, comparisons with names of checkpoints' formats, or of files' types and strategies
 
-A call's closure is every module that the call's module imports, at its top or in a function, and what those import.
-Imports for type checkers alone do not count. Lines are lines of files, with comments and empty ones.
+A call's closure is every module that the call's module imports, at its top or in a function, and what those import; a
+module that is imported from its package counts, and not the package, as in test_rooms.py. Imports for type checkers alone
+do not count. Lines are lines of files, with comments and empty ones.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FORMATS = {
     "fp8", "auto-round", "I8", "U8", "F8_E4M3", "F8_E8M0", "block", "token", "tensor", "channel",
 }  # fmt: skip
 ENGINES = ("serving", "vllm", "sglang")
-HOMES = ("kernel", "weight/codes")
+HOMES = ("kernel/", *(f"weight/{name}.py" for name in ("codes", "correction", "mxfp4", "nvfp4", "pack", "two_level")))
 FILE_LINES = 450
 
 
@@ -114,15 +115,17 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(path: Path, root: Path) -> set[Path]:
-    names: list[str] = []
+    def file_of(name: str) -> Path | None:
+        place = root / name.replace(".", "/")
+        return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()), None)
+
+    found: set[Path | None] = set()
     for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found |= {file_of(f"{node.module}.{alias.name}") or file_of(node.module) for alias in node.names}
         elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-    places = [root / name.replace(".", "/") for name in names if name.split(".")[0] == "jitgemm"]
-    files = {file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")}
-    return {file for file in files if file.exists()} - {root / "jitgemm/__init__.py"}
+            found |= {file_of(alias.name) for alias in node.names}
+    return {file for file in found if file is not None} - {root / "jitgemm/__init__.py"}
 
 
 def closure(call: str, root: Path) -> set[Path]:
@@ -145,7 +148,7 @@ def places(root: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for file in sorted((root / "jitgemm").rglob("*.py")):
         inside = str(file.relative_to(root / "jitgemm"))
-        if inside.startswith(tuple(f"{home}/" for home in HOMES)):
+        if inside.startswith(HOMES):
             continue
         for kind, some in branches(file, inside.split("/")[0] in ENGINES).items():
             found[kind] += [f"{file.relative_to(root)}:{line} {word}" for line, word in sorted(some)]

@@ -326,15 +326,15 @@ class Bench:
         if fmt.typed:
             dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
             return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
-        if fmt.powers:
+        if fmt.code == "e2m1":
             weight = jitgemm.quantize_mxfp4(torch.randn(n, k, device="cuda"))
             return weight.regrouped(fmt.group_size or k)
-        if fmt.inner_scales:
+        if fmt.code == "nvfp4":
             codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
-            least = 64 if fmt.near else 0
+            least = 64 if fmt.tuned else 0
             scales = torch.randint(least, 127, (n, k // 16), device="cuda", dtype=torch.uint8)
             return jitgemm.pack_nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), 1e-3, device="cuda"))
-        if fmt.factors:
+        if fmt.code == "two_level":
             return jitgemm.quantize_w4_two_level(torch.randn(n, k, device="cuda"))
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
         q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)

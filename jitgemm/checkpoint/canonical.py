@@ -9,25 +9,18 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
+from jitgemm.kernel.codes import CODES, FACTOR_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
-from jitgemm.weight import e2m1, levels, terms
-from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.correction import first_type
-from jitgemm.weight.mxfp4 import pack_mxfp4
-from jitgemm.weight.nvfp4 import pack_nvfp4
-from jitgemm.weight.pack import pack_w4, pack_w8
+from jitgemm.weight.codes import CODE_OPS, CodeOps
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, dequantize_groups
-from jitgemm.weight.two_level import MAX_K, pack_w4_two_level
-
-W = TypeVar("W", W4Weight, W8Weight)
+from jitgemm.weight.two_level import MAX_K, MOST
 
 PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
@@ -80,7 +73,7 @@ class CanonicalWeight:
     row_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        expected = CODE_BYTES[self.code].given(self.zero is not None)
+        expected, given_scales = self.ops.given(self.zero is not None), self.ops.given_scales
         if self.offset is not None and not CODES[self.code].offsets:
             raise ValueError(f"offset: expected none with {self.bits} bits, got one")
         if self.q.dim() != 2 or self.q.dtype != expected:
@@ -89,31 +82,34 @@ class CanonicalWeight:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))
         scale = self.scale.dtype
-        size, bytes = (EXPONENT_GROUP, "e8m0s") if self.powers else (SCALE_GROUP, "e4m3s")
-        if (self.powers or self.nvfp4) and (self.group_size, scale, self.zero) != (size, torch.uint8, None):
-            expected = f"the bytes of {bytes}, uint8, for groups of {size} without zero points"
-            raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
-        given = self.row_scale is not None
-        if (self.nvfp4 and not given) or (
-            given and not self.nvfp4 and (self.code != "int4" or self.offset is not None)
-        ):
+        if given_scales is not None:
+            size = CODES[self.code].inner.group  # type: ignore[union-attr]
+            if (self.group_size, scale, self.zero) != (size, torch.uint8, None):
+                expected = f"the bytes of {TYPE_NAMES[given_scales]}s, uint8, for groups of {size} without zero points"
+                raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
+        row_types, given = self.ops.row_scales, self.row_scale is not None
+        wrong = given and (not row_types or self.offset is not None)
+        if wrong or (self.ops.needs_row_scale and not given):
             raise ValueError(
                 f"row_scale: expected one with nvfp4, or perhaps with int4 without offsets, got {self.code!r}"
             )
-        row_types = ("fp32",) if self.nvfp4 else ("bf16", "fp16")
         for name, shape, wanted, fits in (
-            ("scale", by_group, one_of(REAL_TYPES), lambda dtype: TYPE_NAMES.get(dtype) in REAL_TYPES),
+            (
+                "scale",
+                by_group,
+                one_of(REAL_TYPES),
+                lambda dtype: given_scales is not None or TYPE_NAMES.get(dtype) in REAL_TYPES,
+            ),
             ("zero", by_group, "integers", lambda dtype: dtype in INTEGERS),
             ("offset", by_group, f"scale's {dtype_name(scale)}", lambda dtype: dtype == scale),
             ("permutation", (self.k,), "int32", lambda dtype: dtype == torch.int32),
             ("input_scale", (1,), "float32", lambda dtype: dtype == torch.float32),
             ("bias", (self.n,), "floats", lambda dtype: dtype.is_floating_point),
-            ("row_scale", (self.n,), one_of(row_types), lambda dtype: TYPE_NAMES.get(dtype) in row_types),
+            ("row_scale", (self.n,), row_types and one_of(row_types), lambda dtype: TYPE_NAMES.get(dtype) in row_types),
         ):
             tensor = getattr(self, name)
             if tensor is None:
                 continue
-            fits = (lambda dtype: dtype == torch.uint8) if (self.powers or self.nvfp4) and name == "scale" else fits
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != self.q.device:
@@ -129,14 +125,9 @@ class CanonicalWeight:
         return CODES[self.code].bits
 
     @property
-    def powers(self) -> bool:
-        """Whether scales are the bytes of powers of two."""
-        return CODES[self.code].exponents > 0
-
-    @property
-    def nvfp4(self) -> bool:
-        """Whether scales are the bytes of e4m3s, under one for a row."""
-        return CODES[self.code].inner_scales > 0
+    def ops(self) -> CodeOps:
+        """What its code is to torch."""
+        return CODE_OPS[self.code]
 
     @property
     def n(self) -> int:
@@ -153,11 +144,10 @@ class CanonicalWeight:
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
-        weight = e2m1.dequantized(self.q) if (self.powers or self.nvfp4) else self.q.float()
-        of_e2m1 = torch.float8_e8m0fnu if self.powers else torch.float8_e4m3fn
-        scale = self.scale.view(of_e2m1) if (self.powers or self.nvfp4) else self.scale
+        weight, scale = self.ops.values(self.q), self.scale
+        scale = scale if self.ops.given_scales is None else scale.view(self.ops.given_scales)
         dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
-        if self.nvfp4:
+        if self.ops.needs_row_scale:
             weight *= self.row_scale[:, None]  # type: ignore[index]
         if self.permutation is None:
             return weight
@@ -271,40 +261,10 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
-        size = self.group_size
-        if self.powers:
-            return self._ordered(pack_mxfp4(self.q, self.scale, k=self.k))
-        if self.nvfp4:
-            codes, scale = self.q[:, 0::2] | self.q[:, 1::2] << 4, self.scale.view(torch.float8_e4m3fn)
-            return self._ordered(pack_nvfp4(codes, scale, self.row_scale))  # type: ignore[arg-type]
-        if lhs_dtype == torch.int8 and (in_levels := self.levels()) is not None:
-            return self._ordered(pack_w4_two_level(*in_levels))
-        if size < self.k and size not in GROUP_SIZES:
-            size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
-            if not size:
-                expected = f"a multiple of one of {GROUP_SIZES}, or k for per channel"
-                raise ValueError(f"group_size: expected {expected}, got {self.group_size}")
-        elif self.offset is not None and size >= self.k:
-            # The kernel adds offsets by group only.
-            size = max((each for each in GROUP_SIZES if each < self.k and each <= 128), default=0)
-            if not size:
-                raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
-        parameters = self.regrouped(size).parameters(lambda values: values)
-        if CODE_BYTES[self.code].dtype is None:
-            parameters["permutation"] = self.permutation
-            if correction is None:
-                correction = self._can_correct(lhs_dtype, size, parameters)
-            options: dict[str, Any] = dict(k=self.k, lhs_dtype=lhs_dtype, code=self.code, correction=correction)
-            return pack_w4(self.q, **parameters, group_size=size, **options)
-        if self.zero is not None:
-            raise ValueError(
-                "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
-                "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
-            )
-        if lhs_dtype not in (None, self.q.dtype):
-            expected = f"None or {dtype_name(self.q.dtype)}, the type of the 8-bit weight"
-            raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
-        return self._ordered(pack_w8(self.q, parameters["scale"], group_size=min(size, self.k)))
+        packed: W4Weight | W8Weight = self.ops.pack(self, lhs_dtype, correction)
+        if self.permutation is None or packed.permutation is not None:
+            return packed
+        return packed.with_tensors(packed.blocks, packed.channel_scale, packed.row_sum, self.permutation)
 
     def levels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """What `pack_w4_two_level` takes of a weight whose scales are integers times `row_scale`, exactly; None of others."""
@@ -314,24 +274,9 @@ class CanonicalWeight:
         weight = self.with_zero_points().regrouped(self.k if self.k <= FACTOR_GROUP else FACTOR_GROUP)
         row = self.row_scale.float()[:, None]
         factor = torch.where(row == 0, 1.0, weight.scale.float() / row).round()
-        if not bool(((factor * row == weight.scale.float()) & (factor >= 1) & (factor <= levels.MOST)).all()):
+        if not bool(((factor * row == weight.scale.float()) & (factor >= 1) & (factor <= MOST)).all()):
             return None
         return weight.q, factor.to(torch.uint8), weight.zero, self.row_scale  # type: ignore[return-value]
-
-    def _can_correct(
-        self, lhs_dtype: torch.dtype | None, size: int, parameters: dict[str, torch.Tensor | None]
-    ) -> bool:
-        """Whether `pack_w4` takes correction=True."""
-        scale, zero, offset = (parameters[name] for name in ("scale", "zero", "offset"))
-        if lhs_dtype != torch.int8 or self.code != "int4" or size >= self.k or (zero is None) == (offset is None):
-            return False
-        return bool(first_type(scale, zero, offset, (...,)))  # type: ignore[arg-type]
-
-    def _ordered(self, weight: W) -> W:
-        """A packed weight with the permutation of this one."""
-        if self.permutation is None:
-            return weight
-        return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
 
 
 def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
@@ -444,16 +389,15 @@ def check_values(weight: CanonicalWeight) -> None:
         values = getattr(weight, name)
         if values is None:
             continue
-        wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
-        if (weight.powers or weight.nvfp4) and name == "scale":
-            wrong = values == e2m1.NAN if weight.powers else values >= terms.NAN
-        if name == "input_scale":
-            wrong |= values <= 0
+        wanted = "finite numbers"
+        if name == "scale":
+            wrong, wanted, values = weight.ops.no_scales(values)
+        elif name == "input_scale":
+            wrong, wanted = ~values.isfinite() | (values <= 0), "a positive, finite number"
+        else:
+            wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
-            wanted = "a positive, finite number" if name == "input_scale" else "finite numbers"
-            if weight.nvfp4 and name == "scale":
-                wanted, values = "numbers of at least 0", values.view(torch.float8_e4m3fn)
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
 
 

@@ -46,7 +46,7 @@ from jitgemm.checkpoint.layouts import TensorLayout, fits, stored
 from jitgemm.checkpoint.presets import MXFP4, PRESETS, args_of
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
-from jitgemm.weight import e2m1
+from jitgemm.weight.mxfp4 import NAN
 
 METHOD = "compressed-tensors"
 _CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "float"): "e2m1"}
@@ -159,7 +159,7 @@ class _CompressedTensors(Format):
         if scheme.form == "fp4":
             codes, scale = unpack_nibbles(tensors["weight_packed"], 1), tensors["weight_scale"].view(torch.uint8)
             if _two_too_low(scheme.settings):
-                if bool((scale > e2m1.NAN - 3).any()):
+                if bool((scale > NAN - 3).any()):
                     version = scheme.settings["version"]
                     raise ValueError(
                         f"weight_scale: expected exponents up to 252 in a file of version {version}, got more"

@@ -15,7 +15,7 @@ import torch
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name, one_of
-from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.codes import CODE_OPS
 
 FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""
@@ -24,7 +24,7 @@ INT8 = (torch.int8,)
 BYTES = (torch.int8, torch.uint8)
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 """Scales that are powers of two, as such or as bytes."""
-CODE_TYPES = {name: each.dtype for name, each in CODE_BYTES.items() if each.dtype is not None}
+CODE_TYPES = {name: each.dtype for name, each in CODE_OPS.items() if each.dtype is not None}
 """The dtypes of the 8-bit codes."""
 
 

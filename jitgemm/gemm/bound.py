@@ -11,7 +11,7 @@ than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
 hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their exponents,
 max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
-NVFP4's codes times their scales are two terms (`jitgemm.weight.terms`), and each takes a step: twice the steps.
+NVFP4's codes times their scales are two terms (`jitgemm.weight.nvfp4`), and each takes a step: twice the steps.
 
 With sums in f16 a step's sum is rounded to 11 bits as well, which loses 2^-11 of |sum after| more. A kernel multiplies
 it by scale / 2^E, exact in f16 (`jitgemm.weight.f16_sums`), and adds up at most eight records that follow one another in
@@ -144,8 +144,7 @@ def gemm_w4a8_bound(
             dequantize_groups(d, rhs.group_size, zero=shifted)
             offset = scale * shifted
         d = _by_run(d, runs, run)
-        two = rhs.packed.both_terms(strip, end) if rhs.format.terms > 1 else ()
-        operands = [_by_run(each, runs, run) for each in two] or [d]
+        operands = [_by_run(each, runs, run) for each in rhs.packed.summands(strip, end)] or [d]
         # [runs, 1, n]: the scale and offset of each run.
         group = torch.arange(runs, device=d.device) * run // max(rhs.group_size, run)
         scale = scale.T[group, None]
@@ -232,7 +231,7 @@ def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:
     if x.dtype != torch.float8_e4m3fn or lhs_group_of(x_scale):
         raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
     powers: torch.Tensor = with_powers(rhs).channel_scale  # type: ignore[assignment]
-    return powers[: rhs.n].double() * (4 if rhs.format.powers else 1)
+    return powers[: rhs.n].double() * rhs.ops.f16_unit
 
 
 def _lost_by_parts(scale: torch.Tensor) -> torch.Tensor:

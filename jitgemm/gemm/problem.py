@@ -102,7 +102,8 @@ class Gemm(NamedTuple):
     def lacks_sums(self) -> bool:
         """Whether the weight has corrections, and x [m, k] no sums for them."""
         weight = self.weight
-        return bool(weight.format.correction) and statically_true(self.x.shape[-1] == weight.k)
+        most = lhs_columns(weight.k, weight.format.lhs_sums)
+        return most > weight.k and statically_true(self.x.shape[-1] == weight.k)
 
     @property
     def sums(self) -> str:
@@ -140,11 +141,12 @@ class Gemm(NamedTuple):
             raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
         check_plain(X, x)
         lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
-        if format.correction and statically_true(x.dim() == 2 and x.shape[1] != k):
-            _check_matrix(X, x, f"[m, k = {k}], or with sums", lhs_columns(k, format.lhs_sums))
+        columns = lhs_columns(k, format.lhs_sums)
+        if columns > k and statically_true(x.dim() == 2 and x.shape[1] != k):
+            _check_matrix(X, x, f"[m, k = {k}], or with sums", columns)
         else:
             _check_matrix(X, x, "[m, k]", k)
-        if format.correction and lhs_group_of(x_scale):
+        if columns > k and lhs_group_of(x_scale):
             raise ValueError(f"{X_SCALE}: expected a scale per token for a weight with correction, got one per 128 k")
         m, most = x.shape[0], format.max_int8_k
         if lhs_type == "s8" and not lhs_group_of(x_scale) and k > most:

@@ -141,7 +141,8 @@ def _check(
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
     check_dtype(X, x.dtype, rhs.format.for_any_values.lhs_types)
-    if x.dim() != 2 or x.shape[1] not in (rhs.k, lhs_columns(rhs.k, rhs.correction)):
+    columns = rhs.k, lhs_columns(rhs.k, rhs.correction)
+    if x.dim() != 2 or x.shape[1] not in columns:
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
     check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)
     if bias is not None and tuple(check_tensor("bias", bias).shape) != bias_shape:

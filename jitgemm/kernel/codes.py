@@ -14,11 +14,11 @@ from jitgemm.dtypes import REAL_TYPES
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 EXPONENT_GROUP = 32
-"""k that share an exponent of `Code.exponents`: a step of wgmma's, and a block of the OCP MX formats."""
+"""k that share an exponent of MXFP4: a step of wgmma's, and a block of the OCP MX formats."""
 SCALE_GROUP = 16
-"""k that share a scale of `Code.inner_scales`: a block of NVFP4."""
+"""k that share a scale of NVFP4: a block of it."""
 FACTOR_GROUP = 128
-"""k that share a factor of `Code.factors`: a record's, and a group of QServe's."""
+"""k that share a factor of two levels: a record's, and a group of QServe's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,10 @@ class Decoder:
         parts_codec: the C++ type for sums by parts, where it is another.
         parts_times: how often its operands are the codes with sums by parts; 0 where there are no such kernels.
         operand: the type of operands, where it is not the activations'.
-        table_bytes: of shared memory, for the tables that the codec decodes by.
+        terms: operands of wgmma that a code becomes. It is their sum, as the products with each are added up.
+        table_bytes: of shared memory, for the tables of the numbers inside records (`Code.inner`).
+        registers: of a thread that it takes more than others (`jitgemm.select.legal`).
+        long_runs: sums of 256 k may stay in the tensor cores, per channel (`promote_records`).
     """
 
     codec: str
@@ -43,7 +46,10 @@ class Decoder:
     parts_codec: str = ""
     parts_times: int = 0
     operand: str = ""
+    terms: int = 1
     table_bytes: int = 0
+    registers: int = 0
+    long_runs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +65,7 @@ class Order:
         max_channel_k: largest k of int8 activations with one scale per row, whose sums stay in int32.
         slow: decoding a record takes about as long as memory takes to bring it.
         complete: holds every code.
+        tier: how its records hold scales, for people; with {scale} and {per} where the group size says more.
     """
 
     name: str
@@ -69,6 +76,24 @@ class Order:
     max_channel_k: int = 2**31 - 1
     slow: bool = False
     complete: bool = True
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inner:
+    """Numbers that records hold behind the codes, by which decoding multiplies them.
+
+    Attributes:
+        group: k that share one, as those of the scales that a weight is packed from do.
+        most: the largest.
+        row_bytes: of a record's row, for those of 128 k.
+        spared: the group size whose own scales say all, so that records hold none; 0 where there is no such size.
+    """
+
+    group: int
+    most: int
+    row_bytes: int
+    spared: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,13 +111,10 @@ class Code:
         row_sums: packed weights have the sums of their rows, which zero points of int8 activations need.
         offsets, uniform_strip_scale: formats may have them.
         group_sizes, scale_types: what formats may have; 0 is one scale per row.
-        exponents: powers of two that decoding can multiply codes by, one for each row and `EXPONENT_GROUP` of k: records
-            of longer groups hold which, and `pack_mxfp4` packs them. 0 for none.
-        inner_scales: e4m3s that decoding multiplies codes by, one for each row and `SCALE_GROUP` of k: records hold
-            their bytes. 0 for none.
-        factors: largest integer that decoding multiplies codes minus zero points by, one of each for each row and
-            `FACTOR_GROUP` of k: records hold both. 0 for none.
-        terms: operands of wgmma that a code becomes. It is their sum, as the products with each are added up.
+        inner: numbers that records hold behind the codes: MXFP4's exponents, NVFP4's scales, factors with zero points of
+            two levels. None for none.
+        f16_sums: groups may be added up in f16 with e4m3 activations.
+        why_lhs: why its values go with one type of activations alone, for messages; "" where orders decide.
     """
 
     name: str
@@ -106,10 +128,9 @@ class Code:
     uniform_strip_scale: bool = False
     group_sizes: tuple[int, ...] = (0, *GROUP_SIZES)
     scale_types: tuple[str, ...] = REAL_TYPES
-    exponents: int = 0
-    inner_scales: int = 0
-    factors: int = 0
-    terms: int = 1
+    inner: Inner | None = None
+    f16_sums: bool = False
+    why_lhs: str = ""
 
     def order(self, name: str) -> Order:
         """The order of this name. ValueError for any other."""
@@ -183,18 +204,24 @@ _E4M3 = Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w
 _INT8 = Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16)
 
 # 1 is the ninth of fifteen powers of two for which all of a code's values are e4m3's.
-_BY_TABLE = Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec", table_bytes=128)
-_E2M1 = Order("e2m1", 4, {"e4m3": _BY_TABLE}, mark="mx", slow=True)
-_E5M2_TERMS = Decoder("Nvfp4Codec", "terms", operand="e5m2", table_bytes=2048)
-_NVFP4 = Order("nvfp4", 5, {"e4m3": _E5M2_TERMS}, mark="nv", slow=True)
+_EXPONENTS = Inner(EXPONENT_GROUP, most=14, row_bytes=2, spared=EXPONENT_GROUP)
+# Without the registers, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes.
+_BY_TABLE = Decoder("E2m1Codec", "table", f16_codec="E2m1LowCodec", table_bytes=128, registers=8, long_runs=True)
+_E2M1 = Order("e2m1", 4, {"e4m3": _BY_TABLE}, mark="mx", slow=True, tier="a {scale} for {per}")
+_NVFP4_SCALES = Inner(SCALE_GROUP, most=126, row_bytes=8)  # bytes of e4m3s
+# Without the registers, tiles of 64 x 256, 112 x 192 and 192 x 128 spill 160 to 344 bytes.
+_E5M2_TERMS = Decoder("Nvfp4Codec", "terms", operand="e5m2", terms=2, table_bytes=2048, registers=16)
+_NVFP4 = Order("nvfp4", 5, {"e4m3": _E5M2_TERMS}, mark="nv", slow=True, tier="2 e5m2 terms a code")
 # Two e4m3s, next to a base of each row: holds scales that are near one another.
-_NEAR = Order("near", 6, {"e4m3": Decoder("Nvfp4NearCodec", "near")}, mark="nvnear", slow=True, complete=False)
+_E4M3_TERMS = Decoder("Nvfp4NearCodec", "near", terms=2, registers=16)
+_NEAR = Order("near", 6, {"e4m3": _E4M3_TERMS}, mark="nvnear", slow=True, complete=False, tier="2 e4m3 terms a code")
 # Codes minus zero points times their group's factor are any integers of 8 bits: products of up to 128 * 128.
+_FACTORS = Inner(FACTOR_GROUP, most=127, row_bytes=2)  # each with its product with the zero point
 _TWO_LEVEL = Order(
     "two_level", 7, {"s8": Decoder("TwoLevelCodec", "any")}, mark="tl", max_channel_k=2**17 - 16, slow=True
 )
 
-register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True))
+register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True, f16_sums=True))
 register(
     Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, uniform_strip_scale=True)
 )
@@ -202,14 +229,20 @@ register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", uni
 register(
     Code(
         "e2m1", 4, (_E2M1,), largest=None, prefix="mx", row_sums=False, group_sizes=(0, 32, 128),
-        scale_types=("fp32", "bf16"), exponents=15,
+        scale_types=("fp32", "bf16"), inner=_EXPONENTS, f16_sums=True,
+        why_lhs="as no integers of 8 bits hold MXFP4's codes times their groups' powers of two",
     )
 )  # fmt: skip
 # Its scale per channel is the tensor's.
 register(
     Code(
         "nvfp4", 4, (_NVFP4, _NEAR), largest=None, prefix="nv", row_sums=False, group_sizes=(0,), scale_types=("fp32",),
-        inner_scales=127, terms=2,
+        inner=_NVFP4_SCALES, why_lhs="as no integers of 8 bits hold NVFP4's codes times their groups' scales",
     )
 )  # fmt: skip
-register(Code("two_level", 4, (_TWO_LEVEL,), largest=None, prefix="tl", group_sizes=(0,), factors=127))
+register(
+    Code(
+        "two_level", 4, (_TWO_LEVEL,), largest=None, prefix="tl", group_sizes=(0,), inner=_FACTORS,
+        why_lhs="as no e4m3 holds the integers of 8 bits that codes times their groups' factors are",
+    )
+)  # fmt: skip

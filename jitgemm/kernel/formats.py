@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, FACTOR_GROUP, GROUP_SIZES, SCALE_GROUP, Decoder, Order
+from jitgemm.kernel.codes import CODES, GROUP_SIZES, Decoder, Inner, Order
 from jitgemm.kernel.codes import every_order
 
 BLOCK_K = 128
@@ -159,10 +159,10 @@ class WeightFormat:
 
     @property
     def f16_sums(self) -> bool:
-        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`): codes of 4 bits without offsets.
-        A base a row would gain nothing (docs/notes/mxfp4.md)."""
-        small = self.group_size > 0 and (self.powers or CODES[self.code].largest is not None)
-        return small and not self.offset_rows and "e4m3" in self.lhs_types
+        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`). A base a row would gain nothing
+        (docs/notes/mxfp4.md)."""
+        groups = CODES[self.code].f16_sums and self.group_size > 0
+        return groups and not self.offset_rows and "e4m3" in self.lhs_types
 
     @property
     def sums_by_parts(self) -> bool:
@@ -178,7 +178,7 @@ class WeightFormat:
     @property
     def long_runs(self) -> bool:
         """Whether kernels may add up 256 k in the tensor cores (`promote_records`): e4m3 times codes with a base a row."""
-        return self.exponents and not self.group_size
+        return not self.group_size and self._any_decoder.long_runs
 
     @property
     def decodes_slowly(self) -> bool:
@@ -195,6 +195,11 @@ class WeightFormat:
         """Whether packed weights have the sums of their rows."""
         return CODES[self.code].row_sums
 
+    @property
+    def _any_decoder(self) -> Decoder:
+        """Of any activations, for what is the same for all."""
+        return next(iter(self._order.decoders.values()))
+
     def decoder(self, lhs: str) -> Decoder:
         """How kernels decode it for activations of this type."""
         return (self._order.zero_decoders if self.zero_rows else self._order.decoders)[lhs]
@@ -207,13 +212,13 @@ class WeightFormat:
     @property
     def why_lhs(self) -> str:
         """Why the codes meet no other activations than `lhs_types`, for messages."""
-        if self.powers:
-            return "as no integers of 8 bits hold MXFP4's codes times their groups' powers of two"
-        if self.inner_scales:
-            return "as no integers of 8 bits hold NVFP4's codes times their groups' scales"
-        if self.factors:
-            return "as no e4m3 holds the integers of 8 bits that codes times their groups' factors are"
-        return "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+        orders = "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+        return CODES[self.code].why_lhs or orders
+
+    @property
+    def one_type(self) -> bool:
+        """Whether no order of its codes meets activations of the other type, for `why_lhs`."""
+        return bool(CODES[self.code].why_lhs)
 
     @property
     def max_int8_k(self) -> int:
@@ -245,59 +250,55 @@ class WeightFormat:
         """Byte of a record at which its offsets start."""
         return self.scales_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
 
-    @property
-    def powers(self) -> bool:
-        """Whether scales are powers of two, as MXFP4's are, so that groups can share one."""
-        return CODES[self.code].exponents > 0
-
     @cached_property
-    def exponents(self) -> bool:
-        """Whether records hold an exponent for each row and `EXPONENT_GROUP` of k, by which decoding scales codes."""
-        return self.powers and self.group_size != EXPONENT_GROUP
+    def inner(self) -> Inner | None:
+        """The numbers that records hold behind the codes, if they hold some."""
+        inner = CODES[self.code].inner
+        return None if inner is None or (inner.spared and inner.spared == self.group_size) else inner
 
     @property
-    def of_e2m1(self) -> bool:
-        """Whether codes are e2m1's, MXFP4 or NVFP4: what they are says all of their scales."""
-        return self.powers or self.inner_scales
-
-    @property
-    def one_type(self) -> bool:
-        """Whether no order of its codes meets activations of the other type, for `why_lhs`."""
-        return self.of_e2m1 or self.factors
-
-    @property
-    def inner_scales(self) -> bool:
-        """Whether records hold an e4m3 for each row and `SCALE_GROUP` of k, by which decoding multiplies codes."""
-        return CODES[self.code].inner_scales > 0
-
-    @property
-    def near(self) -> bool:
-        """Whether inner scales stand next to a base of each row, so that a code becomes two e4m3s."""
-        return self.inner_scales and self.tuned
-
-    @property
-    def factors(self) -> bool:
-        """Whether records hold a factor and a zero point for each row and `FACTOR_GROUP` of k, and codes become integers of
-        8 bits by them, as those in two levels do."""
-        return CODES[self.code].factors > 0
+    def by_values(self) -> bool:
+        """Whether another weight's values may ask for another format where this one is had."""
+        spared = CODES[self.code].inner is not None and CODES[self.code].inner.spared  # type: ignore[union-attr]
+        return not self.complete or bool(self.correction) or bool(spared and self.inner)
 
     @property
     def terms(self) -> int:
         """Operands of wgmma that a code becomes."""
-        return CODES[self.code].terms
+        return self._any_decoder.terms
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the tables in shared memory that kernels decode by."""
-        return next(iter(self._order.decoders.values())).table_bytes if self.exponents or self.inner_scales else 0
+        return self._any_decoder.table_bytes if self.inner else 0
 
     @property
     def tier(self) -> str:
-        """Which powers of two a weight has for scales, or how else codes become operands, in words."""
-        if self.inner_scales:
-            return f"{self.terms} {'e4m3' if self.near else 'e5m2'} terms a code"
+        """Which scales a weight has of those that its values decide, or how else codes become operands, in words."""
         per = f"a row and {self.group_size} k" if self.group_size else "a row"
-        return f"a base for {per}" if self.exponents else f"a scale for {per}"
+        return self._order.tier.format(scale="base" if self.inner else "scale", per=per)
+
+    # For commands and the selector.
+
+    @property
+    def powers(self) -> bool:
+        """Whether it is of MXFP4."""
+        return self.code == "e2m1"
+
+    @property
+    def inner_scales(self) -> bool:
+        """Whether it is of NVFP4."""
+        return self.code == "nvfp4"
+
+    @property
+    def of_e2m1(self) -> bool:
+        """Whether codes are e2m1's, MXFP4 or NVFP4."""
+        return self.powers or self.inner_scales
+
+    @property
+    def factors(self) -> bool:
+        """Whether it is of two levels."""
+        return self.code == "two_level"
 
     @cached_property
     def zeros_at(self) -> int:
@@ -312,14 +313,9 @@ class WeightFormat:
 
             0        scales_at                 offsets_at                  zeros_at
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
-                                                                           | or exponents uint4 [64][4]  |
-                                                                           | or inner scales e4m3 [64][8] |
-                                                                           | or factors uint8 [64][2]   |
+                                                                           | or `inner` [64][row_bytes] |
         """
-        exponents = STRIP_ROWS * BLOCK_K // EXPONENT_GROUP // 2 if self.exponents else 0
-        inner = STRIP_ROWS * BLOCK_K // SCALE_GROUP if self.inner_scales else 0
-        factors = 2 * STRIP_ROWS * BLOCK_K // FACTOR_GROUP if self.factors else 0
-        return self.zeros_at + STRIP_ROWS * self.zero_rows + exponents + inner + factors
+        return self.zeros_at + STRIP_ROWS * (self.zero_rows + (self.inner.row_bytes if self.inner else 0))
 
     @property
     def stored(self) -> WeightFormat:

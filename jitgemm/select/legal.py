@@ -248,13 +248,9 @@ corrections: else 192 x 128 spills."""
 TALL_TOKENS = 176
 GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
 """More of them for 4-bit codes and experts' tables where CTAs split k, without and with zero points, from so many tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its problem."""
-TABLE_REGISTERS = 8
-"""More of them for codes that are decoded by tables: without them, tiles of 64 x 256 and 192 x 128 spill 70 to 116 bytes."""
 FOUR_ZEROS_REGISTERS = 6
-"""The same for zero points of four groups a record: without them, tiles of 192 x 128 in halves spill 88 bytes in e4m3 and
+"""More of them for zero points of four groups a record: without them, tiles of 192 x 128 in halves spill 88 bytes in e4m3 and
 380 in int8."""
-TERM_REGISTERS = 16
-"""The same for two terms a code: without them, tiles of 64 x 256, 112 x 192 and 192 x 128 spill 160 to 344 bytes."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -267,7 +263,7 @@ def registers_needed(spec: KernelSpec) -> int:
             sums += sum_registers(spec)  # of the run
             grouped = (spec.experts > 0) * ((spec.split_k > 1) + (fmt.scale_rows > 1))
             zeros = fmt.zero_point and fmt.scale_rows == 4
-            tables = fmt.exponents and spec.experts and units_in_flight(spec) == 1
+            tables = fmt.table_bytes and spec.experts and units_in_flight(spec) == 1
             crowded = 3 * (spec.split_k > 1 and (zeros or tables))
             rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped + crowded)
         if spec.sums == "parts":
@@ -289,7 +285,7 @@ def registers_needed(spec: KernelSpec) -> int:
         crowded = spec.experts > 0 and spec.split_k > 1
         rest += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
     rest += OFFSET_REGISTERS if fmt.offset else 0
-    rest += TABLE_REGISTERS if fmt.powers else TERM_REGISTERS if fmt.terms > 1 else 0
+    rest += fmt.decoder(spec.lhs).registers
     rest += FOUR_ZEROS_REGISTERS if fmt.zero_point and fmt.scale_rows == 4 and spec.sums == "f32" else 0
     rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.tokens_as_m or spec.block_m <= SHARED_TOKENS) else 0

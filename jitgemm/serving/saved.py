@@ -111,7 +111,7 @@ class SavedMatrix(Matrix):
 
 def _without(weight: CanonicalWeight, none: torch.Tensor) -> CanonicalWeight:
     """The weight with zeros in the rows of `none`."""
-    if weight.powers or weight.nvfp4:  # whose scales are bytes of numbers that are not zero
+    if weight.ops.given_scales is not None:  # bytes of numbers that are not zero
         return replace(weight, q=weight.q.masked_fill(none[:, None], 0))
     rows = None if weight.row_scale is None else weight.row_scale.masked_fill(none, 0)
     return replace(weight, row_scale=rows, **weight.parameters(lambda values: values.masked_fill(none[:, None], 0)))

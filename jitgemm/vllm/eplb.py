@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.kernel.codes import EXPONENT_GROUP
+from jitgemm.kernel.codes import CODES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
@@ -18,8 +18,8 @@ def movable(weight: Weight) -> Weight:
 
     The codes are reordered in the weight's own memory, where the number of bytes stays.
     """
-    if weight.format.exponents:
-        weight = weight.regrouped(EXPONENT_GROUP)
+    inner = CODES[weight.format.code].inner
+    weight = weight.regrouped((inner and inner.spared) or weight.group_size)
     common = weight.format.for_any_values
     if common == weight.format:
         return weight

@@ -1,14 +1,19 @@
-"""The bytes and numbers of a weight's codes: the twin of `jitgemm.kernel.codes`, under the same names.
+"""What a code needs of torch: `CodeOps`, the twin of `jitgemm.kernel.codes` under the same names, and its nibbles.
 
-Where a word stands in a record is `layout.py`'s business.
+Where a word stands in a record is `layout.py`'s business. Packing registers int4 and bytes (`pack.py`); `mxfp4.py`,
+`nvfp4.py` and `two_level.py` each register their code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+
+from jitgemm.kernel.codes import CODES, typed_code
+from jitgemm.kernel.formats import WeightFormat, ceil_div
 
 Words = torch.Tensor
 """int32, contiguous: four codes each, one a byte."""
@@ -38,19 +43,106 @@ class Nibbles:
     split: Callable[[Words], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class CodeBytes:
-    """What a code's bytes are.
+class RowParts(NamedTuple):
+    """What tensor cores multiply of some rows: (q - zero) * scale + offset is the weight.
+
+    ::
+
+        code               q                                                   scale
+        int4, int8, e4m3   codes, as they were packed                          of the groups
+        MXFP4              codes * 2^exponent of 32 k, float8_e4m3fn           of the groups, or bases; bf16
+        NVFP4              codes * scales of 16 k, bfloat16                    of the rows, [rows, 1]
+        two levels         (codes - zeros) * factors of 128 k, int8            of the rows, [rows, 1]
 
     Attributes:
+        q: [rows, k].
+        scale: [rows, groups].
+        zero: uint8 [rows, groups], or None.
+        offset: [rows, groups] in scale's type, or None.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    offset: torch.Tensor | None
+
+
+class Stored(NamedTuple):
+    """What records hold of some rows: as `RowParts`, but q [rows, k] codes; and `inner`, as the code's `CodeOps` has it."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    offset: torch.Tensor | None
+    inner: Any = None
+
+
+class _Three(NamedTuple):
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+
+class Unpacked(_Three):
+    """A weight as it was packed, bit for bit: value(q), minus zero, times scale and row_scale, plus offset.
+
+    A tuple of q, scale and zero, with two more attributes. All have a first dimension E where there are experts.
+
+    Attributes:
+        q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn. Of MXFP4 and NVFP4
+            uint8, e2m1 codes.
+        scale: [n, groups] in its own type. MXFP4's are float8_e8m0fnu, for 32 k; NVFP4's float8_e4m3fn, for 16 k; in two
+            levels they are the groups' factors, uint8, for 128 k.
+        zero: uint8 [n, groups], or None.
+        offset: [n, groups] in scale's type, or None.
+        row_scale: [n, 1], or None: NVFP4's global scale, fp32; in two levels the channels' scales, in their own type.
+    """
+
+    offset: torch.Tensor | None
+    row_scale: torch.Tensor | None
+
+    def __new__(
+        cls, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, offset: torch.Tensor | None = None,
+        row_scale: torch.Tensor | None = None,
+    ) -> Unpacked:  # fmt: skip
+        made = super().__new__(cls, q, scale, zero)
+        made.offset, made.row_scale = offset, row_scale
+        return made
+
+    @property
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        """All five."""
+        return *self, self.offset, self.row_scale
+
+
+@dataclass(frozen=True)
+class CodeOps:
+    """What a code needs of torch; one instance a code, in `CODE_OPS`. Subclasses say what differs from integers that
+    records hold without anything inside.
+
+    Attributes:
+        name: the `Code`'s.
         dtype: of 8-bit codes, which stand in records as they are; None for 4-bit ones.
         orders: by the names of `Code.orders`.
         zero_orders: the same of codes with zero points.
+        given_scales: the type of scales that a weight is packed from, where it is none of `REAL_TYPES`. Before packing
+            those are held as bytes, uint8, as PyTorch neither joins nor indexes 8-bit floats everywhere.
+        row_scales: types of scales of rows that a weight before packing can have next to those of groups.
+        needs_row_scale: it has one, by which code * scale is multiplied.
+        f16_factor, f16_unit: with sums in f16, what a record's sums are multiplied by on their way to a run, and how large
+            the steps of a run are, of a row's power of two.
     """
 
+    name: str
     dtype: torch.dtype | None = None
     orders: Mapping[str, Nibbles] = field(default_factory=dict)
     zero_orders: Mapping[str, Nibbles] = field(default_factory=dict)
+
+    given_scales: ClassVar[torch.dtype | None] = None
+    row_scales: ClassVar[tuple[str, ...]] = ()
+    needs_row_scale: ClassVar[bool] = False
+    f16_factor: ClassVar[float] = 1.0
+    f16_unit: ClassVar[float] = 1.0
 
     def given(self, zero_point: bool) -> torch.dtype:
         """The dtype of codes, one value each."""
@@ -60,6 +152,99 @@ class CodeBytes:
 
     def nibbles(self, order: str, zero_point: bool) -> Nibbles:
         return (self.zero_orders if zero_point else self.orders)[order]
+
+    # ---- before packing; `weight` is a `CanonicalWeight` -----------------------------------------------------------------
+
+    def values(self, q: torch.Tensor) -> torch.Tensor:
+        """The values of codes, fp32."""
+        return q.float()
+
+    def no_scales(self, scale: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor]:
+        """Which scales are none, bool; what they must be instead; and the numbers to show."""
+        return ~scale.isfinite(), "finite numbers", scale
+
+    def pack(self, weight: Any, lhs_dtype: torch.dtype | None, correction: bool | None) -> Any:
+        """The packed weight, without the permutation; as `CanonicalWeight.pack`."""
+        raise NotImplementedError
+
+    def before_packing(self, weight: Any) -> dict[str, Any]:
+        """What a dense packed weight was before packing, as the arguments of `CanonicalWeight`."""
+        found: Unpacked = weight.unpack()
+        scale = found.scale if self.given_scales is None else found.scale.view(torch.uint8)
+        inner = CODES[self.name].inner
+        group_size = weight.group_size if inner is None else inner.group
+        rows = None if found.row_scale is None else found.row_scale.flatten()
+        parts = dict(q=found.q, scale=scale, zero=found.zero, offset=found.offset, row_scale=rows)
+        return parts | dict(group_size=group_size, permutation=weight.permutation, code=self.name)
+
+    # ---- records ---------------------------------------------------------------------------------------------------------
+
+    def to_bytes(self, inner: torch.Tensor) -> torch.Tensor:
+        """Numbers inside records of whole strips [64 * strips, groups, ...] -> uint8 [strips, kblocks, bytes]."""
+        raise NotImplementedError
+
+    def from_bytes(self, bytes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        """The inverse."""
+        raise NotImplementedError
+
+    def inner(self, blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor | None:
+        """Records of a run of strips that holds n rows -> their numbers inside [n, groups, ...]; None for none."""
+        if format.inner is None:
+            return None
+        bytes = blocks[..., format.zeros_at : format.record_bytes]
+        return self.from_bytes(bytes, format)[:n, : ceil_div(k, format.inner.group)]
+
+    def operands(self, stored: Stored) -> RowParts:
+        return RowParts(*stored[:4])
+
+    def unpacked(self, stored: Stored, format: WeightFormat) -> Unpacked:
+        return Unpacked(*stored[:4])
+
+    def summands(self, stored: Stored, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+        """What tensor cores multiply where a code is a sum, fp64 [rows, k] each; empty for `operands`' q alone."""
+        return ()
+
+    def reordered(self, inner: torch.Tensor) -> None:
+        """Brings the bytes of numbers inside records into the order that holds any, in place."""
+
+    def mended(self, blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        """Blocks without what earlier versions wrote wrong: themselves where there is nothing."""
+        return blocks
+
+    def f16_holds(self, packed: Any) -> torch.Tensor | bool:
+        """Whether f16 holds the rows' operands and sums of their records: bool [n], or for all."""
+        return True
+
+    # ---- formats that values decide --------------------------------------------------------------------------------------
+
+    def common_group(self, group_size: int, other: int) -> int:
+        """The group size of a weight that is to stand with one of another; its own where it cannot change."""
+        return group_size
+
+    def regrouped(
+        self, blocks: torch.Tensor, channel_scale: torch.Tensor | None, old: WeightFormat, new: WeightFormat
+    ) -> torch.Tensor:
+        """Blocks [..., strips, kblocks, record_bytes] with a scale for fewer k; channel_scale: [..., 64 * strips], of an old
+        format per channel."""
+        raise NotImplementedError
+
+    # ---- words -----------------------------------------------------------------------------------------------------------
+
+    def words(self, format: WeightFormat, group_size: int) -> tuple[str, str, str]:
+        """Groups, codes and scales for people."""
+        codes = "unsigned with zero points" if format.zero_point else "signed"
+        if format.tuned:
+            codes += f" for {typed_code(*format.lhs_types)}"
+        reals = f"{format.scale_type} scales" + (" and offsets" if format.offset else "")
+        reals += f", corrected in {format.correction}" if format.correction else ""
+        return f"group_size={group_size}" if format.group_size else "per channel", codes, reals
+
+    def layer_words(self, format: WeightFormat, group_size: int) -> tuple[list[str], list[str]]:
+        """The same in a layer's `extra_repr`, before and behind what else it says."""
+        group = f"group_size={group_size}" if format.group_size else "per channel"
+        zeros = ["zero points"] if format.zero_point else []
+        zeros += [f"corrected in {format.correction}"] if format.correction else []
+        return [group, *zeros], [f"scale_dtype={format.scale_type}", f"codes={format.order}"]
 
 
 def _masks(words: Words) -> torch.Tensor:
@@ -178,14 +363,10 @@ def _from_near(nibbles: Words) -> torch.Tensor:
 NEAR = Nibbles(torch.uint8, 0, 15, _join_near, _split_near)
 """Of -0, code 8, it makes 0."""
 
-CODE_BYTES: dict[str, CodeBytes] = {
-    "int4": CodeBytes(
-        orders={"any": COMPLEMENT, "e4m3": MAGNITUDE, "s8": TWOS_COMPLEMENT}, zero_orders={"any": UNSIGNED}
-    ),
-    "e4m3": CodeBytes(torch.float8_e4m3fn),
-    "int8": CodeBytes(torch.int8),
-    "e2m1": CodeBytes(orders={"e2m1": E2M1}),
-    "nvfp4": CodeBytes(orders={"nvfp4": E2M1, "near": NEAR}),
-    "two_level": CodeBytes(orders={"two_level": UNSIGNED}),
-}
+CODE_OPS: dict[str, CodeOps] = {}
 """By `Code.name`."""
+
+
+def register(ops: CodeOps) -> None:
+    """Adds what a code needs of torch, in place of what there was."""
+    CODE_OPS[ops.name] = ops

@@ -18,6 +18,7 @@ import torch
 
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.weight.codes import Stored
 
 SHIFT = 8
 """What codes of 0..15 are less in two's complement."""
@@ -72,6 +73,17 @@ def unpack_factors(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -
     parts = values.view(strips, count, 2, 4, 8, 4, 2, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
     rows = parts.reshape(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
     return rows[:n, : ceil_div(k, format.group_size)].contiguous()
+
+
+def uncorrected(stored: Stored, blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> Stored:
+    """Rows with the zero points or offsets that the records of corrections behind theirs stand for, if there are any."""
+    if not format.correction:
+        return stored
+    factor = unpack_factors(blocks, n, k, format)
+    if format.zero_point:
+        codes = (stored.q + SHIFT).view(torch.uint8)
+        return stored._replace(q=codes, zero=zeros_of(factor, stored.scale))
+    return stored._replace(offset=offsets_of(factor, stored.scale))
 
 
 def first_type(

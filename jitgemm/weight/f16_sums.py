@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, WeightFormat
+from jitgemm.kernel.formats import F16_OPERANDS, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN
-from jitgemm.weight import e2m1, layout, ready
+from jitgemm.weight import layout, ready
+from jitgemm.weight.codes import CODE_OPS
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import PackedWeight, expert_indices
 
@@ -131,7 +132,7 @@ def _found(weight: Weight) -> _Noted:
 def row_powers(packed: PackedWeight) -> tuple[torch.Tensor, list[int]]:
     """2^E of each row, fp32 [*lead, 64 * strips], and how many rows of each expert have scales that f16 does not hold;
     waits for the device."""
-    fmt, n, blocks = packed.format, packed.n, packed.blocks
+    fmt, n, blocks, ops = packed.format, packed.n, packed.blocks, CODE_OPS[packed.format.code]
     check_format(fmt)
     powers = torch.ones(_shape_of(packed), dtype=torch.float32, device=blocks.device)
     lost = []
@@ -139,22 +140,12 @@ def row_powers(packed: PackedWeight) -> tuple[torch.Tensor, list[int]]:
         expert = packed.expert(index)
         field = expert.blocks[:, :, fmt.scales_at : fmt.offsets_at]
         scale = layout.unpack_field(field, n, packed.k, fmt.group_size, torch_dtype(fmt.scale_type)).double()
-        factor = RUN_SCALE if fmt.powers else 1.0
-        power, held = _row_powers(scale, None, factor)
+        power, held = _row_powers(scale, None, ops.f16_factor)
         if not bool(held.all()):  # scales of groups of zeros may be in the way
-            power, held = _row_powers(scale, _used_groups(expert), factor)
+            power, held = _row_powers(scale, _used_groups(expert), ops.f16_factor)
         powers[index][:n] = power
-        lost.append((~(held & _products_held(expert) if fmt.exponents else held)).sum())
+        lost.append((~(held & ops.f16_holds(expert))).sum())
     return powers, torch.stack(lost).tolist()
-
-
-RUN_SCALE = 2.0**-3
-"""By which a record's sums of MXFP4 go to a run."""
-LEAST_EXPONENT = 8
-"""Of MXFP4's groups: kernels multiply their codes by 2^(t - 16), an e4m3 from this t on."""
-MOST_IN_RECORD = 37_000.0
-"""Sum of |codes times 2^(t - 8)| of a row and record: times 2^-8, times 448, and times what rounding a record's four sums
-and a run's eight adds, it is below f16's largest number, 65504."""
 
 
 def _row_powers(scale: torch.Tensor, used: torch.Tensor | None, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,16 +173,4 @@ def _used_groups(packed: PackedWeight) -> torch.Tensor:
             used -= zero.to(torch.float32).repeat_interleave(size, 1)[:, : packed.k]
         used = torch.nn.functional.pad(used, (0, -packed.k % size)).unflatten(1, (-1, size))
         found.append(used.any(-1))
-    return torch.cat(found)
-
-
-def _products_held(packed: PackedWeight) -> torch.Tensor:
-    """Whether f16 holds the rows' codes times exponents, and the largest sums of their records: bool [n]."""
-    found = []
-    for first, end in layout.strip_chunks(packed.n, packed.k):
-        q, exponents = packed.exponents_of_codes(first, end)
-        size = e2m1.values(q, exponents).to(torch.float32).abs()
-        size = torch.nn.functional.pad(size, (0, -size.shape[1] % BLOCK_K)).unflatten(1, (-1, BLOCK_K)).sum(-1)
-        low = (exponents < LEAST_EXPONENT) & e2m1.nonzero_groups(q, packed.k)
-        found.append((size.amax(1) <= MOST_IN_RECORD) & ~low.any(1))
     return torch.cat(found)

@@ -26,8 +26,8 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
       near (b < 2)           n(A_2b+1)        n(A_2b)              n: a selector, of `codes.py`
            (b >= 2)          n(B_2b-3)        n(B_2b-4)
 
-The words of e2m1's exponents are in `e2m1.py`, nvfp4's scales in `terms.py`, two_level's factors in `levels.py`. In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
-Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
+Numbers inside records (`Code.inner`) are in the modules of their codes. In the order for e4m3 the sign of B_b stands in the
+next byte so that rotating a word right by four puts B where A was. Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ from collections.abc import Iterator
 
 import torch
 
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.weight import e2m1, levels, terms
-from jitgemm.weight.codes import CODE_BYTES, Nibbles
+from jitgemm.weight.codes import CODE_OPS, Nibbles
 
 LAYOUT_VERSION = 3
 """Changes when the same weight packs to other bytes."""
@@ -104,7 +102,7 @@ def swizzle(rows: torch.Tensor) -> torch.Tensor:
 
 def _encode(codes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     """Whole strips of codes -> int32 [strips, kblocks, words of a record]."""
-    code = CODE_BYTES[format.code]
+    code = CODE_OPS[format.code]
     if code.dtype is None:
         return encode_codes(codes, code.nibbles(format.order, format.zero_point))
     rows = codes.view(torch.int8).unflatten(1, (-1, BLOCK_K)).unflatten(0, (-1, STRIP_ROWS)).transpose(1, 2)
@@ -161,9 +159,7 @@ def unpack_field(field: torch.Tensor, n: int, k: int, group_size: int, dtype: to
 
 def pack_records(
     blocks: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None,
-    zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat,
-    exponents: torch.Tensor | None = None, inner_scales: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
+    zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat, inner: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Codes, scales, offsets, zero points -> blocks.
 
@@ -173,9 +169,7 @@ def pack_records(
         scale: [n, groups] in the format's scale type; not read per channel.
         offset: [n, groups] in the format's scale type, or None.
         zero: uint8 [n, groups], or None.
-        exponents: uint8 [n, ceil(k / 32)] of formats with exponents.
-        inner_scales: uint8 [n, k / 16] of formats with such.
-        factors: uint8 [n, ceil(k / 128), 2] of formats with such, each with its product with the zero point.
+        inner: uint8 [n, ceil(k / group), ...] of formats with numbers inside records, as their `CodeOps` takes them.
 
     Padding: rows of n and values of k that the weight does not have hold code, scale, offset and zero point 0.
     """
@@ -188,7 +182,7 @@ def pack_records(
         # A copy even where nothing is padded: it makes the rows contiguous and aligned to words.
         codes = part.new_zeros(strips * STRIP_ROWS, kblocks * BLOCK_K)
         if canonical:
-            even, odd = split_canonical(part, CODE_BYTES[format.code].given(format.zero_point) == torch.uint8)
+            even, odd = split_canonical(part, CODE_OPS[format.code].given(format.zero_point) == torch.uint8)
             pairs = codes.view(even.dtype).view(strips * STRIP_ROWS, -1, 2)
             pairs[: part.shape[0], : k // 2, 0] = even
             pairs[: part.shape[0], : k // 2, 1] = odd
@@ -204,110 +198,32 @@ def pack_records(
                 bits = values[rows].view(bits_dtype(values.dtype))
                 field = blocks[first:end, :, start:stop].view(bits.dtype).view(strips, kblocks, -1, STRIP_ROWS)
                 field.copy_(_encode_rows(bits, strips, kblocks, field.shape[2], format.group_size))
-        if exponents is not None:
-            padded = exponents.new_zeros(strips * STRIP_ROWS, kblocks * (BLOCK_K // EXPONENT_GROUP))
-            padded[: part.shape[0], : exponents.shape[1]] = exponents[rows]
-            _exponents_of(blocks[first:end], format).copy_(e2m1.to_words(padded))
-        if inner_scales is not None:
-            padded = inner_scales.new_zeros(strips * STRIP_ROWS, kblocks * (BLOCK_K // SCALE_GROUP))
-            padded[: part.shape[0], : inner_scales.shape[1]] = inner_scales[rows]
-            blocks[first:end, :, format.zeros_at :] = terms.to_bytes(padded)
-        if factors is not None:
-            padded = factors.new_zeros(strips * STRIP_ROWS, kblocks, 2)
-            padded[: part.shape[0]] = factors[rows]
-            blocks[first:end, :, format.zeros_at :] = levels.to_bytes(padded)
-
-
-def _exponents_of(blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """The words of exponents of blocks [..., record_bytes], a view."""
-    return blocks[..., format.zeros_at : format.record_bytes].view(torch.int32)
-
-
-def unpack_exponents(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> exponents uint8 [n, ceil(k / 32)]; all 2^0's where each group has a
-    scale of its own."""
-    groups = ceil_div(k, EXPONENT_GROUP)
-    if not format.exponents:
-        return torch.full((n, groups), e2m1.ONE, dtype=torch.uint8, device=blocks.device)
-    return e2m1.from_words(_exponents_of(blocks, format))[:n, :groups]
-
-
-def unpack_inner_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> inner scales float8_e4m3fn [n, k / 16]."""
-    scales = terms.from_bytes(blocks[..., format.zeros_at :])[:n, : ceil_div(k, SCALE_GROUP)]
-    scales = terms.of_near(scales) if format.near else scales
-    return scales.contiguous().view(torch.float8_e4m3fn)
-
-
-def unpack_factors(blocks: torch.Tensor, n: int, format: WeightFormat) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> factors and their products with zero points, uint8 [n, groups, 2]."""
-    return levels.from_bytes(blocks[..., format.zeros_at :])[:n]
-
-
-def regrouped(
-    blocks: torch.Tensor, channel_scale: torch.Tensor | None, old: WeightFormat, new: WeightFormat
-) -> torch.Tensor:
-    """Blocks of e2m1 [..., strips, kblocks, record_bytes] with a scale for fewer k, by exponents of the old format.
-
-    Args:
-        channel_scale: [..., 64 * strips] of an old format per channel, else None.
-        new: a format of a smaller group size.
-    """
-    wide = blocks.new_empty(*blocks.shape[:-1], new.record_bytes)
-    wide[..., : new.scales_at] = blocks[..., : old.scales_at]
-    *lead, strips, kblocks, _ = blocks.shape
-    if channel_scale is None:
-        base = blocks[..., old.scales_at : old.offsets_at].view(torch.bfloat16)
-    else:
-        base = channel_scale.view(*lead, strips, 1, STRIP_ROWS).expand(*lead, strips, kblocks, STRIP_ROWS)
-    scales = wide[..., new.scales_at : new.offsets_at].view(torch.bfloat16)
-    if new.exponents:
-        scales.copy_(base)
-        _exponents_of(wide, new).copy_(_exponents_of(blocks, old))
-        return wide
-    exponents = e2m1.from_words(_exponents_of(blocks, old).reshape(-1, kblocks, STRIP_ROWS // 2))
-    exponents = exponents.view(*lead, strips, STRIP_ROWS, kblocks, -1).movedim(-3, -1)  # [..., kblocks, groups, 64]
-    powers = e2m1.power(e2m1.exponent_of(base.contiguous())[..., None, :] + exponents.to(torch.int32) - e2m1.ONE)
-    scales.copy_(powers.flatten(-2))
-    return wide
+        if inner is not None:
+            groups = kblocks * BLOCK_K // format.inner.group  # type: ignore[union-attr]
+            padded = inner.new_zeros(strips * STRIP_ROWS, groups, *inner.shape[2:])
+            padded[: part.shape[0], : inner.shape[1]] = inner[rows]
+            blocks[first:end, :, format.zeros_at :] = CODE_OPS[format.code].to_bytes(padded)
 
 
 def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
-    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place. NVFP4's
-    scales go with them, which only the order that holds any can be given.
+    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place. Numbers
+    inside records go with them, which only the order that holds any can be given.
 
     Args:
         blocks: uint8 [experts, strips, kblocks, record_bytes].
     """
-    orders = CODE_BYTES[code].orders
+    ops = CODE_OPS[code]
     for expert in blocks.flatten(1, 2) if old != new else ():
         for part in expert.split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
             words = part.view(torch.int32)[:, None, :_CODE_WORDS]
-            words.copy_(encode_codes(decode_codes(words, orders[old]), orders[new]))
-            if CODES[code].inner_scales:
-                scales = part[:, 4 * _CODE_WORDS :]
-                scales.copy_(terms.of_near(scales))
-
-
-def with_empty_groups(blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """NVFP4's blocks of the order "near", where groups of the scale 0 have codes of 0. Versions before 1.0.0 gave them codes
-    as they came and bytes that stand for no scale, in rows that have no other scale."""
-    if not blocks.numel() or int(blocks[..., format.zeros_at :].amax()) <= terms.MOST:
-        return blocks
-    nibbles, mended = CODE_BYTES[format.code].orders[format.order], blocks.clone()
-    for part in mended.flatten(0, -2).split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
-        words, scales = part.view(torch.int32)[:, None, :_CODE_WORDS], part[:, None, format.zeros_at :]
-        codes, bytes = decode_codes(words, nibbles), terms.from_bytes(scales)
-        empty = bytes > terms.MOST
-        words.copy_(encode_codes(codes.masked_fill_(empty.repeat_interleave(SCALE_GROUP, 1), 0), nibbles))
-        scales.copy_(terms.to_bytes(bytes.masked_fill(empty, terms.LEAST)))
-    return mended
+            words.copy_(encode_codes(decode_codes(words, ops.orders[old]), ops.orders[new]))
+            ops.reordered(part[:, 4 * _CODE_WORDS :])
 
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> [n, k]: int8, uint8 with zero points, or float8_e4m3fn if the
     format is of these 8 bits. Not chunked."""
-    code = CODE_BYTES[format.code]
+    code = CODE_OPS[format.code]
     if code.dtype is not None:
         rows = swizzle(blocks[:, :, : format.scales_at].unflatten(2, (STRIP_ROWS, BLOCK_K))).transpose(1, 2)
         return rows.flatten(2).flatten(0, 1)[:n, :k].contiguous().view(code.dtype)

@@ -6,6 +6,7 @@ Check what a caller gives and say what is wrong with it; the order of the bytes 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,17 +16,17 @@ from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROW
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_flag, check_int, check_plain, check_tensor, check_values
 from jitgemm.tensors import dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.codes import COMPLEMENT, CODE_OPS, MAGNITUDE, TWOS_COMPLEMENT, UNSIGNED, CodeOps, register
 from jitgemm.weight.correction import SHIFT, first_type, held_factors, pack_factors
+from jitgemm.weight.given import MAX_ZERO, check_finite, row_sums
 from jitgemm.weight.packed import W4Weight, W8Weight
-from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_finite, check_permutation, check_sizes
-from jitgemm.weight.parts import expert_indices, format_group, group_count
+from jitgemm.weight.parts import INTEGERS, PackedWeight, check_permutation, check_sizes, expert_indices, format_group
+from jitgemm.weight.parts import group_count
 from jitgemm.weight.ready import is_captured
+from jitgemm.weight.two_level import pack_w4_two_level
 
 BLOCK = 128
 """Rows and columns of a block with a scale of its own."""
-MAX_ZERO = 16
-"""Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
 _ALL = MAX_ROWS
 """A group size that covers every k: per channel, until k is known."""
 
@@ -89,15 +90,11 @@ def pack_w4(
     if offset is not None and offset.dtype != scale.dtype:
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
-    names = [
-        name
-        for name, each in CODES.items()
-        if each.lhs_type is None and not (each.exponents or each.inner_scales or each.factors)
-    ]
+    names = [name for name, ops in CODE_OPS.items() if isinstance(ops, IntegerOps)]
     if not isinstance(code, str) or code not in names:
         raise ValueError(f"code: expected one of {', '.join(names)}, got {code!r}")
     check_flag("correction", correction)
-    if correction and (lhs != "s8" or code != "int4" or (zero is None) == (offset is None)):
+    if correction and not _may_correct(lhs, code, zero, offset):
         given = [name for name in ("zero", "offset") if others.get(name) is not None]
         got = f"lhs_dtype {lhs_dtype}, code {code!r} and {' and '.join(given) or 'neither'}"
         raise ValueError(
@@ -121,7 +118,7 @@ def pack_w4(
     if group_size < 1:
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k for per channel, got {group_size}")
 
-    numbers, common = CODE_BYTES[code], CODES[code].orders[0].name
+    numbers, common = CODE_OPS[code], CODES[code].orders[0].name
     unsigned = numbers.given(zero is not None) == torch.uint8
     k, canonical = _read_form(q, scale.shape[-1], group_size, unsigned, k)
     check_sizes(n, k)
@@ -257,27 +254,6 @@ def _corrected(
     return replace(format, order="s8", correction=type)
 
 
-def row_sums(packed: PackedWeight) -> torch.Tensor:
-    """`Weight.row_sum` of a packed weight: each row's sum of dequantised weights, summed up in fp64."""
-    lead, n, group_size = packed.blocks.shape[:-3], packed.n, packed.format.group_size or packed.k
-    sums = []
-    for _, (q, scale, zero, offset) in packed.chunks():
-        total = torch.zeros(q.shape[0], dtype=torch.float64, device=q.device)
-        column = 0
-        for part, _ in by_group(q, scale, group_size):
-            codes = part.sum(-1, dtype=torch.int32).view(q.shape[0], -1)
-            groups = slice(column, column := column + codes.shape[1])
-            if zero is not None:
-                codes = codes - part.shape[-1] * zero[:, groups].to(torch.int32)
-            total += (codes * scale[:, groups].double()).sum(1)
-            if offset is not None:
-                total += part.shape[-1] * offset[:, groups].double().sum(1)
-        sums.append(total.float())
-    row_sum = torch.zeros((*lead, layout.strips_of(n) * STRIP_ROWS), dtype=torch.float32, device=packed.blocks.device)
-    row_sum[..., :n] = torch.cat(sums).view(*lead, n)
-    return row_sum
-
-
 def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
     least, most = torch.stack(values.aminmax()).tolist() if values.numel() else (low, high)
     if least < low or most > high:
@@ -367,3 +343,81 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k:
         f"scale: expected {group_count(columns, group_size)} columns for q {list(q.shape)} read as one value each, or "
         f"{group_count(2 * columns, group_size)} read as canonical, with group_size {given}, got {groups}"
     )
+
+
+# ---- codes before packing, `CanonicalWeight`s --------------------------------------------------------------------------
+
+
+class IntegerOps(CodeOps):
+    """Codes of 4 bits that `pack_w4` packs."""
+
+    def pack(self, weight: Any, lhs_dtype: torch.dtype | None, correction: bool | None) -> W4Weight:
+        weight = _regrouped(weight)
+        scale, zero, offset, size = weight.scale, weight.zero, weight.offset, weight.group_size
+        if correction is None:  # wherever it can be had
+            lhs = None if lhs_dtype is None else TYPE_NAMES.get(lhs_dtype)
+            correction = size < weight.k and _may_correct(lhs, self.name, zero, offset)
+            correction = correction and bool(first_type(scale, zero, offset, (...,)))
+        return pack_w4(
+            weight.q, scale, zero, offset=offset, permutation=weight.permutation, group_size=size, k=weight.k,
+            lhs_dtype=lhs_dtype, code=self.name, correction=correction,
+        )  # fmt: skip
+
+
+class _Int4(IntegerOps):
+    row_scales = ("bf16", "fp16")
+
+    def pack(self, weight: Any, lhs_dtype: torch.dtype | None, correction: bool | None) -> W4Weight:
+        if lhs_dtype == torch.int8 and (in_levels := weight.levels()) is not None:
+            return pack_w4_two_level(*in_levels)
+        return super().pack(weight, lhs_dtype, correction)
+
+
+class _Bytes(CodeOps):
+    """Values of a type of activations, which `pack_w8` packs."""
+
+    def pack(self, weight: Any, lhs_dtype: torch.dtype | None, correction: bool | None) -> W8Weight:
+        regrouped = _regrouped(weight)
+        if weight.zero is not None:
+            raise ValueError(
+                "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
+                "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
+            )
+        if lhs_dtype not in (None, weight.q.dtype):
+            expected = f"None or {dtype_name(weight.q.dtype)}, the type of the 8-bit weight"
+            raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
+        return pack_w8(weight.q, regrouped.scale, group_size=min(regrouped.group_size, weight.k))
+
+    def words(self, format: WeightFormat, group_size: int) -> tuple[str, str, str]:
+        group, _, reals = super().words(format, group_size)
+        return group, format.code, reals
+
+
+register(
+    _Int4(
+        "int4", orders={"any": COMPLEMENT, "e4m3": MAGNITUDE, "s8": TWOS_COMPLEMENT}, zero_orders={"any": UNSIGNED}
+    )
+)  # fmt: skip
+register(_Bytes("e4m3", torch.float8_e4m3fn))
+register(_Bytes("int8", torch.int8))
+
+
+def _may_correct(lhs: str | None, code: str, zero: torch.Tensor | None, offset: torch.Tensor | None) -> bool:
+    """Whether corrections may stand for zero points or offsets, whatever their values."""
+    return lhs == "s8" and CODES[code].offsets and (zero is None) != (offset is None)
+
+
+def _regrouped(weight: Any) -> Any:
+    """The weight before packing in a group size that the kernel has: others are repeated as smaller ones."""
+    size = weight.group_size
+    if size < weight.k and size not in GROUP_SIZES:
+        size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
+        if not size:
+            expected = f"a multiple of one of {GROUP_SIZES}, or k for per channel"
+            raise ValueError(f"group_size: expected {expected}, got {weight.group_size}")
+    elif weight.offset is not None and size >= weight.k:
+        # The kernel adds offsets by group only.
+        size = max((each for each in GROUP_SIZES if each < weight.k and each <= 128), default=0)
+        if not size:
+            raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {weight.k}")
+    return weight.regrouped(size)

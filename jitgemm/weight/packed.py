@@ -12,13 +12,12 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Correction, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout
-from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.parts import PackedWeight, RowParts, WeightBase, check_packed, check_part, check_permutation
-from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, given_scales, group_count
+from jitgemm.weight.codes import CODE_OPS, CodeOps, RowParts, Unpacked
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, check_part, check_permutation
+from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
 from jitgemm.weight.ready import ReadyAt, is_captured, note, now, wait
 
@@ -88,8 +87,8 @@ class Weight(WeightBase):
                 f"format: expected {expected} of {self.bits} bits for group_size {self.group_size}, got {fmt}"
             )
         check_packed(self)
-        if fmt.near and type(self.blocks) in PLAIN and not self.blocks.is_meta and not is_captured(self.blocks):
-            object.__setattr__(self, "blocks", layout.with_empty_groups(self.blocks, fmt))
+        if type(self.blocks) in PLAIN and not self.blocks.is_meta and not is_captured(self.blocks):
+            object.__setattr__(self, "blocks", self.ops.mended(self.blocks, fmt))
         if self.permutation is not None:
             if self.experts is not None:
                 raise ValueError(f"permutation: expected None for {self.experts} experts, got a tensor")
@@ -122,22 +121,16 @@ class Weight(WeightBase):
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __repr__(self) -> str:
-        codes = "unsigned with zero points" if self.format.zero_point else "signed"
-        if self.format.typed:
-            codes = self.format.code
-        elif self.format.tuned:
-            codes += f" for {typed_code(*self.format.lhs_types)}"
-        group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
-        reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
-        reals += f", corrected in {self.format.correction}" if self.format.correction else ""
-        if self.format.of_e2m1:
-            group, codes, reals = "mxfp4" if self.format.powers else "nvfp4", "e2m1", self.format.tier
-        if self.format.factors:
-            group, codes = "two levels", "unsigned with zero points and factors per 128 k"
+        group, codes, reals = self.ops.words(self.format, self.group_size)
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
         return f"{kind}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
+
+    @property
+    def ops(self) -> CodeOps:
+        """What its code is to torch."""
+        return CODE_OPS[self.format.code]
 
     @property
     def packed(self) -> PackedWeight:
@@ -240,12 +233,11 @@ class Weight(WeightBase):
                     raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
                 common = each.format.for_any_values
                 like = e > 0 and (each.k, common.code) == (first["k"], first["format"].code)
-                if like and common.powers:
-                    # Some experts' scales are within a window that others' are not.
-                    size, held = min(each.group_size, first["group_size"]), first["format"]
-                    each = each.regrouped(size)
-                    if size != first["group_size"]:
-                        whole, format = _regrouped(whole, held, size), each.format
+                if like:  # some experts' values may ask for smaller groups than others'
+                    regroup, ops = first["group_size"], each.ops
+                    each = each.regrouped(ops.common_group(each.group_size, regroup))
+                    if (size := ops.common_group(regroup, each.group_size)) != regroup:
+                        whole, format = _regrouped(whole, first["format"], size), each.format
                         first |= {"group_size": size, "format": format, "tensors": list(whole)}
                 tensors, common = each._tensors, each.format.for_any_values
                 facts = {"n": each.n, "k": each.k, "group_size": each.group_size, "device": each.device}
@@ -275,7 +267,7 @@ class Weight(WeightBase):
         apart; itself where it has such. ValueError for other sizes and weights."""
         if group_size == self.group_size:
             return self
-        if not self.format.exponents or group_size > self.group_size:
+        if group_size != self.ops.common_group(self.group_size, group_size):
             raise ValueError(f"group_size: expected fewer k than the MXFP4 weight's, got {group_size} for {self!r}")
         with torch.inference_mode(False), torch.no_grad():
             blocks = _regrouped(self._tensors, self.format, group_size)["blocks"]
@@ -338,54 +330,22 @@ class Weight(WeightBase):
         """Unpack some strips of 64 rows: rows 64 * first_strip up to min(64 * end_strip, n)."""
         return self.packed.rows(first_strip, end_strip)
 
-    def unpack_offset(self) -> torch.Tensor | None:
-        """The offsets as packed, bit for bit, [n, groups] in the scale's type; None for a weight without."""
-        fmt = self.format
-        if not fmt.offset:
-            return None
-        if fmt.correction:
-            out = torch.empty((*self.shape[:-1], self.groups), dtype=self.scale_dtype, device=self.device)
-            for rows, (_, _, _, offset) in self.packed.chunks():
-                out.flatten(0, -2)[rows] = offset  # type: ignore[assignment]
-            return out
-        field = self.blocks[..., fmt.offsets_at : fmt.zeros_at]
-        return layout.unpack_field(field, self.n, self.k, fmt.group_size, self.scale_dtype)
+    def unpack(self) -> Unpacked:
+        """What was packed, bit for bit, as (q, scale, zero), which has two more attributes, offset and row_scale.
 
-    def unpack_channel_scale(self) -> torch.Tensor | None:
-        """The channels' scales of a weight in two levels, bit for bit, [n, 1] in their own type; None for other weights, whose
-        scales `unpack` gives."""
-        if not self.format.factors:
-            return None
-        bits = self.channel_scale.view(torch.int16)  # type: ignore[union-attr]
-        return bits[..., : self.n, None].clone().view(self.scale_dtype)
-
-    def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
-
-        Of MXFP4 and NVFP4 q is uint8, e2m1 codes. MXFP4's scale is float8_e8m0fnu [n, ceil(k / 32)]; that of a group of
-        zeros may be another. NVFP4's is float8_e4m3fn [n, k / 16], and in the place of zero is the global scale, fp32 [n, 1];
-        where its terms are e4m3s, 0 stands for -0, and a power of two may have moved from a row's scales to its global scale.
-        In two levels scale is the groups' factors, uint8 [n, ceil(k / 128)]; the channels' are `unpack_channel_scale`'s.
-
-        Returns:
-            q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
-            scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
-            zero: uint8 [n, groups], or None.
+        Of MXFP4 the scale of a group of zeros may be another. Of NVFP4 whose terms are e4m3s, 0 stands for -0 and for codes
+        whose scale is 0, and a power of two may have moved from a row's scales to its global scale.
         """
-        fmt, lead, device = self.format, self.shape[:-1], self.device
-        groups, scale_dtype = given_scales(fmt, self.k)
-        q = torch.empty(self.shape, dtype=CODE_BYTES[fmt.code].given(fmt.zero_point), device=device)
-        scale = torch.empty((*lead, groups), dtype=scale_dtype, device=device)
-        third = (
-            (1, torch.float32) if fmt.inner_scales else (groups, torch.uint8) if fmt.zero_point or fmt.factors else None
-        )
-        zero = None if third is None else torch.empty((*lead, third[0]), dtype=third[1], device=device)
-        for rows, parts in self.packed.chunks(given=True):
-            for whole, part in zip((q, scale, zero), parts):
+        found: list[torch.Tensor | None] = []
+        for rows, parts in self.packed.chunks(PackedWeight.unpacked):
+            if not found:
+                lead = self.shape[:-1]
+                found = [None if part is None else part.new_empty((*lead, part.shape[-1])) for part in parts.parts]
+            for whole, part in zip(found, parts.parts):
                 if whole is not None and part is not None:
                     bits = layout.bits_dtype(part.dtype)
                     whole.view(bits).flatten(0, -2)[rows] = part.view(bits)
-        return q, scale, zero
+        return Unpacked(*found)  # type: ignore[arg-type]
 
     def dequantize(self) -> torch.Tensor:
         """(q - zero) * scale + offset as fp32 [n, k] or [experts, n, k], in the packed order of columns.
@@ -396,7 +356,7 @@ class Weight(WeightBase):
         Scale and offset are widened to fp32; one rounding for the product, one for the sum.
         """
         out = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-        for rows, (q, scale, zero, offset) in self.packed.chunks():
+        for rows, (q, scale, zero, offset) in self.packed.chunks(PackedWeight.rows):
             part = out.flatten(0, -2)[rows].copy_(q)
             dequantize_groups(part, self.group_size, scale, zero, offset)
         return out
@@ -452,9 +412,9 @@ class W8Weight(Weight):
 
 
 def _regrouped(tensors: dict[str, torch.Tensor], format: WeightFormat, group_size: int) -> dict[str, torch.Tensor]:
-    """Tensors of an MXFP4 weight, or of experts, with a scale for fewer k."""
-    new = replace(format, group_size=group_size)
-    return {"blocks": layout.regrouped(tensors["blocks"], tensors.get("channel_scale"), format, new)}
+    """Tensors of a weight, or of experts, with a scale for fewer k."""
+    new, ops = replace(format, group_size=group_size), CODE_OPS[format.code]
+    return {"blocks": ops.regrouped(tensors["blocks"], tensors.get("channel_scale"), format, new)}
 
 
 AnyWeight = Weight | PackedWeight

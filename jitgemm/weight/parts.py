@@ -1,5 +1,4 @@
-"""PackedWeight, a packed weight's tensors and what they hold: their checks, unpacking by rows, and what sizes and formats
-there are.
+"""PackedWeight, a packed weight's tensors and what they hold: their checks, unpacking by rows, and what sizes there are.
 
 What a GEMM needs of a weight; knows nothing of kernels or the driver. `packed.py` makes a checked `Weight` of it.
 """
@@ -7,19 +6,21 @@ What a GEMM needs of a weight; knows nothing of kernels or the driver. `packed.p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import EllipsisType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
-from jitgemm.weight import e2m1, layout, levels, terms
-from jitgemm.weight.correction import SHIFT, offsets_of, unpack_factors, zeros_of
+from jitgemm.weight import layout
+from jitgemm.weight.codes import CODE_OPS, RowParts, Stored, Unpacked
+from jitgemm.weight.correction import uncorrected
 from jitgemm.weight.ready import ReadyAt, is_captured, noted
+
+T = TypeVar("T")
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
@@ -27,17 +28,6 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 def group_count(k: int, group_size: int) -> int:
     """Groups of a row of k columns."""
     return 1 if group_size >= k else ceil_div(k, group_size)
-
-
-def given_scales(format: WeightFormat, k: int) -> tuple[int, torch.dtype]:
-    """Scales of a row as `Weight.unpack` gives them, and their type."""
-    if format.powers:
-        return group_count(k, EXPONENT_GROUP), torch.float8_e8m0fnu
-    if format.inner_scales:
-        return group_count(k, SCALE_GROUP), torch.float8_e4m3fn
-    if format.factors:
-        return group_count(k, FACTOR_GROUP), torch.uint8
-    return group_count(k, format.group_size or k), torch_dtype(format.scale_type)
 
 
 def format_group(k: int, group_size: int) -> int:
@@ -55,22 +45,9 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
         raise ValueError(f"{name}: expected k to be a positive multiple of {K_ALIGNMENT}, got {k}")
 
 
-def row_chunks(n: int, k: int) -> list[tuple[int, int]]:
-    """Runs of rows (first, end) of a weight [n, k], each of at most CHUNK_CODES weights but at least one row."""
-    step = max(1, layout.CHUNK_CODES // k)
-    return [(first, min(first + step, n)) for first in range(0, n, step)]
-
-
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
     """What picks each expert's part of a tensor; `...` for a dense weight, whose only part is all of it."""
     return (...,) if experts is None else range(experts)
-
-
-RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""q, scale, zero as `Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None. Of e2m1 q is what
-tensor cores multiply, codes times their groups' exponents as float8_e4m3fn, and scale its factor; of nvfp4 q is codes
-times their groups' scales, as bfloat16, and scale [rows, 1] the tensor's; of two levels q is (codes - zeros) * factors, int8,
-and scale [rows, 1] the channels'."""
 
 
 def count_experts(blocks: torch.Tensor) -> int | None:
@@ -129,53 +106,19 @@ class PackedWeight(NamedTuple):
 
     def rows(self, first_strip: int, end_strip: int) -> RowParts:
         """`Weight.rows`."""
-        q, scale, zero, offset = self._stored(first_strip, end_strip)
-        if self.format.powers:
-            q = e2m1.values(q, self._exponents(first_strip, end_strip))
-        if self.format.inner_scales:
-            q = terms.values(q, self._inner_scales(first_strip, end_strip))
-        if self.format.factors:
-            q = levels.values(q, self._factors(first_strip, end_strip))
-        return q, scale, zero, offset
+        return CODE_OPS[self.format.code].operands(self.stored(first_strip, end_strip))
 
-    def both_terms(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What tensor cores multiply of nvfp4, fp64 [rows, k] each: their sum is `rows`' q."""
-        codes, scales, _, _ = self.given_rows(first_strip, end_strip)
-        if self.format.near:
-            return terms.large_and_small(codes, scales)
-        products = terms.values(codes, scales).double()
-        return terms.upper(products), products - terms.upper(products)
+    def summands(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, ...]:
+        """What tensor cores multiply where a code is a sum, fp64 [rows, k] each: their sum is `rows`' q, which stands for
+        itself where there are none."""
+        return CODE_OPS[self.format.code].summands(self.stored(first_strip, end_strip), self.format)
 
-    def given_rows(self, first_strip: int, end_strip: int) -> RowParts:
-        """The same as `Weight.unpack` gives it: of e2m1 codes, and scales as bytes; of nvfp4 codes, scales for 16 k, and
-        the tensor's in the place of zero points; of two levels codes, factors for 128 k and zero points."""
-        q, scale, zero, offset = self._stored(first_strip, end_strip)
-        if self.format.powers:
-            size = self.format.group_size
-            scale = e2m1.scale_bytes(scale, self._exponents(first_strip, end_strip), size)
-        if self.format.inner_scales:
-            scale, zero = self._inner_scales(first_strip, end_strip), scale
-        if self.format.factors:
-            scale, zero = levels.factors_and_zeros(self._factors(first_strip, end_strip))
-        return q, scale, zero, offset
+    def unpacked(self, first_strip: int, end_strip: int) -> Unpacked:
+        """The same as `Weight.unpack` gives it."""
+        return CODE_OPS[self.format.code].unpacked(self.stored(first_strip, end_strip), self.format)
 
-    def _inner_scales(self, first_strip: int, end_strip: int) -> torch.Tensor:
-        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
-        return layout.unpack_inner_scales(self.blocks[first_strip:end_strip], n, self.k, self.format)
-
-    def _factors(self, first_strip: int, end_strip: int) -> torch.Tensor:
-        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
-        return layout.unpack_factors(self.blocks[first_strip:end_strip], n, self.format)
-
-    def exponents_of_codes(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some strips' e2m1 codes uint8 [rows, k] and their groups' exponents uint8 [rows, ceil(k / 32)]."""
-        return self._stored(first_strip, end_strip)[0], self._exponents(first_strip, end_strip)
-
-    def _exponents(self, first_strip: int, end_strip: int) -> torch.Tensor:
-        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
-        return layout.unpack_exponents(self.blocks[first_strip:end_strip], n, self.k, self.format)
-
-    def _stored(self, first_strip: int, end_strip: int) -> RowParts:
+    def stored(self, first_strip: int, end_strip: int) -> Stored:
+        """What the records hold, codes and what goes with them."""
         if self.experts is not None:
             raise ValueError(f"rows: expected a dense weight, got one of {self.experts} experts; take weight[e].rows()")
         first = first_strip * STRIP_ROWS
@@ -193,23 +136,19 @@ class PackedWeight(NamedTuple):
         zero = field(format.zeros_at, format.record_bytes, torch.uint8) if format.zero_point else None
         offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
         q = layout.unpack_codes(part, n, k, format)
-        if (given := self.format).correction:
-            factor = unpack_factors(self.blocks[first_strip:end_strip, kblocks:], n, k, given)
-            if given.zero_point:
-                q, zero = (q + SHIFT).view(torch.uint8), zeros_of(factor, scale)
-            else:
-                offset = offsets_of(factor, scale)
-        return q, scale, zero, offset
+        inner = CODE_OPS[format.code].inner(part, n, k, format)
+        corrections = self.blocks[first_strip:end_strip, kblocks:]
+        return uncorrected(Stored(q, scale, zero, offset, inner), corrections, n, k, self.format)
 
-    def chunks(self, given: bool = False) -> Iterator[tuple[slice, RowParts]]:
-        """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows`, or `given_rows`, gives of
+    def chunks(self, read: Callable[[PackedWeight, int, int], T]) -> Iterator[tuple[slice, T]]:
+        """All rows, a chunk of an expert at a time: which of [experts * n], and what `PackedWeight.rows` or another gives of
         them."""
         for number, index in enumerate(expert_indices(self.experts)):
             expert = self.expert(index)
             for first, end in layout.strip_chunks(self.n, self.k):
-                parts = expert.given_rows(first, end) if given else expert.rows(first, end)
-                start = number * self.n + first * STRIP_ROWS
-                yield slice(start, start + parts[0].shape[0]), parts
+                start = number * self.n
+                rows = slice(start + first * STRIP_ROWS, start + min(end * STRIP_ROWS, self.n))
+                yield rows, read(expert, first, end)
 
 
 _plan_keys: dict[tuple[Any, ...], int] = {}
@@ -254,17 +193,6 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
         if not torch.equal(indices.sort().values, torch.arange(k, device=permutation.device)):
             raise ValueError(f"permutation: expected every value of 0..{k - 1} once, got repeated or other values")
     return indices.to(torch.int32).contiguous()
-
-
-def check_finite(name: str, values: torch.Tensor) -> None:
-    """Raises ValueError for a NaN or an infinity, which times a code of 0 is one; not looked at while a CUDA graph is
-    captured."""
-    if is_captured(values):
-        return
-    wrong = ~values.isfinite()
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name}: expected finite numbers, got {float(values[tuple(at)])} at {at}")
 
 
 def in_f16(weight: Any) -> bool:

@@ -11,9 +11,8 @@ from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import dtype_name
-from jitgemm.weight import e2m1
 from jitgemm.weight.gptq import gptq
-from jitgemm.weight.mxfp4 import format_of, pack_mxfp4
+from jitgemm.weight.mxfp4 import BIAS, MAGNITUDES, format_of, pack_mxfp4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
 from jitgemm.weight.quantize import _check_finite, _check_given
@@ -67,7 +66,7 @@ def quantize_mxfp4(
                     values = grid.round_(part / scale[..., None], zero).flatten(1)[:, :k]
                 found = codes_of(values)
                 codes[e][rows] = found[:, 0::2] | found[:, 1::2] << 4
-                scales[e][rows] = (torch.frexp(scale).exponent + (e2m1.BIAS - 1)).to(torch.uint8)
+                scales[e][rows] = (torch.frexp(scale).exponent + (BIAS - 1)).to(torch.uint8)
         return pack_mxfp4(codes, scales, k=k)
 
 
@@ -81,7 +80,7 @@ def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:
 
 def codes_of(values: torch.Tensor) -> torch.Tensor:
     """Codes uint8 of e2m1's values."""
-    magnitudes = torch.tensor(e2m1.MAGNITUDES, dtype=values.dtype, device=values.device)
+    magnitudes = torch.tensor(MAGNITUDES, dtype=values.dtype, device=values.device)
     return (torch.bucketize(values.abs().contiguous(), magnitudes) + 8 * values.signbit()).to(torch.uint8)
 
 
@@ -95,7 +94,7 @@ class Powers:
         usual = torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0)
         best, least = usual, torch.full_like(largest, torch.inf, dtype=torch.float64)
         for change in (0, 1, -1):
-            exponent = (usual + change).clamp(-e2m1.BIAS, e2m1.BIAS)
+            exponent = (usual + change).clamp(-BIAS, BIAS)
             steps = torch.ldexp(w.double(), -exponent[..., None])
             squares = (self.round_(steps.clone()) - steps).square_()
             if importance is not None:
@@ -111,7 +110,7 @@ class Powers:
         halfway = torch.tensor(_HALFWAY, dtype=steps.dtype, device=steps.device)
         # The largest number that is rounded down.
         halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros_like(halfway[1::2]))
-        magnitudes = torch.tensor(e2m1.MAGNITUDES, dtype=steps.dtype, device=steps.device)
+        magnitudes = torch.tensor(MAGNITUDES, dtype=steps.dtype, device=steps.device)
         nearest = magnitudes[torch.bucketize(steps.abs().contiguous(), halfway)]
         return torch.copysign(nearest, steps, out=steps)
 

@@ -1,17 +1,95 @@
-"""pack_w4_two_level: a weight from 4-bit codes, integer factors and zero points of groups, and scales of channels."""
+"""Codes in two levels: the integers that tensor cores multiply, their factors in records, and `pack_w4_two_level`.
+
+(code - zero) * factor is an integer of 8 bits, the weight that times its channel's scale. Records hold each factor with
+zero * factor, which a kernel subtracts from code * factor (TwoLevelCodec in include/jitgemm/gemm/codec.cuh), both as bytes.
+Of rows 16 * warp + i and 8 more they stand in a word, which a thread loads::
+
+    [warp: 4][i: 8][factor, product: 2][row, row + 8: 2]
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from jitgemm.kernel.codes import CODES, FACTOR_GROUP
 from jitgemm.kernel.formats import WeightFormat, ceil_div
-from jitgemm.tensors import TYPE_NAMES, check_plain, check_tensor, check_values, describe, dtype_name
-from jitgemm.weight import layout, levels
-from jitgemm.weight.pack import MAX_ZERO, row_sums
+from jitgemm.tensors import TYPE_NAMES, describe
+from jitgemm.weight import layout
+from jitgemm.weight.codes import UNSIGNED, CodeOps, RowParts, Stored, Unpacked, register
+from jitgemm.weight.given import MAX_ZERO, check_finite, check_given, row_sums
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_finite, check_sizes, expert_indices
+from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group, check_sizes, expert_indices
 from jitgemm.weight.ready import is_captured
+
+MOST = CODES["two_level"].inner.most  # type: ignore[union-attr]
+"""Largest factor."""
+RANGE = -128, 127
+"""What a code minus its zero point times its factor may be."""
+
+
+def to_bytes(factors: torch.Tensor) -> torch.Tensor:
+    """uint8 [64 * strips, kblocks, 2] -> the bytes of records, [strips, kblocks, 128]."""
+    kblocks = factors.shape[1]
+    parts = factors.view(-1, 4, 2, 8, kblocks, 2)  # strip, warp, half, i, block, which
+    return parts.permute(0, 4, 1, 3, 5, 2).flatten(2)
+
+
+def from_bytes(bytes: torch.Tensor) -> torch.Tensor:
+    """Undo `to_bytes`."""
+    strips, kblocks, _ = bytes.shape
+    parts = bytes.unflatten(2, (4, 8, 2, 2))  # strip, block, warp, i, which, half
+    return parts.permute(0, 2, 5, 3, 1, 4).reshape(strips * 64, kblocks, 2)
+
+
+def values(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """int8 [rows, k] of uint8 codes and factors uint8 [rows, ceil(k / 128), 2]."""
+    factor, product = (
+        each.to(torch.int16).repeat_interleave(FACTOR_GROUP, 1)[:, : codes.shape[1]] for each in factors.unbind(-1)
+    )
+    return (codes * factor).sub_(product).to(torch.int8)
+
+
+def factors_and_zeros(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors and zero points, uint8 [rows, groups] each."""
+    factor, product = factors.unbind(-1)
+    return factor.contiguous(), product // factor
+
+
+class _TwoLevel(CodeOps):
+    """Records hold factors and their products with zero points, uint8 [rows, groups of 128, 2]."""
+
+    def to_bytes(self, inner: torch.Tensor) -> torch.Tensor:
+        return to_bytes(inner)
+
+    def from_bytes(self, bytes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        return from_bytes(bytes)
+
+    def operands(self, stored: Stored) -> RowParts:
+        return RowParts(values(stored.q, stored.inner), *stored[1:4])
+
+    def unpacked(self, stored: Stored, format: WeightFormat) -> Unpacked:
+        return Unpacked(stored.q, *factors_and_zeros(stored.inner), row_scale=stored.scale)
+
+    def before_packing(self, weight: Any) -> dict[str, Any]:
+        """As int4 with scales that are factors times the rows'."""
+        found: Unpacked = weight.unpack()
+        rows: torch.Tensor = found.row_scale  # type: ignore[assignment]
+        scale = found.scale.float() * rows.float()  # exact
+        parts = dict(q=found.q, scale=scale, zero=found.zero, group_size=FACTOR_GROUP, row_scale=rows.flatten())
+        return parts | dict(permutation=weight.permutation)
+
+    def words(self, format: WeightFormat, group_size: int) -> tuple[str, str, str]:
+        return "two levels", "unsigned with zero points and factors per 128 k", f"{format.scale_type} scales"
+
+    def layer_words(self, format: WeightFormat, group_size: int) -> tuple[list[str], list[str]]:
+        return ["two levels"], [f"scale_dtype={format.scale_type}"]
+
+
+register(_TwoLevel("two_level", orders={"two_level": UNSIGNED}))
+
+# ---- packing -----------------------------------------------------------------------------------------------------------
 
 _SCALE_TYPES = (torch.bfloat16, torch.float16)
 """Whose products with factors fp32 holds: groups of zero points hold the same weight."""
@@ -37,26 +115,15 @@ def pack_w4_two_level(
 
     Returns:
         The packed weight on q's device, for int8 activations. The CPU and the GPU give the same bytes. Its `unpack` gives
-        q, group_scale and group_zero back, `unpack_channel_scale` scale. On a GPU the current stream is synchronised.
+        q, group_scale, group_zero and as `row_scale` scale back. On a GPU the current stream is synchronised.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
         ValueError: wrong shape or device, values out of range or missing (meta tensors), a CUDA graph is captured, in
             which no value can be looked at.
     """
-    for name, tensor, dtypes in (
-        ("q", q, (torch.uint8,)), ("group_scale", group_scale, INTEGERS), ("group_zero", group_zero, INTEGERS),
-        ("scale", scale, _SCALE_TYPES),
-    ):  # fmt: skip
-        check_plain(name, check_tensor(name, tensor))
-        check_values(name, tensor)
-        if tensor.dtype not in dtypes:
-            expected = "an integer dtype" if dtypes is INTEGERS else " or ".join(map(dtype_name, dtypes))
-            raise TypeError(f"{name}: expected {expected}, got {dtype_name(tensor.dtype)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
-    if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
-        raise ValueError(f"q: expected shape [n, k] or [experts, n, k], got {list(q.shape)}")
+    integers = {"group_scale": (group_scale, INTEGERS), "group_zero": (group_zero, INTEGERS)}
+    check_given({"q": (q, (torch.uint8,)), **integers, "scale": (scale, _SCALE_TYPES)}, "k")
     *lead, n, k = q.shape
     check_sizes(n, k)
     if k > MAX_K:
@@ -79,7 +146,7 @@ def pack_w4_two_level(
         for e in expert_indices(lead[0] if lead else None):
             factors = _checked(q[e], group_scale[e], group_zero[e], f"[{e}]" if lead else "")
             layout.pack_records(
-                blocks[e], q[e], channel_scale, None, None, k=k, canonical=False, format=format, factors=factors
+                blocks[e], q[e], channel_scale, None, None, k=k, canonical=False, format=format, inner=factors
             )
         row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
         return W4Weight(blocks, channel_scale, n, k, k, format, row_sum=row_sum)
@@ -98,11 +165,11 @@ def _checked(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, at: str) 
         torch.cat([bound(part) for part, _ in by_group(q, scale, FACTOR_GROUP)], 1) for bound in (_min, _max)
     )
     for name, values, low, high, what in (
-        ("q", q, 0, levels.MOST_CODE, "values"),
-        ("group_scale", scale, 1, levels.MOST, "values"),
+        ("q", q, 0, UNSIGNED.high, "values"),
+        ("group_scale", scale, 1, MOST, "values"),
         ("group_zero", zero, 0, MAX_ZERO, "values"),
         ("group_zero", product, 0, 255, "group_zero * group_scale of"),
-        ("group_scale", (torch.stack((least, most)) - zero) * scale, *levels.INTEGERS, "(q - group_zero) * group_scale of"),
+        ("group_scale", (torch.stack((least, most)) - zero) * scale, *RANGE, "(q - group_zero) * group_scale of"),
     ):  # fmt: skip
         found = [int(each) for each in values.aminmax()]
         if found[0] < low or found[1] > high:

@@ -175,7 +175,7 @@ def test_int8_activations_get_the_files_two_levels(group_size):
     packed = layers.read(FORMAT, tensors, None).pack(torch.int8)
     assert packed.format.name == "tl-channel-fp16-two_level"
     assert torch.equal(packed.dequantize().double(), exact(tensors, by_kernel))
-    assert torch.equal(packed.unpack_channel_scale()[:, 0], tensors["s1_scales"])
+    assert torch.equal(packed.unpack().row_scale[:, 0], tensors["s1_scales"])
 
 
 @pytest.mark.parametrize(("lhs_dtype", "group_size"), [(torch.int8, 64), (torch.float8_e4m3fn, 128), (None, 128)])

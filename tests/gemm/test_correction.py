@@ -56,7 +56,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def test_factors_give_back_what_was_packed(group_size, kind, experts):
     plain, weight = pair(group_size, kind, experts=experts)
     assert weight.correction == ("fp16" if kind == "zero" else "bf16", group_size) and plain.correction is None
-    assert all(map(same, (*weight.unpack(), weight.unpack_offset()), (*plain.unpack(), plain.unpack_offset())))
+    assert all(map(same, (*weight.unpack(), weight.unpack().offset), (*plain.unpack(), plain.unpack().offset)))
     assert same(weight.dequantize(), plain.dequantize()) and same(weight.row_sum, plain.row_sum)
     assert weight.nbytes == sum(tensor.nbytes for tensor in (weight.blocks, weight.row_sum))
     assert f"corrected in {weight.correction[0]}" in repr(weight) and weight.ready
@@ -105,7 +105,7 @@ def test_a_rank_s_part_is_corrected_too(kind, dim, world):
 def test_fp16_offsets_take_fp16_factors():
     parts = builders.weight_parts(1, 64, 512, 128, offset=True, scale_type="fp16")
     weight = replace(parts, lhs_dtype=torch.int8, correction=True).packed
-    assert weight.correction == ("fp16", 128) and same(weight.unpack_offset(), parts.offset)
+    assert weight.correction == ("fp16", 128) and same(weight.unpack().offset, parts.offset)
 
 
 def test_what_no_factor_holds_is_refused():

@@ -17,7 +17,7 @@ import jitgemm
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_
-from jitgemm.weight.codes import CODE_BYTES
+from jitgemm.weight.codes import CODE_OPS
 from jitgemm.weight.layout import decode_codes
 
 KS = (16, 48, 496, 1040)
@@ -54,7 +54,7 @@ def test_a_4_bit_weight_is_unpacked_and_saved_bit_for_bit(k, group, options):
 def test_records_hold_zeros_behind_k(k, codes):
     weight = builders.weight_parts(1, 64, k, PER_CHANNEL, codes=codes).packed
     words = weight.blocks[:, :, : weight.format.scales_at].contiguous().view(torch.int32)
-    assert not decode_codes(words, CODE_BYTES["int4"].orders[codes])[:, k:].any()
+    assert not decode_codes(words, CODE_OPS["int4"].orders[codes])[:, k:].any()
     if codes != "any":
         parts = builders.weight_parts(1, 64, k, PER_CHANNEL, codes=codes, bits=8)
         assert int((parts.packed.blocks != 0).sum()) == int((parts.q.view(torch.uint8) != 0).sum())

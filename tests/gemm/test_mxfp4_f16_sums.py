@@ -18,7 +18,8 @@ from jitgemm.nn import W4A8Experts, W4A8Linear
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.weight.f16_sums import MOST_IN_RECORD, row_powers, with_powers
+from jitgemm.weight.f16_sums import row_powers, with_powers
+from jitgemm.weight.mxfp4 import MOST_IN_RECORD
 
 H200 = DEVICES["h200"]
 tiers = pytest.mark.parametrize("tier", F16_TIERS)

@@ -24,8 +24,9 @@ from jitgemm.kernel.codes import CODES, Code, Decoder, Order, register
 from jitgemm.kernel.formats import format_named
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.shard_weight import part_of_weight
-from jitgemm.weight.codes import CODE_BYTES, UNSIGNED, CodeBytes
-from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.codes import CODE_OPS, UNSIGNED
+from jitgemm.weight.codes import register as register_ops
+from jitgemm.weight.pack import IntegerOps, pack_w4
 
 CODEC = """\
 // A nibble is the code; byte b of a word is A_b | B_b << 4. As e4m3 the byte m is m * 2^-9.
@@ -68,10 +69,10 @@ class ToyFormat(Format):
 @pytest.fixture(autouse=True)
 def toy() -> Iterator[None]:
     register(CODE)
-    CODE_BYTES[CODE.name] = CodeBytes(orders={"u4": UNSIGNED})
+    register_ops(IntegerOps(CODE.name, orders={"u4": UNSIGNED}))
     formats.register(ToyFormat())
     yield
-    del CODES[CODE.name], CODE_BYTES[CODE.name]
+    del CODES[CODE.name], CODE_OPS[CODE.name]
     formats.FORMATS.pop()
 
 

@@ -97,7 +97,7 @@ def apart(layer: PackedLinear, rank: int) -> PackedLinear:
     weight = layer.weight
     q, scale, zero = weight.unpack()
     whole = CanonicalWeight(
-        q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, code=weight.format.code
+        q, scale, zero, weight.unpack().offset, weight.group_size, weight.permutation, code=weight.format.code
     )
     weight = whole.shard("k", rank, ranks.WORLD).pack(LHS_DTYPES[layer.activation])
     bias = layer.bias if rank == 0 else None

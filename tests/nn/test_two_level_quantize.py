@@ -34,7 +34,7 @@ def test_errors_are_close_to_the_least_of_all_factors_and_zero_points():
     w = normal(8, 288) * torch.tensor([1.0, 3.0, 0.2]).repeat_interleave(128)[:288]
     w[3] += 0.5
     found = jitgemm.quantize_w4_two_level(w)
-    scale, by_group = found.unpack_channel_scale().double()[:, 0], w.double().split(128, 1)
+    scale, by_group = found.unpack().row_scale.double()[:, 0], w.double().split(128, 1)
     errors = [part.square().sum(1) for part in (found.dequantize().double() - w.double()).split(128, 1)]
     for row, group in itertools.product(range(8), range(3)):
         least = best_of(by_group[group][row], float(scale[row]))
@@ -47,7 +47,7 @@ def test_scales_are_the_rows_largest_value_over_119_and_factors_at_most_16(scale
     w[0, 5] = 40 * scale  # of one group the factor is 16, of the others of its row 1 or 2
     found = jitgemm.quantize_w4_two_level(w)
     q, factor, zero = found.unpack()
-    assert torch.equal(found.unpack_channel_scale()[:, 0], (w.abs().amax(1) / 119).bfloat16())
+    assert torch.equal(found.unpack().row_scale[:, 0], (w.abs().amax(1) / 119).bfloat16())
     assert int(factor.max()) <= 16 and int(factor[0, 1:].max()) <= 2
     low, high = -zero.int() * factor, (15 - zero.int()) * factor
     assert int(low.min()) >= -128 and int(high.max()) <= 127

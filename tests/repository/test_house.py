@@ -14,16 +14,16 @@ sys.path.append(str(ROOT / "scripts"))
 import house
 
 CEILINGS = {
-    "branches on a code": 155,
+    "branches on a code": 69,
     "formats": 19,
-    "gemm_w4a8_nt: files": 47,
-    "gemm_w4a8_nt: lines": 9_200,
-    "fused_experts: files": 55,
-    "fused_experts: lines": 11_200,
-    "load_: files": 112,
-    "load_: lines": 21_500,
-    "files above 450 lines": 4,
-    "lines of the package": 30_700,
+    "gemm_w4a8_nt: files": 41,
+    "gemm_w4a8_nt: lines": 8_900,
+    "fused_experts: files": 49,
+    "fused_experts: lines": 10_800,
+    "load_: files": 104,
+    "load_: lines": 21_300,
+    "files above 450 lines": 2,
+    "lines of the package": 30_900,
 }
 
 

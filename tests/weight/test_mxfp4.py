@@ -19,7 +19,7 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.weight import e2m1
+from jitgemm.weight import mxfp4 as numbers
 from jitgemm.weight.state import TENSORS
 
 tiers = pytest.mark.parametrize("tier", mxfp4.TIERS)
@@ -89,16 +89,16 @@ def test_the_least_and_the_largest_scales():
 
 def test_bases_are_powers_of_two_down_to_the_least():
     exponents = torch.arange(-133, 128)
-    powers = e2m1.power(exponents)
+    powers = numbers.power(exponents)
     assert torch.equal(powers.double(), torch.ldexp(torch.ones(261, dtype=torch.float64), exponents))
-    assert torch.equal(e2m1.exponent_of(powers), exponents.int())
+    assert torch.equal(numbers.exponent_of(powers), exponents.int())
 
 
 def test_values_are_e4m3s_exactly():
     codes, exponents = torch.arange(16, dtype=torch.uint8).repeat(15, 2), torch.arange(15, dtype=torch.uint8)
     expected = torch.tensor([*mxfp4.MAGNITUDES, *(-each for each in mxfp4.MAGNITUDES)]).repeat(15, 2)
     expected = expected * (exponents.float() - 8).exp2()[:, None]
-    assert torch.equal(e2m1.values(codes, exponents[:, None]).float(), expected)
+    assert torch.equal(numbers.values(codes, exponents[:, None]).float(), expected)
 
 
 def test_experts_pack_as_each_does_and_share_a_tier():
@@ -323,5 +323,5 @@ def test_a_tracer_leaves_nothing_behind():
     parts = mxfp4.parts(1, 72, 416)
     weight = parts.packed
     with FakeTensorMode(allow_non_fake_inputs=True):
-        e2m1.dequantized(torch.zeros(8, 32, dtype=torch.uint8))
+        numbers.dequantized(torch.zeros(8, 32, dtype=torch.uint8))
     assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())

@@ -17,9 +17,8 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.weight import layout
-from jitgemm.weight.nvfp4 import FORMAT, NEAR
-from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.terms import LARGE, from_bytes, terms, to_bytes, upper
+from jitgemm.weight.nvfp4 import FORMAT, LARGE, NEAR, from_bytes, terms, to_bytes, upper
+from jitgemm.weight.codes import CODE_OPS
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -69,9 +68,11 @@ def test_two_e4m3_terms_hold_scales_within_a_window_of_a_base(base):
 def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
     parts = nvfp4.parts(seed, n, k, low=0, high=127)
     weight = parts.packed
-    codes, scales, whole = weight.unpack()
-    assert scales.dtype == torch.float8_e4m3fn and torch.equal(
-        weight.dequantize(), parts.products().float() * parts.whole
+    (codes, scales, zero), whole = weight.unpack(), weight.unpack().row_scale
+    assert (
+        zero is None
+        and scales.dtype == torch.float8_e4m3fn
+        and torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
     )
     if weight.format == FORMAT:
         assert torch.equal(codes, parts.codes) and torch.equal(scales.view(torch.uint8), parts.scales.view(torch.uint8))
@@ -82,7 +83,7 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
 
 def assert_the_same_numbers(parts, weight):
     """Codes, but for -0 and those of the scale 0, and scales times the row's, which a power of two may have moved between."""
-    codes, scales, whole = weight.unpack()
+    codes, scales, whole = *weight.unpack()[:2], weight.unpack().row_scale
     expected = torch.where((parts.codes == 8) | (parts.products() == 0), 0, parts.codes)
     assert weight.format == NEAR and torch.equal(codes, expected)
     given = parts.scales.double() * parts.whole.double()
@@ -103,7 +104,7 @@ def test_scales_near_one_another_come_back_times_a_power_of_two(seed, n, k):
     weight = parts.packed
     assert_the_same_numbers(parts, weight)
     assert torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
-    again = jitgemm.pack_nvfp4(*nvfp4.Parts(*weight.unpack()).given)
+    again = jitgemm.pack_nvfp4(*nvfp4.Parts(*weight.unpack()[:2], weight.unpack().row_scale).given)
     assert torch.equal(again.blocks, weight.blocks) and torch.equal(again.channel_scale, weight.channel_scale)
 
 
@@ -171,7 +172,7 @@ def test_rows_of_zeros_that_were_packed_wrong_are_mended_when_they_are_read():
     parts.scales.view(torch.uint8)[3] = 0
     right = parts.packed
     state = {name: each.clone() for name, each in right.state_dict().items()}
-    nibbles, fmt = CODE_BYTES["nvfp4"].orders["near"], right.format
+    nibbles, fmt = CODE_OPS["nvfp4"].orders["near"], right.format
     for block, record in enumerate(state["blocks"][0]):
         words = record.view(torch.int32)[None, None, :1024]
         codes, bytes = layout.decode_codes(words, nibbles), from_bytes(record[None, None, fmt.zeros_at :])

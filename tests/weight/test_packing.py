@@ -19,12 +19,12 @@ import jitgemm
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat, ceil_div
-from jitgemm.weight.codes import CODE_BYTES, UNSIGNED
+from jitgemm.weight.codes import CODE_OPS, UNSIGNED
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
-INT4 = CODE_BYTES["int4"]
+INT4 = CODE_OPS["int4"]
 ORDERS = tuple(order.name for order in CODES["int4"].orders)
 BYTES_OF_CODES = 4096
 E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
@@ -408,7 +408,7 @@ def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
     )  # fmt: skip
     weight = parts.packed
     assert weight.format.order == ("any" if zero_point else codes)
-    unpacked = (*weight.unpack(), weight.unpack_offset())
+    unpacked = (*weight.unpack(), weight.unpack().offset)
     for got, given_ in zip(unpacked, (parts.q, parts.scale, parts.zero, parts.offset), strict=True):
         assert got is None if given_ is None else builders.same_bits(got, given_)
 
@@ -509,7 +509,7 @@ def test_a_gpu_packs_the_same_bytes_with_offsets_in_every_order(group_size, zero
 
     cpu, gpu = packed("cpu"), packed("cuda")
     assert gpu.format == cpu.format and torch.equal(gpu.blocks.cpu(), cpu.blocks)
-    assert builders.same_bits(gpu.unpack_offset().cpu(), cpu.unpack_offset())
+    assert builders.same_bits(gpu.unpack().offset.cpu(), cpu.unpack().offset)
     assert torch.equal(gpu.dequantize().cpu(), cpu.dequantize())
     # Sums in fp64 may be taken in another order.
     assert torch.allclose(gpu.row_sum.cpu(), cpu.row_sum, rtol=2**-23, atol=1e-9)
@@ -572,9 +572,9 @@ def test_other_group_sizes_raise(wrong):
 
 
 def test_every_code_has_its_bytes_under_the_same_names():
-    assert CODES.keys() == CODE_BYTES.keys()
+    assert CODES.keys() == CODE_OPS.keys()
     for name, code in CODES.items():
-        numbers, orders = CODE_BYTES[name], {order.name: order for order in code.orders}
+        numbers, orders = CODE_OPS[name], {order.name: order for order in code.orders}
         assert (numbers.dtype is None) == (code.bits == 4)
         if numbers.dtype is None:
             assert numbers.orders.keys() == orders.keys()

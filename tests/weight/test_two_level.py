@@ -35,7 +35,7 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, dtype):
     weight = parts.packed
     for found, packed in zip(weight.unpack(), (parts.q, parts.factor, parts.zero), strict=True):
         assert builders.same_bits(found, packed)
-    assert builders.same_bits(weight.unpack_channel_scale(), parts.scale[:, None])
+    assert builders.same_bits(weight.unpack().row_scale, parts.scale[:, None])
     assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
     assert torch.allclose(weight.row_sum[:n].double(), parts.dequantize_fp64().sum(1), rtol=1e-6, atol=1e-6)
 
@@ -64,7 +64,7 @@ def test_any_integers_and_strides_pack_to_the_same_bytes(dtype):
 def test_experts_pack_as_each_does():
     parts = two_level.parts(2, 72, 416, experts=3)
     weight = parts.packed
-    assert weight.experts == 3 and weight.unpack_channel_scale().shape == (3, 72, 1)
+    assert weight.experts == 3 and weight.unpack().row_scale.shape == (3, 72, 1)
     for e in range(3):
         alone = jitgemm.pack_w4_two_level(parts.q[e], parts.factor[e], parts.zero[e], parts.scale[e])
         for name in ("blocks", "channel_scale", "row_sum"):

@@ -538,7 +538,7 @@ def test_offsets_keep_every_bit(group_size, zero_point, scale_type):
     offset[~offset.isfinite()] = torch.finfo(offset.dtype).max
     weight = replace(parts, offset=offset).packed
     assert weight.format == WeightFormat(group_size, zero_point, scale_type, offset=True)
-    assert builders.same_bits(weight.unpack_offset(), offset)
+    assert builders.same_bits(weight.unpack().offset, offset)
     q, scale, zero = weight.unpack()
     assert builders.same_bits(q, parts.q) and builders.same_bits(scale, parts.scale)
     assert zero is None if parts.zero is None else builders.same_bits(zero, parts.zero)
@@ -558,7 +558,7 @@ def test_dequantize_adds_the_offset_of_the_group(group_size, zero_point, scale_t
 
 
 def test_a_weight_without_offsets_has_none_to_unpack():
-    assert builders.weight_parts(18, 72, 416, 32).packed.unpack_offset() is None
+    assert builders.weight_parts(18, 72, 416, 32).packed.unpack().offset is None
 
 
 def test_canonical_codes_and_offsets_in_chunks_pack_to_the_same_bytes(monkeypatch):
@@ -570,7 +570,7 @@ def test_canonical_codes_and_offsets_in_chunks_pack_to_the_same_bytes(monkeypatc
         group_size=64, k=288,
     )  # fmt: skip
     assert same_weight(packed, whole) and torch.equal(packed.dequantize(), whole.dequantize())
-    assert builders.same_bits(packed.unpack_offset(), parts.offset)
+    assert builders.same_bits(packed.unpack().offset, parts.offset)
 
 
 BF16 = torch.bfloat16

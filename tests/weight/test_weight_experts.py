@@ -87,7 +87,7 @@ def test_experts_with_offsets_in_every_order(group_size, zero_point, codes):
     weight = pack_experts(parts)
     assert weight.format == WeightFormat(group_size, zero_point, "bf16", codes, True)
     assert same_experts(weight, [each.packed for each in parts])
-    assert builders.same_bits(weight.unpack_offset(), stack(parts, "offset"))
+    assert builders.same_bits(weight.unpack().offset, stack(parts, "offset"))
     assert builders.same_bits(weight.dequantize(), torch.stack([each.packed.dequantize() for each in parts]))
 
 

@@ -233,20 +233,15 @@ class PackedLinear(Packed):
 
     def extra_repr(self) -> str:
         fmt = self._weight.format
-        group = f"group_size={self._weight.group_size}" if fmt.group_size else "per channel"
+        held, decoded = self._weight.ops.layer_words(fmt, self._weight.group_size)
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
         parts += [f"bias={self.bias is not None}", f"activation={self.activation!r}"]
-        parts += [] if fmt.of_e2m1 else ["two levels"] if fmt.factors else [group]
-        parts += ["zero points"] if fmt.zero_point else []
-        parts += [f"corrected in {fmt.correction}"] if fmt.correction else []
+        parts += held
         parts += ["permutation"] if self.permutation is not None else []
         parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
-        named = f"{'mxfp4' if fmt.powers else 'nvfp4'} with {fmt.tier}"
-        parts += [named] if fmt.of_e2m1 else [f"scale_dtype={fmt.scale_type}"]
-        parts += [] if fmt.one_type else [f"codes={fmt.order}"]
-        return ", ".join(parts)
+        return ", ".join(parts + decoded)
 
 
 class W4A8Linear(PackedLinear):

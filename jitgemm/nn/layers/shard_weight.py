@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.kernel.codes import CODES, EXPONENT_GROUP, FACTOR_GROUP, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
-from jitgemm.weight.pack import row_sums
+from jitgemm.weight.given import row_sums
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import PackedWeight
 
@@ -67,22 +66,7 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
 
 def unpacked(weight: Weight) -> CanonicalWeight:
     """The layer of a dense weight before packing, bit for bit."""
-    q, scale, zero = weight.unpack()
-    offset, permutation, code = weight.unpack_offset(), weight.permutation, CODES[weight.format.code]
-    if code.exponents:
-        return CanonicalWeight(
-            q, scale.view(torch.uint8), group_size=EXPONENT_GROUP, permutation=permutation, code=code.name
-        )
-    if code.inner_scales:
-        scales, row_scale = scale.view(torch.uint8), zero.flatten()  # type: ignore[union-attr]
-        return CanonicalWeight(
-            q, scales, group_size=SCALE_GROUP, permutation=permutation, code=code.name, row_scale=row_scale
-        )
-    if code.factors:
-        row_scale: torch.Tensor = weight.unpack_channel_scale()  # type: ignore[assignment]
-        scale = scale.float() * row_scale.float()  # exact
-        return CanonicalWeight(q, scale, zero, None, FACTOR_GROUP, permutation, row_scale=row_scale.flatten())
-    return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=code.name)
+    return CanonicalWeight(**weight.ops.before_packing(weight))
 
 
 def _with(weight: Weight, pick: Callable[[torch.Tensor], torch.Tensor], **sizes: Any) -> Weight:

@@ -247,7 +247,7 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
                 if len({each.correction for each in formats}) > 1:  # no type holds the factors of all
                     formats = [replace(each, correction="") for each in formats]
                 format = in_common(formats)
-                size = format.group_size or look.k if format.powers else look.group_size
+                size = format.group_size or look.group_size
                 look = replace(look, n=n, format=format, group_size=size, static=static)
             layer: Any = look.module()
             if isinstance(look, Look):

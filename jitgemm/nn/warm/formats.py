@@ -93,7 +93,7 @@ class LayersOfPlan:
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         bias = torch.float32 if bias == torch.float16 else bias
         n = layer.n // (cut.world if cut is not None and cut.dim == "n" else 1)
-        size = _group_size(format, weight.group_size, weight.k)
+        size = format.group_size or weight.group_size
         return Look(n, weight.k, size, format, layer.activation, bias, static, permuted)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
@@ -109,7 +109,7 @@ class LayersOfPlan:
                 halves = experts.layout.gate.inputs
                 format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut, halves)
         n, k = (n, k // world) if part else (n // world, k)
-        return Look(n, k, _group_size(format, min(weight.group_size, k), k), format, experts.activation)
+        return Look(n, k, format.group_size or min(weight.group_size, k), format, experts.activation)
 
     def _packed(
         self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1, correction: bool | None = False
@@ -146,14 +146,8 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
     order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
     strips = all(each.uniform_strip_scale for each in formats)
-    if first.powers:  # packed together, they get the fewest scales that hold all
-        return replace(first, group_size=min((each.group_size for each in formats if each.group_size), default=0))
-    return replace(first, zero_point=zero_point, order=order, uniform_strip_scale=strips)
-
-
-def _group_size(format: WeightFormat, given: int, k: int) -> int:
-    """`Weight.group_size` of all rows in this format, if some have `given`."""
-    return format.group_size or k if format.powers else given
+    size = min((each.group_size for each in formats if each.group_size), default=0)  # the fewest scales that hold all
+    return replace(first, group_size=size, zero_point=zero_point, order=order, uniform_strip_scale=strips)
 
 
 def _tells(layer: LayerSource, format: WeightFormat) -> bool:
@@ -162,12 +156,7 @@ def _tells(layer: LayerSource, format: WeightFormat) -> bool:
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)
     by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())
-    if (
-        not format.complete
-        or format.correction
-        or (format.powers and format.exponents)
-        or (format.uniform_strip_scale and by_row)
-    ):
+    if format.by_values or (format.uniform_strip_scale and by_row):
         return False
     zeros = [each.dtype for suffix, each in tensors.items() if "zero" in suffix]
     if not zeros or not scheme.zero_points or format.offset:
