@@ -132,6 +132,11 @@ class Code:
     f16_sums: bool = False
     why_lhs: str = ""
 
+    @property
+    def least_group(self) -> int:
+        """What group sizes of a weight before packing are multiples of."""
+        return min(GROUP_SIZES) if self.inner is None else self.inner.group
+
     def order(self, name: str) -> Order:
         """The order of this name. ValueError for any other."""
         for order in self.orders:

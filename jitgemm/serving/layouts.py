@@ -18,7 +18,7 @@ from jitgemm.checkpoint.compressed_tensors import for_layer
 from jitgemm.checkpoint.format import Config, Format, Scheme
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
-from jitgemm.kernel.codes import SCALE_GROUP
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 BLOCK = 128
@@ -92,7 +92,7 @@ class Layout:
         if sum(widths) % 8 or k % K_ALIGNMENT:
             wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
             raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
-        size, least = self.scheme.group_size, 32 if self.scheme.code != "nvfp4" else SCALE_GROUP
+        size, least = self.scheme.group_size, CODES[self.scheme.code].least_group
         if size % least:
             raise Unsupported(f"group_size: expected a multiple of {least}, got {size}")
         if size and k != whole and math.gcd(size, k) % least:

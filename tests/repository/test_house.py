@@ -14,8 +14,8 @@ sys.path.append(str(ROOT / "scripts"))
 import house
 
 CEILINGS = {
-    "branches on a code": 69,
-    "formats": 19,
+    "branches on a code": 68,
+    "formats": 18,
     "gemm_w4a8_nt: files": 41,
     "gemm_w4a8_nt: lines": 8_900,
     "fused_experts: files": 49,

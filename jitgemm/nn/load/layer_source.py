@@ -98,9 +98,8 @@ class LayerSource:
             return "8-bit codes with zero points"
         per_channel = self.group_size is None or (self.k is not None and self.group_size >= self.k)
         fits = self.n % 8 == 0 and (self.k or 0) % K_ALIGNMENT == 0
-        inner = None if self.header is None else CODES[self.header.scheme.code].inner
-        sizes = min(GROUP_SIZES) if inner is None else inner.group
-        if fits and (per_channel or self.group_size % sizes == 0):
+        least = min(GROUP_SIZES) if self.header is None else CODES[self.header.scheme.code].least_group
+        if fits and (per_channel or self.group_size % least == 0):
             return None
         return "n is no multiple of 8, k none of 16 or the group size none of 32"
 
