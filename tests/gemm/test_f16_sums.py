@@ -358,7 +358,8 @@ def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
         begin, end = end, end + count
         rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
         x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)
-        ref, bound = gemm_w4a8_bound((x, operands.x_scale[rows]), operands.weight[e], sums="f16")
+        lhs, bias = (x, operands.x_scale[rows]), None if operands.bias is None else operands.bias[e]
+        ref, bound = gemm_w4a8_bound(lhs, operands.weight[e], bias=bias, sums="f16")
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
 
 
