@@ -24,19 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.sums import check_layers, put_sums
+from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
-from jitgemm.nn.quantize.quantize import check_options, choose, grouping_of_4_bits, quantised, warn_of_experts
+from jitgemm.nn.quantize.quantize import choose, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import Report
 from jitgemm.tensors import check_flag
-from jitgemm.weight.pack import check_group_size
 
 try:
     from transformers import AutoConfig, PreTrainedModel
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["JitGemmConfig", "config"]
 
 NAME = "jitgemm"
+_OF_RECIPE = ("bits", "scheme", "activation", "group_size", "symmetric", "scale_dtype", "sums", "lm_head")
 
 
 def config(
@@ -101,7 +100,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         bits: 4, or 8 for a scale per row of int8 or e4m3, as `activation` says.
         scheme: as in `quantize_`: None for integers; "mxfp4", or "two-level", whose activation is int8 where none is said.
         group_size, symmetric: of 4 bits, as in `quantize_w4`; None for what `quantize_` takes without calibration.
-        scale_dtype: of 4 bits: "bfloat16", "float16" or "float32".
+        scale_dtype: of 4 bits: "bfloat16", "float16" or "float32"; None for bfloat16.
         activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, for what the scheme meets, or for what a quantised
             checkpoint says.
         lm_head: as in `quantize_`.
@@ -116,31 +115,12 @@ class JitGemmConfig(QuantizationConfigMixin):
 
     def __init__(
         self, bits: int = 4, group_size: int | str | None = None, activation: str | None = None,
-        symmetric: bool | None = None, scale_dtype: str = "bfloat16",
+        symmetric: bool | None = None, scale_dtype: str | None = None,
         modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME, sums: str = "f32", scheme: str | None = None,
     ):  # fmt: skip
-        check_options(bits, lm_head, scheme, activation)
-        given = group_size, symmetric, scale_dtype
-        if scheme is not None and given != (None, None, "bfloat16"):
-            got = f"{group_size}, {symmetric}, {scale_dtype!r}"
-            wanted = f"none with scheme={scheme!r}, as they go with integers"
-            raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
-        if bits == 8 and given != (None, None, "bfloat16"):
-            wanted, got = "none with bits=8, a scale per row in fp32", f"{group_size}, {symmetric}, {scale_dtype!r}"
-            raise ValueError(f"group_size, symmetric, scale_dtype: expected {wanted}, got {got}")
-        if group_size is not None and check_group_size(group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
-            wanted = f"one of {GROUP_SIZES}, or in_features or more for a scale per row"
-            raise ValueError(f"group_size: expected {wanted}, got {group_size}")
-        if symmetric is not None:
-            check_flag("symmetric", symmetric)
         check_flag("strict", strict)
-        if scale_dtype not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
-        if activation is not None:
-            activation_named(activation)
-        check_layers(sums, [("of the model", activation)] if activation is not None and bits == 4 else [])
         lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
         for name, patterns in lists.items():
             if isinstance(patterns, str):
@@ -151,6 +131,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
         self.sums, self.scheme = sums, scheme
+        self.recipe  # which checks it
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into a config.json: of a loaded model, that jitgemm reads its files, whose tensors say the rest."""
@@ -161,14 +142,9 @@ class JitGemmConfig(QuantizationConfigMixin):
         return any(fnmatchcase(name, pattern) for pattern in self.modules_to_not_convert)
 
     @property
-    def quantising(self) -> dict[str, Any]:
-        """Options of `quantised`."""
-        activation = self.activation or ("int8" if self.scheme == "two-level" else "e4m3")
-        options = {"bits": self.bits, "activation": activation, "lm_head": self.lm_head}
-        if self.bits == 8 or self.scheme is not None:
-            return options | {"scheme": self.scheme}
-        grouping = grouping_of_4_bits(activation, self.group_size, self.symmetric)
-        return options | grouping | {"scale_dtype": getattr(torch, self.scale_dtype)}
+    def recipe(self) -> Recipe:
+        """How floats are quantised."""
+        return Recipe.of({name: getattr(self, name) for name in _OF_RECIPE})
 
 
 @register_quantizer(NAME)
@@ -249,7 +225,7 @@ class JitGemmQuantizer(HfQuantizer):
 
         {name: {parameter: its name in the plan}}.
         """
-        chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.lm_head)
+        chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.recipe)
         origins = {}
         for name in [name for name in chosen if name not in plan.layers]:
             tensors = plan.model.get_submodule(name).named_parameters(recurse=False)
@@ -282,7 +258,7 @@ class JitGemmQuantizer(HfQuantizer):
     # ---- after -------------------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        plan, replaceable, said_sums = self._plan, self._plan.replaceable, self.quantization_config.sums
+        plan, replaceable, recipe = self._plan, self._plan.replaceable, self.quantization_config.recipe
         division = _division(model, plan)
         self._divided = division is not None
         layers = {name: replaceable.places[name] for name in (*plan.layers, *self._chosen)}
@@ -296,7 +272,7 @@ class JitGemmQuantizer(HfQuantizer):
             for child, tensor in list(module.named_parameters(recurse=False)):
                 value = read_tensor(plan, self._chosen[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
-            layer = quantised(replaceable, name, module, **self.quantization_config.quantising)
+            layer = quantised(replaceable, name, module, recipe)
             if division is not None:
                 division.divide(name, layer)
             return layer
@@ -330,8 +306,8 @@ class JitGemmQuantizer(HfQuantizer):
             config._loaded = True
             model.config.quantization_config = config
         self.report += [name for name in replaceable.places if name in layers]
-        if said_sums != "f32":
-            put_sums({name: model.get_submodule(name) for name in self.report}, said_sums, "from_pretrained")
+        if recipe.sums != "f32":
+            put_sums({name: model.get_submodule(name) for name in self.report}, recipe.sums, "from_pretrained")
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
         del self._plan, self._held, self._chosen, self._copied

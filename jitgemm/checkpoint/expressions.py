@@ -7,8 +7,9 @@ many go to a matcher that follows the ends of all ways together: the same answer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from fnmatch import translate
+from functools import cache, partial
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
@@ -37,6 +38,25 @@ def matches(setting: str, expression: str, name: str, search: bool = False) -> b
     except (re.error, OverflowError, RecursionError, _Unsupported) as error:
         given = expression if len(expression) < 200 else expression[:200] + "..."
         raise ValueError(f"{setting}: expected a regular expression, got {given!r}: {error}") from None
+
+
+def patterns(setting: str, rules: Any) -> list[Callable[[str], Any]]:
+    """Of rules that mean layers: by an expression behind "re:", a pattern of names, or whole parts of them.
+
+    Raises ValueError for other rules.
+    """
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, str) for rule in rules):
+        raise ValueError(f"{setting}: expected a list of names, got {rules!r}")
+    return [_named(setting, rule) for rule in rules]
+
+
+@cache
+def _named(setting: str, rule: str) -> Callable[[str], Any]:
+    if not rule.startswith("re:"):
+        return re.compile(rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}").match
+    found = partial(matches, setting, rule.removeprefix("re:"))
+    found("")  # which raises for what is no expression
+    return found
 
 
 class _Unsupported(Exception):

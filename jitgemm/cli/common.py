@@ -157,6 +157,19 @@ def fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
+def recipe_of(said: Mapping[str, Any], calibrated: bool = False) -> Any:
+    """`Recipe.of` what options say; a ValueError names the option."""
+    from jitgemm.nn.recipe import Recipe  # with torch
+
+    try:
+        return Recipe.of(said, calibrated=calibrated)
+    except (TypeError, ValueError) as error:
+        name, _, problem = str(error).partition(":")
+        flag = {"symmetric": "zero-point"}.get(name, name.replace("_", "-"))
+        problem = re.sub(r"\b(scheme|bits)='?([\w-]+)'?", r"--\1 \2", problem)
+        raise ValueError(f"--{flag}:{problem}") from error
+
+
 def weight_format(
     codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4,
     mxfp4: bool = False, nvfp4: bool = False, two_level: bool = False, correction: str = "",

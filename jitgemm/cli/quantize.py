@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from contextlib import closing
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from jitgemm.nn.quantize.quantize import Quantising
+    from jitgemm.nn.recipe import Recipe
     from jitgemm.nn.save.source import Source
     from jitgemm.nn.save.unfinished import Unfinished
 
@@ -26,12 +28,8 @@ AUTO_KEEP_8BIT = 0.005
 """--keep-8bit AUTO: layers that lose more than this part of their result's energy (23 dB) get 8 bits."""
 GROUPS = (128, 64, 32)
 """--group-size's choices, the fastest first."""
-INPUTS = {"e4m3": "float", "int8": "int"}
-"""--activation's choices, and compressed-tensors' names of them."""
 Activation = Enum("Activation", {"e4m3": "e4m3", "int8": "int8"}, type=str)
 Scheme = Enum("Scheme", {"int4": "int4", "mxfp4": "mxfp4", "two-level": "two-level"}, type=str)
-MEETS = {"mxfp4": ("e4m3", 32), "two-level": ("int8", 128)}
-"""The schemes other than int4: what inputs are quantised to, and their groups."""
 SHOWN = 10
 """Layers in the table."""
 _BATCH = 8
@@ -41,6 +39,7 @@ _DATA = 'UTF-8 text, or .jsonl with "text" in each line, to calibrate; or none. 
 _TOKENS = "Tokens that calibrate, in windows of 256."
 _SCHEME = "int4, mxfp4 (e4m3 only) or two-level (QServe's; int8 only). Default: int4."
 _ACTIVATION = "Inputs, per token: e4m3 or int8. Default: e4m3; int8 with two-level."
+_BITS = "Of weights: 4, or 8 with a scale per row. Default: 4."
 _GROUP = "Columns that share a scale. Default: 128, or 32 and zero points without calibration."
 _KEEP = f"Layers with a larger relative squared error get 8 bits. AUTO: {AUTO_KEEP_8BIT}. Default: none."
 _ON = "Where the model runs. Default: the Hopper GPU at hand, else cpu, which takes long."
@@ -56,11 +55,13 @@ def quantize(
         Optional[Activation], typer.Option("--activation", metavar="TYPE", help=_ACTIVATION, show_default=False)
     ] = None,
     scheme: Annotated[
-        Scheme, typer.Option("--scheme", metavar="SCHEME", help=_SCHEME, show_default=False)
-    ] = Scheme.int4,
+        Optional[Scheme], typer.Option("--scheme", metavar="SCHEME", help=_SCHEME, show_default=False)
+    ] = None,
+    bits: Annotated[int, typer.Option("--bits", metavar="4|8", help=_BITS, show_default=False)] = 4,
     group_size: Annotated[
         Optional[int], typer.Option("--group-size", metavar="|".join(map(str, GROUPS)), help=_GROUP, show_default=False)
     ] = None,
+    zero_point: Annotated[bool, typer.Option("--zero-point", help="Codes 0..15 with integer zero points.")] = False,
     keep_8bit: Annotated[
         Optional[str], typer.Option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP, show_default=False)
     ] = None,
@@ -96,16 +97,17 @@ def quantize(
     """
     if group_size not in (None, *GROUPS):
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUPS))}, got {group_size}")
-    inputs, groups = MEETS.get(scheme.value, ("e4m3", None))
-    inputs = inputs if activation is None else activation.value
-    if groups is not None and group_size is not None:
-        raise ValueError(
-            f"--group-size: expected none with --scheme {scheme.value}, whose groups are of {groups}, got one"
-        )
-    if groups is not None and inputs != MEETS[scheme.value][0]:
-        raise ValueError(f"--activation: expected {MEETS[scheme.value][0]} with --scheme {scheme.value}, got {inputs}")
+    if scheme is Scheme.int4 and bits == 8:
+        raise ValueError("--bits: expected 4 with --scheme int4, got 8")
+    said = {
+        "bits": bits, "scheme": None if scheme in (None, Scheme.int4) else scheme.value, "group_size": group_size,
+        "activation": None if activation is None else activation.value, "symmetric": False if zero_point else None,
+    }  # fmt: skip
+    recipe = common.recipe_of(said, calibrated=data != "none")
     limit = _limit(keep_8bit)
-    if limit is not None and scheme.value == "two-level":
+    if limit is not None and bits == 8:
+        raise ValueError("--keep-8bit: expected none with --bits 8, got one")
+    if limit is not None and recipe.code == "two-level":
         raise ValueError(
             "--keep-8bit: expected none with --scheme two-level, as QServe's files have no layers of 8 bits"
         )
@@ -127,9 +129,10 @@ def quantize(
         "files of FOLDER": _digest(*((file.name, state) for file, state in source.states.items())),
         "--data": "none" if data == "none" else _digest(text),
         "--tokens": tokens // WIDTH * WIDTH,
-        "--activation": inputs,
-        "--scheme": scheme.value,
+        "--activation": recipe.inputs,
+        "--scheme": recipe.code,
         "--group-size": group_size,
+        "--zero-point": zero_point,
         "--keep-8bit": limit,
     }
 
@@ -142,7 +145,7 @@ def quantize(
         texts = held, None if data == "none" else text
         if data is None:
             common.note("calibrates with Python's help topics; --data FILE takes text like what the model will read")
-        facts = _run(source, unfinished, place, texts, tokens // WIDTH, inputs, scheme.value, group_size, limit)
+        facts = _run(source, unfinished, place, texts, tokens // WIDTH, recipe, group_size, limit)
     except KeyboardInterrupt:
         kept, complete = unfinished.layers, (out / "config.json").is_file()
         if complete and not kept:
@@ -160,11 +163,11 @@ def quantize(
 
 def _run(
     source: Source, unfinished: Unfinished, device: torch.device, texts: tuple[str, str | None], windows: int,
-    activation: str, scheme: str, group_size: int | None, limit: float | None,
+    recipe: Recipe, group_size: int | None, limit: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that needs the model; returns what --json prints."""
     from jitgemm.nn.quantize.evaluate import compared, log_probabilities
-    from jitgemm.nn.quantize.quantize import Quantising, grouping_of_4_bits
+    from jitgemm.nn.quantize.quantize import Quantising
     from jitgemm.nn.quantize.swap import bar
     from jitgemm.nn.report import by_reason, some
     from jitgemm.nn.save.folder import quantization_config, write_folder
@@ -175,14 +178,12 @@ def _run(
     model = model_of(source, device)
     source.check_unchanged()
     reasons: dict[str, str] = {}
-    grouping, options = grouping_of_4_bits(activation, group_size, None, ids is not None), {"positive_scales": True}
-    if scheme in MEETS:
-        grouping, options, size = {"scheme": scheme}, {}, MEETS[scheme][1]
-    else:
-        size = grouping["group_size"] = _group_size(model, group_size, grouping["group_size"])
+    if "group_size" in recipe.quantiser.options:  # as other readers expect them
+        size = _group_size(model, recipe, group_size)
+        recipe = replace(recipe, group_size=size, positive_scales=True)
     job = Quantising(
-        model, _filter(model, reasons, scheme), activation=activation, keep_8bit=limit, device=device,
-        calibration=None if ids is None else ids.split(_BATCH), **grouping, **options,
+        model, recipe, _filter(model, reasons, recipe), keep_8bit=limit, device=device,
+        calibration=None if ids is None else ids.split(_BATCH),
     )  # fmt: skip
     skipped = job.report.skipped | reasons
     if not job.chosen:
@@ -196,7 +197,7 @@ def _run(
     if job.report.unreached:
         common.note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
     with bar("writing", len(source.shards)) as show:
-        config = quantization_config(model, places, INPUTS[activation], **grouping)
+        config = quantization_config(model, places, recipe)
         written = write_folder(model, source, places, unfinished, config, show)
     unfinished.finish()
     evaluation = None
@@ -206,8 +207,8 @@ def _run(
         evaluation = {"tokens": tested[:, 1:].numel(), "before": before, "after": after}
     lost = job.report.errors | job.report.kept_8bit  # in 4 bits
     return {
-        "folder": str(source.folder), "out": str(unfinished.folder), "activation": activation,
-        "scheme": scheme, "group_size": size,
+        "folder": str(source.folder), "out": str(unfinished.folder), "activation": recipe.inputs,
+        "scheme": recipe.code, "group_size": recipe.group,
         "tokens": 0 if ids is None else ids.numel(), "device": _name(device), "bytes_before": source.size,
         "bytes_after": written, "evaluation": evaluation,
         "layers": [
@@ -264,7 +265,7 @@ def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> 
                 common.note(f"{done} of {total} layers are quantised")
 
 
-def _filter(model: Any, reasons: dict[str, str], scheme: str = "int4") -> Any:
+def _filter(model: Any, reasons: dict[str, str], recipe: Recipe) -> Any:
     """Which modules are quantised: `quantize_`'s own choice, within the text's decoder, where columns make groups.
     reasons: gets {name: why not} of the others."""
     from jitgemm.checkpoint import qserve
@@ -276,9 +277,9 @@ def _filter(model: Any, reasons: dict[str, str], scheme: str = "int4") -> Any:
         reason = found.why_unwise(name)
         if reason is None and decoder and not name.startswith(f"{decoder}."):
             reason = f"outside of {decoder}, which reads the text"
-        if reason is None and any(k % GROUPS[-1] for k in _columns(found, name, module)):
+        if reason is None and recipe.group and any(k % GROUPS[-1] for k in _columns(found, name, module)):
             reason = f"expected a number of columns that is a multiple of {GROUPS[-1]}"
-        if reason is None and scheme == "two-level" and not all(map(qserve.writes, _sizes(found, name, module))):
+        if reason is None and recipe.scheme == "two-level" and not all(map(qserve.writes, _sizes(found, name, module))):
             reason = f"expected {qserve.WRITTEN}"
         if reason is not None:
             reasons[name] = reason
@@ -305,11 +306,11 @@ def _decoder(model: Any) -> str:
     return next((name for name, module in model.named_modules() if module is part), "")
 
 
-def _group_size(model: Any, asked: int | None, wanted: int) -> int:
-    """The group size that was asked for, else the wanted one or the next smaller one that divides all layers' columns."""
+def _group_size(model: Any, recipe: Recipe, asked: int | None) -> int:
+    """The group size that was asked for, else the recipe's or the next smaller one that divides all layers' columns."""
     from jitgemm.nn.quantize.replaceable import Replaceable
 
-    found, fits = Replaceable(model), _filter(model, {})
+    found, fits, wanted = Replaceable(model), _filter(model, {}, recipe), recipe.group
     columns: dict[int, str] = {}  # and the first layer that has as many
     for name in found.places:
         module = model.get_submodule(name)

@@ -177,15 +177,16 @@ def warmup(
         from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
         from jitgemm.nn.warm.warm import kernels
 
-        options: dict[str, Any] = {"bits": bits} if bits else {}
-        options |= {"group_size": group or 1 << 30} if group_size else {}
-        options |= {"symmetric": False} if zero_point else {}
-        options |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
+        said: dict[str, Any] = {"bits": bits} if bits else {}
+        said |= {"group_size": group or 1 << 30} if group_size else {}
+        said |= {"symmetric": False} if zero_point else {}
+        said |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
+        recipe = common.recipe_of(said | {"activation": activation}) if said else None
         of_layers = None if sums.value == "f32" else sums.value
         of_model = [{"any": "any", "tuned": "e4m3"}[order.value] for order in orders]
         for folder in model:
             folder = folder.parent if folder.name == "config.json" else folder
-            for each in models_ahead(folder, use.value, tp, ep, activation, options, of_model, batch_invariant):
+            for each in models_ahead(folder, use.value, tp, ep, activation, recipe, of_model, batch_invariant):
                 types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
                 needed = kernels(each, max_m, types, device or target.name, use is Use.compiled, of_layers)
                 found += [(spec, layer) for spec, _, layer in needed]

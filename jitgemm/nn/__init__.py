@@ -9,6 +9,7 @@ In three lines::
 Packages and files::
 
     layers    the layers
+    recipe    how weights in floats are quantised
     quantize  replacing a model's layers, from floats
     load      filling a model from a quantised checkpoint
     save      a folder in floats, quantised, as a checkpoint

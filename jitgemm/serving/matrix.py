@@ -16,12 +16,11 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
+from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.nn.quantize.quantize import grouping_of_4_bits
+from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.layouts import BLOCK, Layout
 from jitgemm.tensors import dtype_name
-from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 CHILD = "jitgemm"
 """What a layer calls the module of its packed weights."""
@@ -74,7 +73,7 @@ class Matrix:
     def wanted(self) -> str | None:
         """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says, whose
         inputs of less than 8 bits get 8."""
-        wanted, scheme = self.config.options[self.option] or self.layout.instead, self.layout.scheme
+        wanted, scheme = getattr(self.config.recipe, self.option) or self.layout.instead, self.layout.scheme
         codes = scheme.code if scheme.eight_bits else ""
         return wanted if wanted is None or wanted.startswith(codes) else None
 
@@ -261,13 +260,9 @@ class Matrix:
 
     def quantised(self, weight: torch.Tensor) -> Parts:
         """A weight in floats, packed as the user's options say."""
-        options, activation, k = self.config.options, self.wanted or "e4m3", weight.shape[-1]
-        codes = LHS_DTYPES[activation]
-        if options["bits"] == 8 or self.option == "lm_head":
-            return Parts(quantize_w8(weight, codes), None, activation, None)
-        form = grouping_of_4_bits(activation, options["group_size"], options["symmetric"])
-        size = form["group_size"] if 0 < form["group_size"] < k else k
-        return Parts(quantize_w4(weight, size, symmetric=form["symmetric"], lhs_dtype=codes), None, activation, None)
+        recipe: Recipe = self.config.recipe
+        recipe = recipe.head if self.option == "lm_head" and recipe.head is not None else recipe
+        return Parts(recipe.apply(weight), None, recipe.inputs, None)
 
     def source(self, tensors: Mapping[str, torch.Tensor], times: int = 1) -> LayerSource:
         """What the engine loaded, as the reader takes it: one layer of all rows; times: how often it has the joined ones."""

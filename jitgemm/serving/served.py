@@ -6,40 +6,24 @@ config of that checkpoint, with a warning. Knows no engine.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import translate
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.expressions import matches
+from jitgemm.checkpoint.expressions import patterns
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
-from jitgemm.kernel.formats import SUMS
-from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import some
 from jitgemm.serving.layouts import Layout, Unsupported, floats, layout_of
 from jitgemm.serving.warm import Layers
 
 NAME = "jitgemm"
 
-_OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
-    "activation": (None, lambda value: value is None or activation_named(value), ""),
-    "lm_head": (None, lambda value: value in (None, "e4m3", "int8"), "e4m3, int8 or None"),
-    "bits": (4, lambda value: value in (4, 8), "4 or 8"),
-    "group_size": (None, lambda size: size is None or type(size) is int and (size > 0 or size == -1),
-                   "a positive integer, or -1 for one group a row"),
-    "symmetric": (None, lambda value: value is None or isinstance(value, bool), "true or false"),
-    "sums": ("f32", lambda value: value in SUMS, ", ".join(SUMS)),
-    "ignore": ((), lambda value: _patterns("ignore", value) is not None, ""),
-}  # fmt: skip
-"""What a user may say: what it is otherwise, a check, and what that expects."""
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -50,16 +34,11 @@ class ServedModel:
     Args:
         checkpoint: the quantization_config of a quantised checkpoint; None for a model in floats, whose linears and
             experts are quantised while it is loaded.
-        options: a mapping with any of
-
-            - activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, or e4m3;
-            - sums: "f16" or "exact", what kernels of 4-bit weights may add up in, as for `gemm_w4a8_nt`; "f32" otherwise;
-            - lm_head: "e4m3" or "int8": the output layer in 8 bits, a scale per row; None leaves it in its type;
-            - of a model in floats: bits (4, or 8 with a scale per row), group_size (-1 or k and more: per channel) and
-              symmetric, as `quantize_w4` takes them, None as in `quantize_` without calibration; ignore, names, parts of names or "re:" and an expression of layers
-              that stay.
+        options: a mapping with any of a `Recipe`'s fields. Of a quantised checkpoint only activation, sums and lm_head
+            count; there an activation of None is what the checkpoint says.
 
     Attributes:
+        recipe: what the options say.
         engine, logger: how messages call the engine, and its logger.
         batch_invariant: whether the user wants results that do not depend on the other tokens.
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
@@ -83,9 +62,9 @@ class ServedModel:
         nested = (checkpoint or {}).get("quantization")  # of ModelOpt's hf_quant_config.json
         self.checkpoint = checkpoint if nested is None else {"quant_method": "modelopt", **checkpoint, **nested}
         said = self.checkpoint or {}
-        self._left_out = [each for key in _LEFT_OUT for each in _patterns(key, said.get(key) or [])]
-        _patterns("dynamic", ["re:" + rule.removeprefix("-:").removeprefix("+:") for rule in said.get("dynamic") or ()])
-        self.options: dict[str, Any] = {name: default for name, (default, _, _) in _OPTIONS.items()}
+        self._left_out = [each for key in _LEFT_OUT for each in patterns(key, said.get(key) or [])]
+        patterns("dynamic", ["re:" + rule.removeprefix("-:").removeprefix("+:") for rule in said.get("dynamic") or ()])
+        self._said: dict[str, Any] = {}
         self._set(options or {})
         self.saved = False  # whether the files hold layers that jitgemm packed
         self.from_files = Layers()
@@ -97,16 +76,11 @@ class ServedModel:
     def _set(self, options: Mapping[str, Any]) -> None:
         if not isinstance(options, Mapping):
             raise ValueError(f"jitgemm: expected options by name, got {options!r}")
-        unknown = set(options) - set(_OPTIONS)
-        if unknown:
-            raise ValueError(f"jitgemm: expected the options {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}")
-        for name, value in options.items():
-            _, fits, expected = _OPTIONS[name]
-            if not fits(value):
-                raise ValueError(f"{name}: expected {expected}, got {value!r}")
-        self.options |= options
-        if (activation := self.options["activation"]) is not None and self.options["bits"] == 4:
-            check_sums_of(self.options["sums"], activation)
+        self._said |= options
+        try:
+            self.recipe = Recipe.of(self._said)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"jitgemm: {error}") from error
 
     # ---- what every engine asks of a config ------------------------------------------------------------------------------
 
@@ -217,7 +191,7 @@ class ServedModel:
         header = self._headers.get(names[0], {})
         given = self.saved or self.checkpoint is not None
         if not (given and header and self._quantised(names[0], layer)):
-            ours = make is not None and self.options["lm_head"] is not None
+            ours = make is not None and self.recipe.lm_head is not None
             return make(names, floats(torch.get_default_dtype())) if ours else None
         if make is not None and self.saved:
             return make(names, Layout())
@@ -286,7 +260,7 @@ class ServedModel:
             raise ValueError(
                 f"{', '.join(names)}: expected one way of quantising layers that {self.engine} joins, got several"
             )
-        if first.instead is not None and self.options["activation"] is None:
+        if first.instead is not None and self.recipe.activation is None:
             text = "jitgemm: the checkpoint's inputs of %s bits are quantised to 8 bits for each token, %s: static scales of them are not used"
             self.logger.warning_once(text, first.scheme.inputs.num_bits, first.instead)  # type: ignore[union-attr]
         return first
@@ -297,7 +271,7 @@ class ServedModel:
         module.batch_invariant = self.batch_invariant  # type: ignore[assignment]
         if not new:
             return
-        for part, why in set_sums({name: module}, self.options["sums"]).items():
+        for part, why in set_sums({name: module}, self.recipe.sums).items():
             self.logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
 
     def suffixes(self, names: Iterable[str]) -> list[str]:
@@ -353,8 +327,7 @@ class ServedModel:
         if self.checkpoint is None:
             sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
             router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
-            ignored = _patterns("ignore", self.options["ignore"])
-            return not router and not any(each(called) for each in ignored for called in (name, prefix))
+            return not router and not self.recipe.leaves(name, prefix)
         if name in self._headers:
             found = self._headers[name]
             return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
@@ -364,22 +337,3 @@ class ServedModel:
 def _packed(suffixes: Iterable[str]) -> bool:
     """Whether these are the tensors of a layer that jitgemm packed."""
     return {"blocks", "meta"} <= set(suffixes)
-
-
-def _patterns(key: str, rules: Any) -> list[Callable[[str], Any]]:
-    """Of rules that mean layers: by an expression behind "re:", a pattern of names, or whole parts of them.
-
-    Raises ValueError for other rules.
-    """
-    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, str) for rule in rules):
-        raise ValueError(f"{key}: expected a list of names, got {rules!r}")
-    return [_pattern(key, rule) for rule in rules]
-
-
-@cache
-def _pattern(key: str, rule: str) -> Callable[[str], Any]:
-    if not rule.startswith("re:"):
-        return re.compile(rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}").match
-    found = partial(matches, key, rule.removeprefix("re:"))
-    found("")  # which raises for what is no expression
-    return found

@@ -347,7 +347,7 @@ def test_warm_up_knows_gpt_oss_s_tiers_from_the_files(tmp_path):
     )
     model = build("gpt-oss", seed=1, hidden_size=256, intermediate_size=192)
     load_(model, folder)
-    (ahead,) = models_ahead(folder, "linear", 1, 1, None, {}, ["any"], False)
+    (ahead,) = models_ahead(folder, "linear", 1, 1, None, None, ["any"], False)
 
     def labels(of: torch.nn.Module) -> set[str]:
         return {spec.label for spec, _, _ in kernels(of, 64, [torch.bfloat16], "h200", False)}

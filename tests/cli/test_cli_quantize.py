@@ -23,6 +23,7 @@ import jitgemm.nn
 from jitgemm.nn.quantize import evaluate
 from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
 from jitgemm.nn.quantize.quantize import Quantising
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.save import folder as save_folder
 from jitgemm.nn.save import source as save_source  # noqa: F401 - a test changes it by name
 from jitgemm.nn.save.unfinished import Unfinished
@@ -136,9 +137,9 @@ def quantised(folder: Path, windows: int | None = 2, **options) -> torch.nn.Modu
     if windows is not None:
         ids = windows_of(transformers.AutoTokenizer.from_pretrained(folder), short_texts()[1], windows)
         batches = [ids]
-    given = {"group_size": 32, "positive_scales": True} | options
-    given = {name: value for name, value in given.items() if value is not None}
-    for _ in Quantising(model, calibration=batches, **given).stages():
+    keep_8bit = options.pop("keep_8bit", None)
+    recipe = Recipe.of({"group_size": 32, "positive_scales": True} | options, calibrated=batches is not None)
+    for _ in Quantising(model, recipe, calibration=batches, keep_8bit=keep_8bit).stages():
         pass
     return model
 
@@ -237,7 +238,7 @@ def test_layers_that_qserve_s_tiles_do_not_hold_stay():
     from jitgemm.cli.quantize import _filter
 
     model, reasons = model_of("Llama", **(SIZES | {"intermediate_size": 160})), {}
-    fits, mlp = _filter(model, reasons, "two-level"), model.model.layers[0].mlp
+    fits, mlp = _filter(model, reasons, Recipe(scheme="two-level")), model.model.layers[0].mlp
     assert fits("model.layers.0.mlp.up_proj", mlp.up_proj) and not fits("model.layers.0.mlp.down_proj", mlp.down_proj)
     assert "columns in multiples of 128, or of 32 up to there" in reasons["model.layers.0.mlp.down_proj"]
 
@@ -928,13 +929,17 @@ def test_a_model_with_nothing_to_quantise_says_why(run, tmp_path):
         (
             ("--scheme", "mxfp4", "--group-size", "32"),
             2,
-            "--group-size: expected none with --scheme mxfp4, whose groups",
+            "--group-size: expected none with --scheme mxfp4, got 32",
         ),
-        (("--scheme", "mxfp4", "--activation", "int8"), 2, "--activation: expected e4m3 with --scheme mxfp4, got int8"),
+        (("--scheme", "mxfp4", "--activation", "int8"), 2, "--activation: expected float8_e4m3fn, as no integers of"),
+        (("--scheme", "mxfp4", "--bits", "8"), 2, "--bits: expected 4 with --scheme mxfp4, got 8"),
+        (("--scheme", "int4", "--bits", "8"), 2, "--bits: expected 4 with --scheme int4, got 8"),
+        (("--bits", "8", "--zero-point"), 2, "--zero-point: expected none with --bits 8, got"),
+        (("--bits", "8", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --bits 8, got one"),
         (
             ("--scheme", "two-level", "--activation", "e4m3"),
             2,
-            "--activation: expected int8 with --scheme two-level, got",
+            "--activation: expected int8, as no e4m3 holds",
         ),
         (("--scheme", "two-level", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --scheme two-level"),
         (("--group-size", "48"), 2, "--group-size: expected one of 128, 64, 32, got 48"),

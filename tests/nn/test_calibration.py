@@ -12,6 +12,7 @@ import jitgemm.nn
 from jitgemm.nn.quantize.calibration import Calibration
 from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.quantize.replaceable import Replaceable
+from jitgemm.nn.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, HIDDEN = 96, 64
@@ -92,7 +93,7 @@ def test_sums_beyond_the_memory_are_a_stage_of_their_own():
 
 def test_a_later_block_sees_what_the_quantised_ones_pass_on():
     model, batch = llama(), ids()
-    job = Quantising(model, calibration=[batch], group_size=32)
+    job = Quantising(model, Recipe(group_size=32), calibration=[batch])
     stages = job.stages()
     next(stages)
     x = seen(model, "model.layers.1.mlp.down_proj", batch)
@@ -319,8 +320,12 @@ def test_the_model_is_left_as_it_was_but_for_the_layers():
 def test_ready_layers_take_a_stages_place():
     model, batch = llama(), ids()
     first = copy.deepcopy(model)
-    layers = {name: layer for stage in Quantising(first, calibration=[batch]).stages() for name, layer in stage.items()}
-    job = Quantising(model, calibration=[batch])
+    layers = {
+        name: layer
+        for stage in Quantising(first, Recipe(), calibration=[batch]).stages()
+        for name, layer in stage.items()
+    }
+    job = Quantising(model, Recipe(), calibration=[batch])
     asked = []
 
     def ready(names: list[str]) -> dict | None:

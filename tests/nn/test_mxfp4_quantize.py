@@ -219,7 +219,7 @@ def test_the_command_writes_compressed_tensors_mxfp4(capsys, folder, tmp_path, m
 def test_the_commands_options_that_do_not_go_with_mxfp4_are_named(capsys, folder, tmp_path):
     for options, message in (
         (["--group-size", "32"], "--group-size: expected none with --scheme mxfp4"),
-        (["--activation", "int8"], "--activation: expected e4m3 with --scheme mxfp4"),
+        (["--activation", "int8"], "--activation: expected float8_e4m3fn, as no integers of 8 bits hold MXFP4's codes"),
     ):
         code, _, problem = run(capsys, folder, tmp_path / "out", "--scheme", "mxfp4", *options)
         assert code == 2 and message in " ".join(problem.split()) and not (tmp_path / "out").exists()

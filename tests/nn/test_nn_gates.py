@@ -106,13 +106,13 @@ def test_warm_up_knows_experts_without_gates_from_the_files(tmp_path, stacked):
     known = dense.config.to_dict() | {"quantization_config": COMPRESSED, "architectures": ["NemotronHForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(known, default=str))
     load_(model, folder)
-    (ahead,) = models_ahead(folder, "linear", 1, 1, None, {}, ["any"], False)
+    (ahead,) = models_ahead(folder, "linear", 1, 1, None, None, ["any"], False)
 
     def labels(of: torch.nn.Module) -> set[str]:
         return {spec.label for spec, _, _ in kernels(of, 64, [torch.bfloat16], "h200", False)}
 
     assert labels(ahead) == labels(model) and any("-relu2-" in label for label in labels(ahead))
-    for rank in models_ahead(folder, "vllm", 2, 1, None, {}, ["any"], False):
+    for rank in models_ahead(folder, "vllm", 2, 1, None, None, ["any"], False):
         (layer,) = {module for module in rank.modules() if isinstance(module, W4A8Experts)}
         sizes = [(part.weight.n, part.weight.k) for part in (layer.w13, layer.w2)]
         assert sizes == [(INTER // 2, HIDDEN), (HIDDEN, INTER // 2)]

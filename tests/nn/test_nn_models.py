@@ -262,8 +262,10 @@ def test_dtypes_that_cannot_be_quantised_are_skipped_and_refused_where_a_filter_
 
 def test_errors_of_options_and_of_weights_without_data_name_the_linear_and_change_nothing():
     model = Model()
-    with pytest.raises(TypeError, match=r"blocks\.0\.up: scale_dtype: expected"):
+    with pytest.raises(TypeError, match=r"^scale_dtype: expected"):
         quantize(model, scale_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"blocks\.0\.up: clip_steps: expected at least 0"):
+        quantize(model, clip_steps=-1)
     model.blocks[1].up.to("meta")
     with pytest.raises(ValueError, match=r"blocks\.1\.up: expected a weight with data, got one on the meta device"):
         quantize(model)
@@ -357,13 +359,13 @@ def test_a_linear_alone_cannot_be_swapped():
 def test_every_original_is_freed_before_the_next_is_quantised(monkeypatch):
     model, alive = Model(), []
     originals = [weakref.ref(model.get_submodule(name).weight) for name in BLOCKS]
-    plain = W4A8Linear.from_linear.__func__
+    plain = W4A8Linear.by_recipe.__func__
 
-    def watched(cls, linear, **options):
+    def watched(cls, linear, *options, **more):
         alive.append(sum(ref() is not None for ref in originals))
-        return plain(cls, linear, **options)
+        return plain(cls, linear, *options, **more)
 
-    monkeypatch.setattr(W4A8Linear, "from_linear", classmethod(watched))
+    monkeypatch.setattr(W4A8Linear, "by_recipe", classmethod(watched))
     gc.disable()
     try:
         quantize(model)

@@ -468,7 +468,7 @@ def test_headers_of_the_files_and_the_users_options_decide(tmp_path):
     with running(json_model_override_args='{"jitgemm": {"activation": "int8"}}'):
         given = {**CONFIGS["packed"], "hf_config": model, "packed_modules_mapping": {"kv": ["k_proj", "v_proj"]}}
         config = JitGemmConfig.from_config(given)
-        assert config.options["activation"] == "int8" and config.packed_modules_mapping["kv"] == ["k_proj", "v_proj"]
+        assert config.recipe.activation == "int8" and config.packed_modules_mapping["kv"] == ["k_proj", "v_proj"]
         assert config.warmer.tokens == 64 and "hf_config" not in config.checkpoint
         assert type(row(config, 64, 64).quant_method) is JitGemmLinearMethod
         assert type(row(config, 64, 64, "m.k_proj").quant_method) is UnquantizedLinearMethod

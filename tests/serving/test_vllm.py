@@ -35,6 +35,7 @@ from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_, warmup
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.gate import encoded
+from jitgemm.nn.recipe import Recipe
 
 jitgemm.vllm.register()
 
@@ -323,30 +324,30 @@ def test_a_checkpoint_is_taken_over_when_asked_and_only_then():
 
 def test_options_come_from_the_quantization_config_and_from_hf_overrides():
     config = JitGemmConfig.from_config({"quant_method": "jitgemm", "activation": "int8", "group_size": 64})
-    assert (config.checkpoint, config.options["activation"], config.options["group_size"]) == (None, "int8", 64)
+    assert (config.checkpoint, config.recipe) == (None, Recipe(activation="int8", group_size=64))
     config.maybe_update_config("nowhere", hf_config=SimpleNamespace(jitgemm={"activation": "e4m3"}))
-    assert (config.options["activation"], config.options["group_size"]) == ("e4m3", 64)
+    assert config.recipe == Recipe(activation="e4m3", group_size=64)
     nested = JitGemmConfig.from_config({"quant_method": "jitgemm", "checkpoint": CONFIGS["gptq"]})
     assert nested.checkpoint == CONFIGS["gptq"] == JitGemmConfig.from_config(CONFIGS["gptq"]).checkpoint
 
 
 def test_a_config_travels_to_vllms_workers():
     config = pickle.loads(pickle.dumps(made(CONFIGS["gptq"], {"activation": "int8"})))
-    assert (config.checkpoint, config.options["activation"]) == (CONFIGS["gptq"], "int8")
+    assert (config.checkpoint, config.recipe.activation) == (CONFIGS["gptq"], "int8")
     assert kind(config, "model.a") is JitGemmLinearMethod
 
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"bit": 4}, "options activation, lm_head"), ({"bits": 3}, "bits: expected 4 or 8, got 3"),
-     ({"lm_head": "fp8"}, "lm_head: expected e4m3, int8 or None"),
+    [({"bit": 4}, "jitgemm: expected the options bits, scheme, .*, got bit$"), ({"bits": 3}, "bits: expected 4 or 8, got 3"),
+     ({"lm_head": "fp8"}, "lm_head: expected None or one of e4m3, int8"),
      ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list"),
-     ({"ignore": [5]}, "ignore: expected a list of names, got .5."), ({"ignore": None}, "ignore: .* got None"),
-     *(({"group_size": size}, f"group_size: expected a positive integer, or -1 .* got {size!r}")
-       for size in ("128", 0, -5, True)), ("int8", "by name, got 'int8'"),
+     ({"ignore": [5]}, "ignore: expected a list of names, got .5."),
+     *(({"group_size": size}, f"group_size: expected {wanted}")
+       for size, wanted in {"128": "an int, got str", 0: "one of .* got 0", -5: "one of .* got -5", True: "an int, got bool"}.items()), ("int8", "by name, got 'int8'"),
      ({"ignore": ["re:["]}, "ignore: expected a regular expression, got '.': unterminated character set"),
-     ({"symmetric": "no"}, "symmetric: expected true or false, got 'no'"),
-     ({"sums": "f64"}, "sums: expected f32, f16, exact, got 'f64'"),
+     ({"symmetric": "no"}, "symmetric: expected a bool, got str"),
+     ({"sums": "f64"}, "sums: expected one of .*, got 'f64'"),
      ({"sums": "f16", "activation": "int8"}, "sums: expected 'f32' .* got 'f16' with int8"),
      ({"sums": "exact", "activation": "e4m3"}, "sums: expected 'f32' .* got 'exact' with e4m3")],
 )  # fmt: skip
@@ -990,7 +991,7 @@ def test_zero_points_of_a_symmetric_layer_are_not_read(value):
 def test_a_layer_in_floats_is_quantised_while_it_is_loaded(bits, activation):
     weights = [torch.randn(64, 64, dtype=BF16) for _ in range(2)]
     with rank():
-        layer = gate_up(None, 64, 64, {"bits": bits, "activation": activation, "group_size": 32})
+        layer = gate_up(None, 64, 64, {"bits": bits, "activation": activation, "group_size": 32 if bits == 4 else None})
         for part, weight in enumerate(weights):
             load(layer, {"weight": weight}, part)
         layer.quant_method.process_weights_after_loading(layer)
@@ -1469,7 +1470,7 @@ def test_a_saved_models_output_layer_holds_the_ranks_rows_and_zeros(monkeypatch,
 
 def test_an_output_layer_in_floats_is_quantised_as_the_option_says():
     config, weight = made(CONFIGS["packed"]), torch.randn(64, 128, dtype=BF16)
-    config.options |= {"lm_head": "int8"}
+    config._set({"lm_head": "int8"})
     with rank():
         head = ParallelLMHead(config, 64, 128, 0, 64)
         load(head, {"weight": weight})
@@ -1481,7 +1482,7 @@ def test_a_saved_output_layer_in_another_activation_is_an_error(monkeypatch):
     torch.manual_seed(0)
     whole = SAVED["8 bits"](64, 128)
     config = saved(monkeypatch, {"lm_head": whole})
-    config.options |= {"activation": "e4m3", "lm_head": "e4m3"}
+    config._set({"activation": "e4m3", "lm_head": "e4m3"})
     with rank():
         head = ParallelLMHead(config, 64, 128, 0, 64)
         load(head, whole.state_dict())
@@ -1604,7 +1605,7 @@ def test_saved_experts_of_other_sizes_are_named(tmp_path, sizes, message):
 
 def test_saved_experts_in_another_activation_than_the_options_say_are_an_error(tmp_path):
     config = saved_experts(tmp_path, packed_module())
-    config.options["activation"] = "int8"
+    config._set({"activation": "int8"})
     with rank():
         layer = experts(config, "m.experts", (4, 128, 384), 1)
         with pytest.raises(

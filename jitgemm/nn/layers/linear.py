@@ -23,14 +23,13 @@ from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
+from jitgemm.nn.recipe import Recipe
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
 from jitgemm.weight.parts import check_packed, format_group
-from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
-from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
-from jitgemm.weight.quantize_two_level import quantize_w4_two_level
+from jitgemm.weight.quantize import CLIP_STEPS
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
@@ -108,22 +107,19 @@ class PackedLinear(Packed):
         return cls(weight, bias, activation=activation, input_scale=input_scale)
 
     @classmethod
-    def _from_linear(
-        cls, linear: torch.nn.Linear, activation: str, device: Device, moments: torch.Tensor | None,
-        quantise: Callable[..., Weight],
-    ) -> Self:  # fmt: skip
-        """A layer whose weight is quantise(linear.weight, lhs_dtype=..., moments=...), all on one device."""
+    def by_recipe(
+        cls, linear: torch.nn.Linear, recipe: Recipe, *, device: Device = None, moments: torch.Tensor | None = None
+    ) -> Self:
+        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear`'s."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        lhs_dtype = torch_dtype(activation_named(activation).dtype)
         if linear.weight.is_meta:
             raise ValueError("linear: expected a weight with data, got one on the meta device")
         device = linear.weight.device if device is None else target_device(device)
         with torch.no_grad():
-            moments = None if moments is None else moments.to(device)
-            weight = quantise(linear.weight.detach().to(device), lhs_dtype=lhs_dtype, moments=moments)
+            weight = recipe.apply(linear.weight.detach().to(device), None if moments is None else moments.to(device))
             bias = None if linear.bias is None else linear.bias.detach().to(device, copy=True)
-        return cls(weight, bias, activation=activation)
+        return cls(weight, bias, activation=recipe.inputs)
 
     @classmethod
     def from_checkpoint(
@@ -268,11 +264,11 @@ class W4A8Linear(PackedLinear):
         Raises:
             TypeError, ValueError: an argument is wrong, or the weight has no such form; see `quantize_w4`.
         """
-        quantise = partial(
-            quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
-            positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
+        recipe = Recipe(
+            activation=activation, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype,
+            full_range=full_range, positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
         )  # fmt: skip
-        return cls._from_linear(linear, activation, device, moments, quantise)
+        return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def from_linear_mxfp4(
@@ -280,8 +276,8 @@ class W4A8Linear(PackedLinear):
         act_order: bool = True, device: Device = None,
     ) -> W4A8Linear:  # fmt: skip
         """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
-        quantise = partial(quantize_mxfp4, act_order=act_order)
-        return cls._from_linear(linear, activation, device, moments, quantise)
+        recipe = Recipe(scheme="mxfp4", activation=activation, act_order=act_order)
+        return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def from_linear_two_level(
@@ -289,8 +285,8 @@ class W4A8Linear(PackedLinear):
         act_order: bool = True, device: Device = None,
     ) -> W4A8Linear:  # fmt: skip
         """As `from_linear`, by `quantize_w4_two_level`; activation: one of int8, others raise TypeError."""
-        quantise = partial(quantize_w4_two_level, act_order=act_order)
-        return cls._from_linear(linear, activation, device, moments, quantise)
+        recipe = Recipe(scheme="two-level", activation=activation, act_order=act_order)
+        return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def empty(
@@ -340,7 +336,8 @@ class W8A8Linear(PackedLinear):
             block: None for a scale per row, 128 for one per block of 128 x 128.
             moments: as in `quantize_w8`; may be on another device.
         """
-        return cls._from_linear(linear, activation, device, moments, partial(quantize_w8, block=block))
+        recipe = Recipe(bits=8, activation=activation, block=block)
+        return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def empty(

@@ -9,26 +9,26 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.scheme import ACTIVATIONS, activation_named
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, W4A8Linear
-from jitgemm.nn.layers.sums import check_layers, put_sums
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear
+from jitgemm.nn.layers.packed import check_sums_of
+from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.quantize.stacked import SCHEMES, quantised_experts
+from jitgemm.nn.quantize.stacked import quantised_experts
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
-from jitgemm.weight import quantize_mxfp4, quantize_two_level
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import QuantisationReport, Report, by_reason, warn_if_nothing
 
 
 def quantize_(
     model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, scheme: str | None = None,
-    lm_head: str | None = None, activation: str = "e4m3", group_size: int | str | None = None, symmetric: bool | None = None,
-    scale_dtype: torch.dtype | None = None, full_range: bool | None = None, clip_steps: int | None = None,
-    block: int | None = None, calibration: Iterable[Batch] | None = None, act_order: bool | None = None,
-    keep_8bit: float | None = None, device: torch.device | str | int | None = None, sums: str = "f32",
+    lm_head: str | None = None, activation: str | None = None, group_size: int | str | None = None,
+    symmetric: bool | None = None, scale_dtype: torch.dtype | None = None, full_range: bool | None = None,
+    clip_steps: int | None = None, block: int | None = None, calibration: Iterable[Batch] | None = None,
+    act_order: bool | None = None, keep_8bit: float | None = None, device: torch.device | str | int | None = None, sums: str = "f32",
 ) -> QuantisationReport:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes. With `calibration` it is a decoder block at a time.
@@ -57,7 +57,7 @@ def quantize_(
             factors and zero points of groups of 128 (`quantize_w4_two_level`), with 4 bits and int8 activations, likewise.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
-        activation: one of ACTIVATIONS.
+        activation: one of ACTIVATIONS; None for e4m3, or int8 with "two-level".
         group_size, symmetric: with 4 bits, as in `quantize_w4`; None for 128 and True. Where both are None and there is
             no calibration: groups of 32 with zero points (without, where activations have a scale per block).
         scale_dtype, full_range, clip_steps: with 4 bits, as in `quantize_w4`; None for that call's defaults.
@@ -85,15 +85,15 @@ def quantize_(
             message names it. What sizes and dtypes show is found before anything is replaced. Where a value is wrong,
             as a NaN is, the Linears before it have been replaced.
     """
-    options = {
-        "group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype, "full_range": full_range,
-        "clip_steps": clip_steps, "act_order": act_order, "block": block,
+    said = {
+        "bits": bits, "scheme": scheme, "activation": activation, "group_size": group_size, "symmetric": symmetric,
+        "scale_dtype": scale_dtype, "full_range": full_range, "clip_steps": clip_steps, "act_order": act_order,
+        "block": block, "sums": sums, "lm_head": lm_head,
     }  # fmt: skip
-    check_layers(sums, [("of the model", activation)] if bits == 4 and sums != "f32" else [])
-    job = Quantising(
-        model, filter, bits=bits, scheme=scheme, lm_head=lm_head, activation=activation, calibration=calibration,
-        keep_8bit=keep_8bit, device=device, **{name: value for name, value in options.items() if value is not None},
-    )  # fmt: skip
+    recipe = Recipe.of(said, calibrated=calibration is not None)
+    if bits == 4:
+        check_sums_of(sums, recipe.inputs)
+    job = Quantising(model, recipe, filter, calibration=calibration, keep_8bit=keep_8bit, device=device)
     for _ in job.stages():
         pass
     if sums != "f32":
@@ -106,7 +106,7 @@ def quantize_(
 
 
 class Quantising:
-    """The steps of `quantize_`, which has the same arguments, and those of `quantize_w4` and `quantize_w8`.
+    """The steps of `quantize_`, which has the same arguments.
 
     Attributes:
         chosen: {name: all its places} of the modules to quantise.
@@ -114,28 +114,16 @@ class Quantising:
     """
 
     def __init__(
-        self, model: torch.nn.Module, filter: Filter | None = None, *, bits: int = 4, scheme: str | None = None,
-        lm_head: str | None = None, activation: str = "e4m3", calibration: Iterable[Batch] | None = None, keep_8bit: float | None = None,
-        device: torch.device | str | int | None = None, **options: Any,
+        self, model: torch.nn.Module, recipe: Recipe, filter: Filter | None = None, *,
+        calibration: Iterable[Batch] | None = None, keep_8bit: float | None = None,
+        device: torch.device | str | int | None = None,
     ):  # fmt: skip
         check_model(model, filter)
-        check_options(bits, lm_head, scheme, activation)
-        given = {"keep_8bit": keep_8bit, **options}
-        of_integers = [name for name in options if scheme is not None and name != "act_order"]
-        if of_integers:
-            raise TypeError(
-                f"{of_integers[0]}: expected none with scheme={scheme!r}, got one, which goes with integers"
-            )
-        wrong = next(
-            (name for name, value in given.items() if value is not None and (name == "block") != (bits == 8)), None
-        )
-        if wrong is not None:
-            raise TypeError(
-                f"{wrong}: expected none with bits={bits}, got one, which goes with {8 if bits == 4 else 4}"
-            )
+        if keep_8bit is not None and recipe.bits == 8:
+            raise TypeError("keep_8bit: expected none with bits=8, got one, which goes with 4")
         if keep_8bit is not None and not (isinstance(keep_8bit, (int, float)) and keep_8bit >= 0):
             raise ValueError(f"keep_8bit: expected a number of at least 0, got {keep_8bit!r}")
-        if calibration is not None and options.get("block") is not None:
+        if calibration is not None and recipe.block is not None:
             raise TypeError("block: expected none with calibration, which fits codes to a scale per row, got one")
         if keep_8bit is not None and calibration is None:
             raise ValueError("keep_8bit: expected calibration, whose inputs say what a layer loses, got none")
@@ -146,12 +134,9 @@ class Quantising:
         wanted = None if calibration is None or device is None else target_device(device)
         if wanted and there and (wanted.type != there.type or wanted.index not in (None, there.index)):
             raise ValueError(f"device: expected none with calibration, which runs the model on {there}, got {device}")
-        self.model, self.found, self.lm_head, self.keep_8bit = model, Replaceable(model), lm_head, keep_8bit
-        given = options.pop("group_size", None), options.pop("symmetric", None)
-        grouping = grouping_of_4_bits(activation, *given, calibration is not None) if bits == 4 else {}
-        grouping = grouping if scheme is None else {"scheme": scheme}
-        self.options = {"bits": bits, "activation": activation, "device": device, **grouping, **options}
-        self.chosen, skipped = choose(model, self.found, filter, lm_head)
+        self.model, self.found, self.recipe, self.keep_8bit = model, Replaceable(model), recipe, keep_8bit
+        self.device = device
+        self.chosen, skipped = choose(model, self.found, filter, recipe)
         for name in self.chosen:
             weight = self.found.experts[name].parameters[0] if name in self.found.experts else "weight"
             if getattr(model.get_submodule(name), weight).is_meta:
@@ -188,7 +173,9 @@ class Quantising:
         left = dict(self.chosen)
         if self.batches is not None:
             experts = {
-                name: self.found.experts.get(name) for name in left if name != self.found.head or self.lm_head is None
+                name: self.found.experts.get(name)
+                for name in left
+                if name != self.found.head or self.recipe.head is None
             }
             runs = Calibration(self.model, self.batches, experts)
             for stage in runs.stages():
@@ -218,35 +205,34 @@ class Quantising:
     def _quantised(self, names: list[str], moments: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
         """The layers of modules that have the same input: all of 4 bits, or all of 8 where one would lose too much."""
 
-        def make(name: str, module: torch.nn.Module, options: dict[str, Any]) -> PackedLinear | PackedExperts:
-            layer = quantised(self.found, name, module, lm_head=self.lm_head, **options)
+        def make(name: str, module: torch.nn.Module, recipe: Recipe) -> PackedLinear | PackedExperts:
+            layer = quantised(self.found, name, module, recipe, device=self.device, moments=moments.get(name))
             error = relative_error(layer, module, self.found.experts.get(name), moments.get(name))
             self.report.errors[name] = error
             return layer
 
-        def layer_of(name: str, options: dict[str, Any]) -> PackedLinear | PackedExperts:
-            options = options if moments.get(name) is None else options | {"moments": moments[name]}
-            return made(partial(make, options=options), name, self.model.get_submodule(name))
+        def layer_of(name: str, recipe: Recipe) -> PackedLinear | PackedExperts:
+            return made(partial(make, recipe=recipe), name, self.model.get_submodule(name))
 
         layers = {}
         for name in names:
             show(name)
-            layers[name] = layer_of(name, self.options)
+            layers[name] = layer_of(name, self.recipe)
         if self.keep_8bit is None or max(self.report.errors[name] for name in names) <= self.keep_8bit:
             return layers
         self.report.kept_8bit |= {name: self.report.errors[name] for name in names}
-        options = {name: self.options[name] for name in ("activation", "device")} | {"bits": 8}
-        return {name: layer_of(name, options) for name in names}
+        return {name: layer_of(name, self.recipe.in_8_bits) for name in names}
 
 
 def choose(
-    model: torch.nn.Module, found: Replaceable, filter: Filter | None, lm_head: str | None = None
+    model: torch.nn.Module, found: Replaceable, filter: Filter | None, recipe: Recipe
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """({name: all its places} of the modules to quantise, {name: why not} of the others), from sizes and types.
 
     Raises:
         ValueError: the filter chose a module that has no packed form, or there is no head to quantise as lm_head says.
     """
+    lm_head = recipe.head
     if lm_head is not None and found.head is None:
         raise ValueError("lm_head: expected a model whose output embedding is a Linear, found none")
     chosen, skipped = {}, {}
@@ -256,6 +242,8 @@ def choose(
         if lm_head is not None and name == found.head:
             if (problem := reason or found.why_unfit(name)) is not None:
                 raise ValueError(f"lm_head: {name}: {problem}")
+        elif reason is None and recipe.leaves(name):
+            reason = "left out by ignore"
         elif reason is None and filter is None:
             reason = found.why_unwise(name)
         elif reason is None and not filter(name, module):
@@ -269,49 +257,16 @@ def choose(
     return chosen, skipped
 
 
-def grouping_of_4_bits(
-    activation: str, group_size: int | str | None, symmetric: bool | None, calibrated: bool = False
-) -> dict[str, Any]:
-    """`quantize_w4`'s group_size and symmetric, where the user may have said one or both.
-
-    Of whom neither said: 128 and no zero points if there is calibration. Weights alone keep a real model's results best
-    with groups of 32 and zero points (docs/quantize.md), which do not go with activations that have a scale per block.
-    """
-    if group_size is None and symmetric is None and not calibrated:
-        return {"group_size": 32, "symmetric": activation_named(activation).block}
-    return {
-        "group_size": 128 if group_size is None else group_size,
-        "symmetric": True if symmetric is None else symmetric,
-    }
-
-
-def check_options(bits: int, lm_head: str | None, scheme: str | None = None, activation: str | None = None) -> None:
-    if bits not in LINEARS:
-        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
-    if scheme not in (None, *SCHEMES):
-        raise ValueError(f"scheme: expected None or one of {', '.join(SCHEMES)}, got {scheme!r}")
-    if scheme is not None and bits != 4:
-        raise ValueError(f"bits: expected 4 with scheme={scheme!r}, got {bits}")
-    if scheme is not None and activation is not None:
-        check = quantize_mxfp4.check_lhs if scheme == "mxfp4" else quantize_two_level.check_lhs
-        check(activation_named(activation).dtype, "activation")
-    if lm_head is not None and lm_head not in ACTIVATIONS:
-        raise ValueError(f"lm_head: expected None or one of {', '.join(ACTIVATIONS)}, got {lm_head!r}")
-
-
 def quantised(
-    found: Replaceable, name: str, module: torch.nn.Module, *, lm_head: str | None, bits: int,
-    scheme: str | None = None, **options: Any,
+    found: Replaceable, name: str, module: torch.nn.Module, recipe: Recipe, *,
+    device: torch.device | str | int | None = None, moments: Any = None,
 ) -> PackedLinear | PackedExperts:  # fmt: skip
     """The layer for a module of that name, which `choose` chose."""
-    if lm_head is not None and name == found.head:
-        return LINEARS[8].from_linear(module, activation=lm_head, device=options.get("device"))
     if name in found.experts:
-        return quantised_experts(module, found.experts[name], bits=bits, scheme=scheme, **options)
-    if scheme is not None:
-        make = W4A8Linear.from_linear_mxfp4 if scheme == "mxfp4" else W4A8Linear.from_linear_two_level
-        return make(module, **options)
-    return LINEARS[bits].from_linear(module, **options)
+        return quantised_experts(module, found.experts[name], recipe, device=device, moments=moments)
+    if name == found.head and recipe.head is not None:
+        recipe, moments = recipe.head, None
+    return LINEARS[recipe.bits].by_recipe(module, recipe, device=device, moments=moments)
 
 
 def warn_of_experts(model: torch.nn.Module, report: Report, call: str) -> None:

@@ -9,20 +9,16 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from jitgemm.activations.reference import gated
-from jitgemm.activations.scheme import Gate, activation_named
+from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.dtypes import torch_dtype
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight
-from jitgemm.weight.quantize import quantize_w4, quantize_w8
-from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4
-from jitgemm.weight.quantize_two_level import quantize_w4_two_level
+from jitgemm.nn.recipe import Recipe
+from jitgemm.weight.packed import Weight
 
 PARAMETERS = {2: ("gate_up_proj", "down_proj"), 1: ("up_proj", "down_proj")}
 """What transformers calls w13 and w2, by `Gate.inputs`; their biases have _bias behind."""
@@ -148,30 +144,19 @@ def intermediate(module: torch.nn.Module, layout: ExpertsLayout, x: torch.Tensor
     return gated(torch.nn.functional.linear(x, w, bias).float(), layout.gate).to(x.dtype)
 
 
-SCHEMES: dict[str, Any] = {"mxfp4": quantize_mxfp4, "two-level": quantize_w4_two_level}
-"""What quantises to 4 bits that are no plain integers, by the names that `quantize_` has for them."""
-
-
 def quantised_experts(
-    module: torch.nn.Module, layout: ExpertsLayout, *, bits: int = 4, scheme: str | None = None, activation: str = "e4m3",
-    device: torch.device | str | int | None = None,
-    moments: Sequence[Sequence[torch.Tensor | None]] | None = None, **options: Any,
+    module: torch.nn.Module, layout: ExpertsLayout, recipe: Recipe, *, device: torch.device | str | int | None = None,
+    moments: Sequence[Sequence[torch.Tensor | None]] | None = None,
 ) -> PackedExperts:  # fmt: skip
-    """A layer whose weights are the module's, quantised by `quantize_w4`, one of SCHEMES or `quantize_w8`, which see
-    for the options.
+    """A layer whose weights are the module's, quantised by a recipe.
 
     Args:
-        scheme: None, or one of SCHEMES.
         moments: those of each expert's inputs, first of w13, then of w2.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or a weight has no such form.
     """
-    lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
-    makers: dict[int, Any] = {4: (W4Weight, quantize_w4, {"group_size": 128}), 8: (W8Weight, quantize_w8, {})}
-    kind, quantise, defaults = makers[bits] if scheme is None else (W4Weight, SCHEMES[scheme], {})
-    options = defaults | options
 
     def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""
@@ -181,15 +166,15 @@ def quantised_experts(
         def make(e: int) -> Weight:
             try:
                 w_e = w[e] if device is None else w[e].to(device)
-                more = {} if of_name is None or of_name[e] is None else {"moments": of_name[e].to(w_e.device)}
-                return quantise(w_e, lhs_dtype=lhs_dtype, **options, **more)
+                of_e = None if of_name is None else of_name[e]
+                return recipe.apply(w_e, None if of_e is None else of_e.to(w_e.device))
             except ValueError as error:
                 raise ValueError(f"{name}[{e}]: {error}") from error
 
-        return kind.stacked(layout.experts, make)
+        return recipe.quantiser.kind.stacked(layout.experts, make)
 
     with torch.no_grad():
         weights = [quantised(name) for name in layout.parameters]
         names = layout.biases if layout.bias else ()
         biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in names]
-    return packed_experts(*weights, *biases, gate=layout.gate, activation=activation, top_k=layout.top_k)
+    return packed_experts(*weights, *biases, gate=layout.gate, activation=recipe.inputs, top_k=layout.top_k)

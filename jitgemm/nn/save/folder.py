@@ -20,6 +20,7 @@ from jitgemm.checkpoint.writing import Stored, stored_in, write_safetensors, wri
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import FACTOR_GROUP
 from jitgemm.nn.load.layer_source import LayerSource
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.save.places import Places
 from jitgemm.nn.save.source import Source
 from jitgemm.nn.save.unfinished import Unfinished
@@ -31,24 +32,16 @@ _FOLDERS = ("additional_chat_templates",)
 """Folders that belong to a tokenizer."""
 
 
-def quantization_config(
-    model: torch.nn.Module, places: Places, inputs: str, group_size: int | None = None, symmetric: bool = True,
-    scheme: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What config.json says of the layers that stand in the model.
-
-    Args:
-        inputs: "float" (e4m3) or "int", the type that they are quantised to.
-        group_size, symmetric: of the layers of 4 bits.
-        scheme: "mxfp4" or "two-level" where these are.
-    """
-    if scheme == "two-level":
+def quantization_config(model: torch.nn.Module, places: Places, recipe: Recipe) -> dict[str, Any]:
+    """What config.json says of the layers that stand in the model, which a recipe has quantised."""
+    if recipe.scheme == "two-level":
         return {
             "quant_method": qserve.METHOD,
             "wbits": 4,
             "group_size": FACTOR_GROUP,
             "modules_to_not_convert": places.ignore,
         }
+    inputs = "float" if recipe.lhs_dtype.is_floating_point else "int"
     layers: dict[int, list[str]] = {4: [], 8: []}
     for layer in places.layers:
         layers[places.bits(model, layer)].append(layer)
@@ -57,7 +50,8 @@ def quantization_config(
     four = [rf"re:(.*\.)?({'|'.join(last)})$"] if layers[8] else ["Linear"]
     eight = layers[8] if layers[4] else ["Linear"]
     groups = [written_group(eight, 8, inputs)] if layers[8] else []
-    groups += [written_group(four, 4, inputs, group_size, symmetric, scheme)] if layers[4] else []
+    grouping = recipe.group, recipe.symmetric is not False, recipe.scheme
+    groups += [written_group(four, 4, inputs, *grouping)] if layers[4] else []
     return written_config(groups, places.ignore)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -25,11 +25,11 @@ from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.plan import plan_for
-from jitgemm.nn.quantize.quantize import grouping_of_4_bits
 from jitgemm.nn.quantize.replaceable import PACKED
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.save.source import config_of, import_transformers
-from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, in_common
+from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, decided_by_values, in_common
 from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
 
@@ -106,7 +106,7 @@ def models_ahead(
     tp: int = 1,
     ep: int = 1,
     activation: str | None = None,
-    quantise: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
     orders: Sequence[str] = ("any", "e4m3"),
     batch_invariant: bool = False,
 ) -> Iterator[torch.nn.Module]:
@@ -118,7 +118,7 @@ def models_ahead(
         use: "linear", as `load_` leaves it; "compiled", under torch.compile; "vllm".
         tp, ep: ranks that share Linears, by the model's own plan or as vLLM cuts them, and experts.
         activation: as in `load_`.
-        quantise: of a model in floats, bits and options as `quantize_` takes them.
+        recipe: of a model in floats; None: as `quantize_` takes it by itself, for this activation.
         orders: of codes of such a model: "any", and "e4m3" for weights that happen to have no code -8.
 
     Raises:
@@ -131,26 +131,24 @@ def models_ahead(
         raise ValueError(
             f"{folder}: expected the safetensors files of a model that is quantised already, as its config "
             f"says ({config.get('quant_method')}): their headers say which layers are, and the types of scales; found "
-            "none. Without files the layers' shapes and formats have to be given instead (--shape N,K --scale-dtype ...)"
+            "none. Without files the layers' shapes and formats have to be given instead (--shape N,K --weight NAME)"
         )
     checkpoint = Checkpoint(str(folder)) if files else None
-    given = dict(quantise or {}) | {"activation": activation or "e4m3"}
-    bits = given.pop("bits", 4)
-    if bits == 4:
-        given |= grouping_of_4_bits(given["activation"], given.pop("group_size", None), given.pop("symmetric", None))
-    for rank, order in product(range(max(tp, ep)), orders):
+    wanted = recipe or Recipe.of({"activation": activation})
+    decided = decided_by_values(wanted, orders)
+    for rank, values in product(range(max(tp, ep)), decided):
         model = model_of(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = None if checkpoint is None else plan_for(model, checkpoint, None, activation, None, ["*"], False)
         read = plan is not None and (plan.layers or config)
-        if read and order != orders[0]:
+        if read and values is not decided[0]:
             continue
-        if read and (quantise or not plan.layers):
-            why = "no bits, group size, zero points, scale type and codes, as its files say all that"
+        if read and (recipe or not plan.layers):
+            why = "no recipe, as its files say all that"
             why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
             raise ValueError(f"{folder}: expected {why}")
-        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, bits, order, given)
+        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, wanted, values)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts)
         for layer in made.modules():

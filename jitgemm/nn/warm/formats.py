@@ -13,7 +13,8 @@ from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.layouts import N
 from jitgemm.checkpoint.reader import errors_that_name
-from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import K_ALIGNMENT, WeightFormat
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
@@ -21,6 +22,7 @@ from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
 from jitgemm.nn.quantize.quantize import choose
 from jitgemm.nn.quantize.replaceable import Replaceable
+from jitgemm.nn.recipe import Recipe
 
 ROWS = 128
 """Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
@@ -165,31 +167,48 @@ def _tells(layer: LayerSource, format: WeightFormat) -> bool:
 
 
 class LayersOfFloats:
-    """The same as `quantize_` makes them; order: of codes that may be e4m3's own, which values decide."""
+    """The same as `quantize_` makes them; values: what those of weights decide of a format, one of `decided_by_values`."""
 
     head = None
 
-    def __init__(self, model: torch.nn.Module, bits: int, order: str, options: Mapping[str, Any]):
-        self.model, self.bits, self.order, self.options = model, bits, order, options
-        found = Replaceable(model)
-        self.places, _ = choose(model, found, None)
-        self.experts = {name: found.experts[name] for name in self.places if name in found.experts}
+    def __init__(self, model: torch.nn.Module, recipe: Recipe, values: Mapping[str, Any]):
+        self.model, self.recipe, self.values = model, recipe, values
+        self.found = Replaceable(model)
+        self.places, _ = choose(model, self.found, None, recipe)
+        self.experts = {name: self.found.experts[name] for name in self.places if name in self.found.experts}
 
     def look(self, name: str, cut: Cut | None) -> Look:
         linear: Any = self.model.get_submodule(name)
-        return self._look(linear.out_features, linear.in_features, cut, None if linear.bias is None else torch.float32)
+        bias = None if linear.bias is None else torch.float32
+        recipe = self.recipe.head if name == self.found.head else None
+        return self._look(linear.out_features, linear.in_features, cut, bias, recipe)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
         return self._look(*self.experts[name].sizes[part], cut)
 
-    def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None) -> Look:
-        fast = {"clip_steps": 0} if self.bits == 4 else {}
-        few = LINEARS[self.bits].from_linear(torch.nn.Linear(k, 8, bias=False), **fast, **self.options)
-        weight, lhs = few.weight, few.lhs_dtype
+    def _look(
+        self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None, recipe: Recipe | None = None
+    ) -> Look:
+        values = self.values if recipe is None else {}
+        recipe = recipe or self.recipe
+        fast = replace(recipe, clip_steps=0) if "clip_steps" in recipe.quantiser.options else recipe
+        few = fast.apply(torch.nn.Linear(k, 8, bias=False).weight.detach())
         if cut is not None and cut.dim == "k":
-            weight = part_of_weight(weight, *cut, lhs)
+            few = part_of_weight(few, *cut, recipe.lhs_dtype)
         elif cut is not None:
             n //= cut.world
-        open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
-        format = replace(weight.format, order=self.order) if open else weight.format
-        return Look(n, weight.k, weight.group_size, format, few.activation, bias)
+        format = replace(few.format, **values)
+        return Look(n, few.k, _group_size(format, few.group_size, few.k), format, recipe.inputs, bias)
+
+
+def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, Any]]:
+    """What values of weights that a recipe quantises decide of their formats, in every way that they may.
+
+    Args:
+        orders: of codes whose order values decide: "any", and "e4m3" for weights that happen to have no code -8.
+    """
+    format = recipe.apply(torch.zeros(8, K_ALIGNMENT, device="cpu")).format
+    if format.powers:
+        return [{"group_size": size} for size in CODES[format.code].group_sizes]
+    open = format.bits == 4 and not format.zero_point and recipe.lhs_dtype is torch.float8_e4m3fn
+    return [{"order": order} for order in orders] if open else [{}]
