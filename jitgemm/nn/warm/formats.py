@@ -198,6 +198,8 @@ class LayersOfFloats:
         elif cut is not None:
             n //= cut.world
         format = replace(few.format, **values)
+        if format.group_size >= few.k:
+            format = replace(format, group_size=0)
         return Look(n, few.k, _group_size(format, few.group_size, few.k), format, recipe.inputs, bias)
 
 

@@ -1,0 +1,160 @@
+"""Doors and recipes: what quantises a model in floats makes the same packed bytes of it, wherever it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_layers import experts as sglang_experts
+from sglang_layers import running
+from test_cli_quantize import MOE, emptied, folder_of, model_of
+from test_vllm import experts, load, load_experts, made, process, rank, row, vllm_is_there  # noqa: F401 - a fixture
+from test_sglang import made as sglang_made
+from test_sglang import row as sglang_row
+
+import jitgemm.nn
+from jitgemm.cli import main
+from jitgemm.nn.recipe import Recipe
+from jitgemm.nn.warm.ahead import models_ahead
+
+transformers = pytest.importorskip("transformers", minversion="5")
+SIZES = MOE | {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 128}
+LINEARS = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+EXPERTS = "model.layers.0.mlp.experts"
+RECIPES = {
+    "nothing said": {},
+    "groups": {"group_size": 32},
+    "a scale per row": {"group_size": -1},
+    "groups with zero points": {"group_size": 64, "symmetric": False},
+    "groups for int8": {"group_size": 32, "activation": "int8"},
+    "e4m3": {"bits": 8},
+    "int8": {"bits": 8, "activation": "int8"},
+    "mxfp4": {"scheme": "mxfp4"},
+    "two-level": {"scheme": "two-level"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = folder_of(tmp_path_factory.mktemp("moe") / "model", model_of("Qwen3Moe", **SIZES))
+    for file in folder.glob("token*"):  # nothing to evaluate with
+        file.unlink()
+    return folder
+
+
+def floats(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def by_quantize(folder, said, tmp_path):
+    model = floats(folder)
+    jitgemm.nn.quantize_(model, **said)
+    return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
+
+
+def by_hf(folder, said, tmp_path):
+    hf = pytest.importorskip("jitgemm.hf")
+    config = hf.JitGemmConfig(**said)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
+    return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
+
+
+def by_command(folder, said, tmp_path):
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in said.items() if name != "symmetric"]
+    options += ["--zero-point"] if said.get("symmetric") is False else []
+    with pytest.raises(SystemExit) as exit:
+        main(["quantize", str(folder), str(tmp_path / "out"), "--device", "cpu", "--data", "none", *options])
+    assert not exit.value.code
+    model = emptied(tmp_path / "out")
+    jitgemm.nn.load_(model, tmp_path / "out", activation=said.get("activation"))
+    return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
+
+
+def tensors_of_experts(model):
+    layout = model.get_submodule(EXPERTS)
+    found = {}
+    for e in range(SIZES["num_experts"]):
+        gate, up = layout.gate_up_proj[e].detach().chunk(2)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": layout.down_proj[e].detach()}
+        found |= {(e, proj): {"weight": weight} for proj, weight in parts.items()}
+    return found
+
+
+def in_engine(folder, config, context, linear, fused):
+    model, made = floats(folder), {}
+    with context:
+        for name in LINEARS:
+            weight = model.get_submodule(name).weight.detach()
+            layer = linear(config, *weight.shape[::-1], prefix=name)
+            load(layer, {"weight": weight})
+            made[name] = process(layer)
+        layer = fused(config)
+        load_experts(layer, EXPERTS, tensors_of_experts(model))
+        made[EXPERTS] = process(layer)
+    return made
+
+
+FUSED = SIZES["num_experts"], SIZES["hidden_size"], SIZES["moe_intermediate_size"]
+
+
+def by_vllm(folder, said, tmp_path):
+    return in_engine(folder, made(None, said), rank(), row, lambda config: experts(config, EXPERTS, FUSED, 2))
+
+
+def by_sglang(folder, said, tmp_path):
+    with running():
+        config = sglang_made(None, **said)
+
+    return in_engine(
+        folder, config, running(), sglang_row, lambda config: sglang_experts(config, FUSED, 2, prefix=EXPERTS)
+    )
+
+
+DOORS = {"quantize_": by_quantize, "hf": by_hf, "command": by_command, "vLLM": by_vllm, "SGLang": by_sglang}
+
+
+def same(layer, weight: torch.Tensor, recipe: Recipe, door: str) -> bool:
+    """Whether a layer's weight and activation are the recipe's, byte for byte."""
+    made = recipe.apply(weight)
+    expected, found = made.state_dict(), layer.weight.state_dict()
+    if door == "command" and recipe.scheme == "two-level":  # QServe's files have the same row scales in fp16
+        names = ["blocks", "row_sum"]
+        assert torch.equal(layer.weight.dequantize(), made.dequantize())
+    else:
+        names = list(expected)
+    bytes_of = {name: [tensors[name].view(torch.uint8) for tensors in (found, expected)] for name in names}
+    same = all(torch.equal(*both) for both in bytes_of.values())
+    return same and layer.activation == recipe.inputs and expected.keys() == found.keys()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_makes_the_same_packed_bytes_by_every_recipe(folder, tmp_path, quiet_transformers, door, recipe):
+    said = RECIPES[recipe]
+    if door == "command" and said.get("group_size") == -1:
+        pytest.skip("files of compressed-tensors have groups")
+    recipe = Recipe.of(said)
+    if door == "command" and "positive_scales" in recipe.quantiser.options:
+        recipe = replace(recipe, positive_scales=True)  # as other readers expect them
+    model, found = floats(folder), DOORS[door](folder, said, tmp_path)
+    for name in LINEARS:
+        assert same(found[name], model.get_submodule(name).weight.detach(), recipe, door), name
+    fused = model.get_submodule(EXPERTS)
+    assert same(found[EXPERTS].w13, fused.gate_up_proj.detach(), recipe, door)
+    assert same(found[EXPERTS].w2, fused.down_proj.detach(), recipe, door)
+
+
+@pytest.mark.parametrize("use", ["linear", "vllm"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folder, use, recipe):
+    recipe = Recipe.of(RECIPES[recipe])
+    ahead = [part for model in models_ahead(folder, use, recipe=recipe) for part in model.modules()]
+    there = {(part.weight.n, part.weight.k, part.weight.format) for part in ahead if hasattr(part, "blocks")}
+    model = floats(folder)
+    joined = {"linear": [[name] for name in LINEARS], "vllm": [LINEARS[:3], LINEARS[3:]]}[use]
+    weights = [torch.cat([model.get_submodule(name).weight.detach() for name in names]) for names in joined]
+    fused = model.get_submodule(EXPERTS)
+    for weight in map(recipe.apply, (*weights, fused.gate_up_proj.detach(), fused.down_proj.detach())):
+        assert (weight.n, weight.k, weight.format) in there
