@@ -103,9 +103,9 @@ def without_gpu() -> int:
 
     print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead.")
     shapes = [option for shape in LLAMA_8B for option in ("--shape", shape)]
-    run("warmup", *shapes, "--codes", "tuned", "--device", "h200")
+    run("warmup", *shapes, "--weight", "g128-bf16-e4m3", "--device", "h200")
     run("cache", "info")
-    run("explain", str(16), str(N), str(K), "--codes", "tuned", "--device", "h200", "--top", "3")
+    run("explain", str(16), str(N), str(K), "--weight", "g128-bf16-e4m3", "--device", "h200", "--top", "3")
 
     m = 16
     print(f"\nThe same GEMM through the exact reference: out[{m}, {N}] = lhs[{m}, {K}] · rhs[{N}, {K}]ᵀ")

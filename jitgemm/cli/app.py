@@ -37,7 +37,7 @@ def options(
 
 
 app.command("quantize")(quantize)
-app.command("warmup")(warmup)
+app.command("warmup", cls=common.OfWeights)(warmup)
 app.add_typer(cache_app, name="cache")
-app.command("explain")(explain)
+app.command("explain", cls=common.OfWeights)(explain)
 app.command("env")(env)

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Optional
 
@@ -17,11 +18,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.kernel.codes import CODES, typed_code
-from jitgemm.kernel.formats import BLOCK_K, CORRECTION_TYPES, GROUP_SIZES, K_ALIGNMENT, SUMS, WeightFormat, tuned_order
+from jitgemm.kernel.formats import K_ALIGNMENT, SUMS, WeightFormat, format_named
 
 FOUND, USAGE, FAILED = 1, 2, 3
 """Exit codes other than 0: a check found something, wrong arguments, the work failed."""
@@ -31,26 +32,10 @@ LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 Lhs = Enum("Lhs", {name: name for name in LHS_TYPES}, type=str)
 RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
 """Types of scales, results and unquantised activations. Each is part of a kernel."""
-Correction = Enum("Correction", {name: name for name in CORRECTION_TYPES}, type=str)
 Sums = Enum("Sums", {name: name for name in SUMS}, type=str)
-Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
-"""Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
-NVFP4_ORDERS = {"any": "nvfp4", "tuned": "near"}
-"""Those of NVFP4, which its scales decide: any scales, or such as are near one another in every row."""
-
-_GROUPS = ", ".join(map(str, GROUP_SIZES))
 HELP = {
     "--lhs": "Activations: fp8 (or e4m3), int8.",
-    "--group-size": f"k per scale: {_GROUPS}; channel (or -1).",
-    "--zero-point": "Codes 0..15 with integer zero points.",
-    "--offset": "A float offset per group.",
-    "--correction": "fp16 or bf16: pack_w4(correction=True).",
-    "--bits": "4 or 8.",
-    "--scale-dtype": "Of scales: bf16, fp16, fp32.",
-    "--codes": "Their order: any, or tuned as jitgemm.nn packs.",
-    "--mxfp4": "MXFP4 with --group-size channel, 128, 32.",
-    "--nvfp4": "NVFP4, without --group-size.",
-    "--two-level": "Two levels (QServe), for --lhs int8.",
+    "--weight": "Its format's name, such as g128-bf16-z.",
     "--out": "Of results: bf16, fp16, fp32.",
     "--sums": "f32, f16 (e4m3), exact (int8).",
     "--block-scales": "A scale per token and 128 k.",
@@ -157,74 +142,80 @@ def fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def recipe_of(said: Mapping[str, Any], calibrated: bool = False) -> Any:
-    """`Recipe.of` what options say; a ValueError names the option."""
+def recipe_of(said: Mapping[str, Any], calibrated: bool = False, option: str = "") -> Any:
+    """`Recipe.of` what one option, or options by these names, say; a ValueError names the option."""
     from jitgemm.nn.recipe import Recipe  # with torch
 
     try:
         return Recipe.of(said, calibrated=calibrated)
     except (TypeError, ValueError) as error:
+        if option:
+            raise ValueError(f"{option}: {error}") from error
         name, _, problem = str(error).partition(":")
         flag = {"symmetric": "zero-point"}.get(name, name.replace("_", "-"))
         problem = re.sub(r"\b(scheme|bits)='?([\w-]+)'?", r"--\1 \2", problem)
         raise ValueError(f"--{flag}:{problem}") from error
 
 
-def weight_format(
-    codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4,
-    mxfp4: bool = False, nvfp4: bool = False, two_level: bool = False, correction: str = "",
-) -> WeightFormat:  # fmt: skip
-    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, NVFP4's to
-    have scales near one another, and groups of 128 with 8 bits to be blocks, whose rows share scales.
+def weight_format(name: str, k: int | None = None) -> WeightFormat:
+    """The format of this name, of a weight of k columns: groups of as many or more are one scale per row.
 
     Raises:
-        ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size; MXFP4
-            with another group size, 8 bits, zero points, offsets or int8 activations; NVFP4 with a group size or one of
-            these; two levels with these or e4m3 activations; several of the three. A
-            correction of other weights than of 4 bits in groups, for int8.
+        ValueError: there is no such format, or it needs shorter groups.
     """
-    if two_level:
-        if group_size or zero_point or offset or bits != 4 or lhs != "s8" or mxfp4 or nvfp4:
-            expected = "--lhs int8, without --group-size, --zero-point, --offset, --bits, --mxfp4, --nvfp4"
-            raise ValueError(
-                f"--two-level: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}"
-            )
-        return WeightFormat(0, False, scale_type, "two_level", code="two_level")
-    if correction:
-        group = 0 if group_size >= k else group_size
-        if lhs != "s8" or bits != 4 or not group or mxfp4 or nvfp4 or two_level or (zero_point and offset):
-            expected = "--lhs int8, a --group-size below k and not both of --zero-point and --offset"
-            raise ValueError(f"--correction: expected {expected}, got --group-size {group or 'channel'}, --lhs {lhs}")
-        return WeightFormat(group, zero_point, scale_type, "s8", offset, correction=correction)
-    if nvfp4:
-        if group_size or zero_point or offset or bits != 4 or lhs != "e4m3" or mxfp4:
-            expected = "e4m3 activations, without --group-size, --zero-point, --offset, --bits, --mxfp4"
-            raise ValueError(f"--nvfp4: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}")
-        return WeightFormat(0, False, "fp32", NVFP4_ORDERS[codes.value], code="nvfp4")
-    if mxfp4:
-        size = 0 if group_size >= k else group_size
-        if size not in CODES["e2m1"].group_sizes or zero_point or offset or bits != 4 or lhs != "e4m3":
-            expected = "--group-size channel, 128 or 32 and e4m3 activations, without --zero-point, --offset, --bits"
-            raise ValueError(f"--mxfp4: expected {expected}, got --group-size {group_size or 'channel'}, --lhs {lhs}")
-        return WeightFormat(size, False, "bf16", "e2m1", code="e2m1")
-    code = {code.bits: code for code in (CODES["int4"], CODES[typed_code(lhs)])}.get(bits)
-    if code is None or (zero_point and not code.orders[0].zero_decoders) or (offset and not code.offsets):
-        raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")
-    group = 0 if group_size >= k else group_size
-    if offset and not group:
-        raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
-    orders = {"any": code.orders[0].name, "tuned": tuned_order(lhs, group, zero_point, k, code.name)}
-    strips = code.uniform_strip_scale and group == BLOCK_K
-    return WeightFormat(group, zero_point, scale_type, orders[codes.value], offset, code.name, strips)
+    try:
+        format = format_named(name)
+        if k is None or format.group_size < k:
+            return format
+        return replace(format, group_size=0, uniform_strip_scale=False)
+    except ValueError as error:
+        of_k = "" if k is None else f" with k = {k}"
+        raise ValueError(f"--weight {name}{of_k}: {str(error).partition(';')[0]}") from None
 
 
-def parse_group_size(text: str) -> int:
-    """A group size, 0 for per channel; one that is above all is for layers of at most so many k."""
-    if text in ("channel", "k", "0", "-1"):
-        return 0
-    if text.isdecimal() and (int(text) in GROUP_SIZES or int(text) > GROUP_SIZES[-1]):
-        return int(text)
-    raise ValueError(f"--group-size: expected one of {_GROUPS} or 'channel', got {text!r}")
+_VALUED = ("--group-size", "--bits", "--codes", "--scale-dtype", "--correction")
+_FLAGS = ("--zero-point", "--offset", "--mxfp4", "--nvfp4", "--two-level")
+
+
+class OfWeights(TyperCommand):
+    """A command that had ten options of a weight before it had --weight."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if wanted := named_instead(args):
+            fail(wanted, USAGE)
+        return super().parse_args(ctx, args)
+
+
+def named_instead(args: Sequence[str]) -> str:
+    """What to write instead of options that are gone; "" where there are none."""
+    split = [(name, value or (*args, "")[i + 1]) for i, (name, _, value) in enumerate(a.partition("=") for a in args)]
+    said = {name: value for name, value in split if name in (*_VALUED, *_FLAGS)}
+    if not said:
+        return ""
+    size, scale = said.get("--group-size", ""), said.get("--scale-dtype", "bf16")
+    group = "channel" if size in ("channel", "k", "0", "-1") else f"g{size or 128}"
+    if "--model" in dict(split):
+        names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        recipe: dict[str, Any] = {"bits": 8} if said.get("--bits") == "8" else {}
+        recipe |= {"group_size": int(size) if size.isdecimal() else -1} if size else {}
+        recipe |= {"symmetric": False} if "--zero-point" in said else {}
+        recipe |= {"scale_dtype": names.get(scale, scale)} if "--scale-dtype" in said else {}
+        return f"{', '.join(said)}: expected --recipe '{json.dumps(recipe)}' instead"
+    kind = "s8" if dict(split).get("--lhs") == "int8" else "e4m3"
+    order = kind if said.get("--codes") in ("tuned", "both") else "any"
+    if "--mxfp4" in said:
+        name = f"mx-{group if size else 'channel'}-bf16-e2m1"
+    elif "--nvfp4" in said:
+        name = f"nv-channel-fp32-{'nvfp4' if said.get('--codes') == 'any' else 'near'}"
+    elif "--two-level" in said:
+        name = f"tl-channel-{scale}-two_level"
+    elif said.get("--bits") == "8":
+        name = f"w8-{group}-{scale}{'-b' if group == 'g128' else ''}-{kind}"
+    else:
+        zero, corrects = "--zero-point" in said, said.get("--correction")
+        parts = [group, scale, *["z"] * zero, *["o"] * ("--offset" in said), *([f"x{corrects}"] if corrects else [])]
+        name = "-".join(parts if zero else [*parts, "s8" if corrects else order])
+    return f"{', '.join(said)}: expected --weight {name} instead"
 
 
 def parse_shape(text: str) -> tuple[int, int]:

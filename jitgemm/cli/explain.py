@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any, Optional
 
 import typer
@@ -19,7 +18,6 @@ from jitgemm.select.choose import Candidate, bands, candidates, seen, why
 
 _EXPERTS = "A grouped GEMM of E weights; M tokens choose experts."
 _TOP_K = "Experts that a token chooses."
-_weight = partial(layer_option, rich_help_panel="The weight")
 
 
 @common.guarded
@@ -27,18 +25,9 @@ def explain(
     m: Annotated[int, typer.Argument(min=1, help="Tokens.")],
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
-    lhs: Annotated[common.Lhs, layer_option("--lhs", "Default: fp8.")] = common.Lhs.fp8,
+    weight: Annotated[str, layer_option("--weight", "Default: g128-bf16-any.", metavar="NAME")] = "g128-bf16-any",
+    lhs: Annotated[Optional[common.Lhs], layer_option("--lhs", "Default: fp8, or what it meets.")] = None,
     out: Annotated[common.RealType, layer_option("--out", "Default: bf16.")] = common.RealType.bf16,
-    group_size: Annotated[Optional[str], _weight("--group-size", "Default: 128.", metavar="G")] = None,
-    bits: Annotated[int, _weight("--bits", "Default: 4.", metavar="4|8")] = 4,
-    codes: Annotated[Optional[common.Codes], _weight("--codes", "Default: any, NVFP4: tuned.", metavar="ORDER")] = None,
-    scale_dtype: Annotated[common.RealType, _weight("--scale-dtype", "Default: bf16.")] = common.RealType.bf16,
-    zero_point: Annotated[bool, _weight("--zero-point", metavar=None)] = False,
-    offset: Annotated[bool, _weight("--offset", metavar=None)] = False,
-    correction: Annotated[Optional[common.Correction], _weight("--correction")] = None,
-    mxfp4: Annotated[bool, _weight("--mxfp4", metavar=None)] = False,
-    nvfp4: Annotated[bool, _weight("--nvfp4", metavar=None)] = False,
-    two_level: Annotated[bool, _weight("--two-level", metavar=None)] = False,
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales", metavar=None)] = False,
     e8m0: Annotated[bool, layer_option("--e8m0", metavar=None)] = False,
@@ -58,10 +47,10 @@ def explain(
 
     \b
     Examples (more: docs/commands.md):
-      jitgemm explain 16 4096 4096 --codes tuned --out fp32
-      jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
-      jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
-      jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
+      jitgemm explain 16 4096 4096 --weight g128-bf16-e4m3 --out fp32
+      jitgemm explain 4096 28672 8192 --weight channel-bf16-s8 --device h20
+      jitgemm explain 512 7168 2048 --weight w8-channel-fp32-e4m3
+      jitgemm explain 32 1536 2048 --experts 128 --top-k 8
 
     \b
     Exit codes:
@@ -69,13 +58,8 @@ def explain(
       2  wrong arguments
     """
     target = pick_device(device)
-    codes = codes or (common.Codes.tuned if nvfp4 else common.Codes.any)
-    kind = common.LHS_TYPES[lhs.value]
-    group = common.parse_group_size(group_size or ("channel" if nvfp4 or two_level else "128"))
-    corrected = correction.value if correction else ""
-    format = common.weight_format(
-        codes, kind, group, zero_point, scale_dtype.value, offset, k, bits, mxfp4, nvfp4, two_level, corrected
-    )
+    format = common.weight_format(weight, k)
+    kind = common.LHS_TYPES[lhs.value] if lhs else format.lhs_types[0]
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
@@ -109,7 +93,7 @@ def explain(
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     shared = f"m = {m} is predicted, for kernels of m up to {last}" if seen(problem).m != last else shared
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
-    shared = f"{'MXFP4' if mxfp4 else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
+    shared = f"{'MXFP4' if format.powers else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
     shared = f"two levels; {shared}" if format.factors else shared
     words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
     if device is None and local_device() is None:

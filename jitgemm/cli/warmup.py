@@ -6,6 +6,7 @@ Quantisers of activations do not depend on m.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -34,8 +35,6 @@ from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 
-ORDERS = {"any": [common.Codes.any], "tuned": [common.Codes.tuned], "both": list(common.Codes)}
-CodesSet = Enum("CodesSet", {name: name for name in ORDERS}, type=str)
 Use = Enum("Use", {name: name for name in ("linear", "compiled", "vllm")}, type=str)
 """How --model runs, see `jitgemm.nn.warm.ahead`."""
 
@@ -63,14 +62,15 @@ def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[s
     return found
 
 
-_SHAPES, _FLOATS = "Layers by shape", "Layers by shape, or a --model in 16 bits"
+_SHAPES = "Layers by shape"
 _of_shape, _shape = (partial(option, rich_help_panel=_SHAPES) for option in (typer.Option, layer_option))
-_floats = partial(layer_option, rich_help_panel=_FLOATS)
 _of_model = partial(typer.Option, rich_help_panel="A model")
 _FOLDER = "A Hugging Face folder. Repeatable."
 _USE = "linear, compiled or vllm. Default: linear."
 _QUANTIZER = "Of inputs, such as fp16+rms_norm; or none. Repeatable. Default: --out."
 _KIND = f"{', '.join(ACTIVATIONS)}."
+_RECIPE = "Of floats, as engines take it: '{\"group_size\": 64}'."
+_WEIGHT = "Repeatable. Default: g128-bf16, both orders."
 _STRICT = "Fail if a kernel spills or serialises."
 Some = Optional[list[str]]
 
@@ -87,22 +87,14 @@ def warmup(
     activation: Annotated[
         Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default=False)
     ] = None,
+    recipe: Annotated[Optional[str], _of_model("--recipe", metavar="JSON", help=_RECIPE, show_default=False)] = None,
+    weight: Annotated[Some, _shape("--weight", _WEIGHT, metavar="NAME")] = None,
     lhs: Annotated[Optional[list[common.Lhs]], _shape("--lhs", "Repeatable.")] = None,
-    offset: Annotated[bool, _shape("--offset", metavar=None)] = False,
-    correction: Annotated[Optional[common.Correction], _shape("--correction")] = None,
     block_scales: Annotated[bool, _shape("--block-scales", metavar=None)] = False,
     e8m0: Annotated[bool, _shape("--e8m0", metavar=None)] = False,
     quantizer: Annotated[
         Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default=False)
     ] = None,
-    group_size: Annotated[Optional[str], _floats("--group-size", metavar="G")] = None,
-    zero_point: Annotated[bool, _floats("--zero-point", metavar=None)] = False,
-    bits: Annotated[Optional[int], _floats("--bits", "Default: 4.", metavar="4|8")] = None,
-    mxfp4: Annotated[bool, _shape("--mxfp4", metavar=None)] = False,
-    nvfp4: Annotated[bool, _shape("--nvfp4", metavar=None)] = False,
-    two_level: Annotated[bool, _shape("--two-level", metavar=None)] = False,
-    scale_dtype: Annotated[Optional[common.RealType], _floats("--scale-dtype", "Default: bf16.")] = None,
-    codes: Annotated[Optional[CodesSet], _floats("--codes", "Default: both.", metavar="ORDER")] = None,
     out: Annotated[Optional[list[common.RealType]], layer_option("--out")] = None,
     sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
     batch_invariant: common.BatchInvariant = False,
@@ -125,7 +117,7 @@ def warmup(
     Examples (docs/commands.md has more, and what each option means):
       jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --device h100-sxm
       jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --check && echo warm
-      jitgemm warmup --shape 4096,14336 --lhs int8 --quantizer bf16+affine
+      jitgemm warmup --shape 4096,14336 --weight g128-bf16-s8 --quantizer bf16+affine
 
     \b
     Exit codes:
@@ -136,40 +128,28 @@ def warmup(
     """
     if not shape and not model:
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model FOLDER")
-    if not model and (tp > 1 or ep > 1 or use is not Use.linear or activation):
+    if not model and (tp > 1 or ep > 1 or use is not Use.linear or activation or recipe):
         raise ValueError(
-            "--for, --tp, --ep and --activation are for a --model; a --shape is taken as one rank's already"
+            "--for, --tp, --ep, --activation and --recipe are for a --model; a --shape is taken as one rank's already"
         )
-    if not shape and (lhs or offset or correction or block_scales or e8m0 or quantizer or mxfp4 or nvfp4 or two_level):
+    if not shape and (lhs or weight or block_scales or e8m0 or quantizer):
         raise ValueError(
-            "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
-            "off it, except --activation"
+            "--lhs, --weight, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
+            "off it, except --activation and --recipe"
         )
     target = pick_device(device)
     outs = [choice.value for choice in out or []]
-    orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
-    sizes = [group]
-    if nvfp4:
-        sizes = [group] if group_size else [0]
-    elif two_level:
-        orders, sizes = orders[:1], [group] if group_size else [0]
-    elif mxfp4:
-        orders, sizes = orders[:1], [group] if group_size else [0, 128, 32]
-    corrected = correction.value if correction else ""
-    scale_type, width = scale_dtype.value if scale_dtype else "bf16", {None: 4}.get(bits, bits)
-    lhs_types = [common.LHS_TYPES[choice.value] for choice in lhs or [common.Lhs.fp8]]
+    weights = _weights([common.LHS_TYPES[choice.value] for choice in lhs or ()], weight or ())
     quantizers = pick_quantizers(quantizer or outs or ["bf16"], block_scales)
     groups = {LHS_GROUP if block_scales or e8m0 or flags.get("block") else 0 for _, flags in quantizers or [("", {})]}
     found: list[tuple[Any, str]] = []
-    for (n, k), kind in product(map(common.parse_shape, shape or ()), lhs_types):
-        sums_of = {"correction": (corrected, group)} if corrected else {}
+    for (n, k), (kind, name) in product(map(common.parse_shape, shape or ()), weights):
+        format = common.weight_format(name, k)
+        sums_of = {"correction": format.lhs_sums} if format.lhs_sums else {}
         specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags, **sums_of)]
-        for order, size, result, lhs_group in product(orders, sizes, outs or ["bf16"], sorted(groups)):
-            format = common.weight_format(
-                order, kind, size, zero_point, scale_type, offset, k, width, mxfp4, nvfp4, two_level, corrected
-            )
+        for result, lhs_group in product(outs or ["bf16"], sorted(groups)):
             more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
-            more["sums"] = "f32" if len(sizes) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
+            more["sums"] = "f32" if len(weights) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)
             specs += [replace(spec, debug=settings.debug()) for spec in gemms]
         found += [(spec, f"shape {n}x{k}") for spec in specs]
@@ -177,16 +157,12 @@ def warmup(
         from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
         from jitgemm.nn.warm.warm import kernels
 
-        said: dict[str, Any] = {"bits": bits} if bits else {}
-        said |= {"group_size": group or 1 << 30} if group_size else {}
-        said |= {"symmetric": False} if zero_point else {}
-        said |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
-        recipe = common.recipe_of(said | {"activation": activation}) if said else None
-        of_layers = None if sums.value == "f32" else sums.value
-        of_model = [{"any": "any", "tuned": "e4m3"}[order.value] for order in orders]
+        wanted = None if recipe is None else _recipe(recipe, activation)
+        of_layers = sums.value if sums.value != "f32" or wanted is None else wanted.sums
+        of_layers = None if of_layers == "f32" else of_layers
         for folder in model:
             folder = folder.parent if folder.name == "config.json" else folder
-            for each in models_ahead(folder, use.value, tp, ep, activation, recipe, of_model, batch_invariant):
+            for each in models_ahead(folder, use.value, tp, ep, activation, wanted, batch_invariant=batch_invariant):
                 types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
                 needed = kernels(each, max_m, types, device or target.name, use is Use.compiled, of_layers)
                 found += [(spec, layer) for spec, _, layer in needed]
@@ -217,6 +193,34 @@ def warmup(
         raise typer.Exit(common.FAILED)
     if check and missing:
         raise typer.Exit(common.FOUND)
+
+
+def _weights(lhs: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """(type of activations, format's name) of each weight that a --shape has. ValueError for a format that meets none of
+    the types."""
+    if not names:
+        return [(kind, f"g128-bf16-{order}") for kind in lhs or ["e4m3"] for order in ("any", kind)]
+    found = []
+    for name in names:
+        types = common.weight_format(name).lhs_types
+        met = [kind for kind in lhs or types[:1] if kind in types]
+        if not met:
+            raise ValueError(f"--lhs: expected {' or '.join(types)} with --weight {name}, got {', '.join(lhs)}")
+        found += [(kind, name) for kind in met]
+    return found
+
+
+def _recipe(text: str, activation: str | None) -> Any:
+    """What --recipe says. ValueError where it does not, or says another activation than --activation."""
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--recipe: expected JSON, got {text!r}: {error}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"--recipe: expected options by name, got {text!r}")
+    if activation not in (None, said.get("activation", activation)):
+        raise ValueError(f"--activation: expected {said['activation']}, as --recipe says, got {activation}")
+    return common.recipe_of({"activation": activation} | said, option="--recipe")
 
 
 def _compile(jobs: list[Job], threads: int) -> None:

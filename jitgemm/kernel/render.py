@@ -8,11 +8,13 @@ carried.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, function_name, headers
+from jitgemm.kernel.formats import BLOCK_K
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import direct_lhs, fragment_sets, multiply_widths, pins_shared_base, prefetch_stages
 from jitgemm.kernel.tactics import promote_records, spares_fragments, units_in_flight, yields
@@ -218,24 +220,9 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
 def _warmup(spec: KernelSpec) -> str:
     """The command that compiles a kernel of this format ahead of time."""
     fmt = spec.format
-    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8"]
-    flags += [] if fmt.inner_scales or fmt.factors else ["--group-size", str(fmt.group_size or "channel")]
-    flags += [flag for flag, given in (("--zero-point", fmt.zero_point), ("--offset", fmt.offset)) if given]
-    # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
-    if fmt.powers:
-        flags += ["--mxfp4"]
-    elif fmt.inner_scales:
-        flags += ["--nvfp4"]
-    elif fmt.factors:
-        flags += ["--two-level"]
-    elif fmt.group_size and fmt.scale_type != "bf16":
-        flags += ["--scale-dtype", fmt.scale_type]
-    if fmt.correction:
-        flags += ["--correction", fmt.correction]
-    elif fmt.typed:
-        flags += ["--bits", str(fmt.bits)]
-    elif not (fmt.zero_point or fmt.powers or fmt.factors):
-        flags += ["--codes", "tuned" if fmt.tuned else "any"]
+    if fmt.typed and fmt.group_size == BLOCK_K:  # most such weights are in blocks
+        fmt = replace(fmt, uniform_strip_scale=True)
+    flags = ["--weight", fmt.name, "--lhs", "int8" if spec.lhs == "s8" else "fp8"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]
     if spec.out != "bf16":

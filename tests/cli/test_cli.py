@@ -50,7 +50,7 @@ from jitgemm.select.devices import device_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
-FEW = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any")
+FEW = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--weight", "g128-bf16-any")
 """A GEMM kernel and a quantiser."""
 
 
@@ -256,17 +256,19 @@ def test_dry_run_and_check_compile_nothing(run, cache_dir):
 
 def test_options_change_the_kernels(run):
     def labels(*options: str) -> list[str]:
-        options = ("--codes", "any", "--quantizer", "none", *options)
+        weight = () if "--weight" in options else ("--weight", "g128-bf16-any")
+        options = (*weight, "--quantizer", "none", *options)
         return [kernel["label"] for kernel in run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]]
 
     assert all(label.startswith("e4m3-g128-bf16-m") for label in labels())
     assert all(label.startswith("s8-") for label in labels("--lhs", "int8"))
     assert {label.partition("-")[0] for label in labels("--lhs", "int8", "--lhs", "fp8")} == {"s8", "e4m3"}
-    zero = labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16")
-    assert all(label.startswith("e4m3-g32z-fp16-") for label in zero)
-    assert all(label.startswith("e4m3-channel-") for label in labels("--group-size", "channel"))
-    assert labels("--group-size", "-1") == labels("--group-size", "channel") == labels("--group-size", "8192")
-    assert all(label.startswith("e4m3-g128o-bf16-") for label in labels("--offset"))
+    assert all(label.startswith("e4m3-g32z-fp16-") for label in labels("--weight", "g32-fp16-z"))
+    channel = labels("--weight", "channel-bf16-any")
+    assert all(label.startswith("e4m3-channel-") for label in channel)
+    assert channel == labels("--weight", "g256-bf16-any") != labels("--weight", "g64-bf16-any")
+    assert all(label.startswith("s8fast-") for label in labels("--weight", "g128-bf16-s8"))
+    assert all(label.startswith("e4m3-g128o-bf16-") for label in labels("--weight", "g128-bf16-o-any"))
     outs = labels("--out", "fp16", "--out", "bf16", "--out", "fp32")
     assert {label.split("-")[3] for label in outs if "-to" in label} == {"tofp16", "tofp32"}
     assert set(labels()) < set(outs)
@@ -274,15 +276,16 @@ def test_options_change_the_kernels(run):
 
 @pytest.mark.parametrize("lhs", ["fp8", "int8"])
 def test_codes_are_those_of_pack_w4_with_and_without_lhs_dtype(run, lhs):
-    def kernels(codes: str) -> dict[str, str]:
-        options = ("--lhs", lhs, "--codes", codes, "--quantizer", "none", "--dry-run", "--json")
+    def kernels(*weights: str) -> dict[str, str]:
+        given = [part for weight in weights for part in ("--weight", f"g128-bf16-{weight}")]
+        options = ("--lhs", lhs, *given, "--quantizer", "none", "--dry-run", "--json")
         return {kernel["key"]: kernel["label"] for kernel in run("warmup", *LAYER, *options).json["kernels"]}
 
-    any_codes, tuned = kernels("any"), kernels("tuned")
     name = {"fp8": "e4m3", "int8": "s8"}[lhs]
+    any_codes, tuned = kernels("any"), kernels(name)
     assert {label.split("-")[0] for label in any_codes.values()} == {name}
     assert {label.split("-")[0] for label in tuned.values()} == {f"{name}fast"}
-    assert kernels("both") == any_codes | tuned
+    assert kernels("any", name) == kernels() == any_codes | tuned
 
 
 @pytest.mark.parametrize(
@@ -297,8 +300,8 @@ def test_codes_are_those_of_pack_w4_with_and_without_lhs_dtype(run, lhs):
         ("s8", 128, False, 96, {"group_size": 128}),
     ],
 )
-@pytest.mark.parametrize("codes", list(common.Codes))
-def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, codes):
+@pytest.mark.parametrize("tuned", [False, True])
+def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, tuned):
     import torch
 
     import jitgemm
@@ -306,15 +309,17 @@ def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, c
     q = torch.zeros(8, k, dtype=torch.uint8 if zero_point else torch.int8)
     scale = torch.ones(8, -(-k // options["group_size"]), dtype=torch.bfloat16)
     zero = torch.zeros(scale.shape, dtype=torch.uint8) if zero_point else None
-    dtype = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}[lhs] if codes is common.Codes.tuned else None
+    dtype = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}[lhs] if tuned else None
     weight = jitgemm.pack_w4(q, scale, zero, lhs_dtype=dtype, **options)
-    assert common.weight_format(codes, lhs, group_size, zero_point, "bf16", False, k) == weight.format
+    group = f"g{group_size}" if group_size else "channel"
+    name = f"{group}-bf16-{'z' if zero_point else weight.format.order}"
+    assert common.weight_format(name, k) == common.weight_format(weight.format.name) == weight.format
 
 
 @pytest.mark.parametrize("k", [16, 48, 496])
 def test_columns_in_multiples_of_16_are_explained_and_warmed_up(run, k):
     assert run("explain", "16", "72", str(k), "--device", "h200", "--json").json["chosen"]
-    done = run("warmup", "--shape", f"72,{k}", "--max-m", "8", "--device", "h200", "--codes", "any", "--dry-run")
+    done = run("warmup", "--shape", f"72,{k}", "--max-m", "8", "--device", "h200", "--dry-run")
     assert done.code == 0
 
 
@@ -325,24 +330,24 @@ def test_weights_of_8_bits_are_those_of_pack_w8(run):
     from jitgemm.kernel.spec import KernelSpec
 
     weight = jitgemm.pack_w8(torch.zeros(8, 256, dtype=torch.int8), torch.ones(8, 2), group_size=128)
-    for codes in common.Codes:
-        assert common.weight_format(codes, "s8", 128, False, "fp32", False, 256, 8) == weight.format
-    arguments = ["--bits", "8", "--lhs", "int8", "--scale-dtype", "fp32"]
+    assert common.weight_format(weight.format.name, 256) == weight.format
+    arguments = ["--weight", weight.format.name]
     label = run("explain", "64", "4096", "7168", *arguments, "--json").json["chosen"]
     assert KernelSpec.from_label(label).format == weight.format.kernel_format
     kernels = run("warmup", "--shape", "4096,7168", *arguments, "--dry-run", "--json").json["kernels"]
     assert label in [kernel["label"] for kernel in kernels]
     assert len({kernel["key"] for kernel in kernels}) == len(kernels)
-    for wrong in (["--zero-point"], ["--offset"], ["--bits", "5"]):
-        done = run("explain", "64", "4096", "7168", *arguments, *wrong)
-        assert done.code == 2 and "--bits: expected 4, or 8 without --zero-point and --offset, got" in done.stderr
+    done = run("explain", "64", "4096", "7168", *arguments, "--lhs", "fp8")
+    assert done.code == 2 and "format: expected order 'any' or 'e4m3', as lhs is, got 's8'" in done.stderr
 
 
-@pytest.mark.parametrize("form", [["--codes", "tuned"], ["--zero-point"], ["--mxfp4"]], ids=" ".join)
+@pytest.mark.parametrize("form", ["g128-bf16-e4m3", "g128-bf16-z", "mx-g128-bf16-e2m1"])
 def test_kernels_that_add_up_in_f16_are_explained_and_warmed_up(run, form):
-    chosen = run("explain", "4096", "4096", "4096", *form, "--sums", "f16", "--device", "h200", "--json").json["chosen"]
+    chosen = run(
+        "explain", "4096", "4096", "4096", "--weight", form, "--sums", "f16", "--device", "h200", "--json"
+    ).json["chosen"]
     assert "-f16" in chosen
-    options = ["--shape", "4096,4096", *form, "--max-m", "4096", "--device", "h200", "--dry-run", "--json"]
+    options = ["--shape", "4096,4096", "--weight", form, "--max-m", "4096", "--device", "h200", "--dry-run", "--json"]
     found = {sums: {each["label"] for each in run("warmup", *options, "--sums", sums).json["kernels"]} for sums in SUMS}
     assert chosen in found["f16"] and not any("-f16" in label for label in found["f32"])
     assert (
@@ -355,24 +360,16 @@ SUMS = ("f32", "f16")
 
 
 def test_sums_that_a_kernel_cannot_have_are_named(run):
-    for wrong in (["--lhs", "int8", "--sums", "f16"], ["--group-size", "channel", "--sums", "f16"]):
+    for wrong in (["--lhs", "int8", "--sums", "f16"], ["--weight", "channel-bf16-any", "--sums", "f16"]):
         assert "sums: expected 'f32' except for e4m3" in run("explain", "16", "4096", "4096", *wrong).stderr
     done = run("explain", "16", "4096", "4096", "--sums", "exact")
     assert done.code == 2 and "sums: expected 'exact' for int8 activations alone, got it with e4m3" in done.stderr
-    exact = run("explain", "4096", "4096", "4096", "--lhs", "int8", "--codes", "tuned", "--sums", "exact", "--json")
+    exact = run("explain", "4096", "4096", "4096", "--weight", "g128-bf16-s8", "--sums", "exact", "--json")
     assert "parts" not in exact.json["chosen"] and exact.json["problem"]["sums"] == "exact"
 
 
-def test_weights_with_zero_points_have_one_order_of_codes(run):
-    def keys(codes: str) -> set[str]:
-        done = run("warmup", *LAYER, "--zero-point", "--codes", codes, "--dry-run", "--json")
-        return {kernel["key"] for kernel in done.json["kernels"]}
-
-    assert keys("any") == keys("tuned") == keys("both")
-
-
 def test_batch_invariant_kernels_split_k_alike_for_every_m(run):
-    options = ("--shape", "4096,4096", "--device", "h200", "--max-m", "4096", "--quantizer", "none", "--codes", "any")
+    options = ("--shape", "4096,4096", "--device", "h200", "--max-m", "4096", "--quantizer", "none")
 
     def splits(*more: str) -> set[str]:
         kernels = run("warmup", *options, *more, "--dry-run", "--json").json["kernels"]
@@ -514,34 +511,60 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         (["warmup", "--shape", "4096"], "--shape: expected N,K such as 4096,14336, got '4096'"),
         (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
         (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 16, got 40"),
-        (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
-        (["warmup", "--shape", "16,64", "--tp", "2"], "--for, --tp, --ep and --activation are for a --model"),
-        (["warmup", "--shape", "16,64", "--for", "compiled"], "--for, --tp, --ep and --activation are for a --model"),
+        (
+            ["warmup", "--shape", "16,64", "--weight", "g48-bf16-any"],
+            "--weight g48-bf16-any: group_size: expected 0 (per",
+        ),
+        (["explain", "1", "64", "64", "--weight", "int4"], "--weight int4 with k = 64: format: expected the name of a"),
+        (
+            ["warmup", *LAYER, "--weight", "nv-channel-fp32-near", "--lhs", "int8"],
+            "--lhs: expected e4m3 with --weight nv-",
+        ),
+        (["warmup", "--shape", "16,64", "--tp", "2"], "--for, --tp, --ep, --activation and --recipe are for a --model"),
+        (
+            ["warmup", "--shape", "16,64", "--for", "compiled"],
+            "--for, --tp, --ep, --activation and --recipe are for a --model",
+        ),
         (["warmup", "--shape", "16,64", "--for", "nonsense"], "'nonsense' is not one of 'linear', 'compiled', 'vllm'"),
         (
             ["warmup", "--model", "x", "--lhs", "int8"],
-            "--lhs, --offset, --correction, --mxfp4, --nvfp4, --two-level, --block-scales, --e8m0 and --quantizer are for a",
+            "--lhs, --weight, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read off it",
         ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "sms=nan", "--json"], "'sms=nan' must be at least 1"),
         (["explain", "2147483648", "8", "32"], "m: expected 1 to 2147483647, got 2147483648"),
         (["explain", "1", "2147483648", "32"], "n: expected a positive multiple of 8 up to 2147483647"),
-        (["explain", "1", "8", "1048576", "--lhs", "int8", "--group-size", "channel"], "k: expected at most 1048560"),
+        (
+            ["explain", "1", "8", "1048576", "--lhs", "int8", "--weight", "channel-bf16-any"],
+            "k: expected at most 1048560",
+        ),
         (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
         (
             ["warmup", "--model", "/nonexistent"],
             "folder: expected a model's folder that is here, found none at /nonexistent",
         ),
-        (["warmup", *LAYER, "--codes", "fast"], "--codes"),
+        (["warmup", "--model", "x", "--recipe", "bits=8"], "--recipe: expected JSON, got 'bits=8'"),
+        (["warmup", "--model", "x", "--recipe", "[8]"], "--recipe: expected options by name, got '[8]'"),
+        (["warmup", "--model", "x", "--recipe", '{"bits": 5}'], "--recipe: bits: expected 4 or 8, got 5"),
+        (
+            ["warmup", "--model", "x", "--activation", "int8", "--recipe", '{"activation": "e4m3"}'],
+            "--activation: expected e4m3, as --recipe says, got int8",
+        ),
         (["warmup", *LAYER, "--out", "int8"], "--out"),
-        (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),
+        (
+            ["warmup", *LAYER, "--weight", "channel-bf16-o-any"],
+            "--weight channel-bf16-o-any: offset: expected none per",
+        ),
         (["warmup", *LAYER, "--quantizer", "int8"], "--quantizer: expected one of bf16, fp16, fp32"),
         (["warmup", *LAYER, "--quantizer", "bf16+affin"], "+silu_mul, +gelu_mul=none, +gelu_mul=tanh, +rms_norm, +res"),
         (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
         (["warmup", *LAYER, "--quantizer", "bf16+silu_mul+gelu_mul=tanh"], "gelu_mul: expected one gate, got silu_mul"),
         (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),
-        (["explain", "1", "64", "128", "--offset"], "--offset: expected a --group-size below k, got 128 and k = 128"),
+        (
+            ["explain", "1", "64", "128", "--weight", "g128-bf16-o-any"],
+            "with k = 128: offset: expected none per channel",
+        ),
         (["explain", "1", "64", "128", "--top-k", "2"], "--top-k: expected at most --experts (not given), got 2"),
         (["explain", "1", "64", "128", "--experts", "4", "--top-k", "5"], "at most --experts (4), got 5"),
         (["explain", "1", "64", "128", "--experts", "1025"], "experts: expected 1 to 1024"),
@@ -747,12 +770,12 @@ def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
     "options",
     [
         (),
-        ("--codes", "tuned"),
-        ("--lhs", "int8", "--codes", "tuned", "--out", "fp32"),
-        ("--offset", "--group-size", "64"),
+        ("--weight", "g128-bf16-e4m3"),
+        ("--weight", "g128-bf16-s8", "--out", "fp32"),
+        ("--weight", "g64-bf16-o-any"),
         ("--batch-invariant",),
         ("--block-scales",),
-        ("--block-scales", "--bits", "8"),
+        ("--block-scales", "--weight", "w8-g128-bf16-b-e4m3"),
     ],
     ids=" ".join,
 )
@@ -793,11 +816,11 @@ def test_explain_predicts_less_for_codes_of_one_type_of_activations(run):
         argv = ("explain", "256", "8192", "8192", "--device", "h200", "--lhs", "int8", "--json", *options)
         return run(*argv).json["candidates"][0]["predicted_us"]
 
-    assert us("--codes", "tuned") < us("--codes", "any") == us()
+    assert us("--weight", "g128-bf16-s8") < us("--weight", "g128-bf16-any") == us()
 
 
 def test_explain_json_names_the_whole_problem(run):
-    options = ("--offset", "--codes", "tuned", "--out", "fp16", "--batch-invariant", "--json")
+    options = ("--weight", "g128-bf16-o-e4m3", "--out", "fp16", "--batch-invariant", "--json")
     problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
@@ -808,15 +831,15 @@ def test_explain_json_names_the_whole_problem(run):
 
 
 def test_weights_with_corrections_have_kernels_and_quantisers_of_their_own(run):
-    layer = ("--lhs", "int8", "--device", "h200", "--correction", "fp16", "--json")
-    report = run("explain", "16", "4096", "4096", "--zero-point", *layer).json
+    layer = ("--weight", "g128-bf16-z-xfp16", "--device", "h200", "--json")
+    report = run("explain", "16", "4096", "4096", *layer).json
     assert report["chosen"].endswith("-xfp16") and report["problem"]["correction"] == "fp16"
     kernels = run("warmup", "--shape", "256,512", "--max-m", "8", "--dry-run", *layer).json["kernels"]
     labels = [kernel["label"] for kernel in kernels]
     assert any("-xfp16" in label for label in labels) and any("-sums128fp16-" in label for label in labels)
-    for wrong in (("--lhs", "fp8"), ("--group-size", "channel"), ("--zero-point", "--offset"), ("--bits", "8")):
-        done = run("explain", "16", "4096", "4096", "--lhs", "int8", "--correction", "fp16", *wrong)
-        assert done.code == 2 and "--correction: expected --lhs int8" in done.stderr
+    for wrong in ("channel-bf16-z-xfp16", "w8-g128-bf16-xfp16-s8"):
+        done = run("explain", "16", "4096", "4096", "--weight", wrong)
+        assert done.code == 2 and "correction: expected int4 in order 's8' and in groups" in done.stderr
 
 
 def test_explain_counts_the_rows_of_a_grouped_gemm_and_says_what_it_expects_of_a_routing(run):
@@ -1063,54 +1086,57 @@ def check_warmup_compiles(run, label, *flags):
 
 
 @pytest.mark.parametrize(
-    ("group_size", "tier"), [("channel", "a row"), ("128", "a row and 128 k"), ("32", "a row and 32 k")]
+    ("group", "tier"), [("channel", "a row"), ("g128", "a row and 128 k"), ("g32", "a row and 32 k")]
 )
-def test_mxfp4_layers_are_explained_and_warmed_by_tier(run, group_size, tier):
-    flags = "--mxfp4", "--group-size", group_size
-    assert (
-        f"{'scale' if group_size == '32' else 'base'} for {tier};"
-        in run("explain", "16", "4096", "4096", *flags).stderr
-    )
+def test_mxfp4_layers_are_explained_and_warmed_by_tier(run, group, tier):
+    flags = "--weight", f"mx-{group}-bf16-e2m1"
+    assert f"{'scale' if group == 'g32' else 'base'} for {tier};" in run("explain", "16", "4096", "4096", *flags).stderr
     report = run("explain", "16", "4096", "4096", *flags, "--json").json
     check_warmup_compiles(run, report["chosen"], *flags)
 
 
-def test_mxfp4_layers_are_warmed_in_every_tier_unless_one_is_named(run):
-    found = run("warmup", "--shape", "4096,4096", "--mxfp4", "--max-m", "16", "--dry-run", "--json")
-    labels = {each["label"].split("-m")[0] for each in found.json["kernels"]}
-    assert {"e4m3mx-channel", "e4m3mx-g128-bf16", "e4m3mx-g32-bf16"} <= labels
-
-
-@pytest.mark.parametrize("flags", ["--group-size 64", "--lhs int8", "--zero-point", "--bits 8", "--offset"])
-def test_what_mxfp4_has_not_is_an_error(run, flags):
-    found = run("explain", "16", "4096", "4096", "--mxfp4", *flags.split())
-    assert found.code == 2 and "--mxfp4: expected --group-size channel, 128 or 32 and e4m3 activations" in found.stderr
-
-
-@pytest.mark.parametrize(("codes", "type"), [("", "e4m3"), ("--codes tuned", "e4m3"), ("--codes any", "e5m2")])
-def test_nvfp4_layers_are_explained_and_warmed(run, codes, type):
-    assert (
-        f"NVFP4 with 2 {type} terms a code;" in run("explain", "16", "4096", "4096", "--nvfp4", *codes.split()).stderr
-    )
-    report = run("explain", "16", "4096", "4096", "--nvfp4", *codes.split(), "--json").json
-    check_warmup_compiles(run, report["chosen"], "--nvfp4")
-
-
-@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs int8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
-def test_what_nvfp4_has_not_is_an_error(run, flags):
-    found = run("explain", "16", "4096", "4096", "--nvfp4", *flags.split())
-    assert found.code == 2 and "--nvfp4: expected e4m3 activations, without --group-size" in found.stderr
+@pytest.mark.parametrize("order, type", [("near", "e4m3"), ("nvfp4", "e5m2")])
+def test_nvfp4_layers_are_explained_and_warmed(run, order, type):
+    flags = "--weight", f"nv-channel-fp32-{order}"
+    assert f"NVFP4 with 2 {type} terms a code;" in run("explain", "16", "4096", "4096", *flags).stderr
+    report = run("explain", "16", "4096", "4096", *flags, "--json").json
+    check_warmup_compiles(run, report["chosen"], *flags)
 
 
 def test_layers_of_two_levels_are_explained_and_warmed(run):
-    flags = ["--two-level", "--lhs", "int8"]
+    flags = ["--weight", "tl-channel-bf16-two_level"]
     assert ", two levels; m = " in run("explain", "16", "4096", "4096", *flags).stderr
     report = run("explain", "16", "4096", "4096", *flags, "--json").json
     assert report["problem"]["codes"] == "two_level" and report["chosen"].startswith("s8tl-channel-")
     check_warmup_compiles(run, report["chosen"], *flags)
 
 
-@pytest.mark.parametrize("flags", ["--group-size 128", "--lhs fp8", "--zero-point", "--bits 8", "--offset", "--mxfp4"])
-def test_what_two_levels_have_not_is_an_error(run, flags):
-    found = run("explain", "16", "4096", "4096", "--two-level", "--lhs", "int8", *flags.split())
-    assert found.code == 2 and "--two-level: expected --lhs int8, without --group-size" in found.stderr
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("--group-size 64", "--weight g64-bf16-any"),
+        ("--group-size=channel --codes tuned --lhs int8", "--weight channel-bf16-s8"),
+        ("--zero-point --group-size 32 --scale-dtype fp16", "--weight g32-fp16-z"),
+        ("--offset", "--weight g128-bf16-o-any"),
+        ("--codes tuned", "--weight g128-bf16-e4m3"),
+        ("--bits 8 --scale-dtype fp32 --lhs int8", "--weight w8-g128-fp32-b-s8"),
+        ("--bits 8 --group-size -1", "--weight w8-channel-bf16-e4m3"),
+        ("--lhs int8 --zero-point --correction fp16", "--weight g128-bf16-z-xfp16"),
+        ("--lhs int8 --offset --correction bf16", "--weight g128-bf16-o-xbf16-s8"),
+        ("--mxfp4", "--weight mx-channel-bf16-e2m1"),
+        ("--mxfp4 --group-size 32", "--weight mx-g32-bf16-e2m1"),
+        ("--nvfp4", "--weight nv-channel-fp32-near"),
+        ("--nvfp4 --codes any", "--weight nv-channel-fp32-nvfp4"),
+        ("--two-level --lhs int8", "--weight tl-channel-bf16-two_level"),
+        ("--model x --group-size 64 --zero-point", """--recipe '{"group_size": 64, "symmetric": false}'"""),
+        ("--model x --group-size channel --bits 8", """--recipe '{"bits": 8, "group_size": -1}'"""),
+        ("--model x --scale-dtype fp16 --codes any", """--recipe '{"scale_dtype": "float16"}'"""),
+    ],
+)
+def test_what_was_an_option_of_the_weight_names_the_new_spelling(run, old, new):
+    commands = [["warmup"]] if "--model" in old else [["warmup", *LAYER], ["explain", "16", "256", "256"]]
+    for command in commands:
+        done = run(*command, *old.split())
+        assert done.code == 2 and done.stderr.strip().endswith(f": expected {new} instead")
+        if "--model" not in old:
+            assert run(*command, *new.split(), "--json", *["--dry-run"] * (command[0] == "warmup")).code == 0

@@ -387,7 +387,7 @@ def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
     (tmp_path / "model.safetensors").unlink()  # which nothing is read from
     assert layers_by_format(tmp_path)["q_proj"] == {"g32-bf16-z"}  # as it is quantised where nobody says how
     assert layers_by_format(tmp_path, recipe=Recipe(group_size=128))["q_proj"] == {"g128-bf16-any", "g128-bf16-e4m3"}
-    options = ("--bits", "8", "--activation", "int8")
+    options = ("--recipe", '{"bits": 8, "activation": "int8"}')
     assert all("-w8-" in f"-{label}" or "s8" in label or "route" in label or "combine" in label
                for label in wanted(capsys, tmp_path, *options))  # fmt: skip
     said = {"group_size": 64, "symmetric": False, "scale_dtype": torch.float16}
@@ -404,11 +404,13 @@ def failing(capsys, *argv: str) -> str:
 def test_without_files_what_no_config_says_is_named(tmp_path, capsys):
     save(tmp_path, "llama", GPTQ)
     options = "--model", str(tmp_path), "--dry-run"
-    assert "expected no recipe, as its files say all that" in failing(capsys, *options, "--scale-dtype", "fp16")
+    assert "expected no recipe, as its files say all that" in failing(
+        capsys, *options, "--recipe", '{"scale_dtype": "float16"}'
+    )
     (tmp_path / "model.safetensors").unlink()
     said = failing(capsys, *options)
     assert "expected the safetensors files of a model that is quantised already, as its config says (gptq)" in said
-    assert "--shape N,K --scale-dtype" in said
+    assert "--shape N,K --weight NAME" in said
 
 
 @pytest.mark.parametrize(

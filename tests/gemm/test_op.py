@@ -339,7 +339,7 @@ def test_a_missing_kernel_with_the_jit_off_names_itself_and_the_command(monkeypa
         KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
     message = str(caught.value)
     assert spec.label in message and "JITGEMM_JIT=off" in message
-    assert "jitgemm warmup" in message and "--lhs int8 --group-size 128 --zero-point" in message
+    assert "jitgemm warmup" in message and "--weight g128-bf16-z --lhs int8" in message
     assert list(tmp_path.iterdir()) == []
 
 

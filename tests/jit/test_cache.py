@@ -928,7 +928,7 @@ def test_jit_off_turns_a_miss_into_an_error_that_names_the_command(monkeypatch, 
         KernelCache([root]).get_or_compile(missing)
     said = str(caught.value)
     assert spec.label in said and "JITGEMM_JIT=off" in said and str(root) in said
-    assert "jitgemm warmup --shape N,K --lhs int8 --group-size 128 --zero-point" in said
+    assert "jitgemm warmup --shape N,K --weight g128-bf16-z --lhs int8" in said
     assert not root.exists()
 
 

@@ -519,7 +519,7 @@ def test_kernels_build_without_spills_and_serialised_multiplies(lhs, group_size,
     problem = Problem(m, 4096, 7168, lhs, format_of(lhs, group_size), experts=experts)
     spec = choose(problem, H200)
     source = kernel_source(spec)
-    assert source.spec == spec.to_dict() and "--bits 8" in source.warmup
+    assert source.spec == spec.to_dict() and "--weight w8-" in source.warmup
     built = compile_cubin(source.source, source.headers, source.options, name=source.label)
     assert built.spill_bytes <= 16 and not SERIALISED.search(built.log), spec.label
     code = instructions(built.cubin, *code_sections(built.cubin)[0])
