@@ -16,6 +16,8 @@ from test_sglang import row as sglang_row
 
 import jitgemm.nn
 from jitgemm.cli import main
+from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.ahead import models_ahead
 
@@ -162,3 +164,16 @@ def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folde
     fused = model.get_submodule(EXPERTS)
     for weight in map(recipe.apply, (*weights, fused.gate_up_proj.detach(), fused.down_proj.detach())):
         assert (weight.n, weight.k, weight.format) in there
+
+
+def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_up(folder):
+    recipe = Recipe.of({"ignore": ["o_proj", "re:.*experts"], "lm_head": "int8", "group_size": 32, "symmetric": False})
+    model = floats(folder)
+    for _ in Quantising(model, recipe).stages():
+        pass
+    (ahead, *_) = models_ahead(folder, recipe=recipe)
+    found, expected = (
+        {name: (x.weight.format, x.activation) for name, x in each.named_modules() if isinstance(x, Packed)}
+        for each in (ahead, model)
+    )
+    assert found == expected and found.keys() == {*LINEARS[:3], "lm_head"} and found["lm_head"][1] == "int8"
