@@ -10,6 +10,7 @@ import torch
 from sglang_layers import experts as sglang_experts
 from sglang_layers import running
 from test_cli_quantize import MOE, emptied, folder_of, model_of
+from test_cli_quantize import SIZES as LLAMA
 from test_vllm import experts, load, load_experts, made, process, rank, row, vllm_is_there  # noqa: F401 - a fixture
 from test_sglang import made as sglang_made
 from test_sglang import row as sglang_row
@@ -177,3 +178,21 @@ def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_
         for each in (ahead, model)
     )
     assert found == expected and found.keys() == {*LINEARS[:3], "lm_head"} and found["lm_head"][1] == "int8"
+
+
+@pytest.mark.parametrize("said", [{"group_size": 128}, {"scheme": "two-level"}, {"scheme": "mxfp4"}], ids=str)
+def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_path, said):
+    """192 of 384 columns on each of two ranks: the second one's begin inside a group of the whole layer's."""
+    folder = folder_of(tmp_path / "model", model_of("Llama", **LLAMA | {"intermediate_size": 384}))
+    recipe, name = Recipe.of(said), "model.layers.0.mlp.down_proj"
+    weight = floats(folder).get_submodule(name).weight.detach()
+    ahead = models_ahead(folder, "vllm", 2, recipe=recipe)
+    there = {(x.weight.k, x.weight.format) for model in ahead for n, x in model.named_modules() if "down_proj" in n}
+    for number in range(2):
+        with rank(number, 2):
+            layer = row(made(None, said), 384, 64, prefix=name)
+            load(layer, {"weight": weight})
+        found = process(layer).weight
+        assert (found.k, found.format) in there
+        assert len(there) == {None: 2, "mxfp4": 3, "two-level": 1}[recipe.scheme]  # as values decide
+        assert torch.equal(found.blocks, recipe.apply(weight.chunk(2, 1)[number]).blocks)

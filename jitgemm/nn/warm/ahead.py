@@ -148,7 +148,7 @@ def models_ahead(
             why = "no recipe, as its files say all that"
             why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
             raise ValueError(f"{folder}: expected {why}")
-        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, wanted, values)
+        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, wanted, values, use == "vllm")
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts)
         for layer in made.modules():

@@ -167,12 +167,17 @@ def _tells(layer: LayerSource, format: WeightFormat) -> bool:
 
 
 class LayersOfFloats:
-    """The same as `quantize_` makes them; values: what those of weights decide of a format, one of `decided_by_values`."""
+    """The same as a recipe makes them.
+
+    Args:
+        values: what those of weights decide of a format, one of `decided_by_values`.
+        by_rank: whether ranks quantise their own parts, as engines do, or have parts of what is quantised as a whole.
+    """
 
     head = None
 
-    def __init__(self, model: torch.nn.Module, recipe: Recipe, values: Mapping[str, Any]):
-        self.model, self.recipe, self.values = model, recipe, values
+    def __init__(self, model: torch.nn.Module, recipe: Recipe, values: Mapping[str, Any], by_rank: bool = False):
+        self.model, self.recipe, self.values, self.by_rank = model, recipe, values, by_rank
         self.found = Replaceable(model)
         self.places, _ = choose(model, self.found, None, recipe)
         self.experts = {name: self.found.experts[name] for name in self.places if name in self.found.experts}
@@ -191,6 +196,8 @@ class LayersOfFloats:
     ) -> Look:
         values = self.values if recipe is None else {}
         recipe = recipe or self.recipe
+        if cut is not None and cut.dim == "k" and self.by_rank:
+            k, cut = k // cut.world, None
         fast = replace(recipe, clip_steps=0) if "clip_steps" in recipe.quantiser.options else recipe
         few = fast.apply(torch.nn.Linear(k, 8, bias=False).weight.detach())
         if cut is not None and cut.dim == "k":
