@@ -207,7 +207,8 @@ class LayersOfFloats:
         format = replace(few.format, **values)
         if format.group_size >= few.k:
             format = replace(format, group_size=0)
-        return Look(n, few.k, _group_size(format, few.group_size, few.k), format, recipe.inputs, bias)
+        size = format.group_size or (few.k if "group_size" in values else few.group_size)
+        return Look(n, few.k, size, format, recipe.inputs, bias)
 
 
 def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, Any]]:
@@ -217,7 +218,7 @@ def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, A
         orders: of codes whose order values decide: "any", and "e4m3" for weights that happen to have no code -8.
     """
     format = recipe.apply(torch.zeros(8, K_ALIGNMENT, device="cpu")).format
-    if format.powers:
+    if recipe.scheme is not None:
         return [{"group_size": size} for size in CODES[format.code].group_sizes]
     open = format.bits == 4 and not format.zero_point and recipe.lhs_dtype is torch.float8_e4m3fn
     return [{"order": order} for order in orders] if open else [{}]
