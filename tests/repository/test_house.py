@@ -14,16 +14,16 @@ sys.path.append(str(ROOT / "scripts"))
 import house
 
 CEILINGS = {
-    "branches on a code": 68,
+    "branches on a code": 57,
     "formats": 18,
     "gemm_w4a8_nt: files": 41,
     "gemm_w4a8_nt: lines": 8_900,
     "fused_experts: files": 49,
     "fused_experts: lines": 10_800,
-    "load_: files": 104,
-    "load_: lines": 21_300,
+    "load_: files": 105,
+    "load_: lines": 21_400,
     "files above 450 lines": 2,
-    "lines of the package": 30_900,
+    "lines of the package": 31_000,
 }
 
 
