@@ -21,6 +21,8 @@ behind k, and copies fill activations up with zeros."""
 _GROUP_NAMES = {0: "channel", **{size: f"g{size}" for size in GROUP_SIZES}}
 LHS_GROUP = BLOCK_K
 """k that share a scale of activations where they have one per token and group: a record's."""
+ROTATION = 128
+"""k that a Hadamard matrix rotates together, of weights and activations."""
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 SUMS = ("f32", "f16", "exact")

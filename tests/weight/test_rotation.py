@@ -1,0 +1,75 @@
+"""The rotation of weights, and that one of both sides leaves a product as it is."""
+
+from __future__ import annotations
+
+import builders
+import pytest
+import torch
+
+from jitgemm.weight.rotation import butterfly, rotated
+
+HADAMARD = torch.tensor([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)]).double()
+
+
+def rotated_fp64(x: torch.Tensor) -> torch.Tensor:
+    return (x.double().unflatten(-1, (-1, 128)) @ (HADAMARD * 2**-3.5)).flatten(-2)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32, outliers: bool = True) -> torch.Tensor:
+    x = torch.randn(shape, generator=builders.generator(seed))
+    if outliers:
+        x[..., 5::300] *= 100
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(128,), (3, 128), (5, 384), (2, 7, 1152), (2, 3, 2, 256), (0, 128)], ids=str)
+def test_every_block_of_128_is_multiplied_by_the_matrix(shape, dtype):
+    w = random(1, *shape, dtype=dtype)
+    found, expected = rotated(w), rotated_fp64(w)
+    assert found.dtype == torch.float32 and found.shape == w.shape
+    sizes = w.double().unflatten(-1, (-1, 128)).abs().sum(-1, keepdim=True).expand(*w.shape[:-1], -1, 128).flatten(-2)
+    assert bool(((found.double() - expected).abs() <= 2**-20 * 2**-3.5 * sizes).all())
+
+
+def test_the_matrix_is_orthogonal_and_its_own_inverse():
+    h = rotated(torch.eye(256))
+    assert torch.equal(h, h.T)
+    assert torch.allclose(h @ h, torch.eye(256), atol=1e-6)
+    w = random(2, 6, 640)
+    assert torch.allclose(rotated(rotated(w)), w, rtol=0, atol=2**-19 * float(w.abs().max()))
+
+
+@pytest.mark.parametrize("m, n, k", [(1, 1, 128), (3, 5, 128), (4, 64, 384), (9, 17, 1024), (2, 8, 5120)])
+def test_a_product_of_both_rotated_is_the_product(m, n, k):
+    for seed in range(3):
+        x, w = random(seed, m, k), random(100 + seed, n, k, outliers=seed != 1)
+        found = rotated(x).double() @ rotated(w).double().T
+        size = x.double().norm(dim=1)[:, None] * w.double().norm(dim=1)
+        assert bool(((found - x.double() @ w.double().T).abs() <= 2**-21 * size).all())
+
+
+def test_additions_have_the_order_that_is_said():
+    columns, distance = list(random(3, 4, 128).T), 1
+    expected = butterfly(torch.stack(columns, 1))
+    while distance < 128:
+        for i in (i for i in range(128) if not i & distance):
+            a, b = columns[i], columns[i + distance]
+            columns[i], columns[i + distance] = a + b, a - b
+        distance *= 2
+    assert builders.same_bits(torch.stack(columns, 1), expected)
+
+
+@pytest.mark.parametrize(
+    "error, message, arguments",
+    [
+        (TypeError, "w: expected a torch.Tensor, got list", ([1.0],)),
+        (TypeError, "w: expected bfloat16, float16 or float32, got int8", (torch.zeros(2, 128, dtype=torch.int8),)),
+        (ValueError, r"w: expected shape \[..., k\] with k a multiple of 128, got \[2, 192\]", (torch.zeros(2, 192),)),
+        (ValueError, r"w: expected shape \[..., k\] with k a multiple of 128, got \[\]", (torch.zeros(()),)),
+        (ValueError, "size: expected 128, got 64", (torch.zeros(2, 128), 64)),
+    ],
+)
+def test_a_wrong_argument_is_named(error, message, arguments):
+    with pytest.raises(error, match=message):
+        rotated(*arguments)
