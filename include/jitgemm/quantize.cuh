@@ -2,6 +2,7 @@
 //
 //   y = x, act(gate) * up, max(x, 0)^2, or x * weight / sqrt(mean(x^2) + eps)       fp32, never rounded to x's type
 //       kResidual: x + residual for x, rounded to x's type and written, too
+//       kRotated: y H, see rotate()
 //   scale = max(range of y / range of the codes, 2^-126),  or as given
 //   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
 //
@@ -14,6 +15,9 @@
 //
 //   vector    0   1   2  ..  T-1 | T  T+1  ..  2T-1 | ..        T = threads of a row
 //   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
+//
+// With kRotated a thread's vectors are those of a block of 16, which it shares with 16 / kVectors lanes, dealt out to
+// them in the same way, so that they exchange less: vectors 0, 4, 8 and 12 are thread 0's of 4.
 //
 // blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). A long row may have the CTAs of a cluster
 // (Team), if rows are so few that SMs would idle. CTAs or clusters walk the rows, each one in so many.
@@ -61,7 +65,7 @@ enum GateOrder : i32 { kGateUp, kUpGate, kInterleaved };
 
 constexpr u32 kVector = 8;          // values of a vector
 constexpr u32 kMaxWarps = 32;       // of a CTA
-constexpr u32 kBlockVectors = 16;   // that share a scale, kBlocks only
+constexpr u32 kBlockVectors = 16;   // that share a scale with kBlocks, and are rotated together with kRotated
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr u32 kInfinity = 0x7f800000u;
 constexpr float kMinScale = 1.17549435e-38f;  // 2^-126: its reciprocal is finite, and 0 / scale is 0
@@ -209,6 +213,14 @@ struct Team {
     __device__ __forceinline__ static void wait() {
         if constexpr (kCluster) cluster_wait();
     }
+
+    // The i-th vector of this thread, of those kCount that each of them holds at once.
+    template <u32 kCount>
+    __device__ __forceinline__ u32 vector(u32 i) const {
+        if constexpr (!Config::kRotated) return thread + i * threads;
+        constexpr u32 kLanes = kBlockVectors / kCount;
+        return thread / kLanes * kBlockVectors + i * kLanes + thread % kLanes;
+    }
 };
 
 // What is read for a vector of y: the vector of x, and of the residual, or gates and ups, two vectors as they lie in x.
@@ -244,10 +256,10 @@ __device__ __forceinline__ Vector<kType> add(const Vector<kType>& x, const Vecto
     return sum;
 }
 
-// What a thread holds of y until the row's scale is known: x as it was read where y = x, else y (RMSNorm: y * rms) in
-// fp32.
+// What a thread holds of y until the row's scale is known: x as it was read where y = x, else y (RMSNorm: y * rms;
+// kRotated: y * 2^3.5) in fp32.
 template <class Config>
-using Held = Vector<kActivated<Config> || Config::kRmsNorm ? kFp32 : Config::kX>;
+using Held = Vector<kActivated<Config> || Config::kRmsNorm || Config::kRotated ? kFp32 : Config::kX>;
 
 // `again`: transform() has been given the vector by this thread.
 template <class Config>
@@ -311,10 +323,16 @@ struct Range {
         }
     }
 
-    // Combines the lanes of a block; all of them get the result. The whole warp calls this.
-    __device__ __forceinline__ void combine_block() {
+    // Includes a block of which each of its lanes has kOwn vectors, if it is live; all of them get the result. The whole
+    // warp calls this.
+    template <u32 kOwn, class Values>
+    __device__ __forceinline__ void include_block(const Values* y, bool live) {
 #pragma unroll
-        for (u32 distance = kBlockVectors / 2; distance > 0; distance /= 2)
+        for (u32 i = 0; i < kOwn; ++i) {
+            if (live) include(y[i]);
+        }
+#pragma unroll
+        for (u32 distance = kBlockVectors / kOwn / 2; distance > 0; distance /= 2)
             high = max(high, __shfl_xor_sync(kAllLanes, high, distance));
     }
 
@@ -453,15 +471,56 @@ __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, cons
             y.words[i] = __float_as_uint(__fmul_rn(x, weights[i]));
         }
         return y;
+    } else if constexpr (Config::kRotated) {
+        Held<Config> y;
+#pragma unroll
+        for (u32 i = 0; i < kVector; ++i) y.words[i] = __float_as_uint(input.x[0].value(i));
+        return y;
     } else {
         return input.x[0];
     }
+}
+
+// y H * 2^3.5, where H has blocks of 128 on its diagonal:
+//
+//   H[i][j] = (-1)^popcount(i & j) * 2^-3.5            Sylvester's Hadamard matrix, orthogonal
+//
+// For d = 1, 2, 4, .. 64 in that order y[i] + y[i + d] and y[i] - y[i + d] take the places of both, bit d not in i, as
+// butterfly() in jitgemm/weight/rotation.py has it. Of the distances a thread's vector has three, then come those
+// between lanes, then those between its vectors. y: a thread's of one block; the whole warp calls this.
+template <u32 kCount>
+__device__ __forceinline__ void rotate(Vector<kFp32> (&y)[kCount]) {
+    auto value = [&](u32 i) -> u32& { return y[i / kVector].words[i % kVector]; };
+    auto add_own = [&](u32 distance) {
+#pragma unroll
+        for (u32 i = 0; i < kCount * kVector; ++i) {
+            if (i & distance) continue;
+            const float low = __uint_as_float(value(i)), high = __uint_as_float(value(i + distance));
+            value(i) = __float_as_uint(__fadd_rn(low, high));
+            value(i + distance) = __float_as_uint(__fsub_rn(low, high));
+        }
+    };
+#pragma unroll
+    for (u32 distance = 1; distance < kVector; distance *= 2) add_own(distance);
+#pragma unroll
+    for (u32 distance = 1; distance < kBlockVectors / kCount; distance *= 2) {
+        const float sign = threadIdx.x & distance ? -1.0f : 1.0f;
+#pragma unroll
+        for (u32 i = 0; i < kCount * kVector; ++i) {
+            const float own = __uint_as_float(value(i)), other = __shfl_xor_sync(kAllLanes, own, distance);
+            value(i) = __float_as_uint(__fmaf_rn(own, sign, other));  // one rounding: a sum or a difference
+        }
+    }
+#pragma unroll
+    for (u32 distance = kVector; distance < kCount * kVector; distance *= 2) add_own(distance);
 }
 
 // ---- from y to codes ------------------------------------------------------------------------------------------------
 
 template <class Config>
 struct Quantizer {
+    static constexpr float kRotation = Config::kRotated ? 0.0883883461f : 1.0f;  // 2^-3.5, which rotate() left out
+
     float norm;     // RMSNorm: 1 / sqrt(mean + eps)
     float scale;    // as the row's scale is returned
     float inverse;  // 1 / scale
@@ -483,16 +542,18 @@ struct Quantizer {
         if constexpr (Config::kStatic) {
             scale = *args.given_scale;
             if constexpr (Config::kAffine) zero = *args.given_zero;
-            inverse = __fdiv_rn(1.0f, scale);
+            inverse = __fdiv_rn(kRotation, scale);
             if (high != high) scale = nan;
         } else {
             // Affine: low is minus the smallest, so the sum is the range.
             const float extent = Config::kAffine ? __fadd_rn(high, low) : high;
             scale = __fdiv_rn(extent, Config::kE4m3 ? 448.0f : Config::kAffine ? 255.0f : 127.0f);
-            if (scale < kMinScale) scale = kMinScale;
+            constexpr float kLeast = Config::kRotated ? 16 * kMinScale : kMinScale;  // kRotation makes it smaller
+            if (scale < kLeast) scale = kLeast;
             if (__float_as_uint(extent) >= kInfinity) scale = nan;
             inverse = __fdiv_rn(1.0f, scale);
             if constexpr (Config::kAffine) zero = zero_point(high, low, scale);
+            if constexpr (Config::kRotated) scale = __fmul_rn(scale, kRotation);
         }
         asm volatile("" : "+f"(inverse));  // else each vector divides again
     }
@@ -650,7 +711,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
     constexpr u32 kVectors = Config::kVectors;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
     u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, step);
-    auto mine = [&](u32 i) { return team.thread + i * team.threads; };
+    auto mine = [&](u32 i) { return team.template vector<kVectors>(i); };
 
     Input<Config> input[kVectors];
     auto load_row = [&](u32 of) {
@@ -676,7 +737,14 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
         for (u32 i = 0; i < kVectors; ++i) {
             if (mine(i) < vectors) {
                 y[i] = transform(args, input[i], row, mine(i), range);
-                range.include(y[i]);
+                if constexpr (!Config::kRotated) range.include(y[i]);
+            }
+        }
+        if constexpr (Config::kRotated) {
+            rotate(y);
+#pragma unroll
+            for (u32 i = 0; i < kVectors; ++i) {
+                if (mine(i) < vectors) range.include(y[i]);
             }
         }
         next = live_row<Config>(args, row + step, step);
@@ -718,13 +786,26 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, con
                                                    WarpRanges (&slots)[2], u8* permuted, u32 block, u32 blocks) {
     using Now = typename Unpermuted<Config, Sums>::Type;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
+    const u32 end = Config::kRotated ? (vectors + 31) / 32 * 32 : vectors;  // whole warps rotate
+    auto live = [&](u32 vector) { return !Config::kRotated || vector < vectors; };
     u32 round = 0;
     for (u32 row = live_row<Config>(args, block, blocks); row < m;
          row = live_row<Config>(args, row + blocks, blocks), ++round) {
         Range<Config> range;
+        auto read = [&](u32 vector, bool again) -> Held<Config> {
+            auto one = [&] {
+                return transform(args, load<Config>(args, row, vector, again), row, vector, range, again);
+            };
+            if constexpr (!Config::kRotated) return one();
+            Held<Config> y[1];
+            if (vector < vectors) y[0] = one();
+            if constexpr (Config::kRotated) rotate(y);
+            return y[0];
+        };
 #pragma unroll 2
-        for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-            range.include(transform(args, load<Config>(args, row, vector), row, vector, range));
+        for (u32 vector = threadIdx.x; vector < end; vector += blockDim.x) {
+            const Held<Config> y = read(vector, false);
+            if (live(vector)) range.include(y);
         }
         combine_threads(team, range, slots, round);
         const Quantizer<Config> quantizer(args, range);
@@ -733,12 +814,11 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, con
         u8* const out = args.q + row * args.q_row_bytes;
         u8* const target = Config::kPermuted ? permuted : out;
 #pragma unroll 2
-        for (u32 vector = threadIdx.x; vector < Now::end(vectors); vector += blockDim.x) {
+        for (u32 vector = threadIdx.x; vector < Now::end(end); vector += blockDim.x) {
             const u32 own = Now::kWholeWarps ? min(vector, vectors - 1) : vector;  // loads behind no branch overlap
-            const Held<Config> y = transform(args, load<Config>(args, row, own, true), row, own, range, true);
-            uint2 codes = quantizer.codes(y);
+            uint2 codes = quantizer.codes(read(own, true));
             if (Now::kWholeWarps && vector >= vectors) codes = {0, 0};
-            Now::store(target, args.k, vector, codes);
+            if (live(vector)) Now::store(target, args.k, vector, codes);
         }
         if constexpr (Config::kPermuted) {
             sync_row<Config>();
@@ -755,9 +835,10 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const 
                                                 WarpRanges (&slots)[2], float* values, u32 block, u32 blocks) {
     constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
     constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual ? 1 : 2;
+    constexpr u32 kOwn = Config::kRotated ? kVectors : 1;  // of a thread's vectors, that are of one block
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * team.threads;
     const u32 rows = blocks * Config::kRows;
-    auto mine = [&](u32 first, u32 i) { return first + team.thread + i * team.threads; };
+    auto mine = [&](u32 first, u32 i) { return first + team.template vector<kVectors>(i); };
     team.wait();
     u32 round = 0;
     for (u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, rows); row < m;
@@ -783,15 +864,18 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const 
             }
         };
         float squares = 0;
-        // One vector of a block; the whole warp calls this.
-        auto write = [&](const auto& of, u32 vector) {
+        // The vectors of a block that this thread has; the whole warp calls this.
+        auto write = [&](const auto* of, u32 vector) {
             Range<Config> part;
-            if (vector < vectors) part.include(of);
-            part.combine_block();
+            part.template include_block<kOwn>(of, vector < vectors);
             part.squares = squares;
             if (vector >= vectors) return;
             const Quantizer<Config> quantizer(args, part);
-            store_codes(args.q + row * args.q_row_bytes, vector, quantizer.codes(of));
+#pragma unroll
+            for (u32 i = 0; i < kOwn; ++i) {
+                const u32 at = vector + i * (kBlockVectors / kOwn);
+                store_codes(args.q + row * args.q_row_bytes, at, quantizer.codes(of[i]));
+            }
             const u64 at = row * args.scale_row_stride + vector / kBlockVectors * args.scale_block_stride;
             if (vector % kBlockVectors == 0) args.scale[at] = quantizer.scale;
         };
@@ -806,8 +890,9 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const 
         if constexpr (!Config::kPermuted) {
             for (u32 first = 0; first < vectors; first += step) {
                 if constexpr (!(Config::kRmsNorm && kHeld)) read(first, Config::kRmsNorm);
+                if constexpr (Config::kRotated) rotate(y);
 #pragma unroll
-                for (u32 i = 0; i < kVectors; ++i) write(y[i], mine(first, i));
+                for (u32 i = 0; i < kVectors; i += kOwn) write(y + i, mine(first, i));
             }
         } else {
             for (u32 first = 0; !Config::kRmsNorm && first < vectors; first += step) {
@@ -821,7 +906,7 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const 
 #pragma unroll
                 for (u32 j = 0; vector < vectors && j < kVector; ++j)
                     of.words[j] = __float_as_uint(values[args.permutation[vector * kVector + j]]);
-                write(of, vector);
+                write(&of, vector);
             }
             sync_row<Config>();
         }

@@ -6,6 +6,7 @@ Works on real and fake tensors; looks at dtypes, shapes, strides and devices, ne
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from jitgemm.activations.kernel import most_k
 from jitgemm.activations.scheme import GELU_MULS, SCHEMES, SILU_MUL, Activation, Gate, Prologue
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Correction, ceil_div, lhs_columns
+from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ROTATION, Correction, ceil_div, lhs_columns
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_float, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import shapes_differ, dtype_name, statically_true
@@ -43,28 +44,30 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 CODES = {name: torch_dtype(name) for name in LHS_TYPES}
 """PyTorch's dtype of codes by the name in `Activation`."""
 _ACTIVATIONS = {
-    CODES[dtype]: {scheme: (Activation(dtype, scheme), Activation(dtype, scheme, True)) for scheme in SCHEMES}
-    for dtype in LHS_TYPES
+    (CODES[dtype], scheme, affine, rotation): Activation(dtype, scheme, affine, rotation)
+    for dtype, scheme, affine, rotation in itertools.product(LHS_TYPES, SCHEMES, (False, True), (0, ROTATION))
 }
-"""By dtype and scheme, without and with zero points."""
+"""Made once, since a call asks for its own."""
 
 
 def activation_of(
-    dtype: object, scheme: object, affine: bool, name: str = "dtype", schemes: tuple[str, ...] = SCHEMES
-) -> Activation:
+    dtype: object, scheme: object, affine: bool, name: str = "dtype", schemes: tuple[str, ...] = SCHEMES,
+    rotation: int = 0,
+) -> Activation:  # fmt: skip
     """The activation of a call's arguments, checked; `name` is the dtype's."""
     if type(scheme) is not str or scheme not in schemes:
         raise ValueError(f"scheme: expected one of {schemes}, got {scheme!r}")
     if type(affine) is not bool:
         check_flag("affine", affine)
-    if not isinstance(dtype, torch.dtype) or dtype not in _ACTIVATIONS:
+    if type(rotation) is not int or rotation not in (0, ROTATION):
+        raise ValueError(f"rotation: expected 0 or {ROTATION}, got {rotation!r}")
+    if not isinstance(dtype, torch.dtype) or dtype not in CODES.values():
         check_dtype(name, dtype, LHS_TYPES)
     if affine and dtype != torch.int8:
         raise ValueError(f"affine: expected {name} int8, got {dtype_name(dtype)}, which has no zero point")
     if affine and scheme == "block":
         raise ValueError("affine: expected False for scheme 'block', got True")
-    plain, with_zeros = _ACTIVATIONS[dtype][scheme]  # type: ignore[index]
-    return with_zeros if affine else plain
+    return _ACTIVATIONS[dtype, scheme, affine, rotation]
 
 
 def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:
@@ -99,6 +102,10 @@ def check_arguments(
         raise ValueError(
             f"x: expected k to be a multiple of {K_ALIGNMENT} from {K_ALIGNMENT} to {limit}{suffix}, got {k}"
         )
+    if activation.rotation and statically_true(k % ROTATION != 0):
+        raise ValueError(f"x: expected k to be a multiple of {ROTATION} with a rotation, got {k}")
+    if activation.rotation and permutation is not None:
+        raise ValueError("permutation: expected None with a rotation, got one")
 
     for name, value, needed, why in (
         ("scale", scale, activation.static, "scheme 'tensor'"),
@@ -179,7 +186,7 @@ def check_out(
     out: object, x: torch.Tensor, activation: Activation, gated: bool = False, correction: Correction | None = None
 ) -> Outputs:
     """The call's `out`, as rows, for x of any number of dimensions but 0."""
-    dtype, scheme, affine = activation
+    dtype, scheme, affine, _ = activation
     expected = "(q, scale, zero)" if affine else "(q, scale)"
     if not isinstance(out, (tuple, list)) or len(out) != (3 if affine else 2):
         what = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__

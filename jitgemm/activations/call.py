@@ -35,6 +35,7 @@ class _Options(TypedDict, total=False):
     permutation: torch.Tensor | None
     residual_out: torch.Tensor | None
     correction: Correction | None
+    rotation: int
     out: tuple[torch.Tensor, ...] | None
 
 
@@ -61,7 +62,7 @@ def quantize_activations(
     scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False,
     gelu_mul: str | None = None, rms_norm: torch.Tensor | None = None, eps: float = 1e-6,
     permutation: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None, correction: Correction | None = None,
+    residual_out: torch.Tensor | None = None, correction: Correction | None = None, rotation: int = 0,
     out: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """8-bit activations for `gemm_w4a8_bf16_nt`, in one pass over x, on the current stream.
@@ -77,6 +78,14 @@ def quantize_activations(
                    max((high - low) / 255, 2^-126)              int8 affine; high = max(y[i], 0), low = min(y[i], 0)
         zero[i]  = what stands for 0: -128 - low / scale or 127 - high / scale, chosen as ExecuTorch does
         q[i, j]  = round(y[i, p(j)] * (1 / scale[i])) + zero[i]  p = permutation; saturated at +-448, at -128 and 127
+
+    With rotation y H takes the place of y, block by block of 128 columns, H[i, j] = (-1)^popcount(i & j) / sqrt(128)
+    (`jitgemm.weight.rotation`). Sums first: for d = 1, 2, 4, ... 64 in that order, of columns i without and j = i + d
+    with bit d, y[i] + y[j] and y[i] - y[j] take their places. Then, s being 2^-3.5 in fp32 ::
+
+        step[i]  = as scale[i] above, of these sums for y, and at least 2^-122
+        scale[i] = step[i] * s
+        q[i, j]  = round(y[i, j] * (1 / step[i])) + zero[i]      static scales: s / scale for 1 / step
 
     With scheme "block" scale[i, b] is that of the 128 codes q[i, 128 b] to q[i, 128 b + 127], the last block's of fewer
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
@@ -111,6 +120,8 @@ def quantize_activations(
             PyTorch's addition, is what is normalised, and the last result.
         residual_out: with residual: where the sum is written and what is returned, of x's shape and type, rows a
             multiple of 16 bytes apart; residual or x itself for in place; None for a new tensor.
+        rotation: 128 rotates y; 0 does not. Then k is a multiple of 128, at most 16384 for rows that are read once; not with
+            permutation or correction.
         correction: int8, not by block: a weight's `correction`, (type, group size), "bf16" or "fp16" and 32, 64, 128
             or 256. The sums of q's groups, as they are written, follow a row's codes, all the weight's GEMM has to know
             of zero points and offsets.
@@ -135,7 +146,7 @@ def quantize_activations(
     """
     if type(x) is not torch.Tensor:
         check_tensor("x", x)
-    activation, gate = activation_of(dtype, scheme, affine), gate_of(silu_mul, gelu_mul)
+    activation, gate = activation_of(dtype, scheme, affine, rotation=rotation), gate_of(silu_mul, gelu_mul)
     rows = x if x.dim() == 2 else as_rows("x", x)
     through_op = needs_dispatcher(x, x if residual is None else residual)
     total = residual_out
@@ -144,7 +155,7 @@ def quantize_activations(
         residual = rows_like("residual", residual, x)
         total = None if total is None else rows_like("residual_out", total, x)
     if correction is not None:
-        check_correction(correction, activation.dtype, activation.block)
+        check_correction(correction, activation.dtype, activation.block, rotation != 0)
     outputs = None if out is None else check_out(out, x, activation, gate is not None, correction)
     if through_op:
         for name, value in (("scale", scale), ("zero", zero), ("rms_norm", rms_norm), ("permutation", permutation)):
@@ -152,7 +163,7 @@ def quantize_activations(
                 check_tensor(name, value)
         static, block = scheme == "tensor", scheme == "block"
         given = rows, dtype, static, affine, scale, zero, silu_mul, rms_norm, float(eps), permutation, block
-        behind = correction or (None, 0)
+        behind = *(correction or (None, 0)), rotation
         if residual is None:
             written = torch.ops.jitgemm.quantize_activations(*given, gelu_mul, *behind)
         else:
@@ -211,7 +222,8 @@ class QuantizeCall:
         return self.row_count.shape[0] > 1 or (self.prologue.gate is None and self.row_index is None)
 
     def check(self) -> None:
-        check_correction(self.correction, self.activation.dtype, self.activation.block)
+        dtype, rotated = self.activation.dtype, self.activation.rotation != 0
+        check_correction(self.correction, dtype, self.activation.block, rotated)
         check_arguments(
             self.x, self.activation, self.prologue, self.scale, self.zero, self.row_count, self.row_index
         )  # fmt: skip
@@ -226,7 +238,7 @@ class QuantizeCall:
 
     def new_outputs(self) -> Outputs:
         """Tensors to write to."""
-        x, index, (dtype, scheme, affine) = self.x, self.row_index, self.activation
+        x, index, (dtype, scheme, affine, _) = self.x, self.row_index, self.activation
         (m, k), device = x.shape, x.device
         m, k = m if index is None else index.shape[0], k // (self.prologue[2].inputs if self.prologue[2] else 1)
         q = torch.empty(m, lhs_columns(k, self.correction), dtype=CODES[dtype], device=device)
@@ -270,12 +282,13 @@ def quantize(call: QuantizeCall) -> Outputs:
 def _of_op(
     x: torch.Tensor, dtype: torch.dtype, static: bool, affine: bool, scale: torch.Tensor | None, zero: torch.Tensor | None,
     silu_mul: bool, rms_norm: torch.Tensor | None, eps: float, permutation: torch.Tensor | None, block: bool = False,
-    own: torch.Tensor | str | None = None, correction: str | None = None, correction_group: int = 0,
+    own: torch.Tensor | str | None = None, correction: str | None = None, correction_group: int = 0, rotation: int = 0,
 ) -> QuantizeCall:  # fmt: skip
     """What an op was called with; own: residual of the one, gelu_mul of the other."""
     residual, gelu_mul = (own, None) if isinstance(own, torch.Tensor) else (None, own)
     total = None if residual is None else x.new_empty(x.shape)
-    activation = activation_of(dtype, "block" if block else "tensor" if static else "token", affine)
+    scheme = "block" if block else "tensor" if static else "token"
+    activation = activation_of(dtype, scheme, affine, rotation=rotation)
     prologue = Prologue(rms_norm, eps, gate_of(silu_mul, gelu_mul), residual, total, permutation)
     sums = None if correction is None else (correction, correction_group)
     return QuantizeCall(x, activation, prologue, scale, zero, correction=sums)
@@ -304,12 +317,12 @@ _ARGUMENTS = (
     "(Tensor x, ScalarType dtype, bool static, bool affine, Tensor? scale, Tensor? zero, bool silu_mul, "
     "Tensor? rms_norm, float eps, Tensor? permutation, bool block"
 )
-_SUMS = "str? correction=None, int correction_group=0"
+_BEHIND = "str? correction=None, int correction_group=0, int rotation=0"
 define_op(
-    f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None, {_SUMS}) -> (Tensor, Tensor, Tensor)", _op, _fake_op
+    f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None, {_BEHIND}) -> (Tensor, Tensor, Tensor)", _op, _fake_op
 )
 define_op(
-    f"add_quantize_activations{_ARGUMENTS}, Tensor residual, {_SUMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"add_quantize_activations{_ARGUMENTS}, Tensor residual, {_BEHIND}) -> (Tensor, Tensor, Tensor, Tensor)",
     _op,
     _fake_op,
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, GELU_MULS, SILU_MUL, UNGATED, Gate
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.codes import GROUP_SIZES
-from jitgemm.kernel.formats import CORRECTION_TYPES, K_ALIGNMENT, Correction, ceil_div
+from jitgemm.kernel.formats import CORRECTION_TYPES, K_ALIGNMENT, ROTATION, Correction, ceil_div
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {name: True} for name in ("affine", "static")},
     "silu_mul": {"gate": SILU_MUL},
     **{f"gelu_mul={name}": {"gate": gate} for name, gate in GELU_MULS.items()},
-    **{name: {name: True} for name in ("rms_norm", "residual", "permuted", "block")},
+    **{name: {name: True} for name in ("rms_norm", "residual", "permuted", "block", "rotated")},
 }
 """Keywords of `quantize_spec` by what commands call them."""
 
@@ -42,6 +42,8 @@ SHARED_WARPS = 12
 """Warps that a row has at least where they share it."""
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
+ROTATED_THREADS = 512
+"""Of a CTA that holds a row to rotate: lanes exchange half as much where a thread holds twice as many vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class QuantizeSpec:
         sources_held: a thread reads its part of the permutation once for all rows.
         ctas: CTAs, a cluster, that share a row.
         correction: type and group size of the sums behind a row's codes; None for none.
+        rotated: of the `Activation`.
     """
 
     kind, family = "quantizer", "quantize"
@@ -86,6 +89,7 @@ class QuantizeSpec:
     masked: bool = False
     ctas: int = 1
     correction: Correction | None = None
+    rotated: bool = False
 
     @property
     def label(self) -> str:
@@ -96,7 +100,7 @@ class QuantizeSpec:
             parts.append(self.gate.replace("_", "") + ("" if self.gate in UNGATED else "mul"))
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
-        flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
+        flags = ("residual", "rms_norm", "permuted", "rotated", "block", "gathered", "masked")
         parts += [name.replace("_", "") for name in flags if getattr(self, name)]
         parts += ["sums{1}{0}".format(*self.correction)] if self.correction else []
         shape = f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}"
@@ -110,7 +114,7 @@ class QuantizeSpec:
 def quantize_spec(
     k: int, x: str, q: str, *, affine: bool = False, static: bool = False, block: bool = False, gate: Gate | None = None,
     rms_norm: bool = False, residual: bool = False, permuted: bool = False, gathered: bool = False, masked: bool = False,
-    correction: Correction | None = None,
+    correction: Correction | None = None, rotated: bool = False,
 ) -> QuantizeSpec:  # fmt: skip
     """The kernel for rows of k codes, whatever m is, except few rows that several CTAs share (`spec_for_rows`).
 
@@ -136,13 +140,17 @@ def quantize_spec(
         raise ValueError(f"gate: expected neither order, limit nor alpha of {gate.kind}, got {gate}")
     if block and (static or affine):
         raise ValueError("block: cannot be combined with a static scale or a zero point")
-    check_correction(correction, q, block)
+    check_correction(correction, q, block, rotated)
+    if rotated and permuted:
+        raise ValueError("rotated: cannot be combined with a permutation")
     limit = most_k(permuted, block)
     if not K_ALIGNMENT <= k <= limit or k % K_ALIGNMENT:
         raise ValueError(f"k: expected a multiple of {K_ALIGNMENT} of at most {limit}, got {k}")
+    if rotated and k % ROTATION:
+        raise ValueError(f"k: expected a multiple of {ROTATION} with a rotation, got {k}")
 
     inputs, computed = gate.inputs if gate else 1, rms_norm or gate is not None
-    vectors, rows, sources_held = _shape(k, x, inputs, computed, permuted and not block)
+    vectors, rows, sources_held = _shape(k, x, inputs, computed or rotated, permuted and not block, rotated)
     if permuted and block and rows == 1:
         vectors = 0  # in shared memory
     # With a residual the same threads add up the same squares as without; registers are what the residual takes.
@@ -150,18 +158,17 @@ def quantize_spec(
     kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
     return QuantizeSpec(
         x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block, gathered,
-        residual, masked, correction=correction,
+        residual, masked, correction=correction, rotated=rotated,
     )  # fmt: skip
 
 
 def quantize_specs(k: int, x: str, q: str, **options: Any) -> tuple[QuantizeSpec, ...]:
     """Every kernel that rows of k codes can need, whatever m is. Arguments as `quantize_spec`'s."""
     spec = quantize_spec(k, x, q, **options)
-    shared = shared_spec(spec, k)
-    return (spec,) if shared is None else (spec, shared)
+    return (spec, *filter(None, (shared_spec(spec, k, ctas) for ctas in _row_ctas(spec))))
 
 
-def check_correction(correction: object, q: str, block: bool) -> None:
+def check_correction(correction: object, q: str, block: bool, rotated: bool = False) -> None:
     """Raises TypeError or ValueError for sums that codes of type q, with a scale for each block or not, do not have."""
     if correction is None:
         return
@@ -175,6 +182,8 @@ def check_correction(correction: object, q: str, block: bool) -> None:
     if q != "s8" or block:
         what = "a scale for each block" if q == "s8" else q
         raise ValueError(f"correction: expected None unless for int8 with a scale for each token, got it with {what}")
+    if rotated:
+        raise ValueError(f"correction: expected None with a rotation, got {correction!r}")
 
 
 def most_k(permuted: bool, block: bool) -> int:
@@ -182,7 +191,7 @@ def most_k(permuted: bool, block: bool) -> int:
     return MAX_PERMUTED_K // (4 if block else 1) if permuted else MAX_K
 
 
-def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool) -> tuple[int, int, bool]:
+def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool, rotated: bool) -> tuple[int, int, bool]:
     """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps.
 
     computed: values differ from the values read, so they are held in fp32.
@@ -192,10 +201,12 @@ def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool) -> tuple
             return vectors, WARP_ROWS, permuted
     read = (VECTOR if x == "fp32" else VECTOR // 2) * inputs
     held = VECTOR if computed else read
+    threads = ROTATED_THREADS if rotated else MAX_THREADS
+    most = _ROW_REGISTERS * MAX_THREADS // threads
     for sources_held in (True, False) if permuted else (False,):
         registers = read + held + (VECTOR // 2 if sources_held else 0)
-        vectors = max(count for count in (1, 2, 4) if count * registers <= _ROW_REGISTERS)
-        if k <= vectors * MAX_THREADS * VECTOR:
+        vectors = max(count for count in (1, 2, 4) if count * registers <= most)
+        if k <= vectors * threads * VECTOR:
             return vectors, 1, sources_held
     return 0, 1, False
 
@@ -209,20 +220,33 @@ def block_dims(spec: QuantizeSpec, k: int) -> tuple[int, int]:
     return 32 * ceil_div(k, 32 * VECTOR * spec.vectors * spec.ctas), 1
 
 
-def shared_spec(spec: QuantizeSpec, k: int) -> QuantizeSpec | None:
-    """The kernel whose rows have `ROW_CTAS` CTAs each; None where rows are too short for that, or read twice."""
+def most_threads(spec: QuantizeSpec) -> int:
+    """Of a CTA."""
+    if spec.rows > 1:
+        return 32 * spec.rows
+    return (ROTATED_THREADS if spec.rotated and spec.vectors else MAX_THREADS) // spec.ctas
+
+
+def _row_ctas(spec: QuantizeSpec) -> tuple[int, ...]:
+    """How many CTAs may share a row, the most first. To rotate 14336 values is 784 cycles of an SM's additions."""
+    return (ROW_CTAS, 2) if spec.rotated else (ROW_CTAS,)
+
+
+def shared_spec(spec: QuantizeSpec, k: int, ctas: int = ROW_CTAS) -> QuantizeSpec | None:
+    """The kernel whose rows have so many CTAs each; None where rows are too short for that, or read twice."""
     if spec.rows > 1 or spec.vectors == 0 or spec.permuted:
         return None
     warps = block_dims(spec, k)[0] // 32
     # The CTAs hold a row as one CTA does, so that RMSNorm's sum keeps its order.
-    if warps < SHARED_WARPS or spec.rms_norm and warps % ROW_CTAS:
+    if warps < SHARED_WARPS or spec.rms_norm and warps % ctas:
         return None
-    return replace(spec, ctas=ROW_CTAS)
+    return replace(spec, ctas=ctas)
 
 
 def spec_for_rows(spec: QuantizeSpec, k: int, m: int, num_sms: int) -> QuantizeSpec:
     """The kernel for m rows: several CTAs share each where that leaves none without an SM."""
-    return (m * ROW_CTAS <= num_sms and shared_spec(spec, k)) or spec
+    shared = (shared_spec(spec, k, ctas) for ctas in _row_ctas(spec) if m * ctas <= num_sms)
+    return next(filter(None, shared), spec)
 
 
 def smem_bytes(spec: QuantizeSpec, k: int) -> int:
@@ -240,7 +264,7 @@ def render_config(spec: QuantizeSpec) -> str:
         "GateKind kGate": _enumerator(spec.gate or "ungated"),
         "GateOrder kOrder": _enumerator(spec.order),
     }
-    flags = ("limited", "rms_norm", "permuted", "gathered", "residual", "masked")
+    flags = ("limited", "rms_norm", "permuted", "gathered", "residual", "masked", "rotated")
     constants |= {f"bool {_enumerator(name)}": getattr(spec, name) for name in flags}
     constants |= {"u32 kVectors": spec.vectors, "u32 kRows": spec.rows, "bool kSourcesHeld": spec.sources_held}
     constants |= {"bool kBlocks": spec.block, "u32 kCtas": spec.ctas}
@@ -258,9 +282,10 @@ def render_quantize(spec: QuantizeSpec) -> str:
     """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `function_name` of its label."""
     from jitgemm.jit.source import function_name
 
-    threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS // spec.ctas
+    threads = most_threads(spec)
     cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
-    bounds = f"{threads}, 1" if spec.gate == "gelu" else threads  # erfc() needs more than the 32 registers of two CTAs
+    # erfc() and a row to rotate need more than the 32 registers of two CTAs.
+    bounds = f"{threads}, 1" if spec.gate == "gelu" or spec.rotated else threads
     sums = ""
     if spec.correction is not None:
         sums = ", jitgemm::GroupSums<jitgemm::{}, {}>".format(DTYPES[spec.correction[0]].cpp_name, spec.correction[1])
@@ -287,7 +312,7 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     """A quantiser as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    names = ("affine", "static", "rms_norm", "residual", "permuted", "block")
+    names = ("affine", "static", "rms_norm", "residual", "permuted", "block", "rotated")
     variants = [name for name in names if getattr(spec, name)]
     gates = {flags["gate"].kind: name for name, flags in VARIANTS.items() if "gate" in flags}
     variants += [gates[spec.gate]] if spec.gate in gates else []

@@ -15,6 +15,7 @@ from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Gate, Prologue
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import BLOCK_K, CORRECTION_GROUPS, LHS_GROUP, Correction, ceil_div, correction_blocks
 from jitgemm.runtime.launch import Operands
+from jitgemm.weight.rotation import FACTOR, butterfly
 
 MIN_SCALE = 2.0**-126
 """Smallest scale: the smallest normal fp32, whose reciprocal is finite."""
@@ -46,7 +47,6 @@ def quantize_reference(
 ) -> Outputs:  # fmt: skip
     """`jitgemm.quantize_activations` in plain PyTorch, for checked arguments. Writes residual_out."""
     rms_norm, eps, gate, residual, total, permutation = prologue
-    dtype, affine = CODES[activation.dtype], activation.affine
     if residual is not None:
         x = total.copy_(x + residual)
     y = x.float() if gate is None else gated(x.float(), gate)
@@ -54,31 +54,44 @@ def quantize_reference(
     if rms_norm is not None:
         norm = _norm(y, eps)
         y = y * rms_norm.float()
+    if activation.rotation:
+        y = butterfly(y)
     if activation.block:
-        return _quantize_blocks(y if permutation is None else y[:, permutation.long()], norm, activation.dtype)
+        return _quantize_blocks(y if permutation is None else y[:, permutation.long()], norm, activation)
+    q, *others = _quantize_rows(y, norm, activation, scale, zero)
+    if permutation is not None:
+        q = q.view(torch.int8)[:, permutation.long()].view(q.dtype)
+    return q, *others  # type: ignore[return-value]
 
-    nonfinite = torch.full((x.shape[0],), float("nan"), device=x.device)
+
+def _quantize_rows(
+    y: torch.Tensor, norm: torch.Tensor | None, activation: Activation, scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+) -> Outputs:  # fmt: skip
+    """y * norm by row, of rotated rows without FACTOR."""
+    dtype, affine, factor = CODES[activation.dtype], activation.affine, FACTOR if activation.rotation else 1.0
+    nonfinite = torch.full((y.shape[0],), float("nan"), device=y.device)
     high = (y if affine else y.abs()).amax(dim=1).clamp(min=0)
     low = (-y).amax(dim=1).clamp(min=0)
     if norm is not None:
         y, high, low = y * norm[:, None], high * norm, low * norm
     row_zero: torch.Tensor | None
     if scale is not None:
-        row_scale = scale.reshape(1).repeat(x.shape[0])
-        row_zero = None if zero is None else zero.reshape(1).repeat(x.shape[0])
-        inverse = 1 / row_scale
+        row_scale = scale.reshape(1).repeat(y.shape[0])
+        row_zero = None if zero is None else zero.reshape(1).repeat(y.shape[0])
+        inverse = torch.full_like(row_scale, factor) / row_scale
         row_scale = torch.where(high.isnan(), nonfinite, row_scale)
     else:
         extent = high + low if affine else high
-        row_scale = (extent / (255.0 if affine else LARGEST[dtype])).clamp(min=MIN_SCALE)
-        row_scale = torch.where(extent.isfinite(), row_scale, nonfinite)
-        inverse = 1 / row_scale
-        row_zero = _zero_point(high, low, row_scale) if affine else None
+        step = (extent / (255.0 if affine else LARGEST[dtype])).clamp(
+            min=MIN_SCALE * (16 if activation.rotation else 1)
+        )
+        step = torch.where(extent.isfinite(), step, nonfinite)
+        inverse = 1 / step
+        row_zero = _zero_point(high, low, step) if affine else None
+        row_scale = step * factor
 
-    q = _encode(y * inverse[:, None], dtype, row_zero)
-    if permutation is not None:
-        q = q.view(torch.int8)[:, permutation.long()].view(dtype)
-    return q, row_scale, row_zero
+    return _encode(y * inverse[:, None], dtype, row_zero), row_scale, row_zero
 
 
 def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
@@ -94,15 +107,13 @@ def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
     return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.flatten(1).view(torch.int8)), 1)
 
 
-def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: str) -> Outputs:
+def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, activation: Activation) -> Outputs:
     """A scale for every `LHS_GROUP` codes; y as permuted, norm one factor a row."""
     m, k = y.shape
     blocks = ceil_div(k, LHS_GROUP)
     y = torch.nn.functional.pad(y, (0, blocks * LHS_GROUP - k)).view(m * blocks, LHS_GROUP)
-    if norm is not None:
-        # After the largest is known, as the kernel does; rounding keeps the order of numbers.
-        y = y * norm.repeat_interleave(blocks)[:, None]
-    q, scale, _ = quantize_reference(y, Activation(dtype))
+    norm = None if norm is None else norm.repeat_interleave(blocks)
+    q, scale, _ = _quantize_rows(y, norm, activation, None, None)
     q = q.view(torch.int8).view(m, blocks * LHS_GROUP)[:, :k].contiguous().view(q.dtype)
     return q, scale.view(m, blocks), None
 

@@ -16,11 +16,13 @@ class Activation(NamedTuple):
         dtype: of the codes, one of `dtypes.LHS_TYPES`.
         scheme: one of SCHEMES: a scale for each row, one that is given, or one for each row and `LHS_GROUP` codes.
         affine: int8 with zero points; not by block.
+        rotation: size of the Hadamard matrix that rotates the values first, `formats.ROTATION`, or 0.
     """
 
     dtype: str
     scheme: str = "token"
     affine: bool = False
+    rotation: int = 0
 
     @property
     def block(self) -> bool:
@@ -39,12 +41,13 @@ class Activation(NamedTuple):
     @property
     def keywords(self) -> dict[str, Any]:
         """Of `quantize_activations` and the calls of experts, without the dtype."""
-        return {"scheme": self.scheme, "affine": self.affine}
+        return {"scheme": self.scheme, "affine": self.affine, "rotation": self.rotation}
 
     @property
     def flags(self) -> dict[str, Any]:
         """Of `quantize_spec`, without the dtype."""
-        return {"affine": self.affine, "static": self.static, "block": self.block}
+        rotated = self.rotation != 0
+        return {"affine": self.affine, "static": self.static, "block": self.block, "rotated": rotated}
 
 
 SCHEMES = ("token", "tensor", "block")

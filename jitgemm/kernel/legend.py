@@ -53,6 +53,7 @@ OTHER = (
     ("residual", r"residual", "adds a residual first"),
     ("rmsnorm", r"rmsnorm", "of RMSNorm of the input"),
     ("permuted", r"permuted", "with k permuted"),
+    ("rotated", r"rotated", "with blocks of 128 k rotated by a Hadamard matrix"),
     ("block", r"block", "one scale per token and 128 k"),
     ("gathered", r"gathered", "rows are gathered by index"),
     ("masked", r"masked", "rows behind an expert's last are left alone"),

@@ -17,7 +17,7 @@ from jitgemm.activations.arguments import CODES, activation_of, check_runs
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Activation, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows
-from jitgemm.kernel.formats import F16_OPERANDS, MAX_ROWS
+from jitgemm.kernel.formats import F16_OPERANDS, MAX_ROWS, ROTATION
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_addresses
 from jitgemm.runtime.checks import check_device, check_rows, check_vector
@@ -278,13 +278,15 @@ def make_gate(activation: str, order: str, limit: float | None, alpha: float | N
     return Gate(activation, order, limit, alpha)
 
 
-def tokens_activation(w13: AnyWeight, lhs_dtype: object, scheme: object, affine: object) -> Activation:
+def tokens_activation(
+    w13: AnyWeight, lhs_dtype: object, scheme: object, affine: object, rotation: int = 0
+) -> Activation:
     """How a call quantises its tokens, checked; lhs_dtype None for what w13 is packed for."""
     if lhs_dtype is None:
         # Where it is no weight, the checks say what it is.
         types = w13.format.lhs_types if isinstance(w13, (WeightBase, PackedWeight)) else LHS_TYPES
         lhs_dtype = torch_dtype(types[0])
-    return activation_of(lhs_dtype, scheme, affine, "lhs_dtype", ("token", "block"))
+    return activation_of(lhs_dtype, scheme, affine, "lhs_dtype", ("token", "block"), rotation)
 
 
 def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
@@ -376,6 +378,8 @@ def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate, exact: 
             )
         if in_f16(weight) and (activation.dtype != "e4m3" or activation.block):
             raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {got}")
+        if activation.rotation and weight.k % ROTATION:
+            raise ValueError(f"{name}: expected k to be a multiple of {ROTATION} with a rotation, got {weight.k}")
         if activation.affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
     return experts

@@ -39,7 +39,7 @@ Adapt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def fused_experts(
     x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
     activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
-    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token", rotation: int = 0,
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None, batch_invariant: bool = False, out: torch.Tensor | None = None,
     sums: str = "f32",
@@ -82,6 +82,7 @@ def fused_experts(
         lhs_dtype: float8_e4m3fn or int8, what Q makes; None for what w13 was packed for, e4m3 if for both.
         affine: int8 with zero points.
         scheme: "token", a scale for each row, or "block", one for each row and 128 k; not affine.
+        rotation: 128: Q rotates, for w13 and w2 of `rotated` weights, k and inter multiples of 128; 0: it does not.
         expert_map: int32 [global experts], at most 8192, for expert parallelism: topk_ids count the experts of all
             ranks, and expert_map holds this rank's number of each, or -1 to skip its choices.
         bias13, bias2: bfloat16 or float32 [E, 2 * inter] and [E, n], contiguous, or None.
@@ -106,7 +107,8 @@ def fused_experts(
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
     check_flag("batch_invariant", batch_invariant)
-    gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
+    gate = make_gate(activation, order, limit, alpha)
+    tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     rest = expert_map, bias13, bias2, addend, batch_invariant
     if check_sums(sums) != "f32":
         w13, w2 = (for_sums(weight, ANY, sums) for weight in (w13, w2))  # type: ignore[assignment]
@@ -123,14 +125,15 @@ def fused_experts(
 def fused_experts_reference(
     x: torch.Tensor, w13: Weight, w2: Weight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *,
     activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
-    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token", rotation: int = 0,
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 except for the documented roundings."""
     from jitgemm.moe.reference import layer_reference
 
-    gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
+    gate = make_gate(activation, order, limit, alpha)
+    tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, expert_map, bias13, bias2, addend)
     call.check()
     return layer_reference(call)
@@ -282,10 +285,10 @@ def _call_op(
     check_weights(w13, w2)
     for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         check_tensor(name, tensor)
-    dtype, scheme, affine = activation
+    dtype, scheme, affine, rotation = activation
     return torch.ops.jitgemm.fused_experts(
         x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), CODES[dtype], affine, *rest, scheme == "block",
-        exact,
+        exact, rotation,
     )  # fmt: skip
 
 
@@ -317,10 +320,11 @@ def _of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
     w13, w2 = weights_of_op(arguments[:12])
     topk_ids, topk_weights, *gate = arguments[12:18]
     lhs_dtype, affine, *rest = arguments[18:25]
-    block, exact = (*arguments[25:], False, False)[:2]  # which may be left out, from the end
-    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine)
+    last = dict(zip(("block", "exact", "rotation"), arguments[25:]))  # which may be left out, from the end
+    scheme = "block" if last.get("block") else "token"
+    activation = tokens_activation(w13, lhs_dtype, scheme, affine, last.get("rotation", 0))
     call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
-    call.exact = exact
+    call.exact = last.get("exact", False)
     return call
 
 
@@ -333,7 +337,7 @@ def _fake_op(*arguments: Any) -> torch.Tensor:
 define_op(
     f"fused_experts(Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, "
     "ScalarType lhs_dtype, bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
-    "bool block=False, bool exact=False) -> Tensor",
+    "bool block=False, bool exact=False, int rotation=0) -> Tensor",
     lambda *arguments: _run(_of_op(*arguments)),
     _fake_op,
 )

@@ -45,7 +45,7 @@ class Buffer:
     broken: list[str] = field(init=False, default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
-        layout, (dtype, _, affine) = self.layout, self.layout.activation
+        layout, (dtype, _, affine, _) = self.layout, self.layout.activation
         codes = self._part("codes", "scale")[: layout.slots * layout.k].view(CODES[dtype]).view(layout.slots, layout.k)
         scale = self._part("scale", "zero").view(torch.float32)
         if layout.activation.block:
@@ -168,9 +168,9 @@ class _Dispatch(NamedTuple):
         from jitgemm.moe.plan import prepare_dispatch
 
         layout, tokens = self.buffer.layout, max(self.x.shape[0], 1)
-        choices, (dtype, _, affine) = layout.world * tokens * layout.top_k, layout.activation
-        block = layout.activation.block
-        spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], dtype, affine=affine, block=block)
+        choices, activation = layout.world * tokens * layout.top_k, layout.activation
+        flags = {name: activation.flags[name] for name in ("affine", "block", "rotated")}
+        spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], activation.dtype, **flags)
         assert isinstance(spec, DispatchSpec)
         return prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
 

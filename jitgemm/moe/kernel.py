@@ -135,50 +135,55 @@ def route_spec(choices: int) -> RouteSpec:
 
 
 def route_quantize_spec(
-    choices: int, k: int, x: str, q: str, affine: bool, block: bool = False
+    choices: int, k: int, x: str, q: str, affine: bool, block: bool = False, rotated: bool = False
 ) -> RouteQuantizeSpec | None:
     """The kernel that routes so many choices and quantises tokens of k values; None where two kernels are needed."""
     vectors = next((count for count in (1, 2, 4) if k <= count * ROUTE_QUANTIZE_THREADS * _VECTOR), 0)
     if choices > ONE_CTA_CHOICES or not vectors:
         return None
-    return RouteQuantizeSpec(QuantizeSpec(x, q, vectors, affine, block=block))
+    return RouteQuantizeSpec(QuantizeSpec(x, q, vectors, affine, block=block, rotated=rotated))
 
 
-def dispatch_spec(choices: int, k: int, x: str, q: str, *, affine: bool, block: bool) -> DispatchSpec | None:
+def dispatch_spec(
+    choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, rotated: bool = False
+) -> DispatchSpec | None:
     """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
-    first = route_quantize_spec(1, k, x, q, affine, block)
+    first = route_quantize_spec(1, k, x, q, affine, block, rotated)
     return None if first is None else DispatchSpec(first.quantizer, route_spec(choices).ctas)
 
 
 def layer_specs(
-    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False, masked: bool = False
-) -> tuple[RouteSpec | RouteQuantizeSpec | CombineSpec | QuantizeSpec, ...]:
+    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False, masked: bool = False,
+    rotated: bool = False,
+) -> tuple[RouteSpec | RouteQuantizeSpec | CombineSpec | QuantizeSpec, ...]:  # fmt: skip
     """Every kernel of a layer other than its GEMMs, whatever the numbers of tokens, choices and experts are.
 
     Args:
         k, inter: of w13 and w2.
         x: name of x's type.
         q: name of `lhs_dtype`.
-        gate, affine, block: as the call has them.
+        gate, affine, block, rotated: as the call has them.
         masked: the layer is called by `fused_experts_masked`, too.
     """
     quantisers: list[tuple[int, dict[str, Any]]] = [(k, {}), (k, {"gathered": True}), (inter, {"gate": gate})]
+    flags = {"affine": affine, "block": block, "rotated": rotated}
     if masked:
         quantisers += [(k, {"masked": True}), (inter, {"gate": gate, "masked": True})]
     return (
-        *filter(None, [route_quantize_spec(1, k, x, q, affine, block)]),  # up to GATHER_M rows an expert
+        *filter(None, [route_quantize_spec(1, k, x, q, affine, block, rotated)]),  # up to GATHER_M rows an expert
         RouteSpec(1),
         RouteSpec(CLUSTER),
-        *(each for n, more in quantisers for each in quantize_specs(n, x, q, affine=affine, block=block, **more)),
+        *(each for n, more in quantisers for each in quantize_specs(n, x, q, **flags, **more)),
         CombineSpec(x, x),
     )
 
 
 def exchange_specs(
-    k: int, x: str, q: str, *, affine: bool = False, block: bool = False
+    k: int, x: str, q: str, *, affine: bool = False, block: bool = False, rotated: bool = False
 ) -> tuple[DispatchSpec | GatherSpec | CollectSpec, ...]:
     """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
-    dispatches = (dispatch_spec(choices, k, x, q, affine=affine, block=block) for choices in (1, ONE_CTA_CHOICES + 1))
+    flags = {"affine": affine, "block": block, "rotated": rotated}
+    dispatches = (dispatch_spec(choices, k, x, q, **flags) for choices in (1, ONE_CTA_CHOICES + 1))
     return *filter(None, dispatches), GatherSpec(), CollectSpec(x)
 
 

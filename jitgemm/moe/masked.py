@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def fused_experts_masked(
     x: torch.Tensor | Lhs, w13: Weight, w2: Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
     activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
-    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token", rotation: int = 0,
     bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
     sums: str = "f32",
 ) -> None:  # fmt: skip
@@ -46,11 +46,13 @@ def fused_experts_masked(
         masked_m: int32 [E], contiguous: live rows of each expert, clamped to 0..max_m on the device.
         expected_m: live rows of an expert, as expected, by which kernels are chosen. Any value gives right results.
         activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant, sums: as `fused_experts`.
+        rotation: as `fused_experts`; tokens that are quantised have been rotated before.
 
     Raises: as `fused_experts`.
     """
     check_flag("batch_invariant", batch_invariant)
-    gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
+    gate = make_gate(activation, order, limit, alpha)
+    tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
     if check_sums(sums) != "f32":
@@ -66,7 +68,7 @@ def fused_experts_masked(
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(
         *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), CODES[tokens[0]], affine, bias13,
-        bias2, batch_invariant, scheme == "block", exact,
+        bias2, batch_invariant, scheme == "block", exact, rotation,
     )  # fmt: skip
 
 
@@ -93,16 +95,17 @@ def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
 
 def _of_op(*arguments: Any) -> MaskedCall:
     (w13, w2), (out, masked_m, expected_rows, *gate) = weights_of_op(arguments[3:15]), arguments[15:22]
-    lhs_dtype, affine, bias13, bias2, batch_invariant, block, exact = (*arguments[22:], False)[:7]
-    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine)
-    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant, exact
+    lhs_dtype, affine, bias13, bias2, batch_invariant, block = arguments[22:28]
+    last = dict(zip(("exact", "rotation"), arguments[28:]))  # which may be left out, from the end
+    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine, last.get("rotation", 0))
+    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant, last.get("exact", False)
     return MaskedCall(*arguments[:3], w13, w2, out, masked_m, expected_rows, *rest)
 
 
 define_op(
     f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, "
     f"Tensor masked_m, SymInt expected_rows, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, Tensor? bias13, "
-    "Tensor? bias2, bool batch_invariant, bool block, bool exact=False) -> ()",
+    "Tensor? bias2, bool batch_invariant, bool block, bool exact=False, int rotation=0) -> ()",
     lambda *arguments: _run(_of_op(*arguments)),
     lambda *arguments: _of_op(*arguments).check(),
 )

@@ -82,8 +82,9 @@ def route_and_quantize(
     Args:
         tokens: x [tokens, k], at least one token, and activation. The rest is what says nothing.
     """
-    x, (dtype, scheme, affine) = tokens.x, tokens.activation
-    spec = route_quantize_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], dtype, affine, scheme == "block")
+    x, (dtype, scheme, affine, rotation) = tokens.x, tokens.activation
+    flags = affine, scheme == "block", rotation != 0
+    spec = route_quantize_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], dtype, *flags)
     if spec is None or not x.is_cuda:
         return route(topk_ids, experts, expert_map=expert_map), quantize(tokens)
     layouts = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]

@@ -19,7 +19,7 @@ FACTOR = 0.08838834764831845
 
 
 def rotated(w: torch.Tensor, size: int = ROTATION) -> torch.Tensor:
-    """w H in fp32, for a weight that meets rotated activations.
+    """w H in fp32, for a weight that meets `quantize_activations(..., rotation=128)`.
 
     Sums in the order of `butterfly`, each rounded once, then multiplied by fp32(2^-3.5) and rounded once: the same bits
     on every device, within 2^-20 of 2^-3.5 times the sum of a block's absolute values. Twice gives w but for rounding.
@@ -45,7 +45,7 @@ def rotated(w: torch.Tensor, size: int = ROTATION) -> torch.Tensor:
 def butterfly(x: torch.Tensor) -> torch.Tensor:
     """x H * 2^3.5 of fp32 [..., k]: of columns i without and j = i + d with bit d the sum and the difference i - j.
 
-    For d = 1, 2, 4, ... 64 in that order, each addition rounded to nearest even.
+    For d = 1, 2, 4, ... 64 in that order, each addition rounded to nearest even, as include/jitgemm/quantize.cuh has it.
     """
     shape, distance = x.shape, 1
     while distance < ROTATION:

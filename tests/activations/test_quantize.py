@@ -24,6 +24,7 @@ from jitgemm.activations.call import QuantizeCall, quantize_activations
 from jitgemm.activations.kernel import (
     QuantizeSpec,
     block_dims,
+    most_threads,
     quantize_source,
     quantize_spec,
     quantize_specs,
@@ -37,6 +38,7 @@ from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.formats import CORRECTION_TYPES, lhs_columns
 from jitgemm.runtime.launch import LaunchCache, this_thread
+from jitgemm.weight.rotation import butterfly
 
 OP = torch.ops.jitgemm.quantize_activations.default
 K = 96
@@ -245,6 +247,66 @@ def test_sums_have_the_shape_of_x():
     again = torch.empty_like(shaped["x"])
     assert quantize_activations(shaped["x"], torch.int8, rms_norm=norm, residual=s["x"].view(2, 2, 3, K),
                                 residual_out=again)[-1] is again  # fmt: skip
+
+
+# ---- rotation --------------------------------------------------------------------------------------------------------
+
+ROTATED_K = 384
+
+
+@pytest.mark.parametrize("front", ["plain", "silu_mul", "rms_norm", "residual"])
+@pytest.mark.parametrize("scheme", ["token", "block", "tensor"])
+@pytest.mark.parametrize("mode", MODES)
+def test_codes_stand_for_the_rotated_values(mode, scheme, front):
+    dtype, affine = MODES[mode]
+    if affine and scheme == "block":
+        pytest.skip("blocks have no zero points")
+    draw, norm = builders.generator(1), parameters(1, ROTATED_K)["rms_norm"]
+    x = torch.randn(10, ROTATED_K * (1 + (front == "silu_mul")), generator=draw).bfloat16()
+    x[:, 7] *= 50
+    options = {"silu_mul": {"silu_mul": True}, "plain": {}}.get(front, {"rms_norm": norm})
+    options |= {"residual": x.flip(0)} if front == "residual" else {}
+    y = (x + options["residual"] if front == "residual" else x).double()
+    if front == "silu_mul":
+        y = torch.nn.functional.silu(y[:, :ROTATED_K]) * y[:, ROTATED_K:]
+    elif front != "plain":
+        y = torch.nn.functional.rms_norm(y, (ROTATED_K,), norm.double(), 1e-6)
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]).double()
+    y = (y.unflatten(1, (-1, 128)) @ signs * 2**-3.5).flatten(1)
+    options |= given(mode, 0.1, zero=5) if scheme == "tensor" else {"scheme": scheme}
+    q, scale, *zero = quantize_activations(x, dtype, affine=affine, rotation=128, **options)[: 2 + affine]
+    scale = scale.double().repeat_interleave(128, 1) if scheme == "block" else scale.double()[:, None]
+    steps = y / scale + (zero[0].double()[:, None] if affine else 0)
+    inside = (steps >= -128) & (steps <= 127) if dtype == torch.int8 else steps.abs() <= 448
+    bound = torch.maximum(steps.abs() * 2.0**-4, torch.tensor(2.0**-10)) if dtype == E4M3 else torch.tensor(0.5)
+    assert bool(((q.double() - steps).abs() <= bound * 1.001 + 1e-4)[inside].all())
+    assert inside.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("mode, largest", [("e4m3", 448), ("s8", 127)])
+def test_a_rotated_scale_is_that_of_the_sums_by_an_fp32_factor(mode, largest, x_dtype):
+    x = activations(1, 16, ROTATED_K, x_dtype)
+    q, scale = quantize_activations(x, MODES[mode][0], rotation=128)
+    step = (butterfly(x.float()).abs().amax(1) / largest).clamp(min=2.0**-122)
+    assert builders.same_bits(scale, step * torch.tensor(2.0**-3.5))
+    plain, larger = quantize_activations(butterfly(x.float()), MODES[mode][0])[0], step > 2.0**-122
+    assert builders.same_bits(q.view(torch.int8)[larger], plain.view(torch.int8)[larger])
+    assert int(larger.sum()) >= 10
+    assert float(scale.min()) > 2.0**-126
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_what_rotated_sums_do_not_hold_makes_its_row_s_scale_nan(mode, value):
+    dtype, affine = MODES[mode]
+    x = torch.randn(3, ROTATED_K, generator=builders.generator(1))
+    x[1, 40], x[1, 44] = value, value  # whose sum is beyond fp32
+    scale = quantize_activations(x, dtype, affine=affine, rotation=128)[1]
+    assert scale.isnan().tolist() == [False, True, False]
+    if not affine:
+        blocks = quantize_activations(x, dtype, scheme="block", rotation=128)[1]
+        assert blocks.isnan().nonzero().tolist() == [[1, 0]]
 
 
 # ---- special rows ---------------------------------------------------------------------------------------------------
@@ -457,6 +519,15 @@ NORM = {"rms_norm": torch.ones(K)}
         (TypeError, "permutation: expected int32, got int64", {"permutation": torch.arange(K)}),
         (ValueError, r"permutation: expected shape \[96\]", {"permutation": torch.arange(64).int()}),
         (ValueError, "permutation: expected a tensor on cpu", {"permutation": ELSEWHERE}),
+        (ValueError, "rotation: expected 0 or 128, got 64", {"rotation": 64}),
+        (ValueError, "rotation: expected 0 or 128, got True", {"rotation": True}),
+        (ValueError, "x: expected k to be a multiple of 128 with a rotation, got 96", {"rotation": 128}),
+        (ValueError, "x: expected k to be a multiple of 128 with a rotation, got 192",
+         {"x": torch.zeros(4, 384), "rotation": 128, "silu_mul": True}),
+        (ValueError, "permutation: expected None with a rotation",
+         {"x": torch.zeros(4, 128), "rotation": 128, "permutation": torch.arange(128).int()}),
+        (ValueError, r"correction: expected None with a rotation, got \('bf16', 32\)",
+         {"x": torch.zeros(4, 128), "rotation": 128, "correction": ("bf16", 32)}),
         (TypeError, r"correction: expected None or \(type, group size\), got \['bf16', 32\]",
          {"correction": ["bf16", 32]}),
         (ValueError, r"correction: expected a type of .* and a group size of .*, got \('fp32', 32\)",
@@ -626,6 +697,16 @@ def test_opcheck_passes_with_sums():
         op(*arguments, correction="bf16")
 
 
+def test_opcheck_passes_with_a_rotation():
+    x, norm = activations(1, 5, 256), parameters(1, 256)["rms_norm"]
+    arguments = (x, torch.int8, False, True, None, None, False, norm, 1e-6, None)
+    assert set(torch.library.opcheck(OP, arguments, {"rotation": 128}).values()) == {"SUCCESS"}
+    op, arguments = torch.ops.jitgemm.add_quantize_activations.default, (*arguments, False, x.flip(0))
+    assert set(torch.library.opcheck(op, arguments, {"rotation": 128}).values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="x: expected k to be a multiple of 128 with a rotation, got 96"):
+        OP(activations(1, 5, K), torch.int8, False, False, None, None, False, None, 1e-6, None, rotation=128)
+
+
 def test_the_op_refuses_a_residual_without_a_norm():
     arguments = (X, torch.int8, False, False, None, None, False, None, 1e-6, None, False, X)
     with pytest.raises(ValueError, match="residual: expected None without rms_norm"):
@@ -652,7 +733,7 @@ def test_fake_tensors_compute_nothing_and_are_checked():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "front", ["plain", "silu_mul", "gelu_mul", "rms_norm", "out", "residual", "residual_out", "sums"]
+    "front", ["plain", "silu_mul", "gelu_mul", "rms_norm", "out", "residual", "residual_out", "sums", "rotation"]
 )
 def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     torch._dynamo.reset()
@@ -660,7 +741,8 @@ def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     gates = {"silu_mul": {"silu_mul": True}, "gelu_mul": {"gelu_mul": "tanh"}}
     if front == "sums" and dtype != torch.int8:
         pytest.skip("of int8 codes only")
-    arguments = (gates | {"plain": {}, "out": {}, "sums": {"correction": ("fp16", 32)}}).get(front, parameters(1, K))
+    others = {"plain": {}, "out": {}, "sums": {"correction": ("fp16", 32)}, "rotation": {"rotation": 128}}
+    arguments, k = (gates | others).get(front, parameters(1, K)), 256 if front == "rotation" else K
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = None
@@ -678,7 +760,7 @@ def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     counts = []  # the first compilation may start twice, to fix eps
     for m in (2, 5, 9):
-        x = activations(m, m, 2 * K if front in gates else K)
+        x = activations(m, m, 2 * k if front in gates else k)
         assert all(map(builders.same_bits, compiled(x), layer(x)))
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1]
@@ -699,6 +781,9 @@ def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
                             options = {"affine": affine, "static": static, "permuted": permuted}
                             for spec in quantize_specs(k, x, q, **options, **front):
                                 found.setdefault(spec, k)
+                    if k % 128 == 0:
+                        for spec in quantize_specs(k, x, q, affine=affine, static=static, rotated=True, **front):
+                            found.setdefault(spec, k)
     return [(k, spec) for spec, k in found.items()]
 
 
@@ -724,7 +809,7 @@ def test_sums_make_kernels_of_their_own_and_change_no_other():
 def test_blocks_hold_their_rows():
     for k, spec in ALL:
         threads, rows = block_dims(spec, k)
-        assert threads % 32 == 0 and threads * rows <= 1024
+        assert threads % 32 == 0 and threads * rows <= most_threads(spec) <= 1024
         assert spec.vectors == 0 or threads * spec.ctas * spec.vectors * 8 >= k
         assert (rows == 1) or threads == 32
         assert smem_bytes(spec, k) <= 131072 and (smem_bytes(spec, k) > 0) == spec.permuted
@@ -753,9 +838,8 @@ def test_rows_are_read_once_up_to_the_documented_length(x, front, longest):
 def test_a_sum_of_squares_has_one_order_with_and_without_a_residual():
     for k, spec in ALL:
         if spec.residual:
-            plain = quantize_spec(
-                k, spec.x, spec.q, affine=spec.affine, static=spec.static, rms_norm=True, permuted=spec.permuted
-            )
+            flags = {"permuted": spec.permuted, "rotated": spec.rotated}
+            plain = quantize_spec(k, spec.x, spec.q, affine=spec.affine, static=spec.static, rms_norm=True, **flags)
             (threads, rows), (of_plain, plain_rows) = block_dims(spec, k), block_dims(plain, k)
             assert (spec.vectors, threads * spec.ctas, rows) == (plain.vectors, of_plain, plain_rows)
 
@@ -781,7 +865,7 @@ def sampled() -> list[QuantizeSpec]:
     for _, spec in ALL:
         if spec.q == "s8" and spec.affine and not spec.static:
             front = spec.gate, spec.rms_norm, spec.residual
-            shape = spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1, spec.ctas
+            shape = spec.x == "fp32", front, spec.permuted, spec.rotated, spec.vectors, spec.rows > 1, spec.ctas
             shapes.setdefault(shape, spec)
     features = [spec for _, spec in ALL if spec.vectors == 4 and spec.x == "fp16" and spec.rows == 1]
     summed = [replace(spec, correction=("bf16", 32)) for spec in shapes.values() if spec.x == "bf16"]
@@ -799,7 +883,7 @@ def test_compiles_for_sm_90a_without_spills_or_warnings(cache, compiles_without_
     entry, compiled = cache.get_or_compile(quantize_source(spec))
     assert compiled and entry.cubin.startswith(b"\x7fELF")
     compiles_without_warnings(entry)
-    assert entry.metadata["registers"] <= 65536 // (32 * spec.rows if spec.rows > 1 else 1024 // spec.ctas)
+    assert entry.metadata["registers"] <= 65536 // most_threads(spec)
 
 
 def test_importing_the_quantiser_loads_no_layer_below_it():
@@ -819,3 +903,5 @@ def test_ctas_share_a_row_where_rows_are_long_and_few():
     assert [ctas(14336, m, gate=SILU_MUL) for m in (1, 33, 34, 4096)] == [4, 4, 1, 1]
     assert ctas(1024, 1) == ctas(40960, 1) == ctas(14336, 1, permuted=True) == 1
     assert ctas(13824, 1, rms_norm=True) == 1  # 27 warps: the sum of squares keeps its order
+    assert [ctas(14336, m, rotated=True) for m in (1, 33, 34, 66, 67)] == [4, 4, 2, 2, 1]
+    assert ctas(14336, 1, rotated=True, rms_norm=True) == 2  # 14 warps

@@ -98,6 +98,7 @@ def test_no_rows_are_an_error():
             "e4m3w8-channel-m64n128-s4-ss-tr-e128",
             {"e4m3w8": "8-bit weights", "channel": "one scale", "e128": "128 experts"},
         ),
+        ("quantize-bf16-s8-rmsnorm-rotated-v4c2", {"rotated": "Hadamard", "v4c2": "4 vectors"}),
         ("quantize-bf16-s8z-silumul-permuted-v4", {"s8z": "zero point", "silumul": "silu(gate)", "v4": "4 vectors"}),
         ("route-quantize-bf16-e4m3-v4", {"route": "experts"}),
     ],

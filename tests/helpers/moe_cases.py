@@ -110,10 +110,10 @@ def choices(seed: int, tokens: int, top_k: int, experts: int, kind: str = "unifo
     return torch.rand((tokens, experts), generator=g).argsort(1)[:, :top_k].contiguous()
 
 
-def dequantized(values: torch.Tensor, mode: str, scheme: str = "token") -> torch.Tensor:
+def dequantized(values: torch.Tensor, mode: str, scheme: str = "token", rotation: int = 0) -> torch.Tensor:
     """fp32 [rows, k] -> what their codes stand for, fp64."""
     dtype, affine = MODES[mode]
-    q, scale, *zero = quantize_activations(values, dtype, affine=affine, scheme=scheme)
+    q, scale, *zero = quantize_activations(values, dtype, affine=affine, scheme=scheme, rotation=rotation)
     if scheme == "block":
         return q.double() * scale.double().repeat_interleave(128, 1)[:, : q.shape[1]]
     return (q.double() - (zero[0].double()[:, None] if affine else 0)) * scale.double()[:, None]
@@ -158,7 +158,8 @@ def by_definition(case: Case, **changes: Any) -> torch.Tensor:
     )
     addend = options.get("addend")
     out = torch.zeros(x.shape[0], case.n).double() if addend is None else addend.double().clone()
-    tokens = dequantized(x.float(), case.mode, options.get("scheme", "token"))
+    forms = case.mode, options.get("scheme", "token"), options.get("rotation", 0)
+    tokens = dequantized(x.float(), *forms)
     for t in range(x.shape[0]):
         for choice, weight in zip(ids[t].tolist(), weights[t].tolist()):
             if expert_map is not None:
@@ -167,8 +168,6 @@ def by_definition(case: Case, **changes: Any) -> torch.Tensor:
                 continue
             hidden = (w13[choice] @ tokens[t] + bias13[choice]).to(x.dtype).double()
             y = activated(hidden, options)
-            result = (
-                w2[choice] @ dequantized(y.float()[None], case.mode, options.get("scheme", "token"))[0] + bias2[choice]
-            )
+            result = w2[choice] @ dequantized(y.float()[None], *forms)[0] + bias2[choice]
             out[t] += weight * result.to(x.dtype).double()
     return out

@@ -258,6 +258,14 @@ QUANTIZERS = {
     "permuted by block": ("s8", 416, {"permutation": True, "scheme": "block"}),
     "a row in a CTA": ("s8", 2080, {}),
     "a long row": ("s8", 40960, {}),
+    "rotated": ("s8", 384, {"rotation": 128}),
+    "rotated, one vector a thread": ("e4m3", 128, {"rotation": 128}),
+    "rotated, affine": ("s8z", 896, {"rotation": 128}),
+    "rotated, static": ("s8z", 1152, quantize_cases.given("s8z", 0.02) | {"rotation": 128}),
+    "rotated by block": ("e4m3", 4224, {"rotation": 128, "scheme": "block"}),
+    "rotated by block in a warp": ("s8", 640, {"rotation": 128, "scheme": "block"}),
+    "rotated, long": ("e4m3", 16512, {"rotation": 128}),
+    "rotated by block, long": ("s8", 16512, {"rotation": 128, "scheme": "block"}),
 }
 
 
@@ -340,7 +348,8 @@ def test_sums_are_of_the_codes_that_a_prologue_s_kernel_makes(monkeypatch, prolo
 @pytest.mark.parametrize(
     ("name", "dtype"),
     builders.third(
-        ["per token", "affine", "by block", "permuted by block", "a row in a CTA", "long"], quantize_cases.X_DTYPES
+        ["per token", "affine", "by block", "permuted by block", "a row in a CTA", "long", "rotated", "rotated, long"],
+        quantize_cases.X_DTYPES,
     ),
 )
 def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(monkeypatch, name, dtype):
@@ -372,6 +381,9 @@ def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(mon
         ("s8", ["block", "rms_norm", "residual"]),
         ("s8", ["correction"]),
         ("s8z", ["correction", "rms_norm", "residual"]),
+        ("s8z", ["rotation"]),
+        ("s8", ["rotation", "rms_norm", "residual"]),
+        ("e4m3", ["block", "rotation", "silu_mul"]),
     ],
     ids=str,
 )
@@ -380,7 +392,7 @@ def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, n
     draw = builders.generator(1)
     x, residual = (torch.randn(5, k * (1 + ("silu_mul" in names)), generator=draw).bfloat16() for _ in range(2))
     parameters = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"], "residual": residual, "silu_mul": True}
-    parameters["correction"] = "bf16", 64
+    parameters |= {"correction": ("bf16", 64), "rotation": 128}
     options = {name: parameters[name] for name in names if name in parameters}
     options |= {"affine": affine, "scheme": "block" if "block" in names else "token"}
     emulate(monkeypatch)

@@ -6,6 +6,7 @@ import builders
 import pytest
 import torch
 
+from jitgemm.activations.call import quantize_activations
 from jitgemm.weight.rotation import butterfly, rotated
 
 HADAMARD = torch.tensor([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)]).double()
@@ -58,6 +59,16 @@ def test_additions_have_the_order_that_is_said():
             columns[i], columns[i + distance] = a + b, a - b
         distance *= 2
     assert builders.same_bits(torch.stack(columns, 1), expected)
+
+
+def test_rotated_codes_and_a_rotated_weight_give_the_product_with_less_error_where_there_are_outliers():
+    x, w = random(4, 16, 1024), random(5, 32, 1024, outliers=False)
+    product, errors = x.double() @ w.double().T, []
+    for rotation, weight in ((0, w), (128, rotated(w))):
+        q, scale = quantize_activations(x, torch.int8, rotation=rotation)
+        found = q.double() * scale.double()[:, None] @ weight.double().T
+        errors.append(float((found - product).norm() / product.norm()))
+    assert errors[1] < 0.5 * errors[0] < 0.05
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ __device__ __forceinline__ void send(const DispatchArgs& args, u32 block, u32 bl
     tokens.x = args.x, tokens.x_row_bytes = args.x_row_bytes, tokens.m = args.m, tokens.k = args.k;
     const Team<Config> team;
     const u32 vectors = args.k / kVector;
-    auto mine = [&](u32 i) { return team.thread + i * team.threads; };
+    auto mine = [&](u32 i) { return team.template vector<kVectors>(i); };
     auto id_of = [&](u32 row, u32 i) { return load_id(args.ids, args.id_bytes, u64(row) * args.top_k + i); };
     const u64 call = reinterpret_cast<const Head*>(peers[args.rank])->calls + 1, first_slot = u64(args.rank) * args.max_tokens;
 
@@ -137,6 +137,19 @@ __device__ __forceinline__ void send(const DispatchArgs& args, u32 block, u32 bl
             const float weight = load_real(args.weights, row * args.top_k + choice, args.weights_type);
             reinterpret_cast<float*>(peers[rank] + args.weights_at)[slot * args.top_k + choice] = weight;
         }
+        Held<Config> rotated[Config::kRotated ? kVectors : 1];
+        if constexpr (Config::kRotated) {
+            Range<Config> range;
+#pragma unroll
+            for (u32 i = 0; i < kVectors; ++i) {
+                if (mine(i) < vectors) rotated[i] = transform(tokens, input[i], row, mine(i), range);
+            }
+            rotate(rotated);
+        }
+        auto values = [&](u32 i) -> const Held<Config>& {
+            if constexpr (Config::kRotated) return rotated[i];
+            else return input[i].x[0];
+        };
         auto to_each_rank = [&](auto write) {
             for (u32 rank = 0; rank < args.world; ++rank) {
                 if (ranks >> rank & 1) write(peers[rank]);
@@ -149,19 +162,20 @@ __device__ __forceinline__ void send(const DispatchArgs& args, u32 block, u32 bl
             });
         };
         auto store_codes_of = [&](const Quantizer<Config>& quantizer, u32 i) {
-            const uint2 codes = quantizer.codes(input[i].x[0]);
+            const uint2 codes = quantizer.codes(values(i));
             to_each_rank([&](u8* to) { store_codes(to + args.codes_at + slot * args.k, mine(i), codes); });
         };
 
         if constexpr (Config::kBlocks) {
+            constexpr u32 kOwn = Config::kRotated ? kVectors : 1;  // of a thread's vectors, that are of one block
 #pragma unroll
-            for (u32 i = 0; i < kVectors; ++i) {
-                Range<Config> range;
-                if (mine(i) < vectors) range.include(input[i].x[0]);
-                range.combine_block();
+            for (u32 i = 0; i < kVectors; i += kOwn) {
+                Range<Config> part;
+                part.template include_block<kOwn>(&values(i), mine(i) < vectors);
                 if (mine(i) >= vectors) continue;
-                const Quantizer<Config> quantizer(tokens, range);
-                store_codes_of(quantizer, i);
+                const Quantizer<Config> quantizer(tokens, part);
+#pragma unroll
+                for (u32 j = i; j < i + kOwn; ++j) store_codes_of(quantizer, j);
                 if (mine(i) % kBlockVectors == 0)
                     store_scale_at(quantizer, slot + mine(i) / kBlockVectors * args.scale_block_stride);
             }
@@ -169,7 +183,7 @@ __device__ __forceinline__ void send(const DispatchArgs& args, u32 block, u32 bl
             Range<Config> range;
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
-                if (mine(i) < vectors) range.include(input[i].x[0]);
+                if (mine(i) < vectors) range.include(values(i));
             }
             combine_threads(team, range, slots, sent);
             const Quantizer<Config> quantizer(tokens, range);
