@@ -130,6 +130,50 @@ def test_a_permutation_of_columns(k, x_dtype, mode):
     assert_same_bits(*run_both(x, mode, permutation=parameters(1, k, "cuda")["permutation"]))
 
 
+ROTATED_KS = (128, 256, 384, 512, 1024, 1152, 4096, 8192, 8320, 14336, 16384, 16512, 28672)
+"""At, just below and just above where kernels for a rotation change; 14336 and 16384 with few rows have several CTAs."""
+
+
+@pytest.mark.parametrize("k, x_dtype, mode", builders.two_thirds(ROTATED_KS, X_DTYPES, MODES), ids=str)
+def test_rotated_codes_scales_and_zero_points_are_the_cpu_s_bits(k, x_dtype, mode):
+    dtype, affine = MODES[mode]
+    for m in (9, 50, 1000) if k in (4096, 14336) else (11,):
+        x = activations(k, m, k, x_dtype, "cuda")
+        assert_same_bits(*run_both(x, mode, rotation=128))
+        assert_same_bits(*run_both(x, mode, rotation=128, **given(mode, 0.02, device="cuda")))
+        if not affine:
+            expected = quantize_activations(x.cpu(), dtype, scheme="block", rotation=128)
+            assert_same_bits(quantize_activations(x, dtype, scheme="block", rotation=128), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", [384, 4096, 16512])
+def test_nan_and_infinities_are_not_lost_in_a_rotation(k, mode):
+    x = activations(3, 24, k, torch.float32, "cuda")
+    nan, inf = float("nan"), float("inf")
+    x[0, 0], x[8, k - 1], x[9, 17], x[10, 5], x[11, 6] = nan, nan, -nan, inf, -inf
+    x[13, 3], x[13, 4], x[14, 1], x[14, 2], x[16, 3], x[16, 4] = inf, nan, 3e38, 3e38, inf, -inf
+    for options in ({}, given(mode, 0.02, device="cuda")):
+        assert_same_bits(*run_both(x, mode, rotation=128, **options))
+
+
+@pytest.mark.parametrize("front", ["silu_mul", "gelu_mul", "rms_norm", "residual"])
+@pytest.mark.parametrize("k, x_dtype, mode", builders.third([256, 1024, 4096, 14336, 28672], X_DTYPES, MODES), ids=str)
+def test_a_rotation_comes_behind_what_is_computed_first(k, x_dtype, mode, front):
+    draw, gate = builders.generator(k), "mul" in front
+    x = torch.randn(33, k * (1 + gate), generator=draw).to(x_dtype).cuda()
+    x[3] = 0
+    norm = parameters(1, k, "cuda", x_dtype)["rms_norm"]
+    options = {"silu_mul": {"silu_mul": True}, "gelu_mul": {"gelu_mul": "tanh"}}.get(front, {"rms_norm": norm})
+    if front != "residual":
+        return assert_close(*run_both(x, mode, rotation=128, **options))
+    dtype, affine = MODES[mode]
+    residual = torch.randn(33, k, generator=draw).to(x_dtype).cuda()
+    *found, total = quantize_activations(x, dtype, affine=affine, rotation=128, residual=residual, **options)
+    assert builders.same_bits(total, x + residual)
+    assert_same_bits(tuple(found), quantize_activations(total, dtype, affine=affine, rotation=128, **options))
+
+
 @pytest.mark.parametrize(
     "k, permuted, x_dtype, mode",
     builders.two_thirds([64, 512, 1024, 4096, 14336, 28672], [False, True], X_DTYPES, MODES),
@@ -476,10 +520,11 @@ def test_outputs_are_not_overwritten_while_the_gemm_before_still_reads_them():
         assert builders.same_bits(out, expected)
 
 
+@pytest.mark.parametrize("rotation", [0, 128])
 @pytest.mark.parametrize("scheme", ["token", "block"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [8192, 14336, 16384])
-def test_a_row_has_the_same_bits_among_few_rows_and_many(k, mode, scheme):
+def test_a_row_has_the_same_bits_among_few_rows_and_many(k, mode, scheme, rotation):
     """Few rows have several CTAs each."""
     dtype, affine = MODES[mode]
     if affine and scheme == "block":
@@ -488,7 +533,7 @@ def test_a_row_has_the_same_bits_among_few_rows_and_many(k, mode, scheme):
     x, gates, residual = (torch.randn(200, width, generator=draw).bfloat16().cuda() for width in (k, 2 * k, k))
     norm = {"rms_norm": parameters(1, k, "cuda")["rms_norm"]}
     for values, options in ((x, {}), (gates, {"silu_mul": True}), (x, norm), (x, norm | {"residual": residual})):
-        options = {"affine": affine, "scheme": scheme, **options}
+        options = {"affine": affine, "scheme": scheme, "rotation": rotation, **options}
         many = quantize_activations(values, dtype, **options)
         for rows in (slice(0, 1), slice(60, 93), slice(100, 140)):
             few = options | ({"residual": residual[rows]} if "residual" in options else {})

@@ -132,6 +132,21 @@ def test_a_norm_by_1_plus_weight_is_too(dtype):
     assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
 
 
+def test_a_rotation_stays_behind_the_norm_and_residual_that_are_folded():
+    x, _ = inputs(columns=256)
+    other, w = torch.randn_like(x), torch.randn(256).bfloat16()
+
+    def call(x, other, w):
+        total = x + other
+        return *quantised(norm(total, w), torch.int8, rotation=128), *quantised(norm(total, w), torch.int8), total * 2
+
+    found, graphs = compiled(call, x, other, w)
+    total = x + other
+    hands = [quantised(total, torch.int8, rms_norm=w, eps=1e-5, rotation=rotation) for rotation in (128, 0)]
+    assert same(found, (*hands[0], *hands[1], total * 2))
+    assert graphs.quantisers == {"add": 1, "norm": 1}
+
+
 def test_so_is_pytorch_s_own():
     x, w = inputs()
     found, graphs = compiled(lambda x, w: quantised(torch.nn.functional.rms_norm(x, (K,), w, 1e-5)), x, w)

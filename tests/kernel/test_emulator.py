@@ -450,13 +450,27 @@ def test_a_gate_s_values_are_as_near_as_the_call_says(monkeypatch, kind, limit):
         (5, 5, {"activation": "swiglu_step", "limit": 0.8}),
         (5, 5, {"activation": "situ", "alpha": 1.5, "limit": 2.0, "order": "up_gate"}),
         (5, 5, {"activation": "relu2"}),
+        (9, 5, {"rotation": 128}),
+        (70, 5, {"rotation": 128, "scheme": "block"}),
         (300, 9, {}),  # more choices than one CTA routes
     ],
-    ids=["silu", "swiglu_oai", "gelu", "swiglu_step", "situ", "relu2", "routed by a cluster"],
+    ids=[
+        "silu",
+        "swiglu_oai",
+        "gelu",
+        "swiglu_step",
+        "situ",
+        "relu2",
+        "rotated",
+        "rotated, gathered",
+        "routed by a cluster",
+    ],
 )
 def test_a_layer_of_experts(monkeypatch, tokens, experts, options):
     top_k = 8 if tokens == 300 else 3
-    case = moe_cases.Case(tokens=tokens, experts=experts, top_k=top_k, dtype=torch.bfloat16, options=dict(options))
+    sizes = {"k": 256, "inter": 128} if "rotation" in options else {}
+    sizes |= {"tokens": tokens, "experts": experts, "top_k": top_k}
+    case = moe_cases.Case(**sizes, dtype=torch.bfloat16, options=dict(options))
     expected = moe_cases.by_definition(case)
     emulator = emulate(monkeypatch)
     out = jitgemm.fused_experts(*case.arguments, **case.options)

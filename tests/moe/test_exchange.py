@@ -40,12 +40,15 @@ class Ranks:
     """The ranks' buffers, in one address space."""
 
     def __init__(self, emulator: Emulator, world: int, n: int, dtype: torch.dtype, kind: str, top_k: int = TOP_K):
-        codes, scheme, affine = {
-            "e4m3": (torch.float8_e4m3fn, "token", False),
-            "int8 affine": (torch.int8, "token", True),
-            "block": (torch.float8_e4m3fn, "block", False),
+        codes, scheme, affine, k = {
+            "e4m3": (torch.float8_e4m3fn, "token", False, K),
+            "int8 affine": (torch.int8, "token", True, K),
+            "block": (torch.float8_e4m3fn, "block", False, K),
+            "rotated": (torch.int8, "token", True, 384),
+            "rotated block": (torch.int8, "block", False, 4224),
         }[kind]
-        layout = Layout(0, world, MOST, K, n, top_k, dtype, activation_of(codes, scheme, affine))
+        activation = activation_of(codes, scheme, affine, rotation=128 if "rotated" in kind else 0)
+        layout = Layout(0, world, MOST, k, n, top_k, dtype, activation)
         size = layout.offsets["end"]
         memory = [torch.empty(size + 256, dtype=torch.uint8) for _ in range(world)]
         own = [each[-each.data_ptr() % 256 :][:size] for each in memory]
@@ -104,10 +107,10 @@ class Ranks:
 
 
 def tokens_of(
-    seed: int, count: int, experts: int, dtype: torch.dtype, id_type: torch.dtype
+    seed: int, count: int, experts: int, dtype: torch.dtype, id_type: torch.dtype, k: int = K
 ) -> tuple[torch.Tensor, ...]:
     draw = builders.generator(seed)
-    x = torch.randn(count, K, generator=draw).to(dtype)
+    x = torch.randn(count, k, generator=draw).to(dtype)
     ids = torch.rand(count, experts, generator=draw).argsort(1)[:, :TOP_K].to(id_type)
     if count > 1:
         ids[0], ids[1, 0] = torch.tensor([-1, experts, 1 << 24]), -1
@@ -120,6 +123,8 @@ CASES = [
     pytest.param("e4m3", torch.bfloat16, torch.int32, 1032, [(3, 2, 0), (0, 1, 4)], id="e4m3, 3 ranks, 2 calls, wide"),
     pytest.param("int8 affine", torch.float16, torch.int64, 64, [(2, 3)], id="int8 affine"),
     pytest.param("block", torch.float32, torch.int32, 64, [(0, 3)], id="block"),
+    pytest.param("rotated", torch.bfloat16, torch.int32, 64, [(3, 2)], id="rotated"),
+    pytest.param("rotated block", torch.float32, torch.int32, 64, [(1, 3)], id="rotated by block"),
 ]
 
 
@@ -128,7 +133,8 @@ def test_tokens_go_to_the_ranks_of_their_experts_and_back(emulator, kind, dtype,
     world = len(turns[0])
     ranks, all_experts = Ranks(emulator, world, n, dtype, kind), world * EXPERTS
     for turn, counts in enumerate(turns):
-        given = [tokens_of(10 * turn + r, counts[r], all_experts, dtype, id_type) for r in range(world)]
+        k = ranks.buffers[0].layout.k
+        given = [tokens_of(10 * turn + r, counts[r], all_experts, dtype, id_type, k) for r in range(world)]
         routed = ranks.dispatch(given)
         x, ids, weights = (torch.cat(parts) for parts in zip(*given))
         slots = torch.cat([rank * MOST + torch.arange(counts[rank]) for rank in range(world)])

@@ -17,7 +17,7 @@ from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, activated, by_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
-from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
+from jitgemm import W8Weight, fused_experts, fused_experts_reference, fused_experts_workspace_bytes, quantize_w8
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.kernel import quantize_source, quantize_spec
@@ -44,6 +44,7 @@ from jitgemm.moe.kernel import (
     source_of,
 )
 from jitgemm.moe.route import combine, route
+from jitgemm.weight.rotation import rotated
 
 OP = torch.ops.jitgemm.fused_experts.default
 
@@ -189,6 +190,35 @@ def test_the_layer_is_its_definition(activation, order, mode):
     assert_by_definition(Case(mode=mode, options={"activation": activation, "order": order}))
 
 
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_layer_rotates_what_both_gemms_read(mode, scheme):
+    if (mode, scheme) == ("s8z", "block"):
+        pytest.skip("blocks have no zero points")
+    case = Case(k=256, inter=128, mode=mode, options={"scheme": scheme, "rotation": 128})
+    assert_by_definition(case)
+    plain = fused_experts(*case.arguments, **case.options | {"rotation": 0})
+    assert float((plain - fused_experts(*case.arguments, **case.options)).norm() / plain.norm()) > 0.5
+
+
+def test_rotated_weights_and_tokens_give_the_layer_of_those_that_are_not():
+    draw, sizes = builders.generator(1), ((3, 2 * 128, 256), (3, 64, 128))
+    w13, w2 = (torch.randn(size, generator=draw) / 16 for size in sizes)
+    x, ids, weights = torch.randn(20, 256, generator=draw), choices(1, 20, 2, 3), torch.rand(20, 2, generator=draw)
+    x[:, 3] *= 100
+    found = []
+    for rotation, rotate in ((0, torch.Tensor.float), (128, rotated)):
+        parts = ([quantize_w8(each, torch.int8) for each in rotate(w)] for w in (w13, w2))
+        packed = (W8Weight.stacked(3, each.__getitem__) for each in parts)
+        found.append(fused_experts(x, *packed, ids, weights, rotation=rotation))
+    hidden = torch.einsum("tk,enk->ten", x.double(), w13.double())
+    y = torch.nn.functional.silu(hidden[..., :128]) * hidden[..., 128:]
+    every = torch.einsum("tei,eni->ten", y, w2.double())
+    expected = sum(weights[:, i, None] * every[torch.arange(20), ids[:, i]] for i in range(2))
+    plain, less = (float((out - expected).norm() / expected.norm()) for out in found)
+    assert less < 0.6 * plain < 0.2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zero_point", [False, True])
 def test_the_layer_in_16_bits(dtype, zero_point):
@@ -295,22 +325,23 @@ def test_out_is_written_and_returned():
     assert bool((whole[:, 72:] == 7).all())
 
 
+@pytest.mark.parametrize("rotation", [0, 128])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype):
+def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype, rotation):
     """The way of CUDA tensors, each step by what it runs on the CPU."""
     g = builders.generator(3)
     expert_map = torch.tensor([4, -1, 2, 0, 1, 3, -1], dtype=torch.int32)
-    case = Case(dtype=dtype, mode=mode, scale=1.0)
+    case = Case(dtype=dtype, mode=mode, scale=1.0, **({"k": 128, "inter": 128} if rotation else {}))
     x, w13, w2, _, weights = case.arguments
     options = {
-        "bias13": torch.randn((5, 192), generator=g),
+        "bias13": torch.randn((5, 2 * case.inter), generator=g),
         "bias2": torch.randn((5, 72), generator=g),
         "addend": torch.randn((9, 72), generator=g).to(dtype),
     }
     ids, (lhs_dtype, affine) = choices(4, 9, 3, 7), MODES[mode]
     gate = Gate("swiglu_oai", "interleaved", 7.0, 1.702)
-    tokens = activation_of(lhs_dtype, "token", affine)
+    tokens = activation_of(lhs_dtype, "token", affine, rotation=rotation)
     layer = ExpertsCall(x, w13, w2, ids, weights, gate, tokens, expert_map, **options)
     out, gathered = torch.empty((2, 9, 72), dtype=dtype)
     launch(layer, out)
@@ -318,6 +349,7 @@ def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype):
     launch(layer, gathered)
     assert builders.same_bits(out, gathered)
     options |= {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "expert_map": expert_map}
+    options |= {"rotation": rotation}
     expected = fused_experts(x, w13, w2, ids, weights, lhs_dtype=lhs_dtype, affine=affine, **options)
     assert float((out - expected).double().norm() / expected.double().norm()) < (4e-3 if dtype.itemsize == 2 else 1e-3)
 
@@ -396,6 +428,8 @@ DENSE = CASE.parts2[0].packed
         (TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got uint8", {"lhs_dtype": torch.uint8}),
         (TypeError, "affine: expected a bool, got int", {"affine": 1}),
         (ValueError, "affine: expected lhs_dtype int8", {"affine": True, "lhs_dtype": torch.float8_e4m3fn}),
+        (ValueError, "rotation: expected 0 or 128, got 64", {"rotation": 64}),
+        (ValueError, "w13: expected k to be a multiple of 128 with a rotation, got 64", {"rotation": 128}),
         (TypeError, "batch_invariant: expected a bool, got str", {"batch_invariant": "no"}),
         (TypeError, "expert_map: expected int32, got int64", {"expert_map": torch.zeros(20).long()}),
         (ValueError, "expert_map: expected shape [global_experts], 1 to 8192", {"expert_map": torch.zeros(2, 2).int()}),
@@ -499,12 +533,14 @@ def test_fake_tensors_compute_nothing_and_are_checked():
             fused_experts(x, w13, w2, ids[:3], weights)
 
 
-@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss", "relu2"])
+@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss", "relu2", "rotation"])
 def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(front):
     torch._dynamo.reset()
     options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0} if front == "gpt_oss" else {}
     options |= {"activation": "relu2"} if front == "relu2" else {}
-    _, w13, w2, *_ = Case(options=dict(options)).arguments
+    options |= {"rotation": 128} if front == "rotation" else {}
+    sizes = {"k": 128, "inter": 256} if front == "rotation" else {}
+    _, w13, w2, *_ = Case(options=dict(options), **sizes).arguments
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], 72) if front == "out" else None
@@ -514,7 +550,7 @@ def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(fron
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     counts = []
     for tokens in (4, 6, 9):
-        x, _, _, ids, weights = Case(tokens=tokens).arguments
+        x, _, _, ids, weights = Case(tokens=tokens, **sizes).arguments
         assert builders.same_bits(compiled(x, ids, weights), layer(x, ids, weights))
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1]
@@ -551,6 +587,9 @@ SPECS += [quantize_spec(k, x, "s8", affine=True, gathered=True) for k, x in ((76
 SPECS += [quantize_spec(32800, "bf16", "s8", affine=True, gathered=True)]
 SPECS += [*exchange_specs(2048, "bf16", "e4m3"), *exchange_specs(16384, "fp32", "s8", affine=True)[1:2]]
 SPECS += [CollectSpec("fp32"), dispatch_spec(1, 7168, "fp16", "e4m3", affine=False, block=True)]
+SPECS += [route_quantize_spec(8, k, "bf16", "s8", False, block, True) for k in (4096, 16384) for block in (False, True)]
+SPECS += [*exchange_specs(16384, "bf16", "s8", affine=True, rotated=True)[:2]]
+SPECS += [dispatch_spec(1, 7168, "fp32", "e4m3", affine=False, block=True, rotated=True)]
 SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "bf16"))]
 
 
@@ -573,6 +612,8 @@ def test_a_layer_s_kernels_are_the_same_for_any_numbers_of_tokens_and_choices():
             first = (routed,) if routed else (route_spec(count), quantize_spec(k, "bf16", "s8", affine=True))
             assert set(first) <= set(specs)
         assert quantize_spec(2880, "bf16", "s8", affine=True, gate=gate) in specs
+        rotating = layer_specs(4096, 2048, "bf16", "s8", gate, rotated=True, masked=True)
+        assert all("rotated" in spec.label for spec in rotating if "quantize" in spec.label)
         assert any(isinstance(spec, RouteQuantizeSpec) for spec in specs) == (k == 2880)
     assert len({spec.label for spec in SPECS}) == len(SPECS)
 

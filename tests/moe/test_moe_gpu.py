@@ -123,7 +123,8 @@ def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
     ids.view(-1)[::5] = -1
     for x_dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = activations(1, tokens, k + 32, x_dtype, "cuda")[:, 32:]
-        inputs = QuantizeCall(x, activation_of(dtype, "token", affine))
+        rotation = 128 if k % 128 == 0 and x_dtype != torch.float16 else 0
+        inputs = QuantizeCall(x, activation_of(dtype, "token", affine, rotation=rotation))
         for expert_map in (None, torch.arange(experts, dtype=torch.int32, device="cuda").flip(0)):
             routing, outputs = route_and_quantize(inputs, ids, experts, expert_map)
             assert_routed(routing, ids, experts, expert_map)
@@ -219,14 +220,14 @@ def test_only_counted_rows_are_quantised(k, live):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("k", [64, 2048, 7168, 32800])
-def test_gathered_rows_are_quantised_as_where_they_were(k, mode):
+@pytest.mark.parametrize("k, rotation", [(64, 0), (2048, 0), (7168, 0), (32800, 0), (384, 128), (7168, 128)])
+def test_gathered_rows_are_quantised_as_where_they_were(k, rotation, mode):
     dtype, affine = MODES[mode]
     x = activations(1, 300, k, device="cuda")
     index = torch.randint(0, 300, (1000,), generator=builders.generator(k)).int().cuda()
     index[900:] = 2**30  # of nobody: never looked at
     count = torch.tensor([900], dtype=torch.int32, device="cuda")
-    inputs = QuantizeCall(x, activation_of(dtype, "token", affine))
+    inputs = QuantizeCall(x, activation_of(dtype, "token", affine, rotation=rotation))
     results = quantize(replace(inputs, row_index=index, row_count=count))
     expected = quantize(inputs)
     for part, whole in zip(results, expected):

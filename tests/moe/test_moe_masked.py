@@ -49,15 +49,25 @@ def expected(case: Case, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("scheme", ["token", "block", "rotated"])
 @pytest.mark.parametrize("mode", MODES)
 def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
     if (mode, scheme) == ("s8z", "block"):
         pytest.skip("blocks have no zero points")
-    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "scheme": scheme}
+    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0}
+    options |= {"rotation": 128} if scheme == "rotated" else {"scheme": scheme}
     options |= {"bias13": torch.randn(4, 256), "bias2": torch.randn(4, 72)}
     scale = 4.0 if bits == 4 else 0.1  # weights of 8 bits are some sixteen times as large
-    case = Case(experts=4, k=192, inter=128, mode=mode, group_size=32, bits=bits, scale=scale, options=options)
+    case = Case(
+        experts=4,
+        k=256 if scheme == "rotated" else 192,
+        inter=128,
+        mode=mode,
+        group_size=32,
+        bits=bits,
+        scale=scale,
+        options=options,
+    )
     x, masked_m = sorted_tokens(case, 6, COUNTS)
     out = called(case, x, masked_m)
     for e, wanted in enumerate(expected(case, x)):
@@ -67,10 +77,10 @@ def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
 
 
 @pytest.mark.parametrize(
-    "options", [{"activation": "relu2"}, {"activation": "situ", "alpha": 4.0, "limit": 2.0}], ids=str
+    "options", [{"activation": "relu2"}, {"activation": "situ", "alpha": 4.0, "limit": 2.0}, {"rotation": 128}], ids=str
 )
-def test_gates_through_the_op_are_the_call_s(options):
-    case = Case(experts=4, mode="s8", options=dict(options))
+def test_gates_and_a_rotation_through_the_op_are_the_call_s(options):
+    case = Case(experts=4, mode="s8", k=128, inter=128, options=dict(options))
     x, masked_m = sorted_tokens(case, 6, COUNTS)
     direct = called(case, x, masked_m)
     for e, wanted in enumerate(expected(case, x)):
@@ -79,6 +89,13 @@ def test_gates_through_the_op_are_the_call_s(options):
     compiled = torch.compile(lambda x, m: called(case, x, m), backend="aot_eager", fullgraph=True)
     assert builders.same_bits(compiled(x, masked_m), direct)
     torch._dynamo.reset()
+
+
+def test_quantised_tokens_have_been_rotated_before():
+    case = Case(experts=4, k=256, inter=128, options={"rotation": 128})
+    x, masked_m = sorted_tokens(case, 6, COUNTS)
+    lhs = jitgemm.quantize_activations(x, torch.int8, rotation=128)
+    assert builders.same_bits(called(case, lhs, masked_m), called(case, x, masked_m))
 
 
 @pytest.mark.parametrize("scheme", ["token", "block"])
@@ -193,13 +210,14 @@ def test_a_gpu_agrees_with_the_cpu(mode, scheme, k, inter, bits):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("k", [64, 512, 4096, 40960])
+@pytest.mark.parametrize("k, rotation", [(64, 0), (512, 0), (4096, 0), (40960, 0), (384, 128), (4096, 128)])
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("gate", [None, SILU_MUL])
-def test_the_masked_quantiser_writes_live_rows_alone_with_the_bits_of_the_plain_one(k, block, gate):
+def test_the_masked_quantiser_writes_live_rows_alone_with_the_bits_of_the_plain_one(k, rotation, block, gate):
     counts, max_m = (0, 7, 1, 40, 39, 3), 40
     x = torch.randn(len(counts) * max_m, k * (2 if gate else 1), dtype=torch.bfloat16, device="cuda")
-    inputs = QuantizeCall(x, activation_of(E4M3, "block" if block else "token", False), Prologue(gate=gate))
+    activation = activation_of(E4M3, "block" if block else "token", False, rotation=rotation)
+    inputs = QuantizeCall(x, activation, Prologue(gate=gate))
     q, scale, _ = quantize(inputs)
     outputs = inputs.new_outputs()
     outputs[0].view(torch.uint8).fill_(0x5B)
