@@ -55,6 +55,12 @@ MODES = {
     "int8 residual rms_norm": ("int8", {"rms_norm": True, "residual": True}),
     "int8 sums 128 residual rms_norm": ("int8", {"sums": 128, "rms_norm": True, "residual": True}),
     "int8 sums 128 permuted": ("int8", {"sums": 128, "permuted": True}),
+    "e4m3 rotated": ("e4m3", {"rotated": True}),
+    "int8 rotated": ("int8", {"rotated": True}),
+    "int8 rotated silu_mul": ("int8", {"rotated": True, "silu_mul": True}),
+    "int8 rotated rms_norm": ("int8", {"rotated": True, "rms_norm": True}),
+    "int8 rotated residual rms_norm": ("int8", {"rotated": True, "rms_norm": True, "residual": True}),
+    "int8 rotated block": ("int8", {"rotated": True, "block": True}),
 }
 
 
@@ -82,6 +88,8 @@ def calls_of(mode: str, m: int, k: int, x_type: str, device: str = "cuda") -> tu
     if options.get("rms_norm"):
         arguments["rms_norm"] = torch.ones(k, device=device, dtype=torch.bfloat16)
         parameter_bytes = 2 * k
+    if options.get("rotated"):
+        arguments["rotation"] = 128
     if options.get("permuted"):
         arguments["permutation"] = torch.randperm(k, device=device).to(torch.int32)
         parameter_bytes = 4 * k

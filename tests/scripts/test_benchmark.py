@@ -498,7 +498,7 @@ def test_a_call_of_each_quantiser_mode_moves_the_bytes_it_says(m, monkeypatch):
 
     monkeypatch.setattr(benchmark_quantize, "COLD_BYTES", 1)
     for mode in benchmark_quantize.MODES:
-        k = 288
+        k = 384
         calls, copies, moved = benchmark_quantize.calls_of(mode, m, k, "bf16", "cpu")
         x = calls[0].__defaults__[0]
         results = calls[0]()
