@@ -712,12 +712,13 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
     u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, step);
     auto mine = [&](u32 i) { return team.template vector<kVectors>(i); };
+    auto live = [&](u32 i) { return mine(Config::kRotated ? 0 : i) < vectors; };  // to rotate: all or none of a thread's
 
     Input<Config> input[kVectors];
     auto load_row = [&](u32 of) {
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            if (mine(i) < vectors) input[i] = load<Config>(args, of, mine(i));
+            if (live(i)) input[i] = load<Config>(args, of, mine(i));
         }
     };
     if (row < m) load_row(row);
@@ -726,7 +727,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
     if constexpr (Config::kSourcesHeld) {
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            if (mine(i) < vectors) sources[i] = load_sources(args.permutation, mine(i));
+            if (live(i)) sources[i] = load_sources(args.permutation, mine(i));
         }
     }
 
@@ -735,7 +736,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
         Held<Config> y[kVectors];
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            if (mine(i) < vectors) {
+            if (live(i)) {
                 y[i] = transform(args, input[i], row, mine(i), range);
                 if constexpr (!Config::kRotated) range.include(y[i]);
             }
@@ -744,7 +745,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
             rotate(y);
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
-                if (mine(i) < vectors) range.include(y[i]);
+                if (live(i)) range.include(y[i]);
             }
         }
         next = live_row<Config>(args, row + step, step);
@@ -758,8 +759,8 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
             uint2 codes{0, 0};
-            if (mine(i) < vectors) codes = quantizer.codes(y[i]);
-            if (Now::kWholeWarps || mine(i) < vectors) Now::store(target, args.k, mine(i), codes);
+            if (live(i)) codes = quantizer.codes(y[i]);
+            if (Now::kWholeWarps || live(i)) Now::store(target, args.k, mine(i), codes);
         }
         if constexpr (Config::kPermuted) {
             // Codes are permuted, not values: a byte each. The next row's codes come after the barrier of its range.
@@ -768,8 +769,8 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) {
                     uint2 codes{0, 0};
-                    if (mine(i) < vectors) codes = gather_codes(permuted, sources[i]);
-                    if (Sums::kWholeWarps || mine(i) < vectors) Sums::store(out, args.k, mine(i), codes);
+                    if (live(i)) codes = gather_codes(permuted, sources[i]);
+                    if (Sums::kWholeWarps || live(i)) Sums::store(out, args.k, mine(i), codes);
                 }
             } else {
                 gather_row<Sums>(args, permuted, out);
@@ -834,7 +835,8 @@ template <class Config>
 __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const Team<Config>& team,
                                                 WarpRanges (&slots)[2], float* values, u32 block, u32 blocks) {
     constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
-    constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual ? 1 : 2;
+    constexpr bool kLarge = Config::kRotated && Config::kX == kFp32;  // two vectors of gates, ups and sums would spill
+    constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual || kLarge ? 1 : 2;
     constexpr u32 kOwn = Config::kRotated ? kVectors : 1;  // of a thread's vectors, that are of one block
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * team.threads;
     const u32 rows = blocks * Config::kRows;

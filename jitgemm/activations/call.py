@@ -87,6 +87,9 @@ def quantize_activations(
         scale[i] = step[i] * s
         q[i, j]  = round(y[i, j] * (1 / step[i])) + zero[i]      static scales: s / scale for 1 / step
 
+    RMSNorm's factor comes behind the sums, as it does without. What is said of a NaN, an infinity or a range beyond fp32
+    holds for the sums of its block of 128, and of rows of zeros with 2^-122 * s for 2^-126.
+
     With scheme "block" scale[i, b] is that of the 128 codes q[i, 128 b] to q[i, 128 b + 127], the last block's of fewer
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
 
@@ -120,8 +123,8 @@ def quantize_activations(
             PyTorch's addition, is what is normalised, and the last result.
         residual_out: with residual: where the sum is written and what is returned, of x's shape and type, rows a
             multiple of 16 bytes apart; residual or x itself for in place; None for a new tensor.
-        rotation: 128 rotates y; 0 does not. Then k is a multiple of 128, at most 16384 for rows that are read once; not with
-            permutation or correction.
+        rotation: 128 rotates y, 0 does not: for a weight of `rotated` values. k is a multiple of 128; rows are read once
+            up to 16384, fp32 with a gate 8192. Not with permutation or correction.
         correction: int8, not by block: a weight's `correction`, (type, group size), "bf16" or "fp16" and 32, 64, 128
             or 256. The sums of q's groups, as they are written, follow a row's codes, all the weight's GEMM has to know
             of zero points and offsets.
