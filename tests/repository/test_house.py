@@ -16,14 +16,14 @@ import house
 CEILINGS = {
     "branches on a code": 57,
     "formats": 18,
-    "gemm_w4a8_nt: files": 41,
+    "gemm_w4a8_nt: files": 42,
     "gemm_w4a8_nt: lines": 8_900,
-    "fused_experts: files": 49,
-    "fused_experts: lines": 10_800,
-    "load_: files": 105,
-    "load_: lines": 21_400,
+    "fused_experts: files": 50,
+    "fused_experts: lines": 10_900,
+    "load_: files": 106,
+    "load_: lines": 21_600,
     "files above 450 lines": 2,
-    "lines of the package": 31_000,
+    "lines of the package": 31_100,
 }
 
 
