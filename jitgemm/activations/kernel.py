@@ -42,8 +42,6 @@ SHARED_WARPS = 12
 """Warps that a row has at least where they share it."""
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
-ROTATED_THREADS = 512
-"""Of a CTA that holds a row to rotate: lanes exchange half as much where a thread holds twice as many vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def quantize_spec(
         raise ValueError(f"k: expected a multiple of {ROTATION} with a rotation, got {k}")
 
     inputs, computed = gate.inputs if gate else 1, rms_norm or gate is not None
-    vectors, rows, sources_held = _shape(k, x, inputs, computed or rotated, permuted and not block, rotated)
+    vectors, rows, sources_held = _shape(k, x, inputs, computed or rotated, permuted and not block)
     if permuted and block and rows == 1:
         vectors = 0  # in shared memory
     # With a residual the same threads add up the same squares as without; registers are what the residual takes.
@@ -191,7 +189,7 @@ def most_k(permuted: bool, block: bool) -> int:
     return MAX_PERMUTED_K // (4 if block else 1) if permuted else MAX_K
 
 
-def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool, rotated: bool) -> tuple[int, int, bool]:
+def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool) -> tuple[int, int, bool]:
     """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps.
 
     computed: values differ from the values read, so they are held in fp32.
@@ -201,12 +199,10 @@ def _shape(k: int, x: str, inputs: int, computed: bool, permuted: bool, rotated:
             return vectors, WARP_ROWS, permuted
     read = (VECTOR if x == "fp32" else VECTOR // 2) * inputs
     held = VECTOR if computed else read
-    threads = ROTATED_THREADS if rotated else MAX_THREADS
-    most = _ROW_REGISTERS * MAX_THREADS // threads
     for sources_held in (True, False) if permuted else (False,):
         registers = read + held + (VECTOR // 2 if sources_held else 0)
-        vectors = max(count for count in (1, 2, 4) if count * registers <= most)
-        if k <= vectors * threads * VECTOR:
+        vectors = max(count for count in (1, 2, 4) if count * registers <= _ROW_REGISTERS)
+        if k <= vectors * MAX_THREADS * VECTOR:
             return vectors, 1, sources_held
     return 0, 1, False
 
@@ -224,7 +220,7 @@ def most_threads(spec: QuantizeSpec) -> int:
     """Of a CTA."""
     if spec.rows > 1:
         return 32 * spec.rows
-    return (ROTATED_THREADS if spec.rotated and spec.vectors else MAX_THREADS) // spec.ctas
+    return MAX_THREADS // spec.ctas
 
 
 def _row_ctas(spec: QuantizeSpec) -> tuple[int, ...]:
