@@ -26,6 +26,7 @@ from jitgemm.checkpoint.layouts import (
     measure,
     stored,
 )
+from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -73,9 +74,24 @@ class Inputs:
         return "int8" if self.type == "int" else "e4m3"
 
     @property
+    def mxfp8(self) -> bool:
+        """Whether they are e4m3 with a scale for 32 k, as no kernel here takes them."""
+        groups = self.dynamic and self.symmetric and (self.strategy, self.group_size) == ("group", EXPONENT_GROUP)
+        return groups and (self.type, self.num_bits) == ("float", 8)
+
+    @property
     def instead(self) -> str | None:
-        """The activation in place of fewer than 8 bits; None for 8 and more."""
-        return self.per_token if self.num_bits < 8 else None
+        """The activation in place of fewer than 8 bits, and of MXFP8 with a scale for 128 k; None for others."""
+        return "e4m3_block" if self.mxfp8 else self.per_token if self.num_bits < 8 else None
+
+    def replaced_by(self, activation: str) -> str:
+        """What a user hears of inputs that have another activation `instead`."""
+        these = "MXFP8 inputs" if self.mxfp8 else f"inputs of {self.num_bits} bits"
+        each = "each token and 128 k" if activation.endswith("_block") else "each token"
+        return (
+            f"the checkpoint's {these} are quantised to 8 bits for {each}, {activation}; activation={activation!r} says so "
+            "without this warning"
+        )
 
     @classmethod
     def of(cls, scheme: Mapping[str, Any] | None) -> Inputs:

@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def instead(self) -> str | None:
-        """The activation in place of the checkpoint's where that has fewer than 8 bits; None where it has not."""
+        """The activation in place of the checkpoint's, as `Inputs.instead`; None where that is taken as it is."""
         return None if self.scheme.inputs is None else self.scheme.inputs.instead
 
     @property

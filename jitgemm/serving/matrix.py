@@ -71,8 +71,8 @@ class Matrix:
 
     @property
     def wanted(self) -> str | None:
-        """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says, whose
-        inputs of less than 8 bits get 8."""
+        """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says, with
+        `Inputs.instead`."""
         wanted, scheme = getattr(self.config.recipe, self.option) or self.layout.instead, self.layout.scheme
         codes = scheme.code if scheme.eight_bits else ""
         return wanted if wanted is None or wanted.startswith(codes) else None

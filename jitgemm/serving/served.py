@@ -261,8 +261,8 @@ class ServedModel:
                 f"{', '.join(names)}: expected one way of quantising layers that {self.engine} joins, got several"
             )
         if first.instead is not None and self.recipe.activation is None:
-            text = "jitgemm: the checkpoint's inputs of %s bits are quantised to 8 bits for each token, %s: static scales of them are not used"
-            self.logger.warning_once(text, first.scheme.inputs.num_bits, first.instead)  # type: ignore[union-attr]
+            said = first.scheme.inputs.replaced_by(first.instead)  # type: ignore[union-attr]
+            self.logger.warning_once("jitgemm: %s", said)
         return first
 
     def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from jitgemm.checkpoint import Checkpoint, read_layer
 from jitgemm.checkpoint.reader import layer_header
-from jitgemm.nn import PackedLinear
+from jitgemm.nn import PackedLinear, load_
 from jitgemm.nn.load.layer_source import OF_BESIDE, LayerSource
 
 CASES = dialects.cases()
@@ -161,6 +162,47 @@ def test_the_activation_that_an_error_advises_is_one_that_loads(key, inputs):
         (advised,) = re.findall(r"activation='(\w+)'", str(error))
         layer = load(device="cpu", activation=advised)
     assert torch.equal(layer.weight.dequantize().double(), case.weight.float().double())
+
+
+MX = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": True}
+OF_MX = {
+    "compressed-tensors": lambda said: said
+    | {"config_groups": {"g": said["config_groups"]["group_0"] | {"input_activations": MX}}},
+    "AutoRound": lambda said: said | {"act_bits": 8, "act_data_type": "mx_fp_rceil"},
+    "Quark": lambda said: said | {"layer_quant_config": {"*": said["layer_quant_config"]["*.mlp.*"] | {"input_tensors": {
+        "dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}}}},
+    "ModelOpt": lambda said: said,
+}  # fmt: skip
+"""The tools' words for inputs in MXFP8, which ModelOpt's name of the weights means."""
+MX_CASES = [key for key in CASES if key[1] in OF_MX and key[2] == "" and key[0] in ("MXFP4", "MXFP8", "NVFP4")]
+MX_CASES = [key for key in MX_CASES if key[1] != "ModelOpt" or key[0] == "MXFP8"]
+
+
+@pytest.mark.parametrize("key", MX_CASES, ids=" ".join)
+def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_one_warning_says_so(key):
+    case, two = CASES[key], ("a.mlp.up_proj", "b.mlp.up_proj")
+    source = {f"{layer}.{suffix}": tensor for layer in two for suffix, tensor in case.tensors.items()}
+    config = OF_MX[key[1]](case.config)
+    found = {}
+    for wanted in (None, "e4m3"):
+        model = torch.nn.ModuleDict(
+            {name: torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({
+                "up_proj": torch.nn.Linear(dialects.K, dialects.N, bias=False)})}) for name in "ab"}
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert load_(model, source, config=config, activation=wanted) == list(two)
+        found[wanted] = [str(each.message) for each in said]
+        for layer in map(model.get_submodule, two):
+            assert layer.activation == (wanted or "e4m3_block") and layer.input_scale is None
+            assert torch.equal(layer.weight.dequantize().double(), case.weight.float().double())
+            x = torch.randn(3, dialects.K, dtype=torch.bfloat16)
+            expected = x.double() @ case.weight.T
+            assert (layer(x).double() - expected).norm() < 0.05 * expected.norm()
+    assert not found["e4m3"] and len(found[None]) == 1
+    assert re.match(
+        "the checkpoint's MXFP8 inputs are .* each token and 128 k, e4m3_block; activation=", found[None][0]
+    )
 
 
 def test_what_other_errors_advise_works():

@@ -54,8 +54,8 @@ def test_columns_are_cut_in_multiples_of_16():
 def test_inputs_of_4_bits_have_8_and_the_log_says_so(said):
     assert kind(made(CONFIGS["nvfp4"]), "m.a") is JitGemmLinearMethod
     assert said == [
-        "jitgemm: the checkpoint's inputs of 4 bits are quantised to 8 bits for each token, e4m3: static scales of them "
-        "are not used"
+        "jitgemm: the checkpoint's inputs of 4 bits are quantised to 8 bits for each token, e4m3; activation='e4m3' says so "
+        "without this warning"
     ]
     said.clear()
     weights_alone = scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 
@@ -83,6 +82,8 @@ class LayerSource:
                 return cls(checkpoint, prefix, names, *size, saved.activation, weight.bits)
             header = layer_header(checkpoint, prefix, expert, format, k)
             chosen, why_not_static = _activation(header, activation)
+            if activation is None and header.scheme.inputs is not None and header.scheme.inputs.instead:
+                checkpoint.warn(header.scheme.inputs.replaced_by(chosen))
         bits, sizes = CODES[header.scheme.code].bits, astuple(header.sizes)
         layer = cls(checkpoint, prefix, header.names, *sizes, chosen, bits, header, expert)
         layer = layer.without([name for name in layer.names if re.fullmatch(BESIDE, name)], OF_BESIDE)
@@ -238,20 +239,14 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
         raise ValueError(f"activation: expected {own} activations, {why}, got {chosen}{instead}")
     if static:
         return chosen, None if chosen == stated else f"calibrated for {stated}"
-    if wanted is None and inputs is not None and inputs.instead:
-        bits = inputs.num_bits
-        warnings.warn(
-            f"the checkpoint's inputs of {bits} bits are quantised to 8 bits for each token, {chosen}; activation={chosen!r} "
-            "says so without this warning",
-            stacklevel=2,
-        )
-        return chosen, f"of inputs of {bits} bits, which have 8 here"
+    if wanted is None and inputs is not None and inputs.num_bits < 8:
+        return chosen, f"of inputs of {inputs.num_bits} bits, which have 8 here"
     return chosen, "where the config says none or dynamic" if wanted is None else "replaced by activation=..."
 
 
 def activations(inputs: Inputs | None, wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
     """(name of the activation that a layer's scheme asks for, or None; whether its scale is static). Inputs of fewer than 8
-    bits get 8, with a scale for each token.
+    bits get 8, with a scale for each token, and MXFP8's one for each token and 128 k.
 
     Args:
         inputs: what the scheme says; None for nothing.
@@ -264,7 +259,8 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     if inputs is None or inputs.floats:
         return None, False
     if inputs.instead:
-        return wanted or own or inputs.instead, False
+        meets = own is None or NAMED[own].dtype == NAMED[inputs.instead].dtype
+        return wanted or (inputs.instead if meets else own), False
     dynamic, integers = inputs.dynamic, inputs.type == "int"
     block = dynamic and inputs.symmetric and (inputs.strategy, inputs.group_size) == ("group", LHS_GROUP)
     problem = None
