@@ -235,7 +235,7 @@ def _two_too_low(config: Mapping[str, Any]) -> bool:
     )
 
 
-_MXFP4_FORMAT = "mxfp4-pack-quantized"
+_MXFP4_FORMAT, _MXFP8_FORMAT = "mxfp4-pack-quantized", "mxfp8-quantized"
 _MXFP4_TENSORS = {
     "weight_packed": stored(torch.uint8, N, K / 2),
     "weight_shape": stored((torch.int64, torch.int32), 2, optional=True),
@@ -251,6 +251,8 @@ def _dims(values: Any) -> tuple[Dim | int, ...]:
 def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     """Of the scales, by the config's blocks or with these dimensions."""
     types = (*FLOATS, *(E8M0 if scheme.code == "e4m3" else ()))
+    if scheme.settings.get("format") == _MXFP8_FORMAT:
+        types = E8M0[::-1]
     if scheme.block is not None:
         return stored(types, N / scheme.block[0], K / scheme.block[1])
     return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")

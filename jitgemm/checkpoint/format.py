@@ -160,7 +160,7 @@ class Scheme:
     def by_row(self, name: str, values: torch.Tensor, n: int) -> torch.Tensor:
         """[n, G] from a tensor of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
         layout = self.found[name]
-        if layout.is_scale and values.dtype in E8M0:
+        if values.dtype in E8M0 and values.dtype in layout.dtypes:
             values = values.view(torch.float8_e8m0fnu).float()
         if layout.dims == (PARTS,):
             return values.reshape(1, 1).expand(n, 1)

@@ -4,9 +4,9 @@
 
     weight            float8_e4m3fn or int8 [n, k]
     weight_scale_inv  [ceil(n / B), ceil(k / B')], a scale for each block of B x B' (not its inverse, whatever the name
-                      says), as config's weight_block_size says: 128 x 128; one element without blocks; the
-                      rows of gate_up_proj may have two, one above the other. DeepSeek-V4 calls it scale, Mistral
-                      qscale_weight
+                      says), as config's weight_block_size says: 128 x 128, MXFP8's 1 x 32; one element without
+                      blocks; the rows of gate_up_proj may have two, one above the other. DeepSeek-V4 calls it scale,
+                      Mistral qscale_weight
     weight_scale      [n], [n, 1] or one element: without weight_scale_inv; ModelOpt's FP8_PB_WO has blocks of 128 x 128
                       in it, [n / 128, 1, k / 128, 1], Quark of B x B', as its config says; MXFP8's e8m0 [n, k / 32]
     input_scale       one element: static activations, of activation_scheme "static"; transformers' activation_scale,
@@ -15,10 +15,10 @@
     weight = q * scale
 
 DeepSeek-V3, transformers' and vLLM's per-tensor FP8 (quant_method "fp8"), SGLang's "blockwise_int8", "w8a8_int8" and
-"w8a8_fp8", FBGEMM's "fbgemm_fp8", ModelOpt's FP8 and MXFP8, Quark's, and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0, as such or as
-bytes, are read as the same powers of two in fp32. Read from vLLM's fp8.py, transformers' finegrained_fp8.py (5.23), and
-SGLang's w4afp8.py, blockwise_int8.py and w8a8_int8.py. With compressed-tensors' config the same tensors are that
-format's.
+"w8a8_fp8" and "mxfp8" (MiniMax-M3's), FBGEMM's "fbgemm_fp8", ModelOpt's FP8 and MXFP8, Quark's, and the FP8 layers of
+W4AFP8 checkpoints. Scales in e8m0, as such or as bytes, are read as the same powers of two in fp32. Read from vLLM's
+fp8.py, transformers' finegrained_fp8.py (5.23), and SGLang's w4afp8.py, blockwise_int8.py and w8a8_int8.py. With
+compressed-tensors' config the same tensors are that format's.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ INT8_METHODS = ("blockwise_int8", "w8a8_int8")
 _BLOCK = (128, 128)
 _BLOCKED = ("weight_scale_inv", "scale", "qscale_weight")
 _PER_CHANNEL, _MXFP8 = "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"
+_OF_MXFP8 = (1, EXPONENT_GROUP)
+"""The block that SGLang's and MiniMax-M3's `mxfp8` has."""
 _SETTINGS = {
     "activation_scheme": ("static", "dynamic"),
     "fmt": ("e4m3",),
@@ -66,7 +68,7 @@ _SETTINGS = {
 
 class _W8A8(Format):
     name, cuts = "w8a8", True
-    methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt")
+    methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt", "mxfp8")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         name, config = _scale_name(names), config or {}
@@ -91,10 +93,10 @@ class _W8A8(Format):
         if headers is None and setting(config, "quant_method") == "modelopt" and _algorithm(config) == "FP8":
             static = INPUT_SCALES
         block = tuple(dim.per for dim in dims if isinstance(dim, Dim)) if strategy == "block" else None
-        found, inputs = {name: stored((*FLOATS, *E8M0), *dims)}, inputs_of(config, code, static, block is not None)
-        if headers is not None and _algorithm(config) == _MXFP8:
+        inputs, size = inputs_of(config, code, static, block is not None), EXPONENT_GROUP if strategy == "group" else -1
+        if _is_mxfp8(config) and "input_activations" not in config:  # of Quark's
             inputs = Inputs.of(PRESETS[_MXFP8][1])
-        size = EXPONENT_GROUP if strategy == "group" else -1
+        found = {name: stored(E8M0[::-1] if strategy == "group" else (*FLOATS, *E8M0), *dims)}
         return Scheme(self.name, code, size, strategy, block, inputs=inputs, found=found, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
@@ -118,12 +120,26 @@ def _algorithm(config: Mapping[str, Any]) -> str:
     return setting(config, "quant_algo", default="").upper()
 
 
+def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block that a config gives its scales; None for none."""
+    default = _OF_MXFP8 if setting(config, "quant_method") == "mxfp8" else None
+    given = setting(config, "weight_block_size", default=default)
+    return given if given is None else block_of("weight_block_size", given)
+
+
+def _is_mxfp8(config: Mapping[str, Any]) -> bool:
+    """Whether scales are e8m0 for 32 k, and the input's too."""
+    return _algorithm(config) == _MXFP8 or _block(config) == _OF_MXFP8
+
+
 def _by_config(config: Mapping[str, Any]) -> _Found:
     """What engines expect of such a config."""
-    method, block, strategy = (setting(config, name) for name in ("quant_method", "weight_block_size", "strategy"))
+    method, block, strategy = setting(config, "quant_method"), _block(config), setting(config, "strategy")
     code, algorithm = "int8" if "int8" in str(method) else "e4m3", _algorithm(config) if method == "modelopt" else ""
     if method in ("blockwise_int8", "w4afp8"):
         block = block or _BLOCK
+    if _is_mxfp8(config):
+        return code, "weight_scale_inv" if block else "weight_scale", "group", (N, G)
     if block:
         return code, "weight_scale_inv", "block", (N / block[0], K / block[1])
     if strategy == "tensor" or (not strategy and (method == "fp8" or algorithm == "FP8")):  # AutoRound's strategy
@@ -138,7 +154,7 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
         raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
     (n, k), shape, blocked = weight.shape, tuple(headers[name].shape), name in _BLOCKED
     code, single = "int8" if weight.dtype == torch.int8 else "e4m3", math.prod(shape) == 1
-    block = block_of("weight_block_size", setting(config, "weight_block_size", default=_BLOCK))
+    block = _block(config) or _BLOCK
     per_tensor = config.get("weight_block_size", block) is None
     rows, columns = N / block[0], K / block[1]
     grid = ceil_div(n, block[0]), ceil_div(k, block[1])
@@ -147,6 +163,8 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
         expected = f"shape {list(grid)}, or one element"
         if not (per_tensor and single):
             forms[grid] = "block", (rows, columns)
+        if block == _OF_MXFP8 and headers[name].dtype in E8M0:
+            forms[grid] = "group", (N, G)
         if per_tensor and n % 2 == 0:  # a gate's rows and the rows that it gates
             forms[2, 1] = "tensor", (N / (n // 2), 1)
     else:

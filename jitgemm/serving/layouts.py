@@ -200,14 +200,14 @@ def _check(scheme: Scheme, config: Mapping[str, object]) -> None:
         raise Unsupported("version: expected gemm, got 'gemv'")
     algorithm = str(config.get("quant_algo")).upper()
     of_8_bits = config.get("quant_method") == "modelopt" and scheme.format == "w8a8"
-    if of_8_bits and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        expected = "FP8, FP8_PER_CHANNEL_PER_TOKEN, W4A8_MXFP4_FP8 or one of NVFP4 of ModelOpt"
+    if of_8_bits and algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"):
+        expected = "FP8, FP8_PER_CHANNEL_PER_TOKEN, MXFP8, W4A8_MXFP4_FP8 or one of NVFP4 of ModelOpt"
         raise Unsupported(f"quant_algo: expected {expected}, got {config.get('quant_algo')!r}")
     if scheme.format == "compressed-tensors":
         kind = "float" if scheme.code == "e4m3" else "int"
-        packed, said = scheme.form == "packed" and kind == "int", scheme.settings.get("format")
-        packed = packed or (scheme.form == "fp4" and said == "mxfp4-pack-quantized")
-        if not packed and said not in ("naive-quantized", f"{kind}-quantized"):
+        said, known = scheme.settings.get("format"), {"naive-quantized", f"{kind}-quantized"}
+        known |= {"mxfp4-pack-quantized"} if scheme.form == "fp4" else {"mxfp8-quantized"} if kind == "float" else set()
+        if said not in known and (scheme.form, kind) != ("packed", "int"):
             raise Unsupported(f"weights: expected another format for {scheme.code}, got {said!r}")
         if scheme.zero_points and scheme.strategy not in ("group", "channel"):
             raise Unsupported(f"strategy: expected group or channel with zero points, got {scheme.strategy}")

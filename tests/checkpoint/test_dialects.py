@@ -172,8 +172,9 @@ OF_MX = {
     "Quark": lambda said: said | {"layer_quant_config": {"*": said["layer_quant_config"]["*.mlp.*"] | {"input_tensors": {
         "dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}}}},
     "ModelOpt": lambda said: said,
+    "DeepSeek": lambda said: said,
 }  # fmt: skip
-"""The tools' words for inputs in MXFP8, which ModelOpt's name of the weights means."""
+"""The tools' words for inputs in MXFP8, which ModelOpt's and SGLang's name of the weights means."""
 MX_CASES = [key for key in CASES if key[1] in OF_MX and key[2] == "" and key[0] in ("MXFP4", "MXFP8", "NVFP4")]
 MX_CASES = [key for key in MX_CASES if key[1] != "ModelOpt" or key[0] == "MXFP8"]
 

@@ -172,6 +172,10 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("MXFP8", "Quark", ""): (
             {"weight": FP8, "weight_scale": E8M0}, _quark("fp8_e4m3", "per_group", group_size=32), fp8 * over(E8M0)
         ),
+        ("MXFP8", "DeepSeek", ""): (
+            {"weight": FP8, "weight_scale_inv": E8M0}, deepseek | {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+            fp8 * over(E8M0),
+        ),
         ("FP8", "compressed-tensors", "rows"): (
             {"weight": FP8, "weight_scale": ROWS}, _compressed("float-quantized", **in_8, strategy="channel"), fp8 * over(ROWS)
         ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sglang_layers import BF16, REAL, dispatched, experts, running
-from test_vllm import CONFIGS, SAVED, ParallelLMHead, dense_of, load, packed_module, process, stored
+from test_vllm import CONFIGS, OF_MXFP8, SAVED, ParallelLMHead, dense_of, load, packed_module, process, stored
 
 import jitgemm.sglang
 from jitgemm.activations.scheme import Gate
@@ -29,13 +29,13 @@ from sglang.srt.layers.linear import (  # noqa: E402
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
 
-from jitgemm.sglang.config import JitGemmConfig  # noqa: E402
+from jitgemm.sglang.config import JitGemmConfig, logger  # noqa: E402
 from jitgemm.sglang.experts import JitGemmMoEMethod, cut, gate_of  # noqa: E402
 from jitgemm.sglang.linear import JitGemmLinearMethod  # noqa: E402
 
 FORMATS = (
-    "packed", "packed-static", "packed-corrected", "gptq", "gptq-int8", "awq", "fp8", "fp8-blocks", "mxfp4", "nvfp4",
-    "modelopt-nvfp4", "qserve",
+    "packed", "packed-static", "packed-corrected", "gptq", "gptq-int8", "awq", "fp8", "fp8-blocks", "mxfp4", "mxfp4-mxfp8",
+    "mxfp8", "mxfp8-blocks", "modelopt-mxfp8", "nvfp4", "modelopt-nvfp4", "qserve",
 )  # fmt: skip
 SIZES = 4, 64, 128
 """Experts, hidden, inter."""
@@ -76,6 +76,25 @@ def test_a_rank_has_its_rows_of_joined_layers(name, number):
             load(layer, tensors[part], part)
     mine = torch.cat([each.chunk(2)[number] for each in dense])
     assert torch.equal(dense_of(process(layer)), mine) and not dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["mxfp4-mxfp8", *OF_MXFP8])
+def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_the_log_says_so_once(name, monkeypatch, caplog):
+    monkeypatch.setattr(logger, "_said", set())
+    tensors, _ = stored(CONFIGS[name], 64, 128)
+    for wanted in (None, "e4m3"):
+        for prefix in ("m.o_proj", "n.o_proj"):
+            with running():
+                layer = row(made(CONFIGS[name], activation=wanted), 128, 64, prefix)
+                load(layer, tensors)
+            assert process(layer).activation == (wanted or "e4m3_block")
+    (said,) = [record.getMessage() for record in caplog.records if "MXFP8" in record.getMessage()]
+    assert "each token and 128 k, e4m3_block; activation='e4m3_block' says so without" in said
+    layer, w13, w2 = loaded_experts(name)
+    assert layer.jitgemm.activation == "e4m3_block"
+    x, ids, weights = tokens()
+    found, expected = layer.quant_method.apply(layer, standard(x, ids, weights)), by_hand(x, ids, weights, w13, w2)
+    assert (found.hidden_states.double() - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -84,6 +84,7 @@ STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+MXFP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": True}
 CONFIGS = {
     "packed": scheme(),
     "packed-asymmetric": scheme(symmetric=False),
@@ -93,6 +94,10 @@ CONFIGS = {
     "packed-int8": scheme(inputs=INT8),
     "int-quantized": scheme(format="int-quantized"),
     "mxfp4": scheme(format="mxfp4-pack-quantized", type="float"),
+    "mxfp4-mxfp8": scheme(format="mxfp4-pack-quantized", type="float", inputs=MXFP8),
+    "mxfp8": scheme(format="mxfp8-quantized", num_bits=8, type="float", inputs=MXFP8),
+    "mxfp8-blocks": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]},
+    "modelopt-mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "nvfp4": scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float", inputs=FP4),
     "packed-corrected": scheme(symmetric=False, inputs=INT8),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
@@ -116,7 +121,8 @@ CONFIGS = {
 }
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
-EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8")
+OF_MXFP8 = ("mxfp8", "mxfp8-blocks", "modelopt-mxfp8")
+EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8", *OF_MXFP8)
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 OF_INT8 = ("packed-corrected", "qserve")
 OF_EXPERTS = [name for name in CONFIGS if name != "qserve"]
@@ -136,7 +142,7 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
         return tensors, by_kernel.double() * tensors["s1_scales"].double()[:, None]
     floats = config.get("data_type") == "fp"
     of_modelopt = method == "modelopt" and "MXFP4" not in config["quant_algo"]
-    if floats or method in ("fp8", "fbgemm_fp8") or of_modelopt or weights.get("num_bits") == 8:
+    if floats or method in ("fp8", "fbgemm_fp8", "mxfp8") or of_modelopt or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
     if config.get("format") == "mxfp4-pack-quantized" or method in ("quark", "modelopt"):
         parts = mxfp4.parts(seed, n, k, shift=-12)
@@ -194,6 +200,11 @@ def stored_nvfp4(ct, n, k, seed):
 def stored_8(config, weights, n, k, seed):
     q = torch.randint(-127, 128, (n, k), dtype=torch.int8) if weights.get("type") == "int" else None
     q = torch.randn(n, k).to(torch.float8_e4m3fn) if q is None else q
+    if config in map(CONFIGS.get, OF_MXFP8):
+        exponents = torch.randint(110, 126, (n, -(-k // 32)), dtype=torch.uint8)
+        by_32 = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)[:, :k]
+        name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+        return {"weight": q, name: exponents}, q.double() * by_32
     if "weight_block_size" in config:
         scale = (torch.rand(-(-n // 128), -(-k // 128)) + 0.5).to(BF16).float()
         by_row = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
@@ -645,7 +656,7 @@ def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place):
     assert not list(layer.parameters()) and module.weight.bits == (8 if name in EIGHT else 4)
     if name in ("packed-static", "modelopt-mxfp4", *PER_TENSOR):
         assert module.input_scale.tolist() == pytest.approx([0.03])  # the largest of both
-    block = name == "fp8-blocks"
+    block = name in ("fp8-blocks", "mxfp4-mxfp8", *OF_MXFP8)
     assert module.activation == ("e4m3_block" if block else "int8" if "int8" in name or name in OF_INT8 else "e4m3")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_vllm import CONFIGS, dense_of, gate_up, kind, load, made, process, row, scheme, stored
+from test_vllm import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored
 from test_vllm import vllm_is_there as vllm_is_there
-from test_vllm_mxfp4 import with_headers
+from test_vllm_mxfp4 import AUTOROUND, QUARK, with_headers
 from vllm_layers import experts, rank
 
 from jitgemm.vllm import config as configs
@@ -61,6 +61,31 @@ def test_inputs_of_4_bits_have_8_and_the_log_says_so(said):
     weights_alone = scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float")
     assert kind(made(weights_alone), "m.a") is JitGemmLinearMethod and not said
     assert kind(made(CONFIGS["nvfp4"], {"activation": "e4m3_block"}), "m.a") is JitGemmLinearMethod and not said
+
+
+ACT_8 = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}
+OF_MX = {name: (CONFIGS[name], name) for name in ("mxfp4-mxfp8", *OF_MXFP8)} | {
+    "auto-round": (AUTOROUND | {"act_bits": 8, "act_data_type": "mx_fp_rceil"}, "mxfp4"),
+    "quark": ({"quant_method": "quark", "global_quant_config": QUARK["global_quant_config"] | {"input_tensors": ACT_8}}, "quark"),
+}  # fmt: skip
+"""Configs, and what has the same tensors."""
+
+
+@pytest.mark.parametrize("config, like", OF_MX.values(), ids=OF_MX)
+def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_the_log_says_so_once(said, config, like):
+    own = made(config)
+    assert kind(own, "m.a") is kind(own, "m.b") is JitGemmLinearMethod
+    assert {*said} == {
+        "jitgemm: the checkpoint's MXFP8 inputs are quantised to 8 bits for each token and 128 k, e4m3_block; "
+        "activation='e4m3_block' says so without this warning"
+    }
+    said.clear()
+    tensors, _ = stored(CONFIGS[like], 64, 128)
+    for wanted in ("e4m3", None):
+        with rank():
+            layer = row(made(config, {"activation": wanted}), 128, 64)
+            load(layer, tensors)
+        assert process(layer).activation == (wanted or "e4m3_block") and bool(said) == (wanted is None)
 
 
 @pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])
