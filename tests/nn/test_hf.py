@@ -25,7 +25,7 @@ from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.format import Format, Scheme
 from jitgemm.checkpoint.layouts import FLOATS, G, K, N, TensorLayout
-from jitgemm.nn import PackedExperts, W4A8Linear, W8A8Linear, load_, quantize_
+from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear, W8A8Linear, load_, quantize_
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("jitgemm.hf")
@@ -413,6 +413,24 @@ def test_tied_tables_that_differ_are_untied(tmp_path):
     model.tie_weights()
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"]) and not model.config.tie_word_embeddings
     assert_same(model, by_load_(tmp_path))
+
+
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_inputs_in_mxfp8_are_told_of_once_in_a_model(tmp_path, name, load):
+    file(tmp_path, name, "mxfp4 of compressed-tensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    of_32 = {"type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    weights, activations = of_32 | {"num_bits": 4, "dynamic": False}, of_32 | {"num_bits": 8, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config["quantization_config"]["config_groups"] = {"group_0": group}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="MXFP8 inputs are .* e4m3_block") as said:
+        model = load(tmp_path)
+    assert len(said) == 1 and len(quantised_names(model)) > 2
+    packed = [module for module in model.modules() if isinstance(module, (PackedLinear, PackedExperts))]
+    assert {module.activation for module in packed} == {"e4m3_block"}
+    assert logits(model).isfinite().all()
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "w4afp8"])
