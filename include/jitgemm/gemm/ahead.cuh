@@ -21,6 +21,20 @@ struct Constant {
     static constexpr u32 value = kValue;
 };
 
+// Hands a stage back to the producers that fill it, once what the warp loaded of it is there. ptxas arrives ahead of a
+// record's promotion, when loads of its scales may still be on their way: behind a queue of single scales that another
+// warp copies they can take longer than the next record takes to come.
+template <typename Config>
+__device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Position& position) {
+    loads_done();
+    if constexpr (Config::kMulticastLhs == 1) {
+        if (position.lane == 0) barrier_arrive(shared.empty(stage));
+    } else {
+        // A lane for each: a loop would end the block in which ptxas schedules the multiplies.
+        if (position.lane < Config::kMulticastLhs) barrier_arrive_remote(shared.empty(stage), position.lane);
+    }
+}
+
 // Multiplies a tile's records two units ahead: while a unit is promoted, and a record decoded, the tensor cores have
 // another of this warpgroup. That takes registers for two units' sums, which those in f16 leave.
 //

@@ -81,20 +81,6 @@ struct TileSums {
     }
 };
 
-// Hands a stage back to the producers that fill it, once what the warp loaded of it is there. ptxas arrives ahead of a
-// record's promotion, when loads of its scales may still be on their way: behind a queue of single scales that another
-// warp copies they can take longer than the next record takes to come.
-template <typename Config>
-__device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Position& position) {
-    loads_done();
-    if constexpr (Config::kMulticastLhs == 1) {
-        if (position.lane == 0) barrier_arrive(shared.empty(stage));
-    } else {
-        // A lane for each: a loop would end the block in which ptxas schedules the multiplies.
-        if (position.lane < Config::kMulticastLhs) barrier_arrive_remote(shared.empty(stage), position.lane);
-    }
-}
-
 // Multiplies records by the first kWidth tokens of a tile, or where rows are tokens, by kWidth rows of n.
 template <typename Config, u32 kWidth>
 struct Multiplier {
