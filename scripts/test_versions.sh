@@ -12,7 +12,7 @@ cd "$ROOT"
 declare -A versions=(
     [oldest]="torch==2.8.0 transformers==4.57.6 torchao==0.15.0" # newer torchao needs a newer torch, and no pip says so
     [between]="torch==2.13.0 transformers==5.17.0"
-    [newest]="torch==2.15.0 transformers==5.23.0"
+    [newest]="torch==2.15.0 transformers==5.24.0"
 )
 declare -A pythons=([oldest]=python3.11 [between]=python3.11 [newest]=python3.13) # where they are there
 ends=(oldest between newest)

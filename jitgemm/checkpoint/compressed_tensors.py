@@ -20,10 +20,10 @@
 
 The exponents of mxfp4-pack-quantized files of version 0.13.0 are two too low, and read two higher.
 Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against compressed-tensors
-0.10.2 and 0.20.0, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
+0.10.2 and 0.20.1, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
 gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
 Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had. Presets
-(config_groups {"W4A16": ["Linear"]}) mean what they mean in 0.20.0.
+(config_groups {"W4A16": ["Linear"]}) mean what they mean in 0.20.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schemes of compressed-tensors by name, as release 0.20.0 has them, as far as they can be read."""
+"""Schemes of compressed-tensors by name, as release 0.20.1 has them, as far as they can be read."""
 
 from __future__ import annotations
 
