@@ -14,7 +14,7 @@ from jitgemm.kernel.legend import legend
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import local_device, pick_device
 from jitgemm.select import cost
-from jitgemm.select.choose import Candidate, bands, candidates, seen, why
+from jitgemm.select.choose import Candidate, bands, candidates, faster_instead, seen, why
 
 _EXPERTS = "A grouped GEMM of E weights; M tokens choose experts."
 _TOP_K = "Experts that a token chooses."
@@ -99,6 +99,8 @@ def explain(
     if device is None and local_device() is None:
         common.note(f"no Hopper GPU is at hand: this is what an {target.name} would run; --device names another")
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{why(ranked)}")
+    if instead := faster_instead(problem):
+        common.note(instead)
     parts = ", ".join(f"{part}: {text}" for part, text in legend(ranked[0].kernel.label))
     common.note(f"{ranked[0].kernel.label} is {parts}")
 

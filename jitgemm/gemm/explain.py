@@ -30,6 +30,7 @@ class Explanation:
         legend: (part, what it says) for each part of the label.
         on_cpu: the tensors are the CPU's: the exact reference multiplies them, and the kernel is the device's for such a
             call.
+        faster_instead: what to take instead, where operands of another kind are faster in prefill; else "".
     """
 
     kernel: str
@@ -42,6 +43,7 @@ class Explanation:
     why: str
     legend: tuple[tuple[str, str], ...]
     on_cpu: bool = False
+    faster_instead: str = ""
 
     def __str__(self) -> str:
         width = max(len(part) for part, _ in self.legend)
@@ -51,7 +53,8 @@ class Explanation:
         lines.append(
             f"m = {self.rows[0]}..{self.rows[1]} share it; predicted {self.predicted_us:.2f} us, bound by {self.bound_by}"
         )
-        return "\n".join([*lines, f"of {self.candidates} candidates {self.why}"])
+        lines.append(f"of {self.candidates} candidates {self.why}")
+        return "\n".join([*lines, *filter(None, [self.faster_instead])])
 
 
 def explain(
@@ -72,7 +75,7 @@ def explain(
     from jitgemm.jit.source import function_name
     from jitgemm.kernel.legend import legend
     from jitgemm.runtime.device import device_of
-    from jitgemm.select.choose import bands, candidates, why
+    from jitgemm.select.choose import bands, candidates, faster_instead, why
     from jitgemm.select.devices import device_spec
 
     x, x_scale, x_zero = split_lhs(lhs)
@@ -91,5 +94,5 @@ def explain(
     label = best.kernel.label + ("-debug" if settings.debug() else "")
     return Explanation(
         label, function_name(label), device.name, bands(problem.m)[-1], best.predicted_us, best.bound_by, len(ranked),
-        why(ranked), tuple(legend(label)), x.device.type == "cpu",
+        why(ranked), tuple(legend(label)), x.device.type == "cpu", faster_instead(problem),
     )  # fmt: skip

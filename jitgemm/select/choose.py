@@ -140,6 +140,14 @@ def why(ranked: list[Candidate]) -> str:
     return f"{winner.kernel.label} won over {second.kernel.label} by {lead:.2f} us{because}"
 
 
+def faster_instead(problem: Problem) -> str:
+    """What is faster in prefill than int8 times a float scale for each group of 4-bit codes; "" for other problems."""
+    fmt = problem.format
+    if problem.lhs != "s8" or fmt.bits != 4 or not fmt.group_size or fmt.factors:
+        return ""
+    return "int8 with float scales in groups: two levels or e4m3 are faster in prefill"
+
+
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     best: tuple[float, KernelSpec] | None = None

@@ -758,6 +758,22 @@ def test_explain_names_the_winner_and_why(run):
     assert cost.Times._fields == tuple(cost.TERMS)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--lhs", "int8"), True),
+        (("--lhs", "int8", "--experts", "8"), True),
+        (("--lhs", "int8", "--two-level"), False),
+        (("--lhs", "int8", "--group-size", "channel"), False),
+        (("--lhs", "int8", "--bits", "8"), False),
+        ((), False),
+    ],
+)
+def test_explain_says_what_is_faster_than_int8_with_float_scales_in_groups(run, options, said):
+    done = run("explain", "512", "4096", "4096", "--device", "h200", *options)
+    assert done.code == 0 and ("two levels or e4m3 are faster in prefill" in done.stderr) == said
+
+
 def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
     report = run("explain", "16", "4096", "4096", "--device", "h200", "--top", "3", "--json").json
     chosen = [candidate for candidate in report["candidates"] if candidate["chosen"]]

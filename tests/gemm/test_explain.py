@@ -19,7 +19,7 @@ from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
 H200 = device_spec("h200")
-K = 1024
+K, E4M3 = 1024, torch.float8_e4m3fn
 PARTS = builders.weight_parts(1, 256, K, 128, codes="e4m3")
 
 
@@ -76,6 +76,16 @@ def test_it_prints_the_label_the_reason_and_every_part():
     )
     assert found.kernel in text and found.function in text and found.why in text
     assert all(words in text for _, words in found.legend)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group_size", "said"), [(torch.int8, 128, True), (torch.int8, "channel", False), (E4M3, 128, False)]
+)
+def test_int8_with_float_scales_in_groups_is_said_to_be_slower_in_prefill(dtype, group_size, said):
+    weight = jitgemm.quantize_w4(torch.ones(64, 256), group_size=group_size, lhs_dtype=dtype)
+    lhs = jitgemm.quantize_activations(torch.ones(3, 256), dtype)
+    found = jitgemm.explain(lhs, weight, torch.empty(3, 64))
+    assert bool(found.faster_instead) == ("two levels or e4m3 are faster in prefill" in str(found)) == said
 
 
 def test_no_rows_are_an_error():
