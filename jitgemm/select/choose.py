@@ -143,7 +143,7 @@ def why(ranked: list[Candidate]) -> str:
 def faster_instead(problem: Problem) -> str:
     """What is faster in prefill than int8 times a float scale for each group of 4-bit codes; "" for other problems."""
     fmt = problem.format
-    if problem.lhs != "s8" or fmt.bits != 4 or not fmt.group_size or fmt.factors:
+    if problem.lhs != "s8" or fmt.bits != 4 or not fmt.group_size:
         return ""
     return "int8 with float scales in groups: two levels or e4m3 are faster in prefill"
 

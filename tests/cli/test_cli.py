@@ -763,9 +763,9 @@ def test_explain_names_the_winner_and_why(run):
     [
         (("--lhs", "int8"), True),
         (("--lhs", "int8", "--experts", "8"), True),
-        (("--lhs", "int8", "--two-level"), False),
-        (("--lhs", "int8", "--group-size", "channel"), False),
-        (("--lhs", "int8", "--bits", "8"), False),
+        (("--weight", "tl-channel-fp16-two_level"), False),
+        (("--lhs", "int8", "--weight", "channel-bf16-any"), False),
+        (("--weight", "w8-g128-fp32-s8"), False),
         ((), False),
     ],
 )

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "scripts"))
 import house
 
 CEILINGS = {
-    "branches on a code": 57,
+    "branches on a code": 58,
     "formats": 18,
     "gemm_w4a8_nt: files": 42,
     "gemm_w4a8_nt: lines": 8_900,
