@@ -15,7 +15,7 @@ import torch
 
 from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
-from jitgemm.activations.scheme import Activation, Gate, Prologue
+from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY, Lhs, check_sums
 from jitgemm.gemm.call import contiguous, for_sums
@@ -115,7 +115,8 @@ def fused_experts(
     exact = sums == "exact"
     if not needs_dispatcher(x, x if out is None else out):
         return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out, exact))
-    result = _call_op(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, exact=exact)
+    call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, exact=exact)
+    result = torch.ops.jitgemm.fused_experts(*op_arguments(call))
     if out is None:
         return result
     check_out(check_tensor("out", out), x, w2)
@@ -278,17 +279,16 @@ def lhs_of(outputs: Outputs) -> Lhs:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _call_op(
-    x: torch.Tensor, w13: AnyWeight, w2: AnyWeight, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate: Gate,
-    activation: Activation, *rest: Any, exact: bool,
-) -> torch.Tensor:  # fmt: skip
-    check_weights(w13, w2)
-    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        check_tensor(name, tensor)
-    dtype, scheme, affine, rotation = activation
-    return torch.ops.jitgemm.fused_experts(
-        x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), CODES[dtype], affine, *rest, scheme == "block",
-        exact, rotation,
+def op_arguments(call: ExpertsCall) -> tuple[Any, ...]:
+    """What an op takes of a call without out, as CALL_SCHEMA has it."""
+    check_weights(call.w13, call.w2)
+    for name in ("x", "topk_ids", "topk_weights"):
+        check_tensor(name, getattr(call, name))
+    dtype, scheme, affine, rotation = call.activation
+    return (
+        call.x, *op_weights(call.w13, call.w2), call.topk_ids, call.topk_weights, *op_gate(call.gate), CODES[dtype], affine,
+        call.expert_map, call.bias13, call.bias2, call.addend, call.batch_invariant, scheme == "block", call.exact,
+        rotation,
     )  # fmt: skip
 
 
@@ -297,6 +297,11 @@ WEIGHTS_SCHEMA = ", ".join(
     for i in (13, 2)
 )
 GATE_SCHEMA = "str activation, str order, float? limit, float alpha"
+CALL_SCHEMA = (
+    f"Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, "
+    "Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, bool block=False, "
+    "bool exact=False, int rotation=0"
+)
 
 
 def op_weights(w13: AnyWeight, w2: AnyWeight) -> list[Any]:
@@ -316,7 +321,8 @@ def op_gate(gate: Gate) -> tuple[Any, ...]:
     return gate.kind, gate.order, None if gate.limit == math.inf else gate.limit, gate.alpha
 
 
-def _of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
+def call_of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
+    """The call of what `op_arguments` gave."""
     w13, w2 = weights_of_op(arguments[:12])
     topk_ids, topk_weights, *gate = arguments[12:18]
     lhs_dtype, affine, *rest = arguments[18:25]
@@ -328,16 +334,11 @@ def _of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
     return call
 
 
-def _fake_op(*arguments: Any) -> torch.Tensor:
-    call = _of_op(*arguments)
+def fake_op(*arguments: Any) -> torch.Tensor:
+    """What tracers are given for a call's result."""
+    call = call_of_op(*arguments)
     call.check()
     return call.new_out()
 
 
-define_op(
-    f"fused_experts(Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, "
-    "ScalarType lhs_dtype, bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
-    "bool block=False, bool exact=False, int rotation=0) -> Tensor",
-    lambda *arguments: _run(_of_op(*arguments)),
-    _fake_op,
-)
+define_op(f"fused_experts({CALL_SCHEMA}) -> Tensor", lambda *arguments: _run(call_of_op(*arguments)), fake_op)

@@ -47,6 +47,17 @@ def permuted() -> jitgemm.nn.PackedLinear:
     return jitgemm.nn.W4A8Linear(weight, input_scale=torch.tensor([0.01]))
 
 
+def corrected() -> jitgemm.nn.W4A8Linear:
+    parts = builders.weight_parts(1, N, K, 32, zero_point=True)
+    form = {"group_size": 32, "lhs_dtype": torch.int8, "correction": True}
+    return jitgemm.nn.W4A8Linear(jitgemm.pack_w4(parts.q, parts.scale, parts.zero, **form), activation="int8")
+
+
+def in_f16(layer: torch.nn.Module) -> torch.nn.Module:
+    layer.sums = "f16"
+    return layer
+
+
 class MLP(torch.nn.Module):
     def __init__(self, make: Callable[[int, int], torch.nn.Module] = linear):
         super().__init__()
@@ -54,6 +65,18 @@ class MLP(torch.nn.Module):
 
     def forward(self, x):
         return self.down(silu(self.gate(x)) * self.up(x))
+
+
+class Halves(torch.nn.Module):
+    """A gated MLP whose gate and up are one Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = linear(2 * N, K), linear(K, N)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(silu(gate) * up)
 
 
 class Attention(torch.nn.Module):
@@ -100,11 +123,12 @@ def stacked(n: int, k: int, kind: type = jitgemm.W4Weight, **form) -> jitgemm.W4
 class Experts(torch.nn.Module):
     """A router and a layer of experts."""
 
-    def __init__(self, bits: int = 4, activation: str = "e4m3"):
+    def __init__(self, bits: int = 4, activation: str = "e4m3", sums: str = "f32", **form):
         super().__init__()
-        form = {} if bits == 4 else {"kind": jitgemm.W8Weight, "bits": 8, "codes": "e4m3"}
+        form |= {} if bits == 4 else {"kind": jitgemm.W8Weight, "bits": 8, "codes": "e4m3"}
         kind = jitgemm.nn.W4A8Experts if bits == 4 else jitgemm.nn.W8A8Experts
         self.experts = kind(stacked(2 * N, K, **form), stacked(K, N, **form), activation=activation)
+        self.experts.sums = sums
         self.router = linear(2 * E)  # choices of the other half are skipped
 
     def forward(self, x):
@@ -241,11 +265,19 @@ CALLS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "W4A8Linear, 3 dimensions": (linear, BATCH),
     "W4A8Linear, affine": (lambda: linear(activation="int8_affine", group_size=32, symmetric=False), ROWS),
     "W4A8Linear, permuted": (permuted, ROWS),
+    "W4A8Linear, zero points": (lambda: linear(group_size=32, symmetric=False), ROWS),
+    "W4A8Linear, corrected": (corrected, ROWS),
+    "W4A8Linear, sums in f16": (lambda: in_f16(linear(group_size=32)), ROWS),
+    "W4A8Linear, two levels": (
+        lambda: jitgemm.nn.W4A8Linear.from_linear_two_level(torch.nn.Linear(K, N, dtype=torch.bfloat16)), ROWS
+    ),
     "W8A8Linear": (lambda: linear(kind=jitgemm.nn.W8A8Linear), ROWS),
     "W8A8Linear, blocks": (lambda: linear(kind=jitgemm.nn.W8A8Linear, activation="e4m3_block", block=128), ROWS),
     "gated MLP": (MLP, ROWS),
+    "gated MLP, halves": (Halves, BATCH),
     "decoder layers": (layers, BATCH),
     "W4A8Experts": (Experts, ROWS),
+    "W4A8Experts, sums in f16": (lambda: Experts(sums="f16", group_size=32), ROWS),
     "W8A8Experts": (lambda: Experts(8, "e4m3_block"), ROWS),
     "gemm": (lambda: Call(gemm, dense(), builders.bias(1, N)), ROWS),
     "gemm into columns": (lambda: Call(gemm_into_columns, dense(group_size=32)), ROWS),
@@ -330,11 +362,11 @@ def test_a_second_m_makes_the_last_graph(name, device):
 
 
 @every_device
-@some_calls
+@every_call
 def test_the_graph_is_for_all_m_within_bounds(name, device):
     """Dynamo raises if anything guards on a size with bounds."""
     bounds = functools.partial(torch._dynamo.mark_dynamic, min=2, max=2**40)
-    assert graphs_of(name, device, 7, N, backend="aot_eager", mark=bounds) == 1
+    assert graphs_of(name, device, 7, N, 2, 1030, backend="aot_eager", mark=bounds) == 1
 
 
 @every_device

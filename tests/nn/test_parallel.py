@@ -12,11 +12,13 @@ import builders
 import pytest
 import ranks
 import torch
+import torch._dynamo
 from fresh_python import fresh_python
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
 from test_nn_experts import experts, routed
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -307,6 +309,25 @@ def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
             parallelize_module(module, mesh, style)
 
 
+def compiled_experts(mesh, options: dict[str, object]) -> None:
+    """One graph for any number of tokens, with no guard on it: Dynamo raises if a size with bounds gets one."""
+    layer, rank = layer_of_experts("e4m3"), mesh.get_local_rank()
+    parallelize_module(layer, mesh, ExpertParallel(**options))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for counts in ((9, 6), (24, 5), (7, 24)):
+        given = of_rank(rank, counts[rank], torch.bfloat16) if options else of_rank(0, counts[0], torch.bfloat16)
+        expected = layer(*given)
+        for each in given:
+            torch._dynamo.mark_dynamic(each, 0, min=2, max=4096)
+        assert builders.same_bits(compiled(*given), expected)
+    if "max_tokens" in options:
+        with pytest.raises(ValueError, match="hidden_states: expected at most max_tokens = 24 tokens, got 25"):
+            compiled(*of_rank(rank, 25, torch.bfloat16))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +336,13 @@ def test_columns_of_the_output_are_the_whole_layers(both, name):
     results = both(colwise, name)
     assert results[0][1][-1] * 2 == LAYERS[name]().out_features
     assert results[0][0] < LAYERS[name]().weight.nbytes  # and memory is given back
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"input_layouts": Shard(0)}, {"input_layouts": Shard(0), "max_tokens": 24}], ids=len
+)
+def test_divided_experts_compile_to_one_graph_for_any_number_of_tokens(both, options):
+    both(compiled_experts, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.call import launch, lhs_of
+from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake_op, launch, lhs_of, op_arguments
 from jitgemm.moe.route import combine
 from jitgemm.nn.layers.sharding import ExpertSharding
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 
 # torch 2.13 has a new name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,6 +29,13 @@ def exchange(call: ExpertsCall, split: ExpertSharding) -> torch.Tensor:
     Raises:
         TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
     """
+    if needs_dispatcher(call.x, call.x):
+        ranks = split.group.group_name, split.rank, split.world, split.experts, split.max_tokens, split.nvlink
+        return torch.ops.jitgemm.exchange_experts(*ranks, *op_arguments(call))
+    return _exchange(call, split)
+
+
+def _exchange(call: ExpertsCall, split: ExpertSharding) -> torch.Tensor:
     call.check()
     tokens, most = call.topk_ids.shape[0], split.max_tokens
     if most is None:
@@ -129,3 +139,22 @@ def _bytes(rows: torch.Tensor) -> torch.Tensor:
     if rows.stride(-1) != 1:  # a single column is contiguous whatever its stride
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.contiguous().view(torch.uint8)
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _op(
+    group: str, rank: int, world: int, experts: int, most: int | None, nvlink: bool, *arguments: Any
+) -> torch.Tensor:
+    split = ExpertSharding(_resolve_process_group(group), rank, world, experts, True, most, nvlink)
+    return _exchange(call_of_op(*arguments), split)
+
+
+define_op(
+    "exchange_experts(str group, int rank, int world, int experts, int? max_tokens, bool nvlink, "
+    f"{CALL_SCHEMA}) -> Tensor",
+    _op,
+    lambda *arguments: fake_op(*arguments[6:]),
+)
+"""Opaque to tracers, which would guard on the number of tokens and cannot follow launches."""
