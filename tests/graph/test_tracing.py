@@ -376,7 +376,7 @@ def test_one_graph_serves_an_m_that_no_tracer_knows(name, device):
     assert graphs_of(name, device, 7, 1, N, backend="aot_eager", mark=torch._dynamo.decorators.mark_unbacked) == 1
 
 
-INDUCTOR = ("decoder layers", "W4A8Experts")
+INDUCTOR = ("gated MLP", "gated MLP, halves", "decoder layers", "W4A8Experts")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
@@ -385,7 +385,7 @@ INDUCTOR = ("decoder layers", "W4A8Experts")
 def test_inductor_and_the_pass_over_its_graphs_put_no_guard_on_m(name, device):
     module = made(name, device)
     compiled = torch.compile(module, fullgraph=True)
-    for m in (7, N, K):
+    for m in (7, N, K, 2, 1030):
         x = inputs(name, m, device)
         expected = module(x).float()
         torch._dynamo.mark_dynamic(x, dim(name), min=2, max=4096)

@@ -500,6 +500,22 @@ def test_the_callers_config_is_what_it_was_and_serves_again(tmp_path):
     assert json.loads(config.to_json_string())["quantization_config"]["activation"] == "int8"
 
 
+def activations_of(model: torch.nn.Module) -> set[str]:
+    return {each.activation for each in model.modules() if isinstance(each, PackedLinear)}
+
+
+def test_int8_is_taken_only_where_it_is_asked_for(tmp_path):
+    """Of a file that leaves the choice, and of floats: int8 in groups takes longer in prefill."""
+    folder = file(tmp_path / "groups", "llama", "compressed-tensors")
+    assert activations_of(loaded(folder)) == activations_of(by_load_(folder)) == {"e4m3"}
+    floats(tmp_path / "floats", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.bfloat16)
+    quantize_(model)
+    options = {"quantization_config": hf.JitGemmConfig(), "dtype": torch.bfloat16}
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", **options)
+    assert activations_of(model) == activations_of(read) == {"e4m3"}
+
+
 def test_a_later_load_finds_the_model_as_transformers_made_it(tmp_path):
     file(tmp_path, "tied llama", "awq")
     model = loaded(tmp_path)

@@ -106,7 +106,7 @@ class ExpertParallel(ParallelStyle):
             them, and an all-reduce sums that, rounding at each addition. Or Shard(0): every rank has tokens of its own,
             any number, which travel by `all_to_all_single` to the ranks of their experts, once each, as 8-bit codes
             with their scales, and come back in the input's type; the sum is in fp32, in the order of ranks. That waits
-            for the device once a call, so no CUDA graph captures it, and no compiler traces it.
+            for the device once a call, so no CUDA graph captures it.
         max_tokens: of a rank in a call, with Shard(0). As many rows of each rank then go to every other one, by
             `all_gather_into_tensor`, whatever experts they choose: nothing waits for the device, and CUDA graphs
             capture it. A rank with more tokens raises ValueError, and the others wait for it. For decoding, and for
