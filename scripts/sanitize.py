@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from moe_cases import Case  # noqa: E402
 
 from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
-from jitgemm.activations.reference import with_sums  # noqa: E402
+from jitgemm.weight.correction import with_sums  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
 from jitgemm.gemm.problem import Gemm  # noqa: E402
 from jitgemm.gemm.launch import GemmLaunch  # noqa: E402

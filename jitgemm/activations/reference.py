@@ -12,9 +12,9 @@ import torch
 
 from jitgemm.activations.arguments import CODES, Outputs
 from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Gate, Prologue
-from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, CORRECTION_GROUPS, LHS_GROUP, Correction, ceil_div, correction_blocks
+from jitgemm.kernel.formats import LHS_GROUP, Correction, ceil_div
 from jitgemm.runtime.launch import Operands
+from jitgemm.weight.correction import with_sums
 from jitgemm.weight.rotation import FACTOR, butterfly
 
 MIN_SCALE = 2.0**-126
@@ -92,19 +92,6 @@ def _quantize_rows(
         row_scale = step * factor
 
     return _encode(y * inverse[:, None], dtype, row_zero), row_scale, row_zero
-
-
-def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Codes of int8 [m, k] with the sums of their groups behind them, [m, lhs_columns]."""
-    (m, k), (name, size) = codes.shape, correction
-    groups, slots = ceil_div(k, size), correction_blocks(k, size) * CORRECTION_GROUPS
-    whole = torch.nn.functional.pad(codes, (0, groups * size - k)).view(m, groups, size)
-    sums = torch.nn.functional.pad(whole.sum(2, dtype=torch.int32).float(), (0, slots - groups))
-    high = sums.to(torch_dtype(name))
-    low = (sums - high.float()).to(high.dtype)
-    digits = torch.stack([each.unflatten(1, (-1, CORRECTION_GROUPS)) for each in (high, low)], 2)
-    padding = -k % BLOCK_K
-    return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.flatten(1).view(torch.int8)), 1)
 
 
 def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, activation: Activation) -> Outputs:

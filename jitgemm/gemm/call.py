@@ -19,9 +19,7 @@ be replayed with other routings.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +30,7 @@ from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared, this_thread
 from jitgemm.tensors import check_tensor, dtype_name
+from jitgemm.weight.correction import with_late_sums
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -278,13 +277,13 @@ class _Call(Gemm):
         return GemmLaunch(self)
 
 
-def for_sums(rhs: AnyWeight, bits: int, sums: str) -> AnyWeight:
-    """The weight as a call with other sums than the usual ones takes it."""
+def for_sums(sums: str, bits: int, *weights: Any) -> tuple[Any, ...]:
+    """The weights as a call with such sums takes them."""
     if check_sums(sums) != "f16":
-        return rhs
+        return weights
     from jitgemm.weight.f16_sums import with_powers
 
-    return with_powers(check_weight(rhs, bits))
+    return tuple(with_powers(check_weight(weight, bits)) for weight in weights)
 
 
 def gemm(
@@ -294,7 +293,7 @@ def gemm(
     """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
     exact = False
     if type(sums) is not str or sums != "f32":
-        rhs, exact = for_sums(rhs, bits, sums), sums == "exact"
+        (rhs,), exact = for_sums(sums, bits, rhs), sums == "exact"
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
@@ -331,28 +330,12 @@ def _run(
             return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
         call.check()
         if call.lacks_sums and x.is_cuda:
-            return _run(_with_sums(x, weight), x_scale, x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
+            x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
+            return _run(x, x_scale, x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
             return
     launch.launch_dense(x, x_scale, x_zero, weight, out, bias)
-
-
-@lru_cache(maxsize=None)
-def _warn_of_sums(layer: str) -> None:
-    warnings.warn(
-        f"{layer or 'a weight'} has corrections, and the call adds up the groups of its activations in kernels of their "
-        "own, which takes longer: quantize_activations(..., correction=weight.correction) does so as it writes them",
-        stacklevel=4,
-    )
-
-
-def _with_sums(x: torch.Tensor, weight: AnyWeight) -> torch.Tensor:
-    """Activations [m, k] with the sums of groups that the weight's corrections multiply."""
-    from jitgemm.activations.reference import with_sums
-
-    _warn_of_sums(getattr(weight, "layer", ""))
-    return with_sums(x, weight.format.lhs_sums)  # type: ignore[arg-type]
 
 
 # ---- grouped ---------------------------------------------------------------------------------------------------------
@@ -366,7 +349,7 @@ def contiguous(
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    rhs = for_sums(rhs, bits, sums)
+    (rhs,) = for_sums(sums, bits, rhs)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
@@ -382,7 +365,7 @@ def masked(
     """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    rhs = for_sums(rhs, bits, sums)
+    (rhs,) = for_sums(sums, bits, rhs)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
@@ -417,7 +400,8 @@ def _run_grouped(gemm: _Call) -> None:
         return _run_grouped(gemm._replace(x_scale=pack_e8m0(x_scale)))
     if weight.format.correction and x.is_cuda and gemm.lacks_sums:
         gemm.check()
-        return _run_grouped(gemm._replace(x=_with_sums(x, weight)))
+        x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
+        return _run_grouped(gemm._replace(x=x))
     run_prepared(key, tensors, gemm)
 
 

@@ -79,7 +79,8 @@ def explain(
     from jitgemm.select.devices import device_spec
 
     x, x_scale, x_zero = split_lhs(lhs)
-    gemm = Gemm(x, x_scale, x_zero, for_sums(rhs, ANY, sums), out, None, None, batch_invariant, None, sums == "exact")
+    (rhs,) = for_sums(sums, ANY, rhs)
+    gemm = Gemm(x, x_scale, x_zero, rhs, out, None, None, batch_invariant, None, sums == "exact")
     check_weight(rhs, ANY)
     check_types(gemm)
     if gemm.packs_scales:

@@ -17,7 +17,7 @@ from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import ANY, Lhs, check_sums
+from jitgemm.gemm.problem import ANY, Lhs
 from jitgemm.gemm.call import contiguous, for_sums
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
@@ -110,8 +110,7 @@ def fused_experts(
     gate = make_gate(activation, order, limit, alpha)
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     rest = expert_map, bias13, bias2, addend, batch_invariant
-    if check_sums(sums) != "f32":
-        w13, w2 = (for_sums(weight, ANY, sums) for weight in (w13, w2))  # type: ignore[assignment]
+    w13, w2 = for_sums(sums, ANY, w13, w2)
     exact = sums == "exact"
     if not needs_dispatcher(x, x if out is None else out):
         return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out, exact))

@@ -9,7 +9,7 @@ import torch
 from jitgemm.activations.arguments import CODES
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
-from jitgemm.gemm.problem import ANY, Lhs, check_sums, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import for_sums, masked
 from jitgemm.gemm.problem import expected_rows_of
 from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
@@ -55,8 +55,7 @@ def fused_experts_masked(
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
-    if check_sums(sums) != "f32":
-        w13, w2 = (for_sums(weight, ANY, sums) for weight in (w13, w2))  # type: ignore[assignment]
+    w13, w2 = for_sums(sums, ANY, w13, w2)
     exact = sums == "exact"
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
     if not needs_dispatcher(lhs[0], out):

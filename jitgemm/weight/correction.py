@@ -11,13 +11,16 @@ that nothing is rounded and nothing else is kept. Sums of at most 256 codes have
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from functools import lru_cache
 from types import EllipsisType
 
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, CORRECTION_GROUPS, CORRECTION_TYPES, STRIP_ROWS, Correction, WeightFormat
+from jitgemm.kernel.formats import ceil_div, correction_blocks
 from jitgemm.weight.codes import Stored
 
 SHIFT = 8
@@ -84,6 +87,35 @@ def uncorrected(stored: Stored, blocks: torch.Tensor, n: int, k: int, format: We
         codes = (stored.q + SHIFT).view(torch.uint8)
         return stored._replace(q=codes, zero=zeros_of(factor, stored.scale))
     return stored._replace(offset=offsets_of(factor, stored.scale))
+
+
+def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """Codes of int8 [m, k] with the sums of their groups behind them, [m, lhs_columns]."""
+    (m, k), (name, size) = codes.shape, correction
+    groups, slots = ceil_div(k, size), correction_blocks(k, size) * CORRECTION_GROUPS
+    whole = torch.nn.functional.pad(codes, (0, groups * size - k)).view(m, groups, size)
+    sums = torch.nn.functional.pad(whole.sum(2, dtype=torch.int32).float(), (0, slots - groups))
+    high = sums.to(torch_dtype(name))
+    low = (sums - high.float()).to(high.dtype)
+    digits = torch.stack([each.unflatten(1, (-1, CORRECTION_GROUPS)) for each in (high, low)], 2)
+    padding = -k % BLOCK_K
+    return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.flatten(1).view(torch.int8)), 1)
+
+
+def with_late_sums(codes: torch.Tensor, correction: Correction | None, layer: str) -> torch.Tensor:
+    """`with_sums` of codes that were quantised without, with a warning that names the weight's layer."""
+    assert correction is not None
+    _warn_of_sums(layer)
+    return with_sums(codes, correction)
+
+
+@lru_cache(maxsize=None)
+def _warn_of_sums(layer: str) -> None:
+    warnings.warn(
+        f"{layer or 'a weight'} has corrections, and the call adds up the groups of its activations in kernels of their "
+        "own, which takes longer: quantize_activations(..., correction=weight.correction) does so as it writes them",
+        stacklevel=4,
+    )
 
 
 def first_type(

@@ -9,7 +9,7 @@ a weight in groups says that its sums may be in f16.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,8 +18,10 @@ from jitgemm.kernel.formats import F16_OPERANDS, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout, ready
 from jitgemm.weight.codes import CODE_OPS
-from jitgemm.weight.packed import Weight
-from jitgemm.weight.parts import PackedWeight, expert_indices
+from jitgemm.weight.parts import PackedWeight, WeightBase, expert_indices
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import Weight
 
 LEAST, MOST = -126, 126
 """Of E: 2^E and 2^-E are normal fp32 numbers."""
@@ -52,7 +54,7 @@ def prepare_f16_sums(weight: Weight) -> None:
         ValueError: f16 does not hold the weight's scales, the weight is of a format that is not added up in f16, or a
             CUDA graph is being captured.
     """
-    if not isinstance(weight, Weight):
+    if not isinstance(weight, WeightBase):
         raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
     with_powers(weight)
 

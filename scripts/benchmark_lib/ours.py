@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 import jitgemm
-from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem, lhs_columns
 from jitgemm.select.choose import choose
+from jitgemm.weight.correction import with_sums
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run

@@ -31,13 +31,13 @@ from jitgemm.activations.kernel import (
     smem_bytes,
     spec_for_rows,
 )
-from jitgemm.activations.reference import with_sums
 from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.formats import CORRECTION_TYPES, lhs_columns
 from jitgemm.runtime.launch import LaunchCache, this_thread
+from jitgemm.weight.correction import with_sums
 from jitgemm.weight.rotation import butterfly
 
 OP = torch.ops.jitgemm.quantize_activations.default

@@ -15,9 +15,9 @@ from quantize_cases import MODES, X_DTYPES, activations, assert_close, assert_sa
 import jitgemm
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_source, quantize_spec
-from jitgemm.activations.reference import with_sums
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.formats import CORRECTION_TYPES, lhs_columns
+from jitgemm.weight.correction import with_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 

@@ -9,11 +9,11 @@ import mxfp4
 import torch
 import two_level
 
-from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.tensors import TYPE_NAMES
+from jitgemm.weight.correction import with_sums
 from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import W4Weight
 

@@ -18,8 +18,6 @@ from test_inductor import compiled
 from builders import weight_of_experts
 
 import jitgemm
-from jitgemm.activations.reference import with_sums
-from jitgemm.gemm import call as calls
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm, Groups
@@ -29,6 +27,8 @@ from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import legal_kernels
+from jitgemm.weight import correction
+from jitgemm.weight.correction import with_sums
 
 H200 = DEVICES["h200"]
 KINDS = {"zero": dict(zero_point=True, max_zero=16), "offset": dict(offset=True)}
@@ -287,13 +287,13 @@ def test_grouped_calls_give_what_the_plain_weight_gives():
 def test_rows_without_sums_get_them_with_one_warning(monkeypatch):
     _, weight = pair(128, "zero")
     x, _ = builders.lhs(3, 5, weight.k, "s8")
-    calls._warn_of_sums.cache_clear()
+    correction._warn_of_sums.cache_clear()
     with pytest.warns(UserWarning, match="adds up the groups of its activations in kernels of their own"):
-        wide = calls._with_sums(x, weight)
+        wide = correction.with_late_sums(x, weight.correction, "")
     assert torch.equal(wide, with_sums(x, weight.correction))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        calls._with_sums(x, weight)
+        correction.with_late_sums(x, weight.correction, "")
 
 
 def test_wrong_arguments():

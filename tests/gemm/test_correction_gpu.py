@@ -11,9 +11,9 @@ import torch
 from builders import weight_of_experts
 
 import jitgemm
-from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import GROUP_SIZES, lhs_columns
+from jitgemm.weight.correction import with_sums
 
 pytestmark = pytest.mark.gpu
 KINDS = {"zero": dict(zero_point=True, max_zero=16), "offset": dict(offset=True)}

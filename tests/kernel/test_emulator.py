@@ -24,7 +24,7 @@ import jitgemm
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize, quantize_activations
-from jitgemm.activations.reference import gated, with_sums
+from jitgemm.activations.reference import gated
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -36,6 +36,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
+from jitgemm.weight.correction import with_sums
 
 pytestmark = emulated
 

@@ -20,7 +20,6 @@ from emulator.launch import COMPILER, emulate
 from marks import emulated
 
 import jitgemm
-from jitgemm.activations.reference import with_sums
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem, format_named, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
@@ -28,6 +27,7 @@ from jitgemm.nn.layers.linear import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
+from jitgemm.weight.correction import with_sums
 
 
 def assert_within_the_bound(out, lhs, weight, bias=None):
