@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.gemm.call import contiguous, gemm, masked
 from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.problem import ANY, experts_of, fp32_scales
+from jitgemm.gemm.run import contiguous, gemm, masked
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe

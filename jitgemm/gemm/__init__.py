@@ -2,7 +2,8 @@
 
 Files::
 
-    call          the public calls, and their ops
+    call          the public calls
+    run           what they run: three calls, and their ops
     problem       a GEMM's arguments, dense or grouped, and their checks
     launch        from a checked GEMM to a launch
     explain       which kernel a call takes, and why

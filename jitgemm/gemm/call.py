@@ -1,41 +1,25 @@
-"""The GEMM calls: check arguments, then straight down to a launch; under a tracer through a `torch.library` op.
-
-The public ones have DeepGEMM's names. A name says the weight's type, and with bf16 the result's; else all are three calls:
+"""The public GEMM calls, with DeepGEMM's names. A name says the weight's type, and with bf16 the result's; else all are
+three calls of `gemm/run.py`:
 
 | rows | call | names: bf16, any result |
 |---|---|---|
 | [m, k] | `gemm` | `gemm_w4a8_bf16_nt`, `gemm_w4a8_nt`, and w8a8 |
 | sorted by expert | `contiguous` | `m_grouped_gemm_w4a8_bf16_nt_contiguous`, `m_grouped_gemm_w4a8_nt_contiguous`, and w8a8 |
 | max_m an expert | `masked` | `m_grouped_gemm_w4a8_bf16_nt_masked`, `m_grouped_gemm_w4a8_nt_masked`, and w8a8 |
-
-The hot path is `gemm` down to `Launch.run`: one look-up by everything that decides legality and kernel, one by
-addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor the
-disk.
-
-Grouped calls take rows of activations sorted by expert, or a block of rows for each. How many rows an expert has is on
-the device, and stays there: the host knows sizes of tensors and a hint, so a call never waits, and a CUDA graph of it may
-be replayed with other routings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from jitgemm.gemm.problem import ANY, W4, W8, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs, as_rows, check_sums, check_types
-from jitgemm.gemm.problem import check_weight, expected_rows_of, experts_of, pack_e8m0, split_lhs
-from jitgemm.kernel.formats import format_named
-from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.runtime.launch import prepare, run_prepared, this_thread
+from jitgemm.gemm.problem import W4, W8, Lhs
+from jitgemm.gemm.run import contiguous, gemm, masked
 from jitgemm.tensors import check_tensor, dtype_name
-from jitgemm.weight.correction import with_late_sums
-from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
-    from jitgemm.gemm.launch import GemmLaunch
-    from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight
+    from jitgemm.weight.packed import W4Weight, W8Weight
 
 
 def gemm_w4a8_bf16_nt(
@@ -256,206 +240,3 @@ def _bf16(out: torch.Tensor) -> torch.Tensor:
         got = dtype_name(check_tensor("out", out).dtype)
         raise TypeError(f"out: expected bfloat16 (the call without bf16 in its name takes other types), got {got}")
     return out
-
-
-# ---- dense -----------------------------------------------------------------------------------------------------------
-
-
-class _Call(Gemm):
-    """As `run_prepared` takes it."""
-
-    __slots__ = ()
-
-    def run_reference(self, operands: Sequence[torch.Tensor | None]) -> None:
-        from jitgemm.gemm.reference import write_reference
-
-        write_reference(self)
-
-    def prepare(self, operands: Sequence[torch.Tensor | None]) -> GemmLaunch:
-        from jitgemm.gemm.launch import GemmLaunch
-
-        return GemmLaunch(self)
-
-
-def for_sums(sums: str, bits: int, *weights: Any) -> tuple[Any, ...]:
-    """The weights as a call with such sums takes them."""
-    if check_sums(sums) != "f16":
-        return weights
-    from jitgemm.weight.f16_sums import with_powers
-
-    return tuple(with_powers(check_weight(weight, bits)) for weight in weights)
-
-
-def gemm(
-    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
-) -> None:  # fmt: skip
-    """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
-    exact = False
-    if type(sums) is not str or sums != "f32":
-        (rhs,), exact = for_sums(sums, bits, rhs), sums == "exact"
-    if type(lhs) is tuple and len(lhs) == 2:
-        x, x_scale = lhs
-        x_zero = None
-    else:
-        x, x_scale, x_zero = split_lhs(lhs)
-    if needs_dispatcher(x, out):
-        check_weight(rhs, bits)
-        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
-        return
-    try:
-        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, exact, bits)
-    except (AttributeError, TypeError):
-        check_weight(rhs, bits)
-        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
-        raise
-
-
-def _run(
-    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, exact: bool, bits: int = ANY,
-) -> None:  # fmt: skip
-    """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
-    # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
-    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None)
-    tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
-    if bias is not None:
-        tensors += (bias,)
-    launch = this_thread.cache.find_plan(key, tensors)
-    if launch is None:
-        if bits:
-            check_weight(weight, bits)
-        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel, exact)
-        if call.packs_scales:
-            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
-        call.check()
-        if call.lacks_sums and x.is_cuda:
-            x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
-            return _run(x, x_scale, x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
-        launch = prepare(key, tensors, call, call.operands())
-        if launch is None:
-            return
-    launch.launch_dense(x, x_scale, x_zero, weight, out, bias)
-
-
-# ---- grouped ---------------------------------------------------------------------------------------------------------
-
-
-def contiguous(
-    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
-    bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
-    batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
-) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
-    x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs, bits)
-    (rhs,) = for_sums(sums, bits, rhs)
-    check_tensor("out", out)
-    rows = out.shape[0] if out.dim() else 0
-    expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
-    groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
-
-
-def masked(
-    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
-    expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
-    sums: str = "f32",
-) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
-    x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs, bits)
-    (rhs,) = for_sums(sums, bits, rhs)
-    check_tensor("out", out)
-    if x.dim() != 3:
-        raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
-    max_m = x.shape[1]
-    x, x_scale, x_zero, out = (  # type: ignore[assignment]  # None only for x_zero
-        None if each is None else as_rows(name, each, experts, max_m, columns)
-        for name, each, columns in ((X, x, "k"), (X_SCALE, x_scale, ""), (X_ZERO, x_zero, ""), ("out", out, "n"))
-    )
-    expected_rows = expected_rows_of(experts, expected_m)
-    # 0 would stand for offsets; where no expert can have a row, any other number serves.
-    rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
-    groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
-
-
-def _call_grouped(*arguments: Any) -> None:
-    """The call of a `Gemm`'s fields."""
-    call_op(Gemm(*arguments)) if needs_dispatcher(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
-
-
-def _run_grouped(gemm: _Call) -> None:
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
-    sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
-    # A tracer may not know out's rows: what depends on their number waits until here.
-    key = (
-        weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None,
-        row_index is None, rows_of_expert, gemm.expected_rows,
-    )  # fmt: skip
-    tensors = [x, x_scale, out, sizes]
-    tensors += [each for each in (x_zero, bias, row_index) if each is not None]
-    if x_scale.dtype is torch.float8_e8m0fnu and gemm.packs_scales:
-        return _run_grouped(gemm._replace(x_scale=pack_e8m0(x_scale)))
-    if weight.format.correction and x.is_cuda and gemm.lacks_sums:
-        gemm.check()
-        x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
-        return _run_grouped(gemm._replace(x=x))
-    run_prepared(key, tensors, gemm)
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def call_op(gemm: Gemm) -> None:
-    """The call by its op, which a tracer can follow."""
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
-    check_types(gemm)
-    tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
-    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel, exact
-    if groups is None:
-        torch.ops.jitgemm.gemm_w4a8_nt(*tensors, *rest)
-    else:
-        torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(*tensors, *groups, *rest)
-
-
-def gemm_of_op(*arguments: Any) -> _Call:
-    """The GEMM of an op's arguments; those of the grouped one have the fields of `Groups` behind the bias.
-
-    Arguments that are their defaults may be left out, from the end. The schema calls the kernel's label `label`: Inductor
-    has a `kernel=` of its own besides an op's arguments.
-    """
-    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *rest = arguments
-    groups = None if len(rest) < 7 else Groups(*rest[:4])
-    n, k, format, batch_invariant, *given = rest if groups is None else rest[4:]
-    kernel = given[0] if given else None
-    exact = len(given) > 1 and given[1]
-    weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
-    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact)
-
-
-def _op(*arguments: Any) -> None:
-    gemm = gemm_of_op(*arguments)
-    _run(*gemm[:6], *gemm[7:])
-
-
-def _grouped_op(*arguments: Any) -> None:
-    _run_grouped(gemm_of_op(*arguments))
-
-
-def _fake_op(*arguments: Any) -> None:
-    gemm_of_op(*arguments).check()
-
-
-define_op(
-    "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None, bool exact=False) -> ()",
-    _op, _fake_op,
-)  # fmt: skip
-define_op(
-    "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
-    "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
-    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label, bool exact=False) -> ()",
-    _grouped_op, _fake_op,
-)  # fmt: skip

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jitgemm.gemm.call import for_sums
 from jitgemm.gemm.problem import ANY, X, Gemm, Lhs, check_types, check_weight, pack_e8m0, split_lhs
+from jitgemm.gemm.run import for_sums
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight

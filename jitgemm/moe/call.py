@@ -18,7 +18,7 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY, Lhs
-from jitgemm.gemm.call import contiguous, for_sums
+from jitgemm.gemm.run import contiguous, for_sums
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation

@@ -10,7 +10,7 @@ from jitgemm.activations.arguments import CODES
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
-from jitgemm.gemm.call import for_sums, masked
+from jitgemm.gemm.run import for_sums, masked
 from jitgemm.gemm.problem import expected_rows_of
 from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation

@@ -124,7 +124,7 @@ def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[
 
 def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
-    from jitgemm.gemm.call import call_op
+    from jitgemm.gemm.run import call_op
 
     return [partial(call_op, operands) for operands in _layers(fmt, source, m)]
 

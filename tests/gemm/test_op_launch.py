@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import jitgemm
-from jitgemm.gemm import call
+from jitgemm.gemm import run as gemm_run
 from jitgemm.nn import W4A8Linear, mark_ready
 from jitgemm.weight.packed import W4Weight
 
@@ -38,14 +38,14 @@ def fresh_dynamo():
 def ready(monkeypatch) -> list[bool]:
     """Of each call on the CPU, whether its plan would have been launched dependently, see `Plan.launch`."""
     found: list[bool] = []
-    run = call._run
+    run = gemm_run._run
 
     def look(x, x_scale, x_zero, weight, out, bias, *rest):
         at = weight.ready_at
         found.append(at is not None and at == (weight.blocks.data_ptr(), weight.blocks._version))
         run(x, x_scale, x_zero, weight, out, bias, *rest)
 
-    monkeypatch.setattr(call, "_run", look)
+    monkeypatch.setattr(gemm_run, "_run", look)
     return found
 
 

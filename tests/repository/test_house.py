@@ -16,13 +16,13 @@ import house
 CEILINGS = {
     "branches on a code": 58,
     "formats": 18,
-    "gemm_w4a8_nt: files": 35,
+    "gemm_w4a8_nt: files": 36,
     "gemm_w4a8_nt: lines": 7_400,
     "fused_experts: files": 48,
-    "fused_experts: lines": 10_300,
+    "fused_experts: lines": 10_100,
     "load_: files": 106,
-    "load_: lines": 21_600,
-    "files above 450 lines": 2,
+    "load_: lines": 21_300,
+    "files above 450 lines": 1,
     "lines of the package": 31_100,
 }
 

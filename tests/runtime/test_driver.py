@@ -28,7 +28,7 @@ from jitgemm.weight import ready
 
 pytest.importorskip("cuda.bindings")
 driver = pytest.importorskip("jitgemm.runtime.driver")
-gemm_call = pytest.importorskip("jitgemm.gemm.call")
+gemm_run = pytest.importorskip("jitgemm.gemm.run")
 gemms = pytest.importorskip("jitgemm.gemm.launch")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
@@ -262,7 +262,7 @@ def launched_by_op(launches, operands) -> bool:
     """Whether the op's GEMM is launched dependently."""
     x, x_scale, x_zero, weight, out, bias = operands[:6]
     parts = weight.blocks, weight.channel_scale, weight.row_sum
-    of_op = gemm_call.gemm_of_op(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name, False)
+    of_op = gemm_run.gemm_of_op(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name, False)
     gemms.GemmLaunch(of_op).launch(of_op)
     return launches[-1][0]
 

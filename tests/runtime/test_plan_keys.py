@@ -14,8 +14,8 @@ import jitgemm
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Prologue
-from jitgemm.gemm.call import gemm
 from jitgemm.gemm.problem import ANY, W4
+from jitgemm.gemm.run import gemm
 from jitgemm.moe.exchange import Buffer, collect, dispatch
 from jitgemm.moe.layout import Layout
 from jitgemm.moe.route import combine, gather, route, route_and_quantize

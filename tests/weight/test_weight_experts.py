@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from jitgemm import gemm_w4a8_bf16_nt, gemm_w4a8_int8_nt, gemm_w4a8_reference
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.call import call_op
+from jitgemm.gemm.run import call_op
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn import W4A8Linear

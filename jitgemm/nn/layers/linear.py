@@ -17,8 +17,8 @@ from jitgemm.activations.scheme import NO_PROLOGUE, Prologue, activation_named
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.gemm.call import gemm
 from jitgemm.gemm.problem import ANY
+from jitgemm.gemm.run import gemm
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
