@@ -53,7 +53,7 @@ __all__ = ["JitGemmConfig", "config"]
 NAME = "jitgemm"
 _OF_RECIPE = (
     "bits", "scheme", "activation", "group_size", "symmetric", "scale_dtype", "full_range", "clip_steps", "block", "sums",
-    "lm_head",
+    "lm_head", "rotation",
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         scheme: as in `quantize_`: None for integers; "mxfp4", or "two-level", whose activation is int8 where none is said.
         group_size, symmetric: of 4 bits, as in `quantize_w4`; None for what `quantize_` takes without calibration.
         scale_dtype: of 4 bits: "bfloat16", "float16" or "float32"; None for bfloat16.
-        full_range, clip_steps: of 4 bits, and block, of 8: as in `quantize_`.
+        full_range, clip_steps: of 4 bits, block, of 8, and rotation: as in `quantize_`.
         activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, for what the scheme meets, or for what a quantised
             checkpoint says.
         lm_head: as in `quantize_`.
@@ -123,7 +123,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME, sums: str = "f32", scheme: str | None = None, full_range: bool | None = None,
-        clip_steps: int | None = None, block: int | None = None,
+        clip_steps: int | None = None, block: int | None = None, rotation: int | None = None,
     ):  # fmt: skip
         check_flag("strict", strict)
         lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
@@ -136,7 +136,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
         self.sums, self.scheme = sums, scheme
-        self.full_range, self.clip_steps, self.block = full_range, clip_steps, block
+        self.full_range, self.clip_steps, self.block, self.rotation = full_range, clip_steps, block, rotation
         self.recipe  # which checks it
 
     def to_dict(self) -> dict[str, Any]:

@@ -234,8 +234,9 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
         # What is new cannot overlap: of its own launches each checks its addresses.
         addresses = None if call.out is None else tuple(map(address_of, _operands(call)))
         key = (
-            type(call), addresses, call.w13.plan_key, call.w2.plan_key, call.activation, call.gate.inputs, call.exact,
-            torch.is_grad_enabled(), *[tensor is None for tensor in tensors],
+            type(call), addresses, call.w13.plan_key, call.w2.plan_key, getattr(call.w13, "rotation", None),
+            getattr(call.w2, "rotation", None), call.activation, call.gate.inputs, call.exact, torch.is_grad_enabled(),
+            *[tensor is None for tensor in tensors],
         )  # fmt: skip
     except (AttributeError, TypeError):  # not what it should be: the checks say what
         call.check()
@@ -336,10 +337,11 @@ def check_combining(
     _check_places(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out), "rows", rows.device)
 
 
-def check_weights(w13: Any, w2: Any, inputs: int | None = None) -> int:
+def check_weights(w13: Any, w2: Any, inputs: int | None = None, rotation: int | None = None) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together.
 
     inputs: `Gate.inputs`; None where the gate is not known.
+    rotation: the activations', which is the weights'; an op's tensors do not say theirs. None where it is not known.
     """
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
@@ -350,6 +352,8 @@ def check_weights(w13: Any, w2: Any, inputs: int | None = None) -> int:
             raise ValueError(f"{name}: expected a weight packed without correction, got {weight.format.name}")
         if counts[-1] > MAX_EXPERTS:
             raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {counts[-1]}")
+        if rotation is not None and rotation != (own := getattr(weight, "rotation", rotation)):
+            raise ValueError(f"rotation: expected {own}, as {name} has, got {rotation}")
     if counts[1] != counts[0]:
         raise ValueError(f"w2: expected {counts[0]} experts, as w13 has, got {counts[1]}")
     if inputs is None and w13.n == w2.k:
@@ -365,7 +369,7 @@ def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate, exact: 
     got = f"{dtype_name(CODES[activation.dtype])}{' with a scale per 128 k' if activation.block else ''}"
     if exact and activation.dtype != "s8":
         raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {got}")
-    experts = check_weights(w13, w2, gate.inputs)
+    experts = check_weights(w13, w2, gate.inputs, activation.rotation)
     for name, weight in (("w13", w13), ("w2", w2)):
         if activation.dtype not in weight.format.lhs_types and weight.format.one_type:
             expected, got = (torch_dtype(name) for name in (weight.format.lhs_types[0], activation.dtype))

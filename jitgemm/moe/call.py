@@ -82,7 +82,7 @@ def fused_experts(
         lhs_dtype: float8_e4m3fn or int8, what Q makes; None for what w13 was packed for, e4m3 if for both.
         affine: int8 with zero points.
         scheme: "token", a scale for each row, or "block", one for each row and 128 k; not affine.
-        rotation: 128: Q rotates, for w13 and w2 of `rotated` weights, k and inter multiples of 128; 0: it does not.
+        rotation: both weights' `rotation`: 128: Q rotates; 0: it does not.
         expert_map: int32 [global experts], at most 8192, for expert parallelism: topk_ids count the experts of all
             ranks, and expert_map holds this rank's number of each, or -1 to skip its choices.
         bias13, bias2: bfloat16 or float32 [E, 2 * inter] and [E, n], contiguous, or None.
@@ -280,7 +280,7 @@ def lhs_of(outputs: Outputs) -> Lhs:
 
 def op_arguments(call: ExpertsCall) -> tuple[Any, ...]:
     """What an op takes of a call without out, as CALL_SCHEMA has it."""
-    check_weights(call.w13, call.w2)
+    check_weights(call.w13, call.w2, rotation=call.activation.rotation)
     for name in ("x", "topk_ids", "topk_weights"):
         check_tensor(name, getattr(call, name))
     dtype, scheme, affine, rotation = call.activation

@@ -13,7 +13,7 @@ from jitgemm.checkpoint.expressions import patterns
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import check_sums
 from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, typed_code
-from jitgemm.kernel.formats import GROUP_SIZES
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION
 from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.tensors import check_dtype, check_flag, check_int
 from jitgemm.weight import quantize_mxfp4 as mxfp4
@@ -70,6 +70,7 @@ class Recipe:
         activation: one of ACTIVATIONS; None for `Quantiser.activation`, or for what a quantised checkpoint says.
         group_size, symmetric, scale_dtype, full_range, positive_scales, clip_steps, act_order: as in `quantize_w4`.
         block: as in `quantize_w8`.
+        rotation: 128: weights and their layers' inputs are rotated, as in `quantize_w4`; None: they are not.
         sums: of layers with 4-bit weights, as for `gemm_w4a8_nt`.
         lm_head: the activations of an output embedding in 8 bits with a scale per row; None: it is like others.
         ignore: layers that stay: names, parts of names, patterns (`fnmatch`), or "re:" and an expression.
@@ -92,6 +93,7 @@ class Recipe:
     sums: str = "f32"
     lm_head: str | None = None
     ignore: tuple[str, ...] = ()
+    rotation: int | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in tuple(INTEGERS):
@@ -118,6 +120,8 @@ class Recipe:
             lhs = activation_named(self.activation).dtype
             if self.quantiser.check_lhs is not None:
                 self.quantiser.check_lhs(lhs, "activation")
+        if self.rotation is not None and (type(self.rotation) is not int or self.rotation != ROTATION):
+            raise ValueError(f"rotation: expected None or {ROTATION}, got {self.rotation!r}")
         check_sums(self.sums)
         if self.activation is not None and self.bits == 4:
             check_sums_of(self.sums, self.activation)
@@ -183,12 +187,17 @@ class Recipe:
     @property
     def head(self) -> Recipe | None:
         """Of the output embedding, where it has one of its own."""
-        return None if self.lm_head is None else Recipe(bits=8, activation=self.lm_head)
+        return None if self.lm_head is None else Recipe(bits=8, activation=self.lm_head, rotation=self.rotation)
 
     @property
     def in_8_bits(self) -> Recipe:
         """Of the layers that lose too much in 4."""
-        return Recipe(bits=8, activation=self.inputs)
+        return Recipe(bits=8, activation=self.inputs, rotation=self.rotation)
+
+    @property
+    def k_alignment(self) -> int:
+        """What k is a multiple of."""
+        return self.rotation or K_ALIGNMENT
 
     def leaves(self, *names: str) -> bool:
         """Whether a layer of one of these names stays what it is."""
@@ -203,7 +212,7 @@ class Recipe:
         Raises:
             TypeError, ValueError: as `quantize_w4`, `quantize_w8` and the others of SCHEMES.
         """
-        given = {name: getattr(self, name) for name in self.quantiser.options}
+        given = {name: getattr(self, name) for name in (*self.quantiser.options, "rotation")}
         if "group_size" in given:
             given["group_size"] = self.group
         given = {name: value for name, value in given.items() if value is not None}

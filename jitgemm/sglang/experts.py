@@ -79,8 +79,8 @@ class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
         super().install(layer, module)
         layer.deprecate_flag = True  # of DeepEPMoE: it calls this method, as FusedMoE does
         if get_moe_a2a_backend().is_deepep():
-            block = getattr(layer, CHILD).activation == "e4m3_block"
-            codes = "fp8" if block else "bf16"
+            experts = getattr(layer, CHILD)  # the dispatcher rotates no token
+            codes = "fp8" if experts.activation == "e4m3_block" and not experts.w13.scheme.rotation else "bf16"
             said = {"dispatcher_output_dtype": "bf16", "low_latency_dispatcher_output_dtype": codes}
             layer.dispatcher.set_quant_config({**(getattr(layer.dispatcher, "quant_config", None) or {}), **said})
 

@@ -162,12 +162,12 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
         """What a modular kernel is told to quantise before the experts: e4m3 by blocks of 128 k, else nothing.
 
-        And only for backends that sort tokens by expert, which send them so.
+        And only for backends that sort tokens by expert, which send them so, and do not rotate them.
         """
         from vllm.model_executor.layers.fused_moe import config
 
         module = getattr(layer, CHILD)
-        if module.batched and module.activation == "e4m3_block":
+        if module.batched and module.activation == "e4m3_block" and not module.w13.scheme.rotation:
             return config.fp8_w8a8_moe_quant_config(None, None, block_shape=[BLOCK, BLOCK])
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
 

@@ -16,7 +16,7 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Correction, WeightFormat
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS, CodeOps, RowParts, Unpacked
-from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, check_part, check_permutation
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, check_part, check_permutation, check_rotation
 from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
 from jitgemm.weight.state import TENSORS, read_state, write_meta
 from jitgemm.weight.ready import ReadyAt, is_captured, note, now, wait
@@ -39,6 +39,8 @@ class Weight(WeightBase):
         row_sum: fp32 [64 * ceil(n / 64)], each row's sum of weights, which zero points of activations need; or None.
         permutation: int32 [k], or None. Column j of the packed weight is column permutation[j] of the layer's input, so
             that activations go in as x[:, permutation]. Never with experts.
+        rotation: 128 for a weight of `rotated` values, which is multiplied by activations that are rotated, too; else 0.
+            Not with a permutation; k is a multiple of 128. No GEMM reads it: layers and experts do.
         n, k: rows and columns of the weight, an expert's where it has experts.
         experts: E, or None for a dense weight.
         group_size: columns of a group; at least k means one scale per row.
@@ -69,6 +71,7 @@ class Weight(WeightBase):
     layout_version: int = layout.LAYOUT_VERSION
     row_sum: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
+    rotation: int = 0
     plan_key: int = field(init=False)
     layer: ClassVar[str] = ""
     whole: ClassVar[tuple[Weight, int] | None] = None
@@ -93,6 +96,8 @@ class Weight(WeightBase):
             if self.experts is not None:
                 raise ValueError(f"permutation: expected None for {self.experts} experts, got a tensor")
             check_part(self, "", "permutation", (self.k,), torch.int32)
+        if check_rotation(self.rotation, self.k, "k") and self.permutation is not None:
+            raise ValueError(f"rotation: expected 0 for a weight with a permutation, got {self.rotation}")
         for name, tensor in self._tensors.items():
             if tensor.is_cuda and type(tensor) in PLAIN and tensor.data_ptr() % 16:
                 address = f"{tensor.data_ptr():#x}"
@@ -122,10 +127,10 @@ class Weight(WeightBase):
 
     def __repr__(self) -> str:
         group, codes, reals = self.ops.words(self.format, self.group_size)
-        permuted = ", permuted" if self.permutation is not None else ""
+        order = ", permuted" if self.permutation is not None else ", rotated" if self.rotation else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
-        return f"{kind}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
+        return f"{kind}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{order}, device='{self.device}')"
 
     @property
     def ops(self) -> CodeOps:
@@ -195,7 +200,7 @@ class Weight(WeightBase):
     ) -> Self:  # fmt: skip
         """The same weight over other tensors, such as copies on another device; checked and marked ready like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
-        weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation)
+        weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation, self.rotation)
         weight.named(self.layer)
         return weight
 
@@ -205,8 +210,8 @@ class Weight(WeightBase):
 
         Args:
             count: how many experts, a multiple of `together`.
-            make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size and format of the first,
-                and no permutation. Where their codes stand in different orders, as of e4m3 weights if one holds a
+            make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size, format and rotation of
+                the first, and no permutation. Where their codes stand in different orders, as of e4m3 weights if one holds a
                 -8, all are brought into the order "any", which holds them.
             together: of how many experts each dense weight has the rows, one below another: make(0), make(together),
                 ... Their n is then a multiple of 64.
@@ -241,7 +246,7 @@ class Weight(WeightBase):
                         first |= {"group_size": size, "format": format, "tensors": list(whole)}
                 tensors, common = each._tensors, each.format.for_any_values
                 facts = {"n": each.n, "k": each.k, "group_size": each.group_size, "device": each.device}
-                facts |= {"format": common, "tensors": list(tensors)}
+                facts |= {"format": common, "tensors": list(tensors), "rotation": each.rotation}
                 if e == 0:
                     first, format = facts, each.format
                     whole = {
@@ -260,7 +265,8 @@ class Weight(WeightBase):
                     format = common
                 del each, tensors, part  # before the next is made
         sizes = first["n"] // together, first["k"], first["group_size"]
-        return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
+        more: Any = {"row_sum": whole.get("row_sum"), "rotation": first["rotation"]}
+        return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, **more)
 
     def regrouped(self, group_size: int) -> Self:
         """The same MXFP4 weight with a scale for fewer k, 128 or 32, as `pack_mxfp4` chooses for scales that are further
@@ -270,9 +276,8 @@ class Weight(WeightBase):
         if group_size != self.ops.common_group(self.group_size, group_size):
             raise ValueError(f"group_size: expected fewer k than the MXFP4 weight's, got {group_size} for {self!r}")
         with torch.inference_mode(False), torch.no_grad():
-            blocks = _regrouped(self._tensors, self.format, group_size)["blocks"]
-            format = replace(self.format, group_size=group_size)
-            weight = type(self)(blocks, None, self.n, self.k, group_size, format, permutation=self.permutation)
+            parts: Any = {**_regrouped(self._tensors, self.format, group_size), "channel_scale": None}
+            weight = replace(self, **parts, group_size=group_size, format=replace(self.format, group_size=group_size))
         weight.named(self.layer)
         return weight
 
@@ -351,7 +356,8 @@ class Weight(WeightBase):
         """(q - zero) * scale + offset as fp32 [n, k] or [experts, n, k], in the packed order of columns.
 
         With a permutation, column j is column permutation[j] of the layer's input; a checkpoint's layer before packing
-        (`jitgemm.checkpoint.read_layer(...).dequantize()`) has its columns in the input's order.
+        (`jitgemm.checkpoint.read_layer(...).dequantize()`) has its columns in the input's order. With a rotation it is
+        the rotated weight; `jitgemm.weight.rotation.rotated` of it the layer's, but for rounding.
 
         Scale and offset are widened to fp32; one rounding for the product, one for the sum.
         """
@@ -368,7 +374,7 @@ class Weight(WeightBase):
             `prefix` + "blocks", "channel_scale" (per channel only), "row_sum" and "permutation" (where there are such)
             and "meta", a small int64 tensor on the CPU with the layout version and sizes.
         """
-        meta = write_meta(self.layout_version, self.n, self.k, self.group_size, self.format)
+        meta = write_meta(self.layout_version, self.n, self.k, self.group_size, self.format, self.rotation)
         return {prefix + name: tensor for name, tensor in (self._tensors | {"meta": meta}).items()}
 
     @staticmethod
@@ -389,7 +395,7 @@ class Weight(WeightBase):
         """
         meta, parts = read_state(tensors, prefix, [cls.bits] if cls.bits else [*_KINDS])
         kind: Any = cls if cls.bits else _KINDS[meta.bits]
-        sizes = {name: getattr(meta, name) for name in ("n", "k", "group_size", "layout_version")}
+        sizes = {name: getattr(meta, name) for name in ("n", "k", "group_size", "layout_version", "rotation")}
         try:
             weight: Self = kind(format=meta.format, **sizes, **parts)
             if type(permutation := parts["permutation"]) in PLAIN and not permutation.is_meta:

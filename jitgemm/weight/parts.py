@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS, RowParts, Stored, Unpacked
@@ -43,6 +43,16 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
         raise ValueError(f"{name}: expected n, its rows, to be a positive multiple of 8, got {n}")
     if k < K_ALIGNMENT or k % K_ALIGNMENT:
         raise ValueError(f"{name}: expected k to be a positive multiple of {K_ALIGNMENT}, got {k}")
+
+
+def check_rotation(rotation: object, k: int, name: str = "w") -> int:
+    """Raises ValueError unless it is 0, or 128 and k a multiple of it; name: of what has k columns."""
+    if type(rotation) is not int or rotation not in (0, ROTATION):
+        raise ValueError(f"rotation: expected 0 or {ROTATION}, got {rotation!r}")
+    if rotation and k % rotation:
+        expected = "a" if name == "k" else "k to be a"
+        raise ValueError(f"{name}: expected {expected} multiple of {rotation} with a rotation, got {k}")
+    return rotation
 
 
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:

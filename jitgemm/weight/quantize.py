@@ -7,6 +7,7 @@ Plain torch, on whatever device the weight is; knows nothing of kernels or the p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,8 @@ from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, ch
 from jitgemm.weight.gptq import gptq
 from jitgemm.weight.pack import BLOCK, check_group_size, pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
-from jitgemm.weight.parts import check_sizes, format_group
+from jitgemm.weight.parts import check_rotation, check_sizes, format_group
+from jitgemm.weight.rotation import rotated, rotated_moments
 from jitgemm.weight.search import CHUNK, Rows, Search, check_underflow, in_steps
 
 W = TypeVar("W", bound=Weight)
@@ -31,6 +33,7 @@ def quantize_w4(
     w: torch.Tensor, group_size: int | str, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
     full_range: bool = True, positive_scales: bool = False, clip_steps: int = CLIP_STEPS,
     moments: torch.Tensor | None = None, act_order: bool = True, lhs_dtype: torch.dtype | None = None,
+    rotation: int = 0,
 ) -> W4Weight:  # fmt: skip
     """Quantise a weight to 4 bits: per group, the scale (and zero point) of least squared error among those tried.
 
@@ -63,6 +66,9 @@ def quantize_w4(
         act_order: with moments, round the columns of the largest inputs first. The format stays the same. With
             False it is one column after the other.
         lhs_dtype: as in `pack_w4`.
+        rotation: 128 rotates w in fp32 before anything else (`jitgemm.weight.rotation.rotated`), and moments with it, for
+            activations that are rotated, too; k is a multiple of 128 then. Codes, scales and `dequantize()` are the
+            rotated weight's, and `Weight.rotation` says so. 0: w as it is.
 
     Returns:
         The packed weight on w's device. A group of zeros has scale 0. `unpack()` gives codes, scales and zero points.
@@ -73,7 +79,7 @@ def quantize_w4(
         TypeError: an argument is no tensor, or of a wrong type.
         ValueError: wrong shape, a NaN or infinity, or values too large for scale_dtype, or a group's too small.
     """
-    n, k = _check_weight(w)
+    n, k = _check_weight(w, rotation)
     check_flag("symmetric", symmetric)
     check_flag("full_range", full_range)
     check_flag("positive_scales", positive_scales)
@@ -90,6 +96,7 @@ def quantize_w4(
         options: dict[str, Any] = dict(
             group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
             positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order, lhs_dtype=lhs_dtype,
+            rotation=rotation,
         )  # fmt: skip
         return _by_expert(W4Weight, lambda e, of_e: quantize_w4(w[e], moments=of_e, **options), w, moments)
     search = Search(symmetric, scale_dtype, full_range, clip_steps, positive_scales)
@@ -99,30 +106,28 @@ def quantize_w4(
         scale = torch.empty((n, groups), dtype=scale_dtype, device=w.device)
         zero = torch.empty((n, groups), dtype=torch.uint8, device=w.device)
         q = torch.empty((n, k // 2), dtype=torch.uint8, device=w.device)
+        form: Any = dict(zero=None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
         padding = groups * size - k  # with zeros, which every scale and zero point represents
         if moments is not None:
-            whole = w.to(torch.float32)
-            _check_finite(w, whole, 0)
+            whole, moments = _in_fp32(w, slice(n), rotation), _moments_of(moments, rotation)
             codes, scale[:], zero[:] = gptq(whole, moments, size, search, act_order)
             check_underflow(scale, torch.nn.functional.pad(whole, (0, padding)).unflatten(1, (groups, size)))
-            return pack_w4(
-                _canonical(codes), scale, None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype
-            )
+            return _saying(rotation, pack_w4(_canonical(codes), scale, **form))
         step = max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // (k + padding))
         for first in range(0, n, step):
             rows = slice(first, min(first + step, n))
-            part = torch.nn.functional.pad(w[rows].to(torch.float32), (0, padding)).reshape(-1, groups, size)
-            _check_finite(w, part, first)
+            part = torch.nn.functional.pad(_in_fp32(w, rows, rotation), (0, padding)).reshape(-1, groups, size)
             scale[rows], zero[rows] = found = search.scales(part)
             check_underflow(scale[rows], part)
             codes = in_steps(part, found[0]).round_().add_(found[1][..., None]).clamp_(*search.codes)
             q[rows] = _canonical(codes.view(part.shape[0], -1)[:, :k])
-        return pack_w4(q, scale, None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
+        return _saying(rotation, pack_w4(q, scale, **form))
 
 
 def quantize_w8(
-    w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = None, moments: torch.Tensor | None = None
-) -> W8Weight:
+    w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = None, moments: torch.Tensor | None = None,
+    rotation: int = 0,
+) -> W8Weight:  # fmt: skip
     """Quantise a weight to 8 bits: w ~ q * scale, q rounded to nearest even, a scale for each row or block in fp32.
 
     The scale is max |w| / 448 for e4m3, and max |w| / 127 for int8, where -128 stays unused. With `moments`, codes
@@ -134,6 +139,7 @@ def quantize_w8(
         lhs_dtype: torch.float8_e4m3fn or torch.int8, the type of the weight and of the activations that it meets.
         block: None for a scale per row, 128 for one per block of 128 x 128.
         moments: with a scale per row, as in `quantize_w4`.
+        rotation: as in `quantize_w4`.
 
     Returns:
         The packed weight on w's device. A row or block of zeros has scale 0. Besides w and the result, n * k bytes and a
@@ -143,7 +149,7 @@ def quantize_w8(
         TypeError: an argument is no tensor, or of a wrong type.
         ValueError: wrong shape, a NaN or infinity, or a row or block of values too small for an fp32 scale.
     """
-    n, k = _check_weight(w)
+    n, k = _check_weight(w, rotation)
     check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     grid = Rows(lhs_dtype)
     if block is not None and check_int("block", block) != BLOCK:
@@ -152,23 +158,22 @@ def quantize_w8(
     if moments is not None and block is not None:
         raise ValueError("moments: expected none with block, whose scales are shared by rows, got some")
     if w.dim() == 3:
-        return _by_expert(W8Weight, lambda e, of_e: quantize_w8(w[e], lhs_dtype, block=block, moments=of_e), w, moments)
+        options: Any = dict(block=block, rotation=rotation)
+        return _by_expert(W8Weight, lambda e, of_e: quantize_w8(w[e], lhs_dtype, moments=of_e, **options), w, moments)
     rows_of, columns = block or 1, block or k  # of a scale
     with torch.inference_mode(False), torch.no_grad():
         if moments is not None:
-            whole = w.to(torch.float32)
-            _check_finite(w, whole, 0)
+            whole, moments = _in_fp32(w, slice(n), rotation), _moments_of(moments, rotation)
             codes, scale, _ = gptq(whole, moments, k, grid, act_order=True)
             check_underflow(scale, whole[:, None])
-            return pack_w8(codes.to(lhs_dtype), scale)
+            return _saying(rotation, pack_w8(codes.to(lhs_dtype), scale))
         q = torch.empty((n, k), dtype=lhs_dtype, device=w.device)
         scale = torch.empty((ceil_div(n, rows_of), ceil_div(k, columns)), dtype=torch.float32, device=w.device)
         step = rows_of * max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // (k * rows_of))
         for first in range(0, n, step):
             rows = slice(first, min(first + step, n))
             count = rows.stop - first
-            part = w[rows].to(torch.float32)
-            _check_finite(w, part, first)
+            part = _in_fp32(w, rows, rotation)
             part = torch.nn.functional.pad(part, (0, -k % columns, 0, -count % rows_of))
             part = part.view(part.shape[0] // rows_of, rows_of, -1, columns).transpose(1, 2).flatten(2)
             found, zero = grid.scales(part)
@@ -183,22 +188,22 @@ def quantize_w8(
                 .flatten(0, 1)
             )
             q[rows] = codes[:count, :k]
-        return pack_w8(q, scale)
+        return _saying(rotation, pack_w8(q, scale))
 
 
 def _check_given(
     w: torch.Tensor, moments: torch.Tensor | None, act_order: bool, lhs_dtype: torch.dtype | None,
-    check_lhs: Callable[[str | None], None],
+    check_lhs: Callable[[str | None], None], rotation: int,
 ) -> tuple[int, int]:  # fmt: skip
     """n and k of a weight that has one type of activations, which check_lhs says."""
-    sizes = _check_weight(w)
+    sizes = _check_weight(w, rotation)
     check_flag("act_order", act_order)
     check_lhs(None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES))
     _check_moments(moments, w)
     return sizes
 
 
-def _check_weight(w: torch.Tensor) -> tuple[int, int]:
+def _check_weight(w: torch.Tensor, rotation: int) -> tuple[int, int]:
     """n and k of a float weight that can be quantised."""
     check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
     check_values("w", w)
@@ -206,6 +211,7 @@ def _check_weight(w: torch.Tensor) -> tuple[int, int]:
         raise ValueError(f"w: expected shape [n, k] or [experts, n, k], got {list(w.shape)}")
     n, k = w.shape[-2:]
     check_sizes(n, k, "w")
+    check_rotation(rotation, k)
     return n, k
 
 
@@ -239,9 +245,25 @@ def _canonical(codes: torch.Tensor) -> torch.Tensor:
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-def _check_finite(w: torch.Tensor, part: torch.Tensor, first: int) -> None:
-    if bool(part.isfinite().all()):
-        return
-    row, column = (~w[first : first + part.shape[0]].isfinite()).nonzero()[0].tolist()
-    value = w[first + row, column].item()
-    raise ValueError(f"w: expected finite values, got {value} at [{first + row}, {column}]")
+def _in_fp32(w: torch.Tensor, rows: slice, rotation: int) -> torch.Tensor:
+    """Rows of w [n, k], rotated where they are to be. ValueError for a value that is not finite, there or here."""
+    part = w[rows].to(torch.float32)
+    if not bool(part.isfinite().all()):
+        first = rows.start or 0
+        row, column = (~w[rows].isfinite()).nonzero()[0].tolist()
+        value = w[first + row, column].item()
+        raise ValueError(f"w: expected finite values, got {value} at [{first + row}, {column}]")
+    if not rotation:
+        return part
+    if not bool((part := rotated(part)).isfinite().all()):
+        raise ValueError("w: expected values whose sums of 128 fp32 holds, which a rotation needs, got larger ones")
+    return part
+
+
+def _moments_of(moments: torch.Tensor, rotation: int) -> torch.Tensor:
+    return rotated_moments(moments) if rotation else moments
+
+
+def _saying(rotation: int, weight: W) -> W:
+    """The weight of values that were rotated so."""
+    return replace(weight, rotation=rotation) if rotation else weight

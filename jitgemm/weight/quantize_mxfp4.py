@@ -15,7 +15,7 @@ from jitgemm.weight.gptq import gptq
 from jitgemm.weight.mxfp4 import BIAS, MAGNITUDES, format_of, pack_mxfp4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_finite, _check_given
+from jitgemm.weight.quantize import _check_given, _in_fp32, _moments_of, _saying
 from jitgemm.weight.search import CHUNK
 
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -24,7 +24,7 @@ _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 def quantize_mxfp4(
     w: torch.Tensor, *, moments: torch.Tensor | None = None, act_order: bool = True,
-    lhs_dtype: torch.dtype | None = None,
+    lhs_dtype: torch.dtype | None = None, rotation: int = 0,
 ) -> W4Weight:  # fmt: skip
     """Quantise a weight to MXFP4: per 32 columns, the scale of least squared error among three.
 
@@ -37,7 +37,7 @@ def quantize_mxfp4(
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
             multiple of 16; finite. Left as it is.
-        moments, act_order: as in `quantize_w4`.
+        moments, act_order, rotation: as in `quantize_w4`.
         lhs_dtype: None or torch.float8_e4m3fn.
 
     Returns:
@@ -47,7 +47,7 @@ def quantize_mxfp4(
         TypeError: wrong dtype, or lhs_dtype int8, which MXFP4 does not go with.
         ValueError: wrong shape, or values.
     """
-    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs)
+    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs, rotation)
     groups, grid = ceil_div(k, EXPONENT_GROUP), Powers()
     with torch.inference_mode(False), torch.no_grad():
         codes = torch.empty((*w.shape[:-1], k // 2), dtype=torch.uint8, device=w.device)
@@ -56,10 +56,9 @@ def quantize_mxfp4(
         for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
             for first in range(0, n, step):
                 rows = slice(first, min(first + step, n))
-                part = w[e][rows].to(torch.float32)
-                _check_finite(w[e], part, first)
+                part = _in_fp32(w[e], rows, rotation)
                 if moments is not None:
-                    values, scale, _ = gptq(part, moments[e], EXPONENT_GROUP, grid, act_order)
+                    values, scale, _ = gptq(part, _moments_of(moments[e], rotation), EXPONENT_GROUP, grid, act_order)
                 else:
                     part = torch.nn.functional.pad(part, (0, groups * EXPONENT_GROUP - k)).unflatten(1, (groups, -1))
                     scale, zero = grid.scales(part)
@@ -67,7 +66,7 @@ def quantize_mxfp4(
                 found = codes_of(values)
                 codes[e][rows] = found[:, 0::2] | found[:, 1::2] << 4
                 scales[e][rows] = (torch.frexp(scale).exponent + (BIAS - 1)).to(torch.uint8)
-        return pack_mxfp4(codes, scales, k=k)
+        return _saying(rotation, pack_mxfp4(codes, scales, k=k))
 
 
 def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:

@@ -14,7 +14,7 @@ from jitgemm.tensors import dtype_name
 from jitgemm.weight.gptq import gptq
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_finite, _check_given
+from jitgemm.weight.quantize import _check_given, _in_fp32, _moments_of, _saying
 from jitgemm.weight.search import CHUNK, Tried, _least, _squared_error, check_underflow, in_steps
 from jitgemm.weight.two_level import format_of, pack_w4_two_level
 
@@ -26,7 +26,7 @@ MOST_FACTOR = 16
 
 def quantize_w4_two_level(
     w: torch.Tensor, *, moments: torch.Tensor | None = None, act_order: bool = True,
-    lhs_dtype: torch.dtype | None = None,
+    lhs_dtype: torch.dtype | None = None, rotation: int = 0,
 ) -> W4Weight:  # fmt: skip
     """Quantise a weight to 4 bits in two levels, as `pack_w4_two_level` has them, for int8 activations.
 
@@ -43,7 +43,7 @@ def quantize_w4_two_level(
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
             multiple of 16; finite. Left as it is.
-        moments, act_order: as in `quantize_w4`.
+        moments, act_order, rotation: as in `quantize_w4`.
         lhs_dtype: None or torch.int8.
 
     Returns:
@@ -53,7 +53,7 @@ def quantize_w4_two_level(
         TypeError: wrong dtype, or lhs_dtype e4m3, which two levels do not go with.
         ValueError: wrong shape, or values.
     """
-    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs)
+    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs, rotation)
     groups = ceil_div(k, FACTOR_GROUP)
     with torch.inference_mode(False), torch.no_grad():
         q = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
@@ -63,20 +63,19 @@ def quantize_w4_two_level(
         for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
             for first in range(0, n, step):
                 rows = slice(first, min(first + step, n))
-                part = w[e][rows].to(torch.float32)
-                _check_finite(w[e], part, first)
+                part = _in_fp32(w[e], rows, rotation)
                 scales[e][rows] = part.abs().amax(-1) / RANGE
                 check_underflow(scales[e][rows], part)
                 grid = Levels(scales[e][rows].to(torch.float32))
                 if moments is not None:
-                    codes, scale, zero = gptq(part, moments[e], FACTOR_GROUP, grid, act_order)
+                    codes, scale, zero = gptq(part, _moments_of(moments[e], rotation), FACTOR_GROUP, grid, act_order)
                 else:
                     part = torch.nn.functional.pad(part, (0, groups * FACTOR_GROUP - k)).unflatten(1, (groups, -1))
                     scale, zero = grid.scales(part)
                     codes = grid.round_(in_steps(part, scale), zero[..., None]).flatten(1)[:, :k]
                 q[e][rows], zeros[e][rows] = codes.to(torch.uint8), zero.to(torch.uint8)
                 factors[e][rows] = (scale / grid.row).round().to(torch.uint8)
-        return pack_w4_two_level(q, factors, zeros, scales)
+        return _saying(rotation, pack_w4_two_level(q, factors, zeros, scales))
 
 
 def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:

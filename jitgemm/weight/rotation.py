@@ -42,6 +42,11 @@ def rotated(w: torch.Tensor, size: int = ROTATION) -> torch.Tensor:
     return butterfly(w.float()).mul_(FACTOR)
 
 
+def rotated_moments(moments: torch.Tensor) -> torch.Tensor:
+    """H M H of inputs' second moments M [..., k, k]: those of rotated inputs."""
+    return rotated(rotated(moments).mT)
+
+
 def butterfly(x: torch.Tensor) -> torch.Tensor:
     """x H * 2^3.5 of fp32 [..., k]: of columns i without and j = i + d with bit d the sum and the difference i - j.
 

@@ -1,4 +1,4 @@
-"""A packed weight's state dict: its tensors, and `meta`, nine numbers that describe them."""
+"""A packed weight's state dict: its tensors, and `meta`, nine or ten numbers that describe them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Meta(NamedTuple):
     scale_type: int  # `DType.number`
     order: int  # `Order.number`
     offset: int  # 1 with offsets, 2 for strips' scales, which weights with offsets do not have
+    rotation: int = 0  # `Weight.rotation`, left out where it is 0: readers that do not know it refuse ten numbers
 
     @property
     def bits(self) -> int:
@@ -50,13 +51,15 @@ def magic_of(bits: int) -> int:
     return 0x4A57305634 + (bits << 16)
 
 
-def write_meta(layout_version: int, n: int, k: int, group_size: int, format: WeightFormat) -> torch.Tensor:
+def write_meta(
+    layout_version: int, n: int, k: int, group_size: int, format: WeightFormat, rotation: int = 0
+) -> torch.Tensor:
     """`meta` of a weight, on the CPU."""
     order = CODES[format.code].order(format.order).number
     numbers = DTYPES[format.scale_type].number, order, format.offset + 2 * format.uniform_strip_scale
     zero_point = format.zero_point + 2 * ("", *CORRECTION_TYPES).index(format.correction)
     meta = magic_of(format.bits), layout_version, n, k, group_size, zero_point, *numbers
-    return torch.tensor(meta, dtype=torch.int64, device="cpu")
+    return torch.tensor((*meta, rotation) if rotation else meta, dtype=torch.int64, device="cpu")
 
 
 def read_state(
@@ -73,9 +76,9 @@ def read_state(
         if tensors.get(prefix + name) is not None:
             check_tensor(f"state dict: {prefix + name!r}", tensors[prefix + name])
     meta = tensors[prefix + "meta"]
-    key, count = f"state dict: {prefix + 'meta'!r}", len(Meta._fields)
+    key, counts = f"state dict: {prefix + 'meta'!r}", (len(Meta._fields) - 1, len(Meta._fields))
     if meta.dtype != torch.int64 or meta.dim() != 1 or meta.numel() < 2:
-        raise ValueError(f"{key}: expected int64 [{count}], got {describe(meta)}")
+        raise ValueError(f"{key}: expected int64 [{counts[0]}], got {describe(meta)}")
     values = meta.tolist()
     if values[0] not in map(magic_of, widths):
         what = "packed weight" if len(widths) > 1 else f"packed W{next(iter(widths))} weight"
@@ -83,8 +86,8 @@ def read_state(
     if values[1] != layout.LAYOUT_VERSION:
         version = f"layout version {layout.LAYOUT_VERSION}"
         raise ValueError(f"{key}: expected {version}, got {values[1]}; pack the weight again")
-    if len(values) != count:
-        raise ValueError(f"{key}: expected {count} values, got {len(values)}")
+    if len(values) not in counts:
+        raise ValueError(f"{key}: expected {' or '.join(map(str, counts))} values, got {len(values)}")
     found = Meta(*values)
     known = found.scale_type in _SCALE_TYPES and (found.bits, found.order) in numbered_orders()
     if not 0 <= found.zero_point < 2 + 2 * len(CORRECTION_TYPES) or found.offset not in (0, 1, 2) or not known:

@@ -390,6 +390,9 @@ def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
     options = ("--recipe", '{"bits": 8, "activation": "int8"}')
     assert all("-w8-" in f"-{label}" or "s8" in label or "route" in label or "combine" in label
                for label in wanted(capsys, tmp_path, *options))  # fmt: skip
+    rotating = [spec for model in models_ahead(tmp_path, recipe=Recipe(scheme="two-level", rotation=128))
+                for spec, *_ in kernels(model, 64, [torch.bfloat16], "h200") if hasattr(spec, "rotated")]  # fmt: skip
+    assert rotating and all(spec.rotated for spec in rotating)
     said = {"group_size": 64, "symmetric": False, "scale_dtype": torch.float16}
     assert layers_by_format(tmp_path, recipe=Recipe(**said))["q_proj"] == {"g64-fp16-z"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,9 +81,10 @@ class Case:
         g = builders.generator(self.seed)
         x = (torch.randn((self.tokens, self.k), generator=g) * self.scale).to(self.dtype)
         w13, w2 = (
-            type(parts[0].packed).stacked(self.experts, lambda e: parts[e].packed).to(self.device)
-            for parts in (self.parts13, self.parts2)
+            replace(type(parts[0].packed).stacked(self.experts, lambda e: parts[e].packed), rotation=rotation)
+            for parts, rotation in ((each, self.options.get("rotation", 0)) for each in (self.parts13, self.parts2))
         )
+        w13, w2 = w13.to(self.device), w2.to(self.device)
         ids = choices(self.seed, self.tokens, self.top_k, self.experts)
         weights = torch.rand((self.tokens, self.top_k), generator=g)
         return x.to(self.device), w13, w2, ids.to(self.device), weights.to(self.device)

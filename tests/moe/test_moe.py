@@ -17,7 +17,7 @@ from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, activated, by_definition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
-from jitgemm import W8Weight, fused_experts, fused_experts_reference, fused_experts_workspace_bytes, quantize_w8
+from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes, quantize_w8
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.kernel import quantize_source, quantize_spec
@@ -44,7 +44,6 @@ from jitgemm.moe.kernel import (
     source_of,
 )
 from jitgemm.moe.route import combine, route
-from jitgemm.weight.rotation import rotated
 
 OP = torch.ops.jitgemm.fused_experts.default
 
@@ -197,7 +196,8 @@ def test_the_layer_rotates_what_both_gemms_read(mode, scheme):
         pytest.skip("blocks have no zero points")
     case = Case(k=256, inter=128, mode=mode, options={"scheme": scheme, "rotation": 128})
     assert_by_definition(case)
-    plain = fused_experts(*case.arguments, **case.options | {"rotation": 0})
+    plain = [replace(weight, rotation=0) for weight in case.arguments[1:3]]
+    plain = fused_experts(*case.replaced(w13=plain[0], w2=plain[1]), **case.options | {"rotation": 0})
     assert float((plain - fused_experts(*case.arguments, **case.options)).norm() / plain.norm()) > 0.5
 
 
@@ -207,9 +207,8 @@ def test_rotated_weights_and_tokens_give_the_layer_of_those_that_are_not():
     x, ids, weights = torch.randn(20, 256, generator=draw), choices(1, 20, 2, 3), torch.rand(20, 2, generator=draw)
     x[:, 3] *= 100
     found = []
-    for rotation, rotate in ((0, torch.Tensor.float), (128, rotated)):
-        parts = ([quantize_w8(each, torch.int8) for each in rotate(w)] for w in (w13, w2))
-        packed = (W8Weight.stacked(3, each.__getitem__) for each in parts)
+    for rotation in (0, 128):
+        packed = (quantize_w8(w, torch.int8, rotation=rotation) for w in (w13, w2))
         found.append(fused_experts(x, *packed, ids, weights, rotation=rotation))
     hidden = torch.einsum("tk,enk->ten", x.double(), w13.double())
     y = torch.nn.functional.silu(hidden[..., :128]) * hidden[..., 128:]
@@ -332,7 +331,8 @@ def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype, rot
     """The way of CUDA tensors, each step by what it runs on the CPU."""
     g = builders.generator(3)
     expert_map = torch.tensor([4, -1, 2, 0, 1, 3, -1], dtype=torch.int32)
-    case = Case(dtype=dtype, mode=mode, scale=1.0, **({"k": 128, "inter": 128} if rotation else {}))
+    sizes = {"k": 128, "inter": 128} if rotation else {}
+    case = Case(dtype=dtype, mode=mode, scale=1.0, options={"rotation": rotation}, **sizes)
     x, w13, w2, _, weights = case.arguments
     options = {
         "bias13": torch.randn((5, 2 * case.inter), generator=g),
@@ -429,7 +429,9 @@ DENSE = CASE.parts2[0].packed
         (TypeError, "affine: expected a bool, got int", {"affine": 1}),
         (ValueError, "affine: expected lhs_dtype int8", {"affine": True, "lhs_dtype": torch.float8_e4m3fn}),
         (ValueError, "rotation: expected 0 or 128, got 64", {"rotation": 64}),
-        (ValueError, "w13: expected k to be a multiple of 128 with a rotation, got 64", {"rotation": 128}),
+        (ValueError, "rotation: expected 0, as w13 has, got 128", {"rotation": 128}),
+        (ValueError, "w13: expected k to be a multiple of 128 with a rotation, got 64",
+         {"rotation": 128, "w13": Case().arguments[1].packed, "w2": Case().arguments[2].packed}),
         (TypeError, "batch_invariant: expected a bool, got str", {"batch_invariant": "no"}),
         (TypeError, "expert_map: expected int32, got int64", {"expert_map": torch.zeros(20).long()}),
         (ValueError, "expert_map: expected shape [global_experts], 1 to 8192", {"expert_map": torch.zeros(2, 2).int()}),

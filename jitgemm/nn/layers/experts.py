@@ -81,6 +81,8 @@ class PackedExperts(Described):
                 raise ValueError(f"{name}: expected a weight packed without correction, got {weight!r}")
             if weight.permutation is not None:
                 raise ValueError(f"{name}: expected no permutation, as experts share their quantised input, got one")
+        if w2.rotation != w13.rotation:
+            raise ValueError(f"w2: expected rotation {w13.rotation}, as w13 has, got {w2.rotation}")
         experts, hidden, inter = w13.experts, w13.k, w2.k
         if w13.n != gate.inputs * inter:
             raise ValueError(f"w13: expected n = {gate.inputs} * k of w2 = {gate.inputs * inter}, got {w13.n}")

@@ -171,7 +171,7 @@ class PackedLinear(Packed):
     @classmethod
     def _empty(
         cls, k: int, n: int, group_size: int | str, scale_dtype: torch.dtype, activation: str, bias: bool | torch.dtype,
-        permutation: bool, input_scale: bool, device: Device, **format: Any,
+        permutation: bool, input_scale: bool, device: Device, rotation: int, **format: Any,
     ) -> Self:  # fmt: skip
         """A layer without values; format: more of `WeightFormat`."""
         group_size = check_group_size(group_size, k)
@@ -180,7 +180,7 @@ class PackedLinear(Packed):
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        weight = empty_weight(k, n, group_size, fmt, permutation, device)
+        weight = empty_weight(k, n, group_size, fmt, permutation, device, rotation=rotation)
         made = torch.empty(n, dtype=bias_dtype, device=device) if bias_dtype else None
         scale = torch.ones(1, device=device, dtype=torch.float32) if input_scale else None
         return cls(weight, made, activation=activation, input_scale=scale)
@@ -212,7 +212,8 @@ class PackedLinear(Packed):
         scheme, buffers = self.scheme, self._buffers
         return quantize_activations(
             rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=buffers["input_scale"],
-            permutation=buffers["permutation"], correction=self._weight.format.lhs_sums, **prologue,
+            permutation=buffers["permutation"], correction=self._weight.format.lhs_sums, rotation=scheme.rotation,
+            **prologue,
         )  # fmt: skip
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -234,6 +235,7 @@ class PackedLinear(Packed):
         parts += [f"bias={self.bias is not None}", f"activation={self.activation!r}"]
         parts += held
         parts += ["permutation"] if self.permutation is not None else []
+        parts += [f"rotation={self.scheme.rotation}"] if self.scheme.rotation else []
         parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
@@ -250,7 +252,7 @@ class W4A8Linear(PackedLinear):
         cls, linear: torch.nn.Linear, *, activation: str = "e4m3", group_size: int | str = 128, symmetric: bool = True,
         scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, positive_scales: bool = False,
         clip_steps: int = CLIP_STEPS, moments: torch.Tensor | None = None, act_order: bool = True,
-        device: Device = None,
+        device: Device = None, rotation: int | None = None,
     ) -> W4A8Linear:  # fmt: skip
         """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
 
@@ -260,6 +262,7 @@ class W4A8Linear(PackedLinear):
             group_size, symmetric, scale_dtype, full_range, positive_scales, clip_steps, moments, act_order: as in
                 `quantize_w4`; moments may be on another device.
             device: where to quantise and keep the weight; None for where it is.
+            rotation: 128: the weight is rotated, and the layer's quantiser rotates inputs; None: neither.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or the weight has no such form; see `quantize_w4`.
@@ -267,25 +270,26 @@ class W4A8Linear(PackedLinear):
         recipe = Recipe(
             activation=activation, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype,
             full_range=full_range, positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
+            rotation=rotation,
         )  # fmt: skip
         return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def from_linear_mxfp4(
         cls, linear: torch.nn.Linear, *, activation: str = "e4m3", moments: torch.Tensor | None = None,
-        act_order: bool = True, device: Device = None,
+        act_order: bool = True, device: Device = None, rotation: int | None = None,
     ) -> W4A8Linear:  # fmt: skip
         """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
-        recipe = Recipe(scheme="mxfp4", activation=activation, act_order=act_order)
+        recipe = Recipe(scheme="mxfp4", activation=activation, act_order=act_order, rotation=rotation)
         return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def from_linear_two_level(
         cls, linear: torch.nn.Linear, *, activation: str = "int8", moments: torch.Tensor | None = None,
-        act_order: bool = True, device: Device = None,
+        act_order: bool = True, device: Device = None, rotation: int | None = None,
     ) -> W4A8Linear:  # fmt: skip
         """As `from_linear`, by `quantize_w4_two_level`; activation: one of int8, others raise TypeError."""
-        recipe = Recipe(scheme="two-level", activation=activation, act_order=act_order)
+        recipe = Recipe(scheme="two-level", activation=activation, act_order=act_order, rotation=rotation)
         return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
@@ -293,7 +297,7 @@ class W4A8Linear(PackedLinear):
         cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
         group_size: int | str = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
         offset: bool = False, permutation: bool = False, input_scale: bool = False, correction: str = "",
-        device: Device = None,
+        device: Device = None, rotation: int = 0,
     ) -> W4A8Linear:  # fmt: skip
         """A layer without values, to load a state dict into; the arguments say which tensors that one has.
 
@@ -303,8 +307,9 @@ class W4A8Linear(PackedLinear):
                 scale.
             correction: "bf16" or "fp16" for a weight packed with correction=True, by the type of its factors.
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
+            rotation: the weight's.
         """
-        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device
+        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
         order = "s8" if correction else "any"
         return cls._empty(
             in_features,
@@ -328,32 +333,33 @@ class W8A8Linear(PackedLinear):
     @classmethod
     def from_linear(
         cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None,
-        moments: torch.Tensor | None = None, device: Device = None,
+        moments: torch.Tensor | None = None, device: Device = None, rotation: int | None = None,
     ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.from_linear`, by `quantize_w8`; the weight is of the activations' type.
 
         Args:
             block: None for a scale per row, 128 for one per block of 128 x 128.
             moments: as in `quantize_w8`; may be on another device.
+            rotation: as there.
         """
-        recipe = Recipe(bits=8, activation=activation, block=block)
+        recipe = Recipe(bits=8, activation=activation, block=block, rotation=rotation)
         return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def empty(
         cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
         group_size: int | str | None = None, scale_dtype: torch.dtype = torch.float32, permutation: bool = False,
-        input_scale: bool = False, device: Device = None,
+        input_scale: bool = False, device: Device = None, rotation: int = 0,
     ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size, lhs = "channel" if group_size is None else group_size, activation_named(activation).dtype
-        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device
+        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
         return cls._empty(in_features, out_features, *given, zero_point=False, order=lhs, code=typed_code(lhs))
 
 
 def empty_weight(
     k: int, n: int, group_size: int, fmt: WeightFormat, permutation: bool = False, device: Device = None,
-    experts: int | None = None,
+    experts: int | None = None, rotation: int = 0,
 ) -> Weight:  # fmt: skip
     """A weight without values, of this format."""
     lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
@@ -369,6 +375,7 @@ def empty_weight(
         row_sum=empty(rows, dtype=torch.float32) if fmt.row_sums else None,
         # A permutation even before it is loaded: what reads it never reaches beyond the input.
         permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
+        rotation=rotation,
     )
 
 

@@ -93,7 +93,8 @@ class Packed(Described):
 
     Attributes:
         activation: one of ACTIVATIONS.
-        scheme: the same as an `Activation`, with a scale that is given where there is an `input_scale`.
+        scheme: the same as an `Activation`, with a scale that is given where there is an `input_scale`, rotated as the
+            weight is.
         lhs_dtype: of the activations' codes.
     """
 
@@ -108,7 +109,7 @@ class Packed(Described):
         super().__init__()
         if not isinstance(weight, self.kind):
             raise TypeError(f"weight: expected a {self.kind.__name__}, got {type(weight).__name__}")
-        scheme = activation_named(activation)
+        scheme = activation_named(activation)._replace(rotation=weight.rotation)
         self.activation, self.lhs_dtype = activation, LHS_DTYPES[activation]
         self.scheme = scheme if input_scale is None else scheme.given
         self._weight: Any = _lasting(weight)  # while a copy is made its `meta`: the buffers hold the rest of it
@@ -194,6 +195,8 @@ class Packed(Described):
     def take(self, parts: Parts) -> None:
         """Puts these in the place of its own; the activation is the same."""
         other = type(self)(**parts._asdict())
+        if other.scheme.rotation != self.scheme.rotation:
+            raise ValueError(f"weight: expected rotation {self.scheme.rotation}, as before, got {parts.weight!r}")
         self._buffers, self._weight = other._buffers, other._weight
         self._fill_powers(False)
 
@@ -252,7 +255,7 @@ class Packed(Described):
                 return str(error)
             mine = self._weight
             # What depends on values may differ, and takes as much memory.
-            facts = {(weight.shape, weight.group_size, weight.format.for_any_values) for weight in (mine, other)}
+            facts = {(w.shape, w.group_size, w.format.for_any_values, w.rotation) for w in (mine, other)}
             if len(facts) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         elif type(order := state_dict.get(prefix + "permutation")) in PLAIN and not order.is_meta:

@@ -43,11 +43,15 @@ def part_of_experts(parts: Parts, experts: slice) -> Parts:
 def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: torch.dtype) -> Weight:
     """A rank's part of a weight, exactly, in memory of its own; see `CanonicalWeight.shard`.
 
-    Records are sliced where the cut falls between them; otherwise the weight is unpacked, cut and packed.
+    Records are sliced where the cut falls between them; otherwise the weight is unpacked, cut and packed. Blocks that are
+    rotated together stay together: ValueError for other cuts.
     """
     if weight.experts is not None:
         raise ValueError(f"weight: expected a dense one, got one of {weight.experts} experts")
     n, k, group_size = weight.n, weight.k, weight.format.group_size
+    if dim == "k" and weight.rotation and k % (world * weight.rotation):
+        wanted = f"{weight.layer or 'weight'}: expected k to be a multiple of {world} * {weight.rotation}"
+        raise ValueError(f"{wanted}, for a rotated weight's parts on {world} ranks, got {k}")
     if dim == "n" and n % (world * STRIP_ROWS) == 0:
         return _with(weight, lambda tensor: tensor.chunk(world)[rank], n=n // world)
     whole_records = k % (world * max(BLOCK_K, group_size)) == 0 and k // world > group_size
@@ -59,13 +63,20 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
             row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, weight.format))
         part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=group_size or k)
     else:
-        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=None if corrects else False)
+        part = _unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=None if corrects else False)
+        part = replace(part, rotation=weight.rotation)
     part.named(weight.layer)
     return part
 
 
 def unpacked(weight: Weight) -> CanonicalWeight:
-    """The layer of a dense weight before packing, bit for bit."""
+    """The layer of a dense weight before packing, bit for bit. ValueError for a rotated one, which no layer's form says."""
+    if weight.rotation:
+        raise ValueError(f"{weight.layer or 'weight'}: expected one without a rotation, got {weight!r}")
+    return _unpacked(weight)
+
+
+def _unpacked(weight: Weight) -> CanonicalWeight:
     return CanonicalWeight(**weight.ops.before_packing(weight))
 
 

@@ -9,6 +9,7 @@ import torch
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.stacked import ExpertsLayout
+from jitgemm.weight.rotation import rotated
 
 _VALUES = 1 << 26
 """Of a weight at a time."""
@@ -45,6 +46,7 @@ def _squares(weight: Any, w: torch.Tensor, moments: torch.Tensor | None) -> tupl
     """(of the error, of all): sums of w M wᵀ's diagonal."""
     with torch.no_grad():
         packed = weight.dequantize()
+        packed = rotated(packed) if weight.rotation else packed  # back
         lost = whole = torch.zeros((), dtype=torch.float64, device=packed.device)
         moments = None if moments is None else moments.to(packed.device)
         step = max(1, _VALUES // packed.shape[1])

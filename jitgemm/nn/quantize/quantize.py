@@ -29,6 +29,7 @@ def quantize_(
     symmetric: bool | None = None, scale_dtype: torch.dtype | None = None, full_range: bool | None = None,
     clip_steps: int | None = None, block: int | None = None, calibration: Iterable[Batch] | None = None,
     act_order: bool | None = None, keep_8bit: float | None = None, device: torch.device | str | int | None = None, sums: str = "f32",
+    rotation: int | None = None,
 ) -> QuantisationReport:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes. With `calibration` it is a decoder block at a time.
@@ -74,6 +75,9 @@ def quantize_(
             it is where the model is.
         sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
             with those of int8. Weights whose scales f16 does not hold are added up in fp32, with a warning.
+        rotation: 128 rotates weights, and inputs in the layers' quantisers, by blocks of 128 k, which spreads outliers
+            (docs/quantize.md): the same products, with less error. Layers whose in_features is no multiple of 128 are left,
+            as those without a packed form. None: no rotation.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and
@@ -88,7 +92,7 @@ def quantize_(
     said = {
         "bits": bits, "scheme": scheme, "activation": activation, "group_size": group_size, "symmetric": symmetric,
         "scale_dtype": scale_dtype, "full_range": full_range, "clip_steps": clip_steps, "act_order": act_order,
-        "block": block, "sums": sums, "lm_head": lm_head,
+        "block": block, "sums": sums, "lm_head": lm_head, "rotation": rotation,
     }  # fmt: skip
     recipe = Recipe.of(said, calibrated=calibration is not None)
     if bits == 4:
@@ -240,15 +244,15 @@ def choose(
         module = model.get_submodule(name)
         reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.why_impossible(name)
         if lm_head is not None and name == found.head:
-            if (problem := reason or found.why_unfit(name)) is not None:
+            if (problem := reason or found.why_unfit(name, recipe.k_alignment)) is not None:
                 raise ValueError(f"lm_head: {name}: {problem}")
         elif reason is None and recipe.leaves(name):
             reason = "left out by ignore"
         elif reason is None and filter is None:
-            reason = found.why_unwise(name)
+            reason = found.why_unwise(name, recipe.k_alignment)
         elif reason is None and not filter(name, module):
             reason = "left out by the filter"
-        elif reason is None and (problem := found.why_unfit(name)) is not None:
+        elif reason is None and (problem := found.why_unfit(name, recipe.k_alignment)) is not None:
             raise ValueError(f"{name}: {problem}")
         if reason is None:
             chosen[name] = places

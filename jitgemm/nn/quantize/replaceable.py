@@ -97,11 +97,11 @@ class Replaceable:
                 return f"{kinds[0]} reads this weight itself"
         return None
 
-    def why_unwise(self, name: str) -> str | None:
-        """Why quantize_ leaves this module alone unless a filter asks for it."""
+    def why_unwise(self, name: str, k_alignment: int = K_ALIGNMENT) -> str | None:
+        """Why quantize_ leaves this module alone unless a filter asks for it; k_alignment: as for `why_unfit`."""
         linear = self._model.get_submodule(name)
         if name in self.experts:
-            return self.why_unfit(name)
+            return self.why_unfit(name, k_alignment)
         if name.rpartition(".")[2] == "lm_head" or name == self.head:
             return "output embedding"
         if self.shared(name):
@@ -109,24 +109,24 @@ class Replaceable:
         near = name.split(".")[-2:]
         if any(part in ROUTERS for part in near) and linear.out_features < linear.in_features:
             return "router"
-        return self.why_unfit(name)
+        return self.why_unfit(name, k_alignment)
 
     def shared(self, name: str) -> bool:
         """Whether another module holds the same weight, as a tied embedding does."""
         return name not in self.experts and self._owners[id(self._model.get_submodule(name).weight)] > 1
 
-    def why_unfit(self, name: str) -> str | None:
-        """Why a module has no packed form, whatever its values."""
+    def why_unfit(self, name: str, k_alignment: int = K_ALIGNMENT) -> str | None:
+        """Why a module has no packed form, whatever its values; k_alignment: what its columns are a multiple of."""
         linear = self._model.get_submodule(name)
         if (layout := self.experts.get(name)) is not None:
-            if layout.hidden % K_ALIGNMENT or layout.inter % K_ALIGNMENT:
-                wanted = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
+            if layout.hidden % k_alignment or layout.inter % k_alignment:
+                wanted = f"expected hidden and intermediate sizes that are multiples of {k_alignment}"
                 return f"{wanted}, got {layout.hidden} and {layout.inter}"
             problems = (_why_unfit_type(each, getattr(linear, each)) for each in layout.parameters)
             return next(filter(None, problems), None)
         n, k = linear.out_features, linear.in_features
-        if not n or not k or n % 8 or k % K_ALIGNMENT:
-            wanted = f"expected out_features a multiple of 8 and in_features a multiple of {K_ALIGNMENT}"
+        if not n or not k or n % 8 or k % k_alignment:
+            wanted = f"expected out_features a multiple of 8 and in_features a multiple of {k_alignment}"
             return f"{wanted}, got {n} and {k}"
         return _why_unfit_type("a weight", linear.weight)
 

@@ -33,7 +33,13 @@ _FOLDERS = ("additional_chat_templates",)
 
 
 def quantization_config(model: torch.nn.Module, places: Places, recipe: Recipe) -> dict[str, Any]:
-    """What config.json says of the layers that stand in the model, which a recipe has quantised."""
+    """What config.json says of the layers that stand in the model, which a recipe has quantised.
+
+    Raises:
+        ValueError: the recipe rotates, which these files do not say.
+    """
+    if recipe.rotation:
+        raise ValueError(f"rotation: expected None for a checkpoint, whose files do not say it, got {recipe.rotation}")
     if recipe.scheme == "two-level":
         return {
             "quant_method": qserve.METHOD,

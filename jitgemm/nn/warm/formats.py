@@ -14,7 +14,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.layouts import N
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.codes import CODES
-from jitgemm.kernel.formats import K_ALIGNMENT, WeightFormat
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
@@ -36,6 +36,7 @@ class Look:
     Attributes:
         bias: its type, or None.
         static, permuted: whether it has an input scale, and a permutation.
+        rotation: the weight's.
     """
 
     n: int
@@ -46,9 +47,10 @@ class Look:
     bias: torch.dtype | None = None
     static: bool = False
     permuted: bool = False
+    rotation: int = 0
 
     def module(self) -> PackedLinear:
-        weight = empty_weight(self.k, self.n, self.group_size, self.format, self.permuted)
+        weight = empty_weight(self.k, self.n, self.group_size, self.format, self.permuted, rotation=self.rotation)
         bias = None if self.bias is None else torch.zeros(self.n, dtype=self.bias)
         scale = torch.ones(1) if self.static else None
         return LINEARS[self.format.bits](weight, bias, activation=self.activation, input_scale=scale)
@@ -65,7 +67,10 @@ class ExpertsLook:
     top_k: int | None
 
     def module(self) -> PackedExperts:
-        weights = [empty_weight(x.k, x.n, x.group_size, x.format, experts=self.count) for x in (self.w13, self.w2)]
+        weights = [
+            empty_weight(x.k, x.n, x.group_size, x.format, experts=self.count, rotation=x.rotation)
+            for x in (self.w13, self.w2)
+        ]
         return packed_experts(*weights, gate=self.gate, activation=self.w13.activation, top_k=self.top_k)
 
 
@@ -96,7 +101,7 @@ class LayersOfPlan:
         bias = torch.float32 if bias == torch.float16 else bias
         n = layer.n // (cut.world if cut is not None and cut.dim == "n" else 1)
         size = format.group_size or weight.group_size
-        return Look(n, weight.k, size, format, layer.activation, bias, static, permuted)
+        return Look(n, weight.k, size, format, layer.activation, bias, static, permuted, weight.rotation)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
         """w13 or w2 of some experts."""
@@ -111,7 +116,8 @@ class LayersOfPlan:
                 halves = experts.layout.gate.inputs
                 format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut, halves)
         n, k = (n, k // world) if part else (n // world, k)
-        return Look(n, k, format.group_size or min(weight.group_size, k), format, experts.activation)
+        size = format.group_size or min(weight.group_size, k)
+        return Look(n, k, size, format, experts.activation, rotation=weight.rotation)
 
     def _packed(
         self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1, correction: bool | None = False
@@ -208,7 +214,7 @@ class LayersOfFloats:
         if format.group_size >= few.k:
             format = replace(format, group_size=0)
         size = format.group_size or (few.k if "group_size" in values else few.group_size)
-        return Look(n, few.k, size, format, recipe.inputs, bias)
+        return Look(n, few.k, size, format, recipe.inputs, bias, rotation=few.rotation)
 
 
 def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, Any]]:
@@ -217,7 +223,7 @@ def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, A
     Args:
         orders: of codes whose order values decide: "any", and "e4m3" for weights that happen to have no code -8.
     """
-    format = recipe.apply(torch.zeros(8, K_ALIGNMENT, device="cpu")).format
+    format = recipe.apply(torch.zeros(8, recipe.k_alignment, device="cpu")).format
     if recipe.scheme is not None:
         return [{"group_size": size} for size in CODES[format.code].group_sizes]
     open = format.bits == 4 and not format.zero_point and recipe.lhs_dtype is torch.float8_e4m3fn

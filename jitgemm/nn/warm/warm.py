@@ -187,7 +187,8 @@ def _specs(
         flags |= {"correction": layer.weight.correction}
         yield from quantize_specs(layer.weight.k, x, scheme.dtype, **flags)
     if not prologues:
-        sizes, flags = (layer.hidden_dim, layer.intermediate_dim), {"affine": scheme.affine, "block": scheme.block}
+        sizes = layer.hidden_dim, layer.intermediate_dim
+        flags = {name: scheme.flags[name] for name in ("affine", "block", "rotated")}
         yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
         if _over_nvlink(layer):
             yield from exchange_specs(layer.hidden_dim, x, scheme.dtype, **flags)

@@ -1,0 +1,367 @@
+"""Weights that want rotated inputs: what they are packed from, that they say so, and that layers and experts give them such."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import builders
+import pytest
+import torch
+from safetensors.torch import save_model
+
+import jitgemm
+from jitgemm.moe.kernel import exchange_specs, layer_specs
+from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn.layers.linear import LINEARS, W4A8Linear
+from jitgemm.nn.layers.packed import LHS_DTYPES
+from jitgemm.nn.layers.shard_weight import part_of_weight, unpacked
+from jitgemm.nn.layers.sharding import ExpertSharding
+from jitgemm.nn.quantize.quantize import quantize_
+from jitgemm.nn.recipe import Recipe
+from jitgemm.nn.save.folder import quantization_config
+from jitgemm.nn.save.places import Places
+from jitgemm.nn.warm.warm import kernels
+from jitgemm.weight.packed import Weight
+from jitgemm.weight.rotation import rotated, rotated_moments
+
+QUANTISERS = {
+    "groups": partial(jitgemm.quantize_w4, group_size=128),
+    "zero points": partial(jitgemm.quantize_w4, group_size=32, symmetric=False),
+    "wide groups": partial(jitgemm.quantize_w4, group_size=256),
+    "channel": partial(jitgemm.quantize_w4, group_size="channel"),
+    "int8": partial(jitgemm.quantize_w8, lhs_dtype=torch.int8),
+    "e4m3": partial(jitgemm.quantize_w8, lhs_dtype=torch.float8_e4m3fn),
+    "blocks": partial(jitgemm.quantize_w8, lhs_dtype=torch.float8_e4m3fn, block=128),
+    "mxfp4": jitgemm.quantize_mxfp4,
+    "two levels": jitgemm.quantize_w4_two_level,
+}
+ACTIVATIONS = {
+    **dict.fromkeys(("groups", "wide groups", "channel"), ("e4m3", "int8", "int8_affine", "int8_block")),
+    "zero points": ("e4m3_block", "int8"),
+    "int8": ("int8", "int8_affine"), "e4m3": ("e4m3",), "blocks": ("e4m3_block",), "mxfp4": ("e4m3",),
+    "two levels": ("int8", "int8_affine"),
+}  # fmt: skip
+SHAPES = ((8, 128), (72, 384), (64, 1024))
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=builders.generator(seed))
+
+
+def inputs(k: int, rows: int = 16) -> torch.Tensor:
+    """With a few columns that are many times as large as the others."""
+    x = normal(rows, k, seed=2)
+    x[:, 5::96] *= 60
+    return x
+
+
+def lost(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def made(rotation: int = 128, n: int = 64, k: int = 256, name: str = "two levels", seed: int = 1) -> Weight:
+    return QUANTISERS[name](normal(n, k, seed=seed), rotation=rotation)
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_layers_give_the_product_that_is_not_rotated(name, n, k):
+    """Off by what the weight lost, as without a rotation, and by what 8 bits lose of inputs without outliers."""
+    w, x = normal(n, k), inputs(k)
+    product = x.double() @ w.double().T
+    for activation in ACTIVATIONS[name]:
+        plain, turned = (LINEARS[each.bits](each, activation=activation) for each in made_both(name, w))
+        back = rotated(turned.weight.dequantize()).double()
+        assert lost(back, w) < 1.2 * lost(plain.weight.dequantize(), w.double()) + 1e-3
+        of_inputs = 0.011 if activation.startswith("int8") else 0.035
+        assert lost(turned(x), x.double() @ back.T) < of_inputs, activation
+        if activation in ("int8", "int8_affine"):
+            dense = plain.weight.dequantize().double()
+            assert lost(turned(x), x.double() @ back.T) < 0.6 * lost(plain(x), x.double() @ dense.T), activation
+            if plain.weight.bits == 8:
+                assert lost(turned(x), product) < 0.7 * lost(plain(x), product)
+
+
+def made_both(name: str, w: torch.Tensor) -> tuple[Weight, Weight]:
+    plain, turned = (QUANTISERS[name](w, rotation=rotation) for rotation in (0, 128))
+    assert (plain.rotation, turned.rotation) == (0, 128)
+    assert plain.format.for_any_values == turned.format.for_any_values or name == "mxfp4"
+    return plain, turned
+
+
+@pytest.mark.parametrize("experts", [None, 2])
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_what_is_packed_is_the_rotated_weight(name, calibrated, experts):
+    if calibrated and name == "blocks":
+        pytest.skip("blocks are not calibrated")
+    w, x = normal(*([] if experts is None else [experts]), 16, 256), inputs(256, 400)
+    moments = {"moments": (x.T @ x).expand(*w.shape[:-2], -1, -1).contiguous()} if calibrated else {}
+    turned = {"moments": rotated_moments(moments["moments"])} if calibrated else {}
+    found, expected = QUANTISERS[name](w, rotation=128, **moments), QUANTISERS[name](rotated(w), **turned)
+    assert (found.rotation, expected.rotation) == (128, 0) and builders.same_bits(found.blocks, expected.blocks)
+
+
+def test_moments_are_those_of_rotated_inputs():
+    x = inputs(384, 50)
+    expected = rotated(x).double().T @ rotated(x).double()
+    assert lost(rotated_moments(x.T @ x), expected) < 1e-5
+    w, turned = normal(64, 384), {}
+    for name, moments in (("plain", None), ("fitted", x.T @ x)):
+        turned[name] = rotated(jitgemm.quantize_w4(w, 128, moments=moments, rotation=128).dequantize())
+    assert lost(x @ turned["fitted"].T, x.double() @ w.double().T) < 0.5 * lost(
+        x @ turned["plain"].T, x.double() @ w.double().T
+    )
+
+
+def huge() -> torch.Tensor:
+    return torch.full((8, 128), 3e38)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize(
+    ("message", "w", "rotation"),
+    [
+        ("rotation: expected 0 or 128, got 64", normal(8, 128), 64),
+        ("rotation: expected 0 or 128, got True", normal(8, 128), True),
+        ("w: expected k to be a multiple of 128 with a rotation, got 192", normal(8, 192), 128),
+        (r"w: expected finite values, got inf at \[2, 3\]", normal(8, 128).index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(torch.inf)), 128),
+        ("w: expected values whose sums of 128 fp32 holds, which a rotation needs", huge(), 128),
+    ],
+    ids=["64", "True", "192 columns", "inf", "huge"],
+)  # fmt: skip
+def test_what_cannot_be_rotated_is_named(name, message, w, rotation):
+    with pytest.raises(ValueError, match=message):
+        QUANTISERS[name](w, rotation=rotation)
+
+
+# ---- the weight ------------------------------------------------------------------------------------------------------
+
+
+def test_copies_views_and_moves_say_it():
+    weight = made()
+    stacked = jitgemm.W4Weight.stacked(3, lambda e: made(seed=e))
+    mxfp4 = made(name="mxfp4")
+    smaller = {each: mxfp4.regrouped(each) for each in (32, 128) if mxfp4.group_size >= each}
+    states = weight.state_dict("a.")
+    for each in (
+        copy.copy(weight), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight.to("meta"), stacked,
+        stacked[1], *smaller.values(), jitgemm.W4Weight.from_state_dict(states, "a."), Weight.from_state_dict(states, "a."),
+        weight.with_tensors(weight.blocks.clone(), weight.channel_scale, weight.row_sum, None),
+    ):  # fmt: skip
+        assert each.rotation == 128 and "rotated" in repr(each)
+    assert smaller and "rotated" not in repr(made(0))
+
+
+def test_a_state_dict_has_a_tenth_number_only_where_there_is_a_rotation():
+    assert len(made(0).state_dict()["meta"]) == 9 and made().state_dict()["meta"].tolist()[9:] == [128]
+    state = made().state_dict()
+    assert Weight.from_state_dict(state | {"meta": state["meta"][:9]}).rotation == 0
+    for number, message in ((64, "rotation: expected 0 or 128, got 64"), (-1, "rotation: expected 0 or 128, got -1")):
+        with pytest.raises(ValueError, match=message):
+            Weight.from_state_dict(state | {"meta": torch.cat((state["meta"][:9], torch.tensor([number])))})
+    with pytest.raises(ValueError, match="expected 9 or 10 values, got 11"):
+        Weight.from_state_dict(state | {"meta": torch.cat((state["meta"], torch.tensor([1])))})
+
+
+def test_what_does_not_go_with_a_rotation_is_named():
+    plain = jitgemm.quantize_w4(normal(64, 256), 128)
+    ordered = replace(plain, permutation=torch.arange(256, dtype=torch.int32))
+    for weight, message in (
+        (ordered, "rotation: expected 0 for a weight with a permutation, got 128"),
+        (jitgemm.quantize_w4(normal(8, 192), 64), "k: expected a multiple of 128 with a rotation, got 192"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(weight, rotation=128)
+    with pytest.raises(ValueError, match=r"make\(1\): expected rotation 128, as make\(0\) has, got 0"):
+        Weight.stacked(2, lambda e: made(0 if e else 128))
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_parts_of_ranks_are_rotated_and_cut_between_blocks(name):
+    weight = made(n=144, k=1024, name=name)
+    lhs, dense = LHS_DTYPES[ACTIVATIONS[name][0]], weight.dequantize()
+    for dim, rank in itertools.product("nk", range(2)):
+        if name == "blocks" and dim == "n":  # 72 rows are no whole blocks
+            continue
+        part = part_of_weight(weight, dim, rank, 2, lhs)
+        assert part.rotation == 128
+        assert torch.equal(part.dequantize(), dense.chunk(2, "nk".index(dim))[rank])
+    short = made(n=64, k=384, name=name)
+    short.named("up_proj")
+    with pytest.raises(
+        ValueError, match=r"up_proj: expected k to be a multiple of 2 \* 128, for a rotated .*, got 384"
+    ):
+        part_of_weight(short, "k", 0, 2, lhs)
+
+
+def test_what_has_no_word_for_a_rotation_refuses_it():
+    weight = made()
+    weight.named("up_proj")
+    with pytest.raises(ValueError, match="up_proj: expected one without a rotation, got W4Weight.*rotated"):
+        unpacked(weight)
+    with pytest.raises(
+        ValueError, match="rotation: expected None for a checkpoint, whose files do not say it, got 128"
+    ):
+        quantization_config(torch.nn.Module(), Places(), Recipe(scheme="two-level", rotation=128))
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_loaded_from_their_like_alone():
+    turned, plain = (W4A8Linear.from_linear(torch.nn.Linear(256, 64), rotation=each) for each in (128, None))
+    into = W4A8Linear.empty(256, 64, bias=torch.float32, rotation=128)
+    into.load_state_dict(turned.state_dict())
+    x = inputs(256)
+    for each in (
+        into,
+        copy.deepcopy(turned),
+        pickle.loads(pickle.dumps(turned)),
+        W4A8Linear.from_state_dict(turned.state_dict()),
+    ):
+        assert torch.equal(each(x), turned(x)) and "rotation=128" in repr(each)
+    for mine, others in ((turned, plain), (plain, turned)):
+        with pytest.raises(RuntimeError, match="meta: expected W4Weight.*, got W4Weight"):
+            mine.load_state_dict(others.state_dict())
+        with pytest.raises(ValueError, match="weight: expected rotation .*, as before, got W4Weight"):
+            mine.take(others.parts)
+
+
+def test_compiled_layers_rotate_behind_what_they_compute_first():
+    torch._dynamo.reset()
+    layer, w = W4A8Linear.from_linear_two_level(torch.nn.Linear(256, 64, bias=False), rotation=128), normal(256)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return layer(torch.nn.functional.rms_norm(x, (256,), w, 1e-6))
+
+    x = inputs(256)
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x), call(x))
+    torch._dynamo.reset()
+
+
+def model(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(256, 384), torch.nn.ReLU(), torch.nn.Linear(384, 48), torch.nn.Linear(48, 16)
+    )
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"scheme": "two-level"}, {"scheme": "mxfp4"}, {"bits": 8, "activation": "int8"}, {}]
+)
+def test_a_models_layers_are_rotated_saved_and_loaded(tmp_path, options, calibrated):
+    turned, x = model(), inputs(256, 300)
+    calibration = {"calibration": [x]} if calibrated else {}
+    report = quantize_(turned, rotation=128, **options, **calibration)
+    assert report == ["0", "2"] and "in_features a multiple of 128, got 16 and 48" in report.skipped["3"]
+    assert all(turned.get_submodule(name).weight.rotation == 128 for name in report)
+    assert all(0 < error < 0.02 for error in report.errors.values())  # of the weight turned back
+    save_model(turned, str(tmp_path / "model.safetensors"))
+    again = model(seed=1)
+    jitgemm.nn.load_(again, tmp_path)
+    assert torch.equal(again(x), turned(x))
+
+
+def test_layers_that_lose_too_much_are_rotated_in_8_bits():
+    turned, x = model(), inputs(256, 300)
+    report = quantize_(turned, rotation=128, scheme="two-level", calibration=[x], keep_8bit=0.0)
+    assert set(report.kept_8bit) == {"0", "2"} and turned[0].weight.bits == 8 and turned[0].weight.rotation == 128
+
+
+def test_recipes_and_their_models_refuse_what_cannot_be_rotated():
+    for rotation in (64, 0, True, 128.0):
+        with pytest.raises(ValueError, match="rotation: expected None or 128, got"):
+            Recipe(rotation=rotation)
+    with pytest.raises(ValueError, match="3: expected .* in_features a multiple of 128, got 16 and 48"):
+        quantize_(model(), lambda name, module: True, rotation=128)
+    assert Recipe(rotation=128, lm_head="int8").head.rotation == 128
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def experts(rotation: int | None, **options):
+    recipe = Recipe(bits=8, activation="int8", rotation=rotation)
+    w13, w2 = normal(3, 2 * 128, 256, seed=3) / 16, normal(3, 256, 128, seed=4) / 16
+    return packed_experts(recipe.apply(w13), recipe.apply(w2), activation="int8", **options), w13, w2
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return inputs(256, 20), torch.arange(40).view(20, 2) % 3, torch.full((20, 2), 0.5)
+
+
+def test_experts_rotate_what_both_gemms_read():
+    x, ids, weights = routed()
+    found = []
+    for rotation in (None, 128):
+        layer, w13, w2 = experts(rotation)
+        found.append(layer(x, ids, weights))
+        for each in (copy.deepcopy(layer), type(layer).from_state_dict(layer.state_dict())):
+            assert torch.equal(each(x, ids, weights), found[-1])
+    hidden = torch.einsum("tk,enk->ten", x.double(), w13.double())
+    y = torch.nn.functional.silu(hidden[..., :128]) * hidden[..., 128:]
+    every = torch.einsum("tei,eni->ten", y, w2.double())
+    expected = sum(0.5 * every[torch.arange(20), ids[:, i]] for i in range(2))
+    assert lost(found[1], expected) < 0.6 * lost(found[0], expected) < 0.1
+
+
+@pytest.mark.parametrize("call", ["fused_experts", "fused_experts_reference", "compiled", "masked"])
+def test_experts_of_another_rotation_than_the_call_s_are_refused(call):
+    x, ids, weights = routed()
+    calls = {
+        "compiled": torch.compile(jitgemm.fused_experts, backend="eager"),
+        "masked": lambda x, w13, w2, ids, weights, **options: jitgemm.fused_experts_masked(
+            x[:18].view(3, 6, 256),
+            w13,
+            w2,
+            torch.zeros(3, 6, 256),
+            torch.full((3,), 6, dtype=torch.int32),
+            6,
+            **options,
+        ),
+    }
+    run = calls.get(call) or getattr(jitgemm, call)
+    for rotation in (0, 128, 0):  # what was checked before is no excuse
+        mine, _, _ = experts(rotation or None)
+        other, _, _ = experts(128 - rotation or None)
+        given = mine.w13.weight, mine.w2.weight
+        run(x, *given, ids, weights, lhs_dtype=torch.int8, rotation=rotation)
+        for name, pair in (("w13", (other.w13.weight, given[1])), ("w2", (given[0], other.w2.weight))):
+            with pytest.raises(Exception, match=f"rotation: expected {128 - rotation}, as {name} has, got {rotation}"):
+                run(x, *pair, ids, weights, lhs_dtype=torch.int8, rotation=rotation)
+    torch._dynamo.reset()
+
+
+def test_a_layer_s_experts_are_all_rotated_or_none():
+    turned, plain = experts(128)[0], experts(None)[0]
+    with pytest.raises(ValueError, match="w2: expected rotation 128, as w13 has, got 0"):
+        packed_experts(turned.w13.weight, plain.w2.weight, activation="int8")
+
+
+# ---- warm-up ---------------------------------------------------------------------------------------------------------
+
+
+def specs(layer: torch.nn.Module) -> list:
+    return [spec for spec, *_ in kernels(layer, 64, [torch.bfloat16], "h200", True) if spec.kind != "gemm"]
+
+
+def test_the_warm_up_has_the_quantisers_that_rotate():
+    turned, plain = model(), model()
+    for each, rotation in ((turned, 128), (plain, None)):
+        quantize_(each, rotation=rotation, scheme="two-level")
+    assert specs(turned) and all(spec.rotated for spec in specs(turned))
+    assert not any(spec.rotated for spec in specs(plain))
+    layer = experts(128)[0]
+    layer.split = ExpertSharding(None, 0, 2, 3, exchanges=True, max_tokens=8, nvlink=True)
+    layer.batched = True
+    needed = (
+        *layer_specs(256, 128, "bf16", "s8", layer.gate, masked=True, rotated=True),
+        *exchange_specs(256, "bf16", "s8", rotated=True),
+    )
+    assert {*specs(layer)} == {*needed} and {*needed} - {*layer_specs(256, 128, "bf16", "s8", layer.gate, masked=True)}
