@@ -45,6 +45,7 @@ class Layout:
         tensors: by what stands behind the layer's name.
         called: {name in `tensors`: what the files have behind the layer's name instead}.
         by_row: whether the parameter has a block's scales once for each row of the weight.
+        k_alignment: what a rank's columns are a multiple of.
         name, config: of the layer in the files, and what says `scheme` of it.
     """
 
@@ -53,6 +54,7 @@ class Layout:
     tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
     called: Mapping[str, str] = field(default_factory=dict)
     by_row: bool = False
+    k_alignment: int = K_ALIGNMENT
     name: str = field(default="", compare=False)
     config: Config = field(default=None, compare=False)
 
@@ -89,8 +91,8 @@ class Layout:
         Raises:
             Unsupported: no weight can hold them.
         """
-        if sum(widths) % 8 or k % K_ALIGNMENT:
-            wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
+        if sum(widths) % 8 or k % self.k_alignment:
+            wanted = f"expected rows in multiples of 8 and columns of {self.k_alignment} on each rank"
             raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
         size, least = self.scheme.group_size, CODES[self.scheme.code].least_group
         if size % least:
@@ -128,9 +130,9 @@ class Layout:
             raise Unsupported("zero points: expected none with 8-bit integers, got some")
 
 
-def floats(dtype: torch.dtype) -> Layout:
+def floats(dtype: torch.dtype, k_alignment: int) -> Layout:
     """A layer of no format: its weight, in the model's type."""
-    return Layout(tensors={"weight": stored(dtype, N, K)})
+    return Layout(tensors={"weight": stored(dtype, N, K)}, k_alignment=k_alignment)
 
 
 def layout_of(

@@ -192,7 +192,7 @@ class ServedModel:
         given = self.saved or self.checkpoint is not None
         if not (given and header and self._quantised(names[0], layer)):
             ours = make is not None and self.recipe.lm_head is not None
-            return make(names, floats(torch.get_default_dtype())) if ours else None
+            return make(names, floats(torch.get_default_dtype(), self.recipe.k_alignment)) if ours else None
         if make is not None and self.saved:
             return make(names, Layout())
         theirs = self._checkpoints_own()
@@ -249,7 +249,7 @@ class ServedModel:
                 "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
                 "makes loses less"
             )
-            return floats(dtype)
+            return floats(dtype, self.recipe.k_alignment)
         if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
             text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"
             self.logger.warning_once(text, bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.ahead import models_ahead
+from jitgemm.vllm.linear import JitGemmLinearMethod
 
 transformers = pytest.importorskip("transformers", minversion="5")
 SIZES = MOE | {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 128}
@@ -38,6 +40,8 @@ RECIPES = {
     "codes without -8": {"group_size": 32, "full_range": False, "scale_dtype": torch.float16},
     "mxfp4": {"scheme": "mxfp4"},
     "two-level": {"scheme": "two-level"},
+    "two-level, rotated": {"scheme": "two-level", "rotation": 128},
+    "int8, rotated": {"bits": 8, "activation": "int8", "rotation": 128},
 }
 
 
@@ -138,7 +142,7 @@ def same(layer, weight: torch.Tensor, recipe: Recipe, door: str) -> bool:
 @pytest.mark.parametrize("door", DOORS)
 def test_every_door_makes_the_same_packed_bytes_by_every_recipe(folder, tmp_path, quiet_transformers, door, recipe):
     said = RECIPES[recipe]
-    if door == "command" and (said.get("group_size") == -1 or {"block", "full_range"} & said.keys()):
+    if door == "command" and (said.get("group_size") == -1 or {"block", "full_range", "rotation"} & said.keys()):
         pytest.skip("no option of the command: its files have groups, or 8 bits with a scale per row")
     if door == "hf" and "scale_dtype" in said:
         said = said | {"scale_dtype": "float16"}  # as JSON has it
@@ -158,13 +162,14 @@ def test_every_door_makes_the_same_packed_bytes_by_every_recipe(folder, tmp_path
 def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folder, use, recipe):
     recipe = Recipe.of(RECIPES[recipe])
     ahead = [part for model in models_ahead(folder, use, recipe=recipe) for part in model.modules()]
-    there = {(part.weight.n, part.weight.k, part.weight.format) for part in ahead if hasattr(part, "blocks")}
+    weights = [part.weight for part in ahead if hasattr(part, "blocks")]
+    there = {(weight.n, weight.k, weight.format, weight.rotation) for weight in weights}
     model = floats(folder)
     joined = {"linear": [[name] for name in LINEARS], "vllm": [LINEARS[:3], LINEARS[3:]]}[use]
     weights = [torch.cat([model.get_submodule(name).weight.detach() for name in names]) for names in joined]
     fused = model.get_submodule(EXPERTS)
     for weight in map(recipe.apply, (*weights, fused.gate_up_proj.detach(), fused.down_proj.detach())):
-        assert (weight.n, weight.k, weight.format) in there
+        assert (weight.n, weight.k, weight.format, weight.rotation) in there
 
 
 def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_up(folder):
@@ -196,3 +201,41 @@ def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_
         assert (found.k, found.format) in there
         assert len(there) == {None: 2, "mxfp4": 3, "two-level": 1}[recipe.scheme]  # as values decide
         assert torch.equal(found.blocks, recipe.apply(weight.chunk(2, 1)[number]).blocks)
+
+
+def test_layers_whose_columns_on_a_rank_are_no_whole_blocks_are_left_and_not_warmed_up(tmp_path):
+    folder = folder_of(tmp_path / "model", model_of("Llama", **LLAMA | {"intermediate_size": 384}))
+    said, name = {"scheme": "two-level", "rotation": 128}, "model.layers.0.mlp.down_proj"
+    for world, whole in ((1, True), (2, False)):
+        with rank(0, world):
+            layer = row(made(None, said), 384, 64, prefix=name)
+            assert (type(layer.quant_method) is JitGemmLinearMethod) == whole
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ahead = [
+                each
+                for model in models_ahead(folder, "vllm", world, recipe=Recipe.of(said))
+                for each, _ in model.named_modules()
+            ]
+        assert any("down_proj" in each for each in ahead) == whole
+        assert any("down_proj is left to vLLM's own kernels" in str(each.message) for each in caught) != whole
+
+
+@pytest.mark.parametrize("rotation", [None, 128])
+def test_tokens_that_are_to_be_rotated_are_not_sent_in_codes(folder, rotation):
+    said = {"bits": 8, "activation": "e4m3_block", "rotation": rotation}
+    with running(deepep=True):
+        layer = sglang_experts(sglang_made(None, **said), FUSED, 2, prefix=EXPERTS)
+        load_experts(layer, EXPERTS, tensors_of_experts(floats(folder)))
+        process(layer)
+    codes = layer.dispatcher.quant_config["low_latency_dispatcher_output_dtype"]
+    assert codes == ("fp8" if rotation is None else "bf16")
+    with rank():
+        layer = experts(made(None, said), EXPERTS, FUSED, 2)
+        load_experts(layer, EXPERTS, tensors_of_experts(floats(folder)))
+        module = process(layer)
+    module.batched = True
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+
+    sent = layer.quant_method.get_fused_moe_quant_config(layer)
+    assert (sent is FUSED_MOE_UNQUANTIZED_CONFIG) == (rotation is not None)
