@@ -38,10 +38,22 @@ _VECTOR = 8
 
 
 @dataclass(frozen=True, slots=True)
-class RouteSpec:
-    """Everything that is a compile-time constant of a routing kernel: CTAs that share the work, 1 or `CLUSTER`."""
+class RoutingSpec:
+    """Everything that is a compile-time constant of a kernel other than GEMMs and quantisers: of each family a class.
 
-    kind, family = "routing", "route"
+    `family` names its header in include/jitgemm/moe, `function` what it calls there, if that has another name; `bounds`
+    are those of its launch, and `config` is the text of `jitgemm::Config`, if there is one.
+    """
+
+    kind, family, function = "routing", "", ""
+    bounds, config = str(COMBINE_THREADS), ""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec(RoutingSpec):
+    """A kernel that routes: CTAs that share the work, 1 or `CLUSTER`."""
+
+    family, bounds = "route", "1024, 1"
 
     ctas: int
 
@@ -51,10 +63,10 @@ class RouteSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteQuantizeSpec:
-    """Everything that is a compile-time constant of a kernel that routes and quantises: the quantiser's constants."""
+class RouteQuantizeSpec(RoutingSpec):
+    """A kernel that routes and quantises: the quantiser's constants."""
 
-    kind, family = "routing", "route_quantize"
+    family, function, bounds = "route_quantize", "route_and_quantize", f"{ROUTE_QUANTIZE_THREADS}, 1"
 
     quantizer: QuantizeSpec
 
@@ -62,33 +74,17 @@ class RouteQuantizeSpec:
     def label(self) -> str:
         return f"route-{self.quantizer.label}"
 
-
-@dataclass(frozen=True, slots=True)
-class CombineSpec:
-    """Everything that is a compile-time constant of a combining kernel: names of the types of rows and result."""
-
-    kind, family = "routing", "combine"
-
-    row: str
-    out: str
-
     @property
-    def label(self) -> str:
-        return f"combine-{self.row}-{self.out}"
+    def config(self) -> str:
+        return render_config(self.quantizer)
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchSpec:
-    """Everything that is a compile-time constant of a kernel that sends tokens to other ranks and routes theirs.
+class DispatchSpec(RouteQuantizeSpec):
+    """A kernel that sends tokens to other ranks and routes theirs: also CTAs that share the routing, 1 or `CLUSTER`."""
 
-    Attributes:
-        quantizer: its constants.
-        ctas: CTAs that share the routing, 1 or `CLUSTER`.
-    """
+    family, function = "dispatch", ""
 
-    kind, family = "routing", "dispatch"
-
-    quantizer: QuantizeSpec
     ctas: int
 
     @property
@@ -97,10 +93,10 @@ class DispatchSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectSpec:
-    """Everything that is a compile-time constant of a kernel that sums over ranks: the type of rows and result."""
+class CollectSpec(RoutingSpec):
+    """A kernel that sums over ranks: the name of the type of rows and result."""
 
-    kind, family = "routing", "collect"
+    family = "collect"
 
     row: str
 
@@ -108,25 +104,45 @@ class CollectSpec:
     def label(self) -> str:
         return f"collect-{self.row}"
 
+    @property
+    def config(self) -> str:
+        return _types(Row=self.row)
+
 
 @dataclass(frozen=True, slots=True)
-class GatherSpec:
-    """Everything that is a compile-time constant of a kernel that gathers quantised tokens: threads of a CTA."""
+class CombineSpec(RoutingSpec):
+    """A kernel that combines: names of the types of rows and result."""
 
-    kind, family, label = "routing", "gather", "gather"
+    family = "combine"
+
+    row: str
+    out: str
+
+    @property
+    def label(self) -> str:
+        return f"combine-{self.row}-{self.out}"
+
+    @property
+    def config(self) -> str:
+        return _types(Row=self.row, Out=self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSpec(RoutingSpec):
+    """A kernel that gathers quantised tokens: threads of a CTA."""
+
+    family, label = "gather", "gather"
 
     threads: int = 256
 
+    @property
+    def bounds(self) -> str:
+        return str(self.threads)
 
-ENTRIES = {
-    "route": "route",
-    "route_quantize": "route_and_quantize",
-    "combine": "combine",
-    "dispatch": "dispatch",
-    "gather": "gather",
-    "collect": "collect",
-}
-"""The function that a family's kernel calls."""
+
+def _types(**types: str) -> str:
+    lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
+    return f"struct Config {{\n{''.join(lines)}}};"
 
 
 def route_spec(choices: int) -> RouteSpec:
@@ -155,7 +171,7 @@ def dispatch_spec(
 def layer_specs(
     k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False, masked: bool = False,
     rotated: bool = False,
-) -> tuple[RouteSpec | RouteQuantizeSpec | CombineSpec | QuantizeSpec, ...]:  # fmt: skip
+) -> tuple[RoutingSpec | QuantizeSpec, ...]:  # fmt: skip
     """Every kernel of a layer other than its GEMMs, whatever the numbers of tokens, choices and experts are.
 
     Args:
@@ -180,7 +196,7 @@ def layer_specs(
 
 def exchange_specs(
     k: int, x: str, q: str, *, affine: bool = False, block: bool = False, rotated: bool = False
-) -> tuple[DispatchSpec | GatherSpec | CollectSpec, ...]:
+) -> tuple[RoutingSpec, ...]:
     """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
     flags = {"affine": affine, "block": block, "rotated": rotated}
     dispatches = (dispatch_spec(choices, k, x, q, **flags) for choices in (1, ONE_CTA_CHOICES + 1))
@@ -209,35 +225,22 @@ def combine_blocks(tokens: int, n: int) -> int:
     return tokens * ceil_div(n, _VECTOR * COMBINE_THREADS)
 
 
-def render(spec: RouteSpec | RouteQuantizeSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec) -> str:
+def render(spec: RoutingSpec) -> str:
     """The CUDA source of a kernel; the entry point is `function_name` of its label."""
     from jitgemm.jit.source import function_name
 
-    name, header = ENTRIES[spec.family], spec.family
-    bounds, constants, config, ctas = str(COMBINE_THREADS), ["jitgemm::Config"], "", 1
-    if isinstance(spec, RouteSpec):
-        bounds, constants, ctas = "1024, 1", [str(spec.ctas)], spec.ctas
-    elif isinstance(spec, RouteQuantizeSpec):
-        bounds, config = f"{ROUTE_QUANTIZE_THREADS}, 1", render_config(spec.quantizer)
-    elif isinstance(spec, DispatchSpec):
-        bounds, config, ctas = f"{ROUTE_QUANTIZE_THREADS}, 1", render_config(spec.quantizer), spec.ctas
-        constants += [str(spec.ctas)]
-    elif isinstance(spec, GatherSpec):
-        bounds, constants = str(spec.threads), []
-    else:
-        types = {"Row": spec.row, "Out": spec.out} if isinstance(spec, CombineSpec) else {"Row": spec.row}
-        lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
-        config = f"struct Config {{\n{''.join(lines)}}};"
-    cluster = f"__cluster_dims__({ctas}, 1, 1) " if ctas > 1 else ""
-    arguments = f"<{', '.join(constants)}>" if constants else ""
+    ctas, config = getattr(spec, "ctas", None), spec.config
+    constants = ", ".join([*(["jitgemm::Config"] if config else []), *([] if ctas is None else [str(ctas)])])
+    arguments = f"<{constants}>" if constants else ""
+    cluster = f"__cluster_dims__({ctas}, 1, 1) " if ctas not in (None, 1) else ""
     namespace = f"namespace jitgemm {{\n{config}\n}}\n\n" if config else ""
     return f"""\
 // jitgemm {spec.label}
-#include <jitgemm/moe/{header}.cuh>
+#include <jitgemm/moe/{spec.family}.cuh>
 
-{namespace}extern "C" __global__ void {cluster}__launch_bounds__({bounds})
-{function_name(spec.label)}(const __grid_constant__ jitgemm::{header.title().replace("_", "")}Args args) {{
-    jitgemm::{name}{arguments}(args);
+{namespace}extern "C" __global__ void {cluster}__launch_bounds__({spec.bounds})
+{function_name(spec.label)}(const __grid_constant__ jitgemm::{spec.family.title().replace("_", "")}Args args) {{
+    jitgemm::{spec.function or spec.family}{arguments}(args);
 }}
 """
 

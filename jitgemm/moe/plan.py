@@ -14,7 +14,7 @@ from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COLLECT_POINTERS, COMBINE_POINTERS, DISPATCH_POINTERS, ROUTE_QUANTIZE_POINTERS
 from jitgemm.moe.arguments import GATHER_POINTERS, ROUTE_POINTERS
-from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, ROUTE_QUANTIZE_THREADS, MAX_EXPERTS
+from jitgemm.moe.kernel import COMBINE_THREADS, ROUTE_QUANTIZE_THREADS, MAX_EXPERTS
 from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CollectSpec, CombineSpec, DispatchSpec, RouteQuantizeSpec, GatherSpec
 from jitgemm.moe.kernel import combine_blocks, route_launch, route_smem_bytes, route_spec, route_threads, source_of
 from jitgemm.runtime import driver
@@ -61,7 +61,7 @@ _SMEM_BYTES = {
 }
 _CALL = "the layer once with these shapes"
 FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS} | {
-    family: KernelFamily(source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL) for family in ENTRIES
+    family: KernelFamily(source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL) for family in _SMEM_BYTES
 }
 """By `family` of specs."""
 
@@ -108,8 +108,6 @@ def prepare_combine(
     """For rows of one shape and type. It waits for the kernel before it, as does the next."""
     (tokens, n), device = out.shape, rows.get_device()
     kernel = FAMILIES["combine"].load(CombineSpec(TYPE_NAMES[rows.dtype], TYPE_NAMES[out.dtype]), device)
-    driver.use_context(device)
-    resident = max(1, driver.resident_ctas(kernel, COMBINE_THREADS, 0))
     values = {
         "addend_row_bytes": row_bytes(addend),
         "out_row_bytes": row_bytes(out),
@@ -118,7 +116,7 @@ def prepare_combine(
         "n": n,
         "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
     }
-    grid = min(combine_blocks(tokens, n), resident * device_of(device).num_sms)
+    grid = min(combine_blocks(tokens, n), _resident(kernel, device, COMBINE_THREADS))
     return Launch(kernel, COMBINE_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
 
 
@@ -129,8 +127,6 @@ def prepare_gather(
     device = codes.get_device()
     spec = GatherSpec()
     kernel = FAMILIES["gather"].load(spec, device)
-    driver.use_context(device)
-    resident = max(1, driver.resident_ctas(kernel, spec.threads, 0))
     block = scale.dim() == 2
     values = {
         "scale_block_stride": scale.stride(1) if block else 0,
@@ -138,7 +134,7 @@ def prepare_gather(
         "k": codes.shape[1],
         "blocks": scale.shape[1] if block else 1,
     }
-    grid = min(ceil_div(row_index.shape[0], spec.threads // 32), resident * device_of(device).num_sms)
+    grid = min(ceil_div(row_index.shape[0], spec.threads // 32), _resident(kernel, device, spec.threads))
     return Launch(kernel, GATHER_ARGUMENTS, values, grid=grid, threads=(spec.threads, 1), smem_bytes=0)
 
 
@@ -189,11 +185,11 @@ def prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, la
         "unused": 0,
     }
     grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
-    grid = min(grid, _resident(kernel, device, COMBINE_THREADS, 0, 1))
+    grid = min(grid, _resident(kernel, device, COMBINE_THREADS))
     return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
 
 
-def _resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int, cluster: int) -> int:
+def _resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int = 0, cluster: int = 1) -> int:
     """CTAs of a kernel that a device holds at once, a multiple of its clusters."""
     driver.use_context(device)
     if cluster > 1:
