@@ -191,19 +191,20 @@ def call_op(gemm: Gemm) -> None:
         torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(*tensors, *groups, *rest)
 
 
-def gemm_of_op(*arguments: Any) -> _Call:
-    """The GEMM of an op's arguments; those of the grouped one have the fields of `Groups` behind the bias.
-
-    Arguments that are their defaults may be left out, from the end. The schema calls the kernel's label `label`: Inductor
-    has a `kernel=` of its own besides an op's arguments.
-    """
-    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *rest = arguments
-    groups = None if len(rest) < 7 else Groups(*rest[:4])
-    n, k, format, batch_invariant, *given = rest if groups is None else rest[4:]
-    kernel = given[0] if given else None
-    exact = len(given) > 1 and given[1]
+def gemm_of_op(
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, blocks: torch.Tensor,
+    channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None,
+    n: int, k: int, format: str, batch_invariant: bool, label: str | None = None, exact: bool = False,
+    groups: Groups | None = None,
+) -> _Call:  # fmt: skip
+    """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own besides an op's arguments."""
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
-    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact)
+    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label, exact)
+
+
+def _grouped_of_op(*arguments: Any) -> _Call:
+    """The same where the fields of `Groups` stand behind the bias."""
+    return gemm_of_op(*arguments[:8], *arguments[12:], groups=Groups(*arguments[8:12]))
 
 
 def _op(*arguments: Any) -> None:
@@ -211,22 +212,19 @@ def _op(*arguments: Any) -> None:
     _run(*gemm[:6], *gemm[7:])
 
 
-def _grouped_op(*arguments: Any) -> None:
-    _run_grouped(gemm_of_op(*arguments))
-
-
-def _fake_op(*arguments: Any) -> None:
-    gemm_of_op(*arguments).check()
-
-
+_TENSORS = (
+    "Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, Tensor(a!) out, "
+    "Tensor? bias"
+)
+_REST = "int n, int k, str format, bool batch_invariant, str? label"
 define_op(
-    "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None, bool exact=False) -> ()",
-    _op, _fake_op,
-)  # fmt: skip
+    f"gemm_w4a8_nt({_TENSORS}, {_REST}=None, bool exact=False) -> ()",
+    _op,
+    lambda *arguments: gemm_of_op(*arguments).check(),
+)
 define_op(
-    "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
-    "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
-    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label, bool exact=False) -> ()",
-    _grouped_op, _fake_op,
-)  # fmt: skip
+    f"m_grouped_gemm_w4a8_nt({_TENSORS}, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, SymInt expected_rows, "
+    f"{_REST}, bool exact=False) -> ()",
+    lambda *arguments: _run_grouped(_grouped_of_op(*arguments)),
+    lambda *arguments: _grouped_of_op(*arguments).check(),
+)
