@@ -69,7 +69,7 @@ def layer(*missing: str) -> dict[str, Any]:
     given |= {"topk_weights": torch.ones(M, 2), "activation": "swiglu_oai", "order": "gate_up", "limit": 7.0}
     given |= {"alpha": 1.702, "lhs_dtype": torch.int8, "affine": False, "scheme": "token", "expert_map": int32(0, 1, 2)}
     given |= {"bias13": torch.zeros(E, 2 * K), "bias2": torch.zeros(E, K), "addend": torch.zeros(M, K)}
-    given |= {"batch_invariant": False, "out": torch.zeros(M, K), "sums": "exact"}
+    given |= {"batch_invariant": False, "out": torch.zeros(M, K), "sums": "exact", "rotation": 0}
     return {name: value for name, value in given.items() if name not in missing}
 
 
@@ -84,7 +84,7 @@ def quantiser(**more: Any) -> dict[str, Any]:
     given |= {"zero": int32(0), "silu_mul": False, "gelu_mul": None, "rms_norm": torch.ones(K), "eps": 1e-6}
     given |= {"permutation": torch.arange(K).int(), "residual": torch.ones(M, K), "residual_out": torch.zeros(M, K)}
     out = torch.zeros(M, 256, dtype=torch.int8), torch.zeros(M), torch.zeros(M, dtype=torch.int32)
-    return given | {"correction": ("bf16", 32), "out": out} | more
+    return given | {"correction": ("bf16", 32), "out": out, "rotation": 0} | more
 
 
 def four_bits() -> dict[str, Any]:
@@ -126,14 +126,14 @@ PUBLIC |= {
     "fused_experts_reference": lambda: layer("batch_invariant", "out", "sums"),
     "fused_experts_workspace_bytes": lambda: {
         **layer("x", "topk_ids", "topk_weights", "expert_map", "addend", "out", "batch_invariant", "activation",
-                "order", "limit", "alpha", "lhs_dtype", "bias13", "bias2", "sums"),
+                "order", "limit", "alpha", "lhs_dtype", "bias13", "bias2", "sums", "rotation"),
         "tokens": 5, "top_k": 2, "dtype": BF16,
     },
     "quantize_activations": quantiser,
     "pack_mxfp4": lambda: {
         "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.zeros(N, K // 32, dtype=torch.uint8), "k": K,
     },
-    "quantize_mxfp4": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None},
+    "quantize_mxfp4": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None, "rotation": 0},
     "pack_w4": four_bits,
     "pack_nvfp4": lambda: {
         "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.ones(N, K // 16).to(torch.float8_e4m3fn),
@@ -148,9 +148,10 @@ PUBLIC |= {
     "quantize_w4": lambda: {
         "w": torch.ones(N, K), "group_size": 32, "symmetric": True, "scale_dtype": BF16, "full_range": True,
         "positive_scales": False, "clip_steps": 1, "moments": torch.eye(K), "act_order": True, "lhs_dtype": None,
+        "rotation": 0,
     },
-    "quantize_w4_two_level": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None},
-    "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None, "moments": torch.eye(K)},
+    "quantize_w4_two_level": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None, "rotation": 0},
+    "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None, "moments": torch.eye(K), "rotation": 0},
 }  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     name: (getattr(jitgemm, name), make) for name, make in PUBLIC.items()

@@ -17,13 +17,13 @@ CEILINGS = {
     "branches on a code": 58,
     "formats": 18,
     "gemm_w4a8_nt: files": 36,
-    "gemm_w4a8_nt: lines": 7_400,
+    "gemm_w4a8_nt: lines": 7_500,
     "fused_experts: files": 48,
     "fused_experts: lines": 10_100,
     "load_: files": 106,
-    "load_: lines": 21_300,
+    "load_: lines": 21_500,
     "files above 450 lines": 1,
-    "lines of the package": 31_100,
+    "lines of the package": 31_300,
 }
 
 

@@ -1149,6 +1149,7 @@ def test_floats_of_any_type_are_rounded_and_codes_are_not_taken_for_them():
     with rank():
         layer = row(made(None), 64, 64)
         load(layer, {"weight": weight})
+        layer = row(made(None), 64, 64)  # vLLM packs one that is complete
         with pytest.raises(ValueError, match="weight: expected .*float64, got float8_e4m3fn .layer m.o_proj"):
             load(layer, {"weight": weight.to(torch.float8_e4m3fn)})
 
