@@ -82,6 +82,7 @@ LAYERS = {
     "a group a rank": lambda: quantised(linear(k=256), activation="e4m3", group_size=128),
     "columns within groups": lambda: quantised(linear(k=384), activation="int8", group_size=128),
     "no bias": lambda: quantised(linear(bias=False)),
+    "rotated": lambda: quantised(linear(n=144), activation="int8", rotation=128),
 }
 
 
@@ -101,7 +102,8 @@ def apart(layer: PackedLinear, rank: int) -> PackedLinear:
     whole = CanonicalWeight(
         q, scale, zero, weight.unpack().offset, weight.group_size, weight.permutation, code=weight.format.code
     )
-    weight = whole.shard("k", rank, ranks.WORLD).pack(LHS_DTYPES[layer.activation])
+    part = whole.shard("k", rank, ranks.WORLD).pack(LHS_DTYPES[layer.activation])
+    weight = replace(part, rotation=weight.rotation)
     bias = layer.bias if rank == 0 else None
     return type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
 
