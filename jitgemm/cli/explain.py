@@ -73,7 +73,7 @@ def explain(
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         facts = {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict()
-        facts |= {"tier": format.tier} if format.of_e2m1 else {}
+        facts |= {"tier": format.tier} if format.tier else {}
         report = {"problem": facts, "band": [first, last], "device": asdict(target), "chosen": ranked[0].kernel.label}
         common.print_json(report | {"candidates_in_all": len(ranked), "candidates": found})
         return
@@ -93,8 +93,7 @@ def explain(
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     shared = f"m = {m} is predicted, for kernels of m up to {last}" if seen(problem).m != last else shared
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
-    shared = f"{'MXFP4' if format.powers else 'NVFP4'} with {format.tier}; {shared}" if format.of_e2m1 else shared
-    shared = f"two levels; {shared}" if format.factors else shared
+    shared = f"{format.title}; {shared}" if format.title else shared
     words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
     if device is None and local_device() is None:
         common.note(f"no Hopper GPU is at hand: this is what an {target.name} would run; --device names another")

@@ -105,6 +105,7 @@ class Code:
         bits: of a code, 4 or 8.
         orders: the first holds every code and meets all activations that the others meet.
         largest: largest magnitude of a code minus its zero point; None for values of a type, which span too many.
+        title: for people; "" for what goes without saying.
         prefix: in names of formats.
         lhs_type: the type of activations whose values the codes are. wgmma reads them from shared memory as they are;
             None for codes to decode.
@@ -121,6 +122,7 @@ class Code:
     bits: int
     orders: tuple[Order, ...]
     largest: float | None
+    title: str = ""
     prefix: str = ""
     lhs_type: str | None = None
     row_sums: bool = True
@@ -233,7 +235,7 @@ register(
 register(Code("int8", 8, (_INT8,), largest=None, prefix="w8", lhs_type="s8", uniform_strip_scale=True))
 register(
     Code(
-        "e2m1", 4, (_E2M1,), largest=None, prefix="mx", row_sums=False, group_sizes=(0, 32, 128),
+        "e2m1", 4, (_E2M1,), largest=None, title="MXFP4", prefix="mx", row_sums=False, group_sizes=(0, 32, 128),
         scale_types=("fp32", "bf16"), inner=_EXPONENTS, f16_sums=True,
         why_lhs="as no integers of 8 bits hold MXFP4's codes times their groups' powers of two",
     )
@@ -241,13 +243,13 @@ register(
 # Its scale per channel is the tensor's.
 register(
     Code(
-        "nvfp4", 4, (_NVFP4, _NEAR), largest=None, prefix="nv", row_sums=False, group_sizes=(0,), scale_types=("fp32",),
-        inner=_NVFP4_SCALES, why_lhs="as no integers of 8 bits hold NVFP4's codes times their groups' scales",
+        "nvfp4", 4, (_NVFP4, _NEAR), largest=None, title="NVFP4", prefix="nv", row_sums=False, group_sizes=(0,),
+        scale_types=("fp32",), inner=_NVFP4_SCALES, why_lhs="as no integers of 8 bits hold NVFP4's codes times their groups' scales",
     )
 )  # fmt: skip
 register(
     Code(
-        "two_level", 4, (_TWO_LEVEL,), largest=None, prefix="tl", group_sizes=(0,), inner=_FACTORS,
+        "two_level", 4, (_TWO_LEVEL,), largest=None, title="two levels", prefix="tl", group_sizes=(0,), inner=_FACTORS,
         why_lhs="as no e4m3 holds the integers of 8 bits that codes times their groups' factors are",
     )
 )  # fmt: skip

@@ -288,19 +288,9 @@ class WeightFormat:
         return self.code == "e2m1"
 
     @property
-    def inner_scales(self) -> bool:
-        """Whether it is of NVFP4."""
-        return self.code == "nvfp4"
-
-    @property
-    def of_e2m1(self) -> bool:
-        """Whether codes are e2m1's, MXFP4 or NVFP4."""
-        return self.powers or self.inner_scales
-
-    @property
-    def factors(self) -> bool:
-        """Whether it is of two levels."""
-        return self.code == "two_level"
+    def title(self) -> str:
+        """`Code.title`, and its tier where it has one; "" for codes that nobody needs told."""
+        return f"{CODES[self.code].title}{' with ' if self.tier else ''}{self.tier}"
 
     @cached_property
     def zeros_at(self) -> int:

@@ -190,7 +190,7 @@ def test_zero_points_that_are_all_8_and_rows_of_zeros_are_two_levels_too():
     tensors = same_everywhere(10, 16, -128) | {"qweight": torch.full((32, 64), 10 * 17, dtype=torch.uint8)}
     tensors["s1_scales"][::3] = 0
     packed = layers.read(FORMAT, tensors, None).pack(torch.int8)
-    assert packed.format.factors and torch.equal(
+    assert packed.format.code == "two_level" and torch.equal(
         packed.dequantize(), 32 * tensors["s1_scales"].float()[:, None].expand(-1, 128)
     )
 
@@ -200,7 +200,7 @@ def test_ranks_get_two_levels(dim):
     tensors, by_kernel = per_group(8, k=512)
     weight = layers.read(FORMAT, tensors, None)
     parts = [weight.shard(dim, rank, 2).pack(torch.int8) for rank in range(2)]
-    assert all(part.format.factors for part in parts)
+    assert all(part.format.code == "two_level" for part in parts)
     joined = torch.cat([part.dequantize() for part in parts], "nk".index(dim))
     assert torch.equal(joined.double(), exact(tensors, by_kernel))
 
@@ -216,5 +216,5 @@ def test_ranks_that_cut_through_groups_get_zero_points():
 def test_joined_layers_keep_their_levels():
     found = [per_group(seed) for seed in (10, 11)]
     joined = concat([layers.read(FORMAT, tensors, None) for tensors, _ in found]).pack(torch.int8)
-    assert joined.format.factors
+    assert joined.format.code == "two_level"
     assert torch.equal(joined.dequantize().double(), torch.cat([exact(*each) for each in found]))

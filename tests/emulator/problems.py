@@ -23,7 +23,7 @@ TIERS = {size: tier for tier, size in mxfp4.TIERS.items()}
 def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     """Random operands of a dense kernel, out between rows and columns of other tensors."""
     f = spec.format
-    if f.powers or f.factors:
+    if f.powers or f.code == "two_level":
         weight = (mxfp4.parts(seed, n, k, TIERS[f.group_size]) if f.powers else two_level.parts(seed, n, k)).packed
         return _with_operands(spec, m, weight, seed)
     parts = builders.weight_parts(

@@ -14,10 +14,10 @@ sys.path.append(str(ROOT / "scripts"))
 import house
 
 CEILINGS = {
-    "branches on a code": 58,
+    "branches on a code": 54,
     "formats": 18,
     "gemm_w4a8_nt: files": 36,
-    "gemm_w4a8_nt: lines": 7_500,
+    "gemm_w4a8_nt: lines": 7_400,
     "fused_experts: files": 48,
     "fused_experts: lines": 10_100,
     "load_: files": 106,

@@ -37,7 +37,7 @@ def test_joined_layers_keep_scales_of_the_tensor_of_their_own(tmp_path, name, kn
             load(layer, tensors, part)
         module = process(layer)
     assert torch.equal(dense_of(module), torch.cat([dense for _, dense in parts]))
-    assert module.weight.format.inner_scales and module.activation == "e4m3" and module.input_scale is None
+    assert module.weight.format.code == "nvfp4" and module.activation == "e4m3" and module.input_scale is None
 
 
 def test_columns_are_cut_in_multiples_of_16():
@@ -126,7 +126,11 @@ def test_groups_of_128_are_served_in_two_levels(monkeypatch):
             load(layer, tensors, part)
         module = process(layer)
     expected = torch.cat([q.double() * tensors["s1_scales"].double()[:, None] for tensors, q in found])
-    assert module.weight.format.factors and module.activation == "int8" and torch.equal(dense_of(module), expected)
+    assert (
+        module.weight.format.code == "two_level"
+        and module.activation == "int8"
+        and torch.equal(dense_of(module), expected)
+    )
 
 
 def test_scales_per_channel_are_told_by_the_group_size():
