@@ -338,7 +338,7 @@ def test_a_kernel_may_be_asked_for_by_name():
     experts, n, k = 8, 200, 1056
     weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=128))
     lhs = activations("s8", 90, k)
-    offsets, label = offsets_of([9, 0, 30, 1, 0, 50, 0, 0]), "s8-g128-bf16-m24n64-k2x{}s-s4-e64"
+    offsets, label = offsets_of([9, 0, 30, 1, 0, 50, 0, 0]), "s8-g128-bf16-m24n64-k2x{}-s4-e64"
     results = []
     for splits in (1, 2):
         out = torch.empty(90, n, dtype=torch.bfloat16, device="cuda")
