@@ -499,7 +499,7 @@ FAULTS = {
         "outside of the bound|changed before|more arrivals",
     ),
     "stages are not handed back": (
-        GEMM, "gemm/multiply",
+        GEMM, "gemm/ahead",
         "if (position.lane == 0) barrier_arrive(shared.empty(stage));",
         "",
         "the kernel hangs",
