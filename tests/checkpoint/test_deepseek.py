@@ -237,10 +237,11 @@ def test_it_loads_whole_with_the_files_weights(published):
             found |= set(names)
     assert found == set(dense)
     routers = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
-    assert len(routers) == 2 and all(router.weight.dtype == torch.bfloat16 for router in routers)
+    in_floats = (torch.bfloat16, torch.float32)  # transformers before 5.24 and since
+    assert len(routers) == 2 and all(router.weight.dtype in in_floats for router in routers)
     plain = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.gate.weight"):
-        assert torch.equal(model.get_parameter(name), plain[name])
+        assert torch.equal(model.get_parameter(name).float(), plain[name].float())
 
 
 def test_its_logits_are_those_of_the_definition(published):
