@@ -72,8 +72,9 @@ def _state(file: Path) -> tuple[int, int] | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A folder's config.json. Raises ValueError, which names it, where it is none or names no model as it should."""
-    path = folder / _CONFIG
+    """A folder's config.json, or that file itself. Raises ValueError, which names it, where it is none or names no model as
+    it should."""
+    path = folder if folder.is_file() else folder / _CONFIG
     config = read_json(path)
     kinds, family = config.get("architectures"), config.get("model_type")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):

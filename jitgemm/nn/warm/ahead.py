@@ -46,8 +46,7 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate
 def model_of(folder: str | Path) -> torch.nn.Module:
     """The model of a folder's config.json, its parameters on the meta device. ValueError where transformers makes none."""
     transformers = import_transformers()
-    if not Path(folder).is_file():  # a config.json itself will do, too
-        config_of(Path(folder))
+    config_of(Path(folder))
     try:
         settings, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
         names = (getattr(transformers, name, None) for name in settings.get("architectures") or ())
