@@ -56,7 +56,7 @@ _SUPPORTED = (
 )  # fmt: skip
 
 _ZEROS_OF_FLOATS = (torch.int8, torch.uint8, torch.float8_e4m3fn, *FLOATS)
-"""What the zeros beside e4m3 codes may be, which mean nothing."""
+"""Dtypes of the zero points of e4m3 codes, which mean nothing."""
 _TWO_TOO_LOW = re.compile(r"0\.13\.0$|0\.12\.3\.?a202512(14|15)$|0\.13\.1\.?a(2025|20260108$)")
 """Versions of the library that stored the exponents of MXFP4 two too low, tried with each preview on PyPI; those of
 AutoRound's files, which names the version that is installed, are right."""

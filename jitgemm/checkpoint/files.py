@@ -3,8 +3,8 @@
 Reads safetensors lazily: headers when a checkpoint is opened, data when it is asked for. What tensors mean is the
 formats' business.
 
-An index decides what a folder holds: a tensor is read from the file that it names, and nowhere else. What its files
-hold beside that (`Checkpoint.elsewhere`), such as copies of before, is no part of the model.
+An index decides what a folder holds: a tensor is read from the file that it names, and nowhere else. Other tensors
+of its files (`Checkpoint.elsewhere`), such as old copies, are no part of the model.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Checkpoint:
             yield from ((name, path) for name in self._open(path).keys() if self._listed.get(name) != path)
 
     def check_copies(self, reader: str) -> list[str]:
-        """For a reader that takes all tensors of all files: the names of those that the index lacks. Raises ValueError where
+        """For a reader that takes all tensors of all files: the names of tensors that the index lacks. Raises ValueError where
         it may get another tensor than the index names."""
         unlisted = []
         for name, file in self.elsewhere():

@@ -226,7 +226,7 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
         codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; n a multiple of 8, k
             of 16. With a first dimension E for experts.
         scales: float8_e4m3fn [n, k / 16], of at least 0. Those of rows far below the tensor's largest value are 0 in files,
-            with any codes beside them.
+            and their codes may be any.
         global_scale: fp32, finite, one element, or [n] for each row, as joined layers have them; of experts one element,
             [E] or [E, n]. ModelOpt's `weight_scale_2`; of compressed-tensors 1 / `weight_global_scale`.
 

@@ -357,7 +357,7 @@ class Weight(WeightBase):
 
         With a permutation, column j is column permutation[j] of the layer's input; a checkpoint's layer before packing
         (`jitgemm.checkpoint.read_layer(...).dequantize()`) has its columns in the input's order. With a rotation it is
-        the rotated weight; `jitgemm.weight.rotation.rotated` of it the layer's, but for rounding.
+        the rotated weight; `jitgemm.weight.rotation.rotated` of it the layer's, except for rounding.
 
         Scale and offset are widened to fp32; one rounding for the product, one for the sum.
         """

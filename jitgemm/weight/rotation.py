@@ -1,4 +1,4 @@
-"""A Hadamard matrix along k, of weights and of activations alike: outliers become as large as their neighbours.
+"""A Hadamard matrix along k, of weights and of activations: outliers become as large as their neighbours.
 
 An orthogonal matrix on both sides leaves a product as it is, (x H)(W H)^T = x W^T, and no value of a rotated row is far
 larger than the others, so that 8 bits with one scale hold it. H has blocks of 128 on its diagonal::
@@ -22,7 +22,7 @@ def rotated(w: torch.Tensor, size: int = ROTATION) -> torch.Tensor:
     """w H in fp32, for a weight that meets `quantize_activations(..., rotation=128)`.
 
     Sums in the order of `butterfly`, each rounded once, then multiplied by fp32(2^-3.5) and rounded once: the same bits
-    on every device, within 2^-20 of 2^-3.5 times the sum of a block's absolute values. Twice gives w but for rounding.
+    on every device, within 2^-20 of 2^-3.5 times the sum of a block's absolute values. Twice gives w, except for rounding.
 
     Args:
         w: bfloat16, float16 or float32 [..., k]: [n, k], or of experts [E, n, k]. k is a multiple of size.
