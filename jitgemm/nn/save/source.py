@@ -71,10 +71,14 @@ def _state(file: Path) -> tuple[int, int] | None:
     return state.st_size, state.st_mtime_ns
 
 
+def _config_file(folder: Path) -> Path:
+    return folder if folder.is_file() else folder / _CONFIG
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     """A folder's config.json, or that file itself. Raises ValueError, which names it, where it is none or names no model as
     it should."""
-    path = folder if folder.is_file() else folder / _CONFIG
+    path = _config_file(folder)
     config = read_json(path)
     kinds, family = config.get("architectures"), config.get("model_type")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):
@@ -131,7 +135,7 @@ def model_of(source: Source, device: torch.device) -> Any:
     named = next((name for name in source.config.get("architectures") or () if name.endswith(_PREDICTS)), "")
     kind: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
     options = {"output_loading_info": True, "local_files_only": True, "ignore_mismatched_sizes": True}
-    with _naming_config(source.folder):
+    with naming_config(source.folder):
         opened: Any = kind.from_pretrained(source.folder, dtype="auto", **options)
     model, loaded = opened
     for name, *shapes in sorted(loaded["mismatched_keys"]):
@@ -150,20 +154,21 @@ def model_of(source: Source, device: torch.device) -> Any:
 def check_config(source: Source) -> Any:
     """transformers, which reads the folder's config.json. Raises ValueError where it cannot, or is not there."""
     transformers = import_transformers()
-    with _naming_config(source.folder):
+    with naming_config(source.folder):
         transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
     return transformers
 
 
 @contextmanager
-def _naming_config(folder: Path) -> Iterator[None]:
+def naming_config(folder: Path, passes: tuple[type[Exception], ...] = (OSError, MemoryError)) -> Iterator[None]:
+    """Whatever is raised inside, except `passes`, becomes a ValueError that names a folder's config.json, or that file."""
     try:
         yield
-    except (OSError, MemoryError):
+    except passes:
         raise
     except Exception as error:  # of any kind: each model reads its config in its own way
         got = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder / _CONFIG}: expected a model that transformers can make, got {got}") from error
+        raise ValueError(f"{_config_file(folder)}: expected a model that transformers can make, got {got}") from error
 
 
 def tokenizer_of(source: Source) -> Any:

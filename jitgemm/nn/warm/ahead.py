@@ -28,7 +28,7 @@ from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import by_reason
-from jitgemm.nn.save.source import config_of, import_transformers
+from jitgemm.nn.save.source import config_of, import_transformers, naming_config
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, decided_by_values, in_common
 from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
@@ -47,7 +47,7 @@ def model_of(folder: str | Path) -> torch.nn.Module:
     """The model of a folder's config.json, its parameters on the meta device. ValueError where transformers makes none."""
     transformers = import_transformers()
     config_of(Path(folder))
-    try:
+    with naming_config(Path(folder), passes=()):
         settings, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
         names = (getattr(transformers, name, None) for name in settings.get("architectures") or ())
         kind = next((each for each in names if getattr(each, "config_class", None) is not None), None)
@@ -59,9 +59,6 @@ def model_of(folder: str | Path) -> torch.nn.Module:
                 if type(config) in auto._model_mapping:
                     return auto.from_config(config)
             return transformers.AutoModel.from_config(config)
-    except Exception as error:  # of any kind: each model reads its config in its own way
-        got = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder}/config.json: expected a model that transformers can make, got {got}") from error
 
 
 class _NoMemory(TorchFunctionMode):
