@@ -156,9 +156,12 @@ def prepare_dispatch(
         "k": k,
         "top_k": layout.top_k,
         "experts": experts,
+        "rank": layout.rank,
+        "world": layout.world,
         "max_tokens": layout.max_tokens,
         "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
-        **_among_ranks(layout),
+        "limit_s": settings.exchange_timeout_s(),
+        "unused": 0,
     }
     threads = ROUTE_QUANTIZE_THREADS, 1
     return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
@@ -176,17 +179,14 @@ def prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, la
         "top_k": layout.top_k,
         "n": layout.n,
         "experts": experts,
-        **_among_ranks(layout),
+        "rank": layout.rank,
+        "world": layout.world,
+        "limit_s": settings.exchange_timeout_s(),
+        "unused": 0,
     }
     grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
     grid = min(grid, _resident(kernel, device, COMBINE_THREADS))
     return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
-
-
-def _among_ranks(layout: Layout) -> dict[str, int]:
-    """What both kernels are told of the ranks. unused: fills up their structs."""
-    waits = {"limit_s": settings.exchange_timeout_s(), "unused": 0}
-    return {"rank": layout.rank, "world": layout.world} | waits
 
 
 def _resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int = 0, cluster: int = 1) -> int:
