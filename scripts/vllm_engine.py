@@ -80,7 +80,7 @@ def engine_of(model: str, quant: str) -> tuple[dict[str, Any] | None, dict[str, 
     if name == "bf16":
         return None, {}
     if name == "jitgemm":
-        return {"quant_method": "jitgemm", "group_size": 128, **json.loads(options or "{}")}, {}
+        return {"quant_method": "jitgemm", **json.loads(options or "{}")}, {}
     if name == "humming":
         return compressed(None), {"quantization": "humming"}
     if name.endswith("w4a8"):
