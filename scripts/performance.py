@@ -242,6 +242,8 @@ VLLM_ENGINES = {
     "fp8": "FP8, per tensor", "humming": "humming, e4m3 activations", "marlin": "Marlin, bf16 activations",
     "vllm": "vLLM's choice", "jitgemm": "jitgemm", "jitgemm-w4a8": "jitgemm", 'jitgemm:{"sums": "f16"}': "jitgemm, sums in f16",
     'jitgemm:{"group_size": -1}': "jitgemm, a scale per row",
+    'jitgemm:{"group_size":128}': "jitgemm, e4m3, groups of 128",
+    'jitgemm:{"scheme":"two-level","rotation":128}': "jitgemm, int8, two levels, rotated",
     "fp8+sync": "FP8, host and GPU in turn", "jitgemm+sync": "jitgemm, host and GPU in turn",
 }  # fmt: skip
 
@@ -381,6 +383,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
                   "nvlink_us": "nvlink", "any_us": "any number"})),
     "simulated": ("experts_h100", simulated),
     "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
+    "vllm-two-level": ("vllm_two_level_h200", partial(engines, VLLM_ENGINES)),
     "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
     "sglang-experts": ("sglang_h100", partial(engines, SGLANG_ENGINES)),
 }  # fmt: skip
