@@ -41,7 +41,7 @@ python_use_unqualified_type_names = True
 
 OF_THE_ROOT = {"index": "README", "changelog": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
 """Pages of the site that show a file above this folder."""
-FOLDERS = {"notes/README": "*\nlog/README", "notes/log/README": "*"}
+FOLDERS = {"notes/README": "*\nlog/*"}
 """Pages that list a folder: what stands below them."""
 
 

@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 import typer
 from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
-from benchmark_lib.cells import Format
 from benchmark_lib.compare import NOISE_FLOOR, compare
 from benchmark_lib.timing import MOE_ROUNDS, QUICK_ROUNDS, ROUNDS
 
@@ -104,16 +103,6 @@ def benchmark(
     host: Annotated[
         bool, typer.Option("--host", help="Instead: host microseconds a call, ours and the peers'.")
     ] = False,
-    jit: Annotated[
-        bool,
-        typer.Option(
-            "--jit",
-            help="Instead: compile, warm look-up and first-call times, in fresh processes; the first two need no GPU.",
-        ),
-    ] = False,
-    device: Annotated[
-        Optional[str], typer.Option("--device", metavar="NAME", help="--jit: device to compile for.")
-    ] = None,
     rounds: Annotated[
         Optional[int],
         typer.Option("--rounds", min=1, help="Turns each contestant gets in a cell.", show_default=str(ROUNDS)),
@@ -123,15 +112,6 @@ def benchmark(
     ] = True,
     json_file: Annotated[
         Optional[Path], typer.Option("--json", metavar="FILE", help="Write all results; - for stdout.")
-    ] = None,
-    plot: Annotated[
-        Optional[Path],
-        typer.Option(
-            "--plot",
-            metavar="FILE.png",
-            help="Draw the roofline; needs matplotlib.",
-            show_default="next to --json, if matplotlib is there",
-        ),
     ] = None,
     baseline: Annotated[
         Optional[Path],
@@ -146,7 +126,7 @@ def benchmark(
     recorded: Annotated[
         Optional[Path],
         typer.Option(
-            "--from", metavar="RESULT.json", help="Measure nothing: table, --plot and --compare from a recorded file."
+            "--from", metavar="RESULT.json", help="Measure nothing: table and --compare from a recorded file."
         ),
     ] = None,
     peers_from: Annotated[
@@ -189,12 +169,10 @@ def benchmark(
       python scripts/benchmark.py --preset llama-8b --json result.json
       python scripts/benchmark.py --shape 4096,14336 --m 1,16,64 --peer none
       python scripts/benchmark.py --model config.json --tp 2 --m 16 --format int8_ch --sustained
-      python scripts/benchmark.py --from result.json --plot roofline.png
       python scripts/benchmark.py --quick --compare baseline.json
       python scripts/benchmark.py --moe --peer torch --json moe.json
       python scripts/benchmark.py --moe --preset mixtral --m 8,128 --peers-from docs/performance/moe_peers_h200.json
       python scripts/benchmark.py --host
-      python scripts/benchmark.py --jit --device h200
 
     \b
     --compare: a cell of ours is slower when  us > baseline_us * (1 + max(noise floor, +- there and +- here)).
@@ -205,22 +183,22 @@ def benchmark(
       0  done; nothing slower than the baseline
       1  a result of ours was wrong, or a cell was slower than the baseline allows
       2  wrong arguments, or a file that cannot be read
-      3  could not measure: no Hopper GPU, a cell of ours failed, the GPU was lost, or --plot without matplotlib
+      3  could not measure: no Hopper GPU, a cell of ours failed, or the GPU was lost
     """
     to_stdout = json_file == Path("-")
-    if sum((host, jit, recorded is not None, list_peers)) > 1:
-        raise ValueError("--host, --jit, --from and --list-peers are different things to do: give one of them")
-    if (host or jit) and (baseline or plot or sustained):
-        raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
-    if moe and (host or jit or shape):
-        raise ValueError("--moe: --host, --jit and --shape cannot be combined with it")
+    if sum((host, recorded is not None, list_peers)) > 1:
+        raise ValueError("--host, --from and --list-peers are different things to do: give one of them")
+    if host and (baseline or sustained):
+        raise ValueError("--compare and --sustained are about GPU times: they do not go with --host")
+    if moe and (host or shape):
+        raise ValueError("--moe: --host and --shape cannot be combined with it")
     if len(preset or ()) > 1 and not moe:
         raise ValueError(f"--preset: expected one, or --moe, got {', '.join(preset or ())}")
     if (ep > 1 or routing != "uniform") and not moe:
         raise ValueError("--ep, --routing: expected only with --moe")
     base = results_lib.read_document(baseline) if baseline is not None else None
     console = common.err() if to_stdout else common.out()
-    outputs = Outputs(console, json_file, plot, base, noise_floor, peers_from)
+    outputs = Outputs(console, json_file, base, noise_floor, peers_from)
 
     if recorded is not None:
         document = results_lib.read_document(recorded)
@@ -246,9 +224,6 @@ def benchmark(
     if list_peers:
         _list_peers(pick(chosen, ["all"], moe=moe), console, to_stdout)
         return
-    if jit:
-        _jit(shape, m, chosen, everybody, device, console, json_file)
-        return
 
     missing = _cannot_take_part(everybody)
     _need_hopper()
@@ -267,7 +242,6 @@ class Outputs:
 
     console: Any
     json_file: Path | None
-    plot: Path | None
     baseline: dict[str, Any] | None
     noise_floor: float
     peers_from: Path | None = None
@@ -332,8 +306,6 @@ def _finish(document: dict[str, Any], outputs: Outputs, lost: str | None = None)
         outputs.console.print()
         print_comparison(comparison, outputs.console)
         code = common.FOUND if comparison.regressions else 0
-    if not _draw(document, outputs.plot, outputs.file):
-        code = code or common.FAILED
     for line in results_lib.wrong_results(document):
         common.err().print(f"wrong: {line}", style="red", markup=False, soft_wrap=True)
         code = common.FOUND
@@ -346,35 +318,13 @@ def _finish(document: dict[str, Any], outputs: Outputs, lost: str | None = None)
         raise typer.Exit(code)
 
 
-def _draw(document: dict[str, Any], plot: Path | None, json_file: Path | None) -> bool:
-    """Whether the picture that was asked for is there. One that was not asked for may be skipped."""
-    from benchmark_lib.picture import NoMatplotlib, draw
-
-    path = plot or (json_file.with_suffix(".png") if json_file is not None else None)
-    if path is None:
-        return True
-    try:
-        draw(document, path)
-        common.note(f"roofline: {path}")
-    except (NoMatplotlib, ValueError) as error:
-        if plot is None:
-            common.note(f"{error}; skipped")
-            return True
-        common.err().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return False
-    return True
-
-
 def _cannot_take_part(everybody) -> dict[str, str]:  # type: ignore[no-untyped-def]
     return {each.name: reason for each in everybody if (reason := each.missing()) is not None}
 
 
 def _need_hopper() -> None:
     if local_device() is None:
-        common.fail(
-            "no Hopper GPU here: times need one. --jit measures compiling without, --from reads recorded results",
-            common.FAILED,
-        )
+        common.fail("no Hopper GPU here: times need one. --from reads recorded results", common.FAILED)
 
 
 def _list_peers(everybody, console, to_stdout: bool) -> None:  # type: ignore[no-untyped-def]
@@ -418,44 +368,9 @@ def _host(shape, m, able, missing, console, json_file: Path | None) -> None:  # 
         for name, why in missing.items()
     ]
     settings = {"n": n, "k": k, "m": ms[0], "burst": BURST, "bursts": BURSTS, "layers": LAYERS}
-    _write_other("host", settings, rows, json_file, lambda: print_host(rows, console))
-
-
-def _jit(  # type: ignore[no-untyped-def]
-    shape, m, formats, everybody, device: str | None, console, json_file: Path | None
-) -> None:
-    from benchmark_lib.jit import measure_jit
-    from benchmark_lib.table import print_jit
-
-    n, k, ms = _one_shape(shape, m, (16, 512))
-    callers: list[str] = []
-    missing: dict[str, str] = {}
-    if local_device() is None:
-        missing["first calls"] = "need a Hopper GPU"
-    else:
-        missing = _cannot_take_part(everybody)
-        callers = [each.name for each in everybody if each.name not in missing]
-    kernels = [(fmt.lhs, fmt.group_size) for fmt in formats if fmt == Format(fmt.lhs, fmt.group_size)]
-    rows = measure_jit(n, k, ms[0], ms[-1], kernels, callers, device, common.note)
-    rows += [{"what": name, "ms": None, "note": why} for name, why in missing.items()]
-    settings = {"n": n, "k": k, "m": ms[0], "other_m": ms[-1], "device": device}
-    _write_other("jit", settings, rows, json_file, lambda: print_jit(rows, console))
-    if all(row["ms"] is None for row in rows):
-        common.fail("nothing could be measured; the notes say why", common.FAILED)
-
-
-def _write_other(  # type: ignore[no-untyped-def]
-    mode: str, settings: dict[str, Any], rows: list[dict[str, Any]], json_file: Path | None, show
-) -> None:
-    """--host and --jit have documents of their own: no cells in them, but the same environment."""
-    document = {
-        "schema": results_lib.SCHEMA,
-        "mode": mode,
-        "environment": results_lib.environment(),
-        "settings": settings,
-        "rows": rows,
-    }
-    show()
+    document = {"schema": results_lib.SCHEMA, "mode": "host", "environment": results_lib.environment()}
+    document |= {"settings": settings, "rows": rows}  # no cells in it
+    print_host(rows, console)
     if json_file == Path("-"):
         common.print_json(document)
     elif json_file is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def main() -> None:
                     print(f"{head} | {row['rest']:.2f} | {row['spread']:.0%} |", flush=True)
             del weights
             torch.cuda.empty_cache()
-    document = {"environment": environment(), "rows": rows}
+    document = {"date": time.strftime("%Y-%m-%d"), "environment": environment(), "rows": rows}
     if arguments.json == "-":
         print(json.dumps(document, indent=1))
     elif arguments.json:

@@ -22,7 +22,7 @@ REQUIRED = [
     "cuda.bindings.nvrtc",
 ]
 TESTS = ["pytest", "hypothesis"]
-LIBRARIES = ["accelerate", "compressed_tensors", "matplotlib", "torchao", "transformers"]
+LIBRARIES = ["accelerate", "compressed_tensors", "torchao", "transformers"]
 
 
 def main() -> int:

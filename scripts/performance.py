@@ -82,10 +82,48 @@ RUNS: dict[str, tuple[str, ...]] = {
         "hum_mxfp4_a16", "--rounds", "2", "--preset", "dsv4-flash", "--preset", "kimi-k3-ep16", "--preset", "dsv4-pro-ep8",
         "--preset", "gpt-oss-120b", "--m", "1,6,16,48,128,1024,4096",
     ),
-    "layer_h200": ("scripts/end_to_end.py", "layer"),
-    "experts_h100": ("scripts/end_to_end.py", "ep"),
+    "moe_layer_w8_h200": (
+        "scripts/benchmark_moe_layer.py", "--mode", "e4m3", "--mode", "w8-e4m3", "--mode", "w8-int8", "--mode",
+        "w8-e4m3-block", "--tokens", "8,128",
+    ),
 }  # fmt: skip
-"""File of results, and the command that writes it."""
+"""File of results, and the command that writes it. Files of engines come from `collect`; layer_h200 and experts_h100 from
+`scripts/end_to_end.py layer` and `ep` of the tag `research`."""
+
+
+def shown(document: dict[str, Any]) -> dict[str, Any]:
+    """What tables and pictures take of a benchmark's document: no spreads, bounds or kernels."""
+    environment = document["environment"]
+    versions = {name: each for name, each in environment["versions"].items() if each is not None}
+    run = {name: environment[name] for name in ("device", "commit", "driver")} | versions
+    brief: dict[str, Any] = {"date": document["date"], "environment": run}
+    if "rows" in document:
+        rows = [
+            {key: row[key] for key in ("model", "mode", "tokens")} | {"us": row["us"]["layer"]}
+            for row in document["rows"]
+        ]
+        return brief | {"rows": rows}
+    brief["cells"] = []
+    for cell in document["cells"]:
+        kept = {key: cell[key] for key in ("layer", "n", "k", "m", "floor_us") if cell[key] != ""}
+        if "experts" in cell:
+            kept["experts"] = cell["experts"]["count"]
+        for figure in ("us", "power_w", "sm_mhz"):
+            values = {name: result[figure] for name, result in cell["results"].items() if result.get(figure)}
+            kept |= {figure: values} if values else {}
+        brief["cells"].append(kept)
+    return brief
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Writes a line for each cell or row."""
+    dump = partial(json.dumps, separators=(",", ":"))
+    fields = [
+        f'"{name}":' + ("[\n" + ",\n".join(map(dump, value)) + "\n]" if isinstance(value, list) else dump(value))
+        for name, value in document.items()
+    ]
+    path.write_text("{" + ",\n".join(fields) + "}\n", encoding="utf-8")
+
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -104,7 +142,7 @@ def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _time(cell: Document, name: str) -> float | None:
-    return cell["results"].get(name, {}).get("us")
+    return cell["us"].get(name)
 
 
 def times(columns: dict[str, str], document: Document, only: Callable[[Document], bool] = lambda cell: True) -> str:
@@ -140,10 +178,8 @@ def held(columns: dict[str, str], document: Document) -> str:
     cells = document["cells"]
 
     def text(cell: Document, name: str) -> str:
-        result = cell["results"].get(name, {})
-        if not result.get("us"):
-            return "-"
-        return f"{_us(result['us'])} ({result.get('power_w', 0):.0f} W, {result.get('sm_mhz', 0):.0f} MHz)"
+        us = _time(cell, name)
+        return f"{_us(us)} ({cell['power_w'][name]:.0f} W, {cell['sm_mhz'][name]:.0f} MHz)" if us else "-"
 
     rows = [[label, *(text(cell, name) for cell in cells)] for name, label in columns.items()]
     return _rows([f"{cells[0]['n']} × {cells[0]['k']}, m =", *(f"{cell['m']:,}" for cell in cells)], rows)
@@ -151,7 +187,7 @@ def held(columns: dict[str, str], document: Document) -> str:
 
 def experts(columns: dict[str, str], document: Document) -> str:
     rows = [
-        [cell["layer"], f"{cell['experts']['count']} × {cell['n']} × {cell['k']}", f"{cell['m']:,}",
+        [cell["layer"], f"{cell['experts']} × {cell['n']} × {cell['k']}", f"{cell['m']:,}",
          _us(cell["floor_us"]), *(_us(_time(cell, name)) for name in columns)]
         for cell in document["cells"]
     ]  # fmt: skip
@@ -193,11 +229,11 @@ def choices(accuracy: Document, four: Document, eight: Document) -> str:
     cells: dict[int, Document] = {m: {} for m in CHOICE_MS}
     for cell in (*eight["cells"], *four["cells"]):
         if (cell["n"], cell["k"]) == CHOICE_LAYER and cell["m"] in cells:
-            cells[cell["m"]] |= cell["results"]
-    errors = {row["row"]: row for row in accuracy["table"]["rows"]}
+            cells[cell["m"]] |= cell["us"]
+    errors = {row["row"]: row for row in accuracy["rows"]}
     lines = []
     for label, bits, row, name in CHOICES:
-        times = [results[name]["us"] / results["e4m3_g128"]["us"] for results in cells.values()]
+        times = [us[name] / us["e4m3_g128"] for us in cells.values()]
         error = errors[row]
         lines.append([
             label, bits, f"{error['perplexity']:.2f}", f"{error['kl']:.3f}", f"{error['same']:.2f}",
@@ -225,7 +261,7 @@ CHOICES = (
 
 def whole_layers(columns: dict[str, str], document: Document) -> str:
     """A line a model and number of tokens, microseconds of the expert layer by mode."""
-    measured = {(row["model"], row["tokens"], row["mode"]): row["us"]["layer"] for row in document["rows"]}
+    measured = {(row["model"], row["tokens"], row["mode"]): row["us"] for row in document["rows"]}
     cells = dict.fromkeys((model, tokens) for model, tokens, _ in measured)
     rows = [
         [model, f"{tokens:,}", *(_us(measured.get((model, tokens, mode))) for mode in columns)]
@@ -270,13 +306,6 @@ def divided(columns: dict[str, str], document: Document) -> str:
     """A line for each activation and number of a rank's tokens."""
     rows = [[row["activation"], f"{row['tokens']:,}", *(_us(row[key]) for key in columns)] for row in document["rows"]]
     return _rows(["activations", "tokens of a rank", *columns.values()], rows)
-
-
-def simulated(_: Document) -> str:
-    """What scripts/parallel_cost.py prints."""
-    command = [sys.executable, "scripts/parallel_cost.py"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return "\n".join(["```", *(line.rstrip() for line in printed.splitlines()), "```"])
 
 
 TORCH = {"fp8row": "FP8, a scale a row", "fp8ten": "FP8, a scale a tensor"}
@@ -381,7 +410,6 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts-divided": ("experts_h100", partial(
         divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us": "collectives",
                   "nvlink_us": "nvlink", "any_us": "any number"})),
-    "simulated": ("experts_h100", simulated),
     "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
     "vllm-two-level": ("vllm_two_level_h200", partial(engines, VLLM_ENGINES)),
     "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
@@ -424,10 +452,9 @@ def measure(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
-    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, 15 minutes, and two H100s for
-    experts_h100.
+    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, and 15 minutes.
 
-    A run that fails is named, and the others go on.
+    A run that fails is named, and the others go on. What the benchmark wrote stays in build/performance, for its --compare.
     """
     unknown = set(only or ()) - set(RUNS)
     if unknown:
@@ -439,14 +466,13 @@ def measure(
             failed.append(name)
             continue
         started = time.monotonic()
-        result = out / f"{name}.json"
-        with (out / f"{name}.log").open("w") as log:
-            command = [sys.executable, *RUNS[name], "--json"]
-            if "benchmark.py" in RUNS[name][0]:
-                code = subprocess.run([*command, str(result)], cwd=ROOT, stdout=log, stderr=log).returncode
-            else:  # which prints its results
-                with result.open("w") as file:
-                    code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=log).returncode
+        raw = ROOT / "build" / "performance" / f"{name}.json"
+        raw.parent.mkdir(parents=True, exist_ok=True)
+        with raw.with_suffix(".log").open("w") as log:
+            command = [sys.executable, *RUNS[name], "--json", str(raw)]
+            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
+        if raw.exists():
+            write(out / f"{name}.json", shown(json.loads(raw.read_text())))
         common.note(f"{name}: {time.monotonic() - started:.0f} s, exit status {code}")
         failed += [name] if code else []
     if failed:
@@ -469,8 +495,9 @@ def collect(
     versions: dict[str, str] = {}
     for row in rows:
         versions |= row.pop("versions", {})
+        row.pop("rounds", None)
     date, environment = runs[0]
-    out.write_text(json.dumps({"date": date, "environment": environment | versions, "rows": rows}, indent=1) + "\n")
+    write(out, {"date": date, "environment": environment | versions, "rows": rows})
 
 
 @app.command()

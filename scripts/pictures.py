@@ -92,7 +92,7 @@ def speed(results: Path) -> str:
         times = []
         for _, file, contestants in BARS:
             cell = next(c for c in documents[file]["cells"] if (c["n"], c["k"], c["m"]) == (n, k, m))
-            times.append(min(cell["results"][each]["us"] for each in contestants))
+            times.append(min(cell["us"][each] for each in contestants))
         for at, ((label, _, _), us) in enumerate(zip(BARS, times)):
             y, kind = 62 + 30 * at, "ours" if label.startswith("jitgemm") else "theirs"
             if left == 262:

@@ -13,7 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -116,18 +116,6 @@ def problem_of(cell: Cell) -> Problem:
     return Problem(m, n, k, lhs, format, lhs_group=lhs_group, sums=sums, **more)
 
 
-def random_layers(count: int, seed: int, held: bool = True) -> list[tuple[str, int, int]]:
-    """Layers of random formats, held out or not: rows and columns from small shards to large layers."""
-    rng, found = random.Random(seed), []
-    while len(found) < count:
-        n = 8 * round(math.exp(rng.uniform(math.log(256), math.log(28672))) / 8)
-        k = 32 * round(math.exp(rng.uniform(math.log(512), math.log(16384))) / 32)
-        n, k = (64 * round(n / 64), 128 * round(k / 128)) if rng.random() < 0.7 else (n, k)
-        if held_out(n, k) == held and (n, k) not in SHAPES:
-            found.append((rng.choice(list(FORMATS)), n, k))
-    return found
-
-
 def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
     """The `count` kernels that the model likes best, and the best of each of `count` families."""
     ranked = [candidate.kernel for candidate in candidates(problem, device)]
@@ -156,60 +144,59 @@ class Sweep:
 
     Attributes:
         gpu, spec, date: the driver's name of the GPU, the selector's, the day of the last timing.
-        brief: timings in short bursts.
-        held: timings at the power limit; they take the place of brief ones of the same problem.
+        all: microseconds by problem and kernel.
     """
 
     gpu: str
     spec: str
     date: str
-    brief: Timings = field(default_factory=dict)
-    held: Timings = field(default_factory=dict)
+    all: Timings = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceSpec:
         return device_spec(self.spec)
 
     def timings(self) -> Timings:
-        """Those that count: held ones before brief ones, of kernels that are legal."""
+        """Of the kernels that are legal: some that once were spill with today's count of registers."""
         found = {}
-        for cell, us in (self.brief | self.held).items():
+        for cell, us in self.all.items():
             legal = {kernel: value for kernel, value in us.items() if illegal(kernel, self.device) is None}
             if legal:
                 found[cell] = legal
         return found
 
+    def thinned(self, within: float) -> Sweep:
+        """With the kernels that the selector chooses, and those at most `within` times as slow as a problem's best."""
+        found: Timings = {}
+        for cell, us in self.timings().items():
+            chosen, most = choose(problem_of(cell), self.device), within * min(us.values())
+            found[cell] = {kernel: value for kernel, value in us.items() if value <= most or kernel == chosen}
+        return replace(self, all=found)
+
     @classmethod
     def read(cls, path: Path) -> Sweep:
         document = json.loads(path.read_text())
 
-        def table(name: str) -> Timings:
-            found: Timings = {}
-            for *cell, us in document[name]:
-                lhs, fmt, lhs_group, _ = FORMATS[cell[0]]
-                fmt = fmt.kernel_format
-                table = problem_of(tuple(cell)).table_size
-                shapes = (dict(zip(document["fields"], document["kernels"][index])) for index, _ in us)
-                kernels = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
-                found[tuple(cell)] = dict(zip(kernels, (value for _, value in us)))
-            return found
-
-        return cls(document["gpu"], document["spec"], document["date"], table("brief"), table("held"))
+        found: Timings = {}
+        for *cell, kernels, us in document["timings"]:
+            lhs, fmt, lhs_group, _ = FORMATS[cell[0]]
+            table, fmt = problem_of(tuple(cell)).table_size, fmt.kernel_format
+            shapes = (dict(zip(document["fields"], document["kernels"][index])) for index in kernels)
+            specs = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
+            found[tuple(cell)] = dict(zip(specs, us))
+        return cls(document["gpu"], document["spec"], document["date"], found)
 
     def write(self, path: Path) -> None:
-        """Writes a line for each problem."""
+        """Writes a line for each problem: its kernels by their place in a list, and their times."""
         numbers: dict[tuple, int] = {}
-
-        def table(timings: Timings) -> list[list]:
-            return [
-                [*cell, [[numbers.setdefault(_shape(kernel), len(numbers)), value] for kernel, value in us.items()]]
-                for cell, us in timings.items()
-            ]
-
-        tables = {"brief": table(self.brief), "held": table(self.held)}
-        head = json.dumps({"gpu": self.gpu, "spec": self.spec, "date": self.date, "fields": FIELDS})[:-1]
-        lists = {"kernels": list(numbers), **tables}
-        body = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in lists.items())
+        rows = [
+            [*cell, [numbers.setdefault(_shape(kernel), len(numbers)) for kernel in us], list(us.values())]
+            for cell, us in self.all.items()
+        ]
+        dump = partial(json.dumps, separators=(",", ":"))
+        head = dump({"gpu": self.gpu, "spec": self.spec, "date": self.date, "fields": FIELDS})[:-1]
+        lists = {"kernels": list(numbers), "timings": rows}
+        body = (f'"{name}": [\n' + ",\n".join(map(dump, rows)) + "\n]" for name, rows in lists.items())
         path.write_text(",\n".join((head, *body)) + "}\n")
 
     def merge(self, other: Sweep) -> None:
@@ -217,9 +204,8 @@ class Sweep:
         if other.spec != self.spec:
             raise ValueError(f"timings of a {other.spec} cannot join those of a {self.spec}")
         self.date = max(self.date, other.date)
-        for mine, theirs in ((self.brief, other.brief), (self.held, other.held)):
-            for cell, us in theirs.items():
-                mine.setdefault(cell, {}).update(us)
+        for cell, us in other.all.items():
+            self.all.setdefault(cell, {}).update(us)
 
 
 def _shape(kernel: KernelSpec) -> tuple:
@@ -228,8 +214,6 @@ def _shape(kernel: KernelSpec) -> tuple:
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
 
-HELD_US, HELD_WITHIN, HELD_KERNELS = 60.0, 1.15, 9
-"""`hold` times problems of so many microseconds and more: kernels within this factor of the best, so many at most."""
 HOLD_S = 0.2
 COMPILE_PART = 0.6
 """Part of a time limit after which no further kernel is compiled."""
@@ -352,7 +336,7 @@ class Bench:
         calls = self._dense(m) if self.experts is None else self._grouped(m, self.experts)
         contestants = {kernel: Timed(calls(kernel)) for kernel in kernels}
         measure(list(contestants.values()), m)
-        return {kernel: round(timed.us, 3) for kernel, timed in contestants.items()}
+        return {kernel: round(timed.us, 2) for kernel, timed in contestants.items()}
 
     def _dense(self, m: int) -> Callable[[KernelSpec], list[Callable[[], None]]]:
         """Calls of a kernel."""
@@ -553,12 +537,16 @@ app = common.command_line(
     so that a wrong model is found out. Regret is the time of the kernel that
     the selector chooses over the best time of all. A quarter of the layers
     (`held_out`) is never fitted to.
-    """,
+    """
 )
 
 File = Annotated[Path, typer.Argument(help="File of timings, such as scripts/data/sweep_h200.json.")]
 Out = Annotated[Path, typer.Option("--out", help="File to write: what was timed, also when the time was over.")]
 Minutes = Annotated[float, typer.Option("--minutes", min=0.1, help="Time limit, compiling included.")]
+Held = Annotated[
+    bool,
+    typer.Option("--held", help="Hold each kernel for a while: large GEMMs run at the power limit, a burst does not."),
+]
 Kernels = Annotated[int, typer.Option("--kernels", min=1, help="Kernels by prediction, and families, of a problem.")]
 
 
@@ -582,11 +570,8 @@ def run_command(
         list[str] | None,
         typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual"),
     ] = None,
-    new: Annotated[int, typer.Option("--random", help="Time so many random layers instead.")] = 0,
-    held: Annotated[bool, typer.Option("--held-out/--fitted", help="Which random layers.")] = True,
-    ms: Annotated[int, typer.Option("--ms", min=1, help="Values of m of a random layer.")] = 6,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random layers.")] = 1,
     kernels: Kernels = 12,
+    held: Held = False,
     minutes: Minutes = 10.0,
 ) -> None:
     """Times kernels on problems; needs a Hopper GPU."""
@@ -598,14 +583,10 @@ def run_command(
     ]
     if preset and not moe:
         raise ValueError("--preset: expected --moe, whose layers it names")
-    rng = random.Random(seed)
     cells = [(*layer, tokens) for layer in layers for tokens in m or MS]
-    if new:
-        layers = [layer for layer in random_layers(20 * new, seed, held) if not formats or layer[0] in formats][:new]
-        cells = [(*layer, tokens) for layer in layers for tokens in sorted(rng.sample(m or MS, min(ms, len(m or MS))))]
     if moe:
-        if shape or new:
-            raise ValueError("--moe: --shape and --random cannot be combined with it")
+        if shape:
+            raise ValueError("--moe: --shape cannot be combined with it")
         names = formats or [fmt.name for fmt in MOE_FORMATS]
         cells = [
             (name, cell.n, cell.k, cell.m, *astuple(cell.experts)[:3])
@@ -614,7 +595,7 @@ def run_command(
         ]
     device = _this_device()
     jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}
-    sweep.brief = time_all(jobs, briefly, minutes)
+    sweep.all = time_all(jobs, at_power_limit if held else briefly, minutes)
     _finish(sweep, out)
 
 
@@ -624,12 +605,10 @@ def missing(
     file: File,
     out: Out,
     beside: Annotated[int, typer.Option("--beside", min=1, help="Best kernels to time again beside a choice.")] = 3,
+    held: Held = False,
     minutes: Minutes = 10.0,
 ) -> None:
-    """Times what the selector chooses for the file's problems and was never timed there, beside the best.
-
-    Where the file has timings at the power limit, so are these.
-    """
+    """Times what the selector chooses for the file's problems and was never timed there, beside the best."""
     known, sweep = Sweep.read(file), _here()
     timings, device = known.timings(), _this_device()
     jobs = {}
@@ -638,45 +617,28 @@ def missing(
             best = sorted(timings[each.cell], key=timings[each.cell].__getitem__)
             jobs[each.cell] = [each.chosen, *best[:beside]]
     common.note(f"{len(jobs)} problems whose choice was never timed")
-    held = {cell: kernels for cell, kernels in jobs.items() if cell in known.held}
-    sweep.held = time_all(held, at_power_limit, minutes / 2)
-    brief = {cell: kernels for cell, kernels in jobs.items() if cell not in held}
-    sweep.brief = time_all(brief, briefly, minutes / 2)
+    sweep.all = time_all(jobs, at_power_limit if held else briefly, minutes)
     _finish(sweep, out)
-
-
-@app.command()
-@common.guarded
-def hold(file: File, out: Out, minutes: Minutes = 10.0) -> None:
-    """Times the best kernels of the file's large problems again, each for a while, at the GPU's power limit.
-
-    A large GEMM runs at the power limit, where its time depends on what the GPU did before.
-    """
-    sweep = _here()
-    sweep.held = time_all(large_problems(Sweep.read(file).brief), at_power_limit, minutes)
-    _finish(sweep, out)
-
-
-def large_problems(timings: Timings) -> Jobs:
-    jobs = {}
-    for cell, us in timings.items():
-        best = sorted(us, key=us.__getitem__)
-        if us[best[0]] >= HELD_US:
-            jobs[cell] = [kernel for kernel in best if us[kernel] <= us[best[0]] * HELD_WITHIN][:HELD_KERNELS]
-    return jobs
 
 
 @app.command()
 @common.guarded
 def merge(
-    file: File, others: Annotated[list[Path], typer.Argument(help="Files to take over; the last one wins.")]
+    file: File,
+    others: Annotated[list[Path] | None, typer.Argument(help="Files to take over; the last one wins.")] = None,
+    within: Annotated[
+        float,
+        typer.Option(
+            "--within", min=1, help="Leave out kernels this many times as slow as a problem's best.", show_default="all"
+        ),
+    ] = math.inf,
 ) -> None:
-    """Takes the timings of other files over into the first one."""
-    sweep = Sweep.read(file) if file.exists() else Sweep.read(others[0])
-    for other in others:
+    """Takes the timings of other files over into the first one. Kernels that the selector chooses always stay."""
+    sweep = Sweep.read(file)
+    for other in others or ():
         sweep.merge(Sweep.read(other))
-    sweep.write(file)
-    report(sweep, 0)
+    sweep.thinned(within).write(file)
+    report(Sweep.read(file), 0)
 
 
 @app.command()
@@ -731,7 +693,7 @@ def _here() -> Sweep:
 
 def _finish(sweep: Sweep, out: Path) -> None:
     sweep.write(out)
-    common.note(f"{sum(map(len, (sweep.brief | sweep.held).values()))} timings in {out}")
+    common.note(f"{sum(map(len, sweep.all.values()))} timings in {out}")
     if sweep.timings():
         report(sweep, 12)
 

@@ -1,11 +1,11 @@
 """What `scripts/benchmark.py` is made of, one job a module. Imports point downwards only:
 
-run, host, jit       the three measurements
+run, host            the two measurements
 checks, timing       is a result right; how long does it take
 ours, torch_peers,   who takes part: each gives calls to time, and knows only its own library
 other_peers, moe
 contestant, data     what taking part means; the weights and activations all are given
 compare, table,      what is made of the numbers
-picture, results
+results
 cells                shapes, formats, the floor: plain arithmetic, no torch
 """

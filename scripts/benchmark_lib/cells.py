@@ -341,12 +341,7 @@ class Format:
 SWITCHES = ("any", "f16", "x", "b128", "b128e", "bi")
 """What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `corrects`, `lhs_blocks`, that
 with `lhs_e8m0`, `batch_invariant`."""
-DEFAULT_FORMATS = (
-    Format("e4m3", 128),
-    Format("s8", 128),
-    Format("s8", 0),
-    Format("e4m3", 128, any_codes=True),
-)
+DEFAULT_FORMATS = (Format("e4m3", 128), Format("s8", 128), Format("s8", 0), Format("e4m3", 128, any_codes=True))
 MOE_FORMATS = DEFAULT_FORMATS[:3]
 MORE_FORMATS = (
     Format("e4m3", 32),

@@ -172,17 +172,6 @@ def print_host(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table(("call", "same tensors", "32 layers in turn", "+-", "note"), shown, left=("call", "note")))
 
 
-def print_jit(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    console.print(
-        "\nfrom nothing to a kernel, milliseconds, each in a fresh process (imports not counted unless it says so)"
-    )
-    shown = [
-        (row["what"], "-" if row.get("ms") is None else f"{row['ms']:.1f}", row.get("spread", ""), row.get("note", ""))
-        for row in rows
-    ]
-    console.print(table(("what", "ms", "least..most", "note"), shown, left=("what", "note")))
-
-
 def _us(value: float | None) -> str:
     if value is None:
         return "-"

@@ -99,28 +99,6 @@ class Timed:
         return [value for turn in self.turns for value in turn]
 
 
-class Launched(Timed):
-    """The same without a graph: the calls themselves, by the host's clock.
-
-    Args:
-        finish: waits until a device is done with them.
-    """
-
-    def __init__(self, calls: Sequence[Callable[[], Any]], finish: Callable[[], Any] = lambda: None):
-        self.run, self.calls, self.turns, self.finish = tuple(calls), len(calls), [], finish
-        for call in calls:
-            call()
-
-    def turn(self, replays: int) -> None:
-        self.finish()
-        started = time.perf_counter()
-        for _ in range(replays):
-            for call in self.run:
-                call()
-        self.finish()
-        self.turns.append([(time.perf_counter() - started) * 1e6 / (replays * self.calls)])
-
-
 def relative_spread(times: Sequence[float]) -> float:
     """The noise of a measurement: from its 10th to its 90th percentile, as a part of its median."""
     if len(times) < 2:

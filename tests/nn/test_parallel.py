@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import builders
 import pytest
@@ -839,28 +837,3 @@ def test_transformers_divides_the_model_by_its_own_plan(both, stored, floats, qu
     needs_plans()
     first, second = both(from_pretrained, floats if quantising else stored, quantising)
     assert builders.same_bits(first, second)
-
-
-# ---- what scripts/end_to_end.py times --------------------------------------------------------------------------------
-
-
-def halves(mesh, name: str) -> None:
-    """What a rank computes without the collectives are parts of what it computes with them."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-    from benchmark_lib import divided, llama
-
-    model = llama.empty_model(llama.ModelSizes(1, 64, 128, 4, 4, 96, 64), "cpu", 3)
-    divided.divide(model, mesh, name, 32)
-    alone = divided.without_collectives(model)
-    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    given = [each.model.layers[0].post_attention_layernorm(x) for each in (model, alone)]
-    summed, part = (each.model.layers[0].mlp(y) for each, y in zip((model, alone), given))
-    assert torch.equal(*given) and not torch.equal(summed, part)
-    torch.distributed.all_reduce(part)
-    assert torch.equal(summed, part)
-
-
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "int8"])
-def test_ranks_without_collectives_keep_their_parts(both, name):
-    pytest.importorskip("transformers")
-    both(halves, name)

@@ -142,12 +142,13 @@ def test_no_stand_in_is_left_over():
 
 
 def shell_lines() -> list[tuple[str, str]]:
-    """(page, command) of every line in a block without a language that starts like a command."""
+    """(page, command) of every line in a block without a language that starts like a command; "" ends a block."""
     found = []
     for page, text in fences("", "sh", "bash", "shell"):
         for line in text.replace("\\\n", " ").splitlines():
             if re.match(r"(python|scripts/|pip|jitgemm|git) ?", line):
                 found.append((page, line.split("#")[0].strip()))
+        found.append((page, ""))
     return found
 
 
@@ -192,8 +193,8 @@ def test_every_jitgemm_command_is_one(page, command):
 def script_lines() -> list[tuple[str, str]]:
     lines, past = [], False
     for page, line in shell_lines():
-        past = line.startswith("git checkout") or (past and "scripts/ablate.py" in line)
-        if not past and "scripts/" in line:  # scripts of another commit cannot be looked at here
+        past = bool(line) and (past or line.startswith("git checkout"))
+        if not past and "scripts/" in line:  # what a block runs behind a checkout cannot be looked at here
             lines.append((page, line))
     return lines
 

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py without a GPU: arguments, the floor, documents, the gate, tables, the picture, JIT probes."""
+"""scripts/benchmark.py without a GPU: arguments, the floor, documents, the gate, tables."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_list_peers_says_who_is_missing_and_why():
         (("--m", "0"), "--m"),
         (("--format", "int3_g128"), "--format"),
         (("--peer", "cublas"), "--peer"),
-        (("--host", "--jit"), "give one of them"),
+        (("--host", "--list-peers"), "give one of them"),
         (("--host", "--sustained"), "--sustained"),
         (("--from", "nowhere.json"), "nowhere.json"),
     ],
@@ -316,7 +316,7 @@ def test_a_wrong_result_exits_1_without_any_baseline(recorded):
     assert "m=16 e4m3_g128: WRONG RESULT" in done.stderr
 
 
-# tables and the picture
+# tables
 
 
 def test_the_table_has_ours_in_detail_and_says_who_is_missing(recorded):
@@ -337,15 +337,6 @@ def test_the_best_of_its_kind_leaves_other_kinds_out():
     assert row[9:13] == ("hum_fp8_g128 9.00", "1.80", "fp8row 2.50", "0.50")
     row = next(row for row in ours_rows(document()) if row[2:4] == ("16", "int8_ch"))
     assert row[9:11] == ("-", "-")
-
-
-def test_without_matplotlib_only_a_picture_that_was_asked_for_fails(recorded, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = recorded("result.json", document())
-    skipped = script("--from", path, "--json", tmp_path / "again.json")
-    assert skipped.returncode == 0 and "import of matplotlib" in skipped.stderr
-    assert (tmp_path / "again.json").exists()
-    assert script("--from", path, "--plot", tmp_path / "picture.png").returncode == 3
 
 
 # the measurement, with nothing to measure on
@@ -510,31 +501,6 @@ def test_a_call_of_each_quantiser_mode_moves_the_bytes_it_says(m, monkeypatch):
         parameters = 2 * k * ("rms_norm" in mode) + 4 * k * ("permuted" in mode) + 4 * m * k * ("residual" in mode)
         assert moved == x.nbytes + q.nbytes + 4 * scale.numel() + sum(each.nbytes for each in more) + parameters, mode
         assert copies[0].__defaults__[0].nbytes >= moved - 1
-
-
-# compile and look-up times
-
-
-@pytest.mark.nvrtc
-def test_jit_probes_compile_cold_and_find_warm(tmp_path):
-    from benchmark_lib.jit import run_probe
-
-    arguments = {"n": 256, "k": 256, "m": 16, "m2": 1024, "lhs": "e4m3", "group": 128, "device": "h200"}
-    variables = {"JITGEMM_CACHE_DIR": str(tmp_path)}
-    cold = run_probe("kernel", arguments, variables)
-    warm = run_probe("kernel", arguments, variables)
-    assert not cold["found"] and cold["compile_ms"] > 0 and cold["second_compiled"]
-    assert warm["found"] and "compile_ms" not in warm and not warm["second_compiled"]
-    assert warm["find_ms"] < cold["total_ms"]
-
-
-def test_a_probe_that_fails_leaves_a_row_with_its_reason(tmp_path):
-    from benchmark_lib.jit import ProbeFailed, _row, run_probe
-
-    with pytest.raises(ProbeFailed) as failure:
-        run_probe("kernel", {"n": 7}, {"JITGEMM_CACHE_DIR": str(tmp_path)})
-    row = _row("first call", [failure.value], "total_ms")
-    assert row["ms"] is None and "TypeError" in row["note"]
 
 
 # mixtures of experts

@@ -35,21 +35,14 @@ def test_a_picture_shows_the_files_times(tmp_path):
     for name in ("h200", "peers_h200"):
         document = json.loads((performance.RESULTS / f"{name}.json").read_text())
         for cell in document["cells"]:
-            for result in cell["results"].values():
-                result["us"] = 1234.0 if cell["m"] == 16 else 56.7
+            cell["us"] = dict.fromkeys(cell["us"], 1234.0 if cell["m"] == 16 else 56.7)
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
     drawn = pictures.speed(tmp_path)
     assert drawn.count(">1234<") == drawn.count(">56.7<") == 5
 
 
 def test_a_table_has_what_its_file_has(tmp_path):
-    cell = {
-        "n": 64,
-        "k": 128,
-        "m": 1024,
-        "floor_us": 1.5,
-        "results": {"e4m3_g128": {"us": 12.345}, "bf16": {"us": None}},
-    }
+    cell = {"n": 64, "k": 128, "m": 1024, "floor_us": 1.5, "us": {"e4m3_g128": 12.345}}
     environment = {"device": "a GPU", "commit": "0123456789"}
     document = {"date": "2026-01-02T03:04", "environment": environment, "cells": [cell]}
     (tmp_path / "h200.json").write_text(json.dumps(document))
@@ -59,10 +52,7 @@ def test_a_table_has_what_its_file_has(tmp_path):
 
 
 def test_speeds_span_all_cells_of_a_range():
-    cells = [
-        {"m": m, "results": {"a": {"us": 2.0}, "b": {"us": us}, "c": {"us": None}}}
-        for m, us in ((1, 3), (9, 5), (80, 1))
-    ]
+    cells = [{"m": m, "us": {"a": 2.0, "b": us}} for m, us in ((1, 3), (9, 5), (80, 1))]
     made = performance.speeds([("x", 0, "a", "b c")], {"few": (1, 64), "many": (65, 99)}, {"cells": cells})
     assert made.splitlines()[-1] == "| x | 1.50 to 2.50 | 0.50 to 0.50 |"
 
@@ -71,7 +61,7 @@ def test_rows_of_a_run_become_a_file_of_results(tmp_path):
     lines, out = tmp_path / "results.jsonl", tmp_path / "out.json"
     run = {"date": "2026-01-02", "device": "a GPU", "commit": "0123456"}
     rows = [{"model": "llama8b", "quant": each, "step_us_1": i} for i, each in enumerate(("fp8", "jitgemm"))]
-    written = [row | run | {"versions": {"sglang": "0.5.17"}} for row in rows]
+    written = [row | run | {"rounds": {"step_us_1": [1, 2]}, "versions": {"sglang": "0.5.17"}} for row in rows]
     lines.write_text("".join(json.dumps(row) + "\n" for row in written))
     performance.collect(lines, out)
     environment = {"device": "a GPU", "commit": "0123456", "sglang": "0.5.17"}
@@ -80,3 +70,20 @@ def test_rows_of_a_run_become_a_file_of_results(tmp_path):
         print(json.dumps(rows[0] | run | {"device": "another"}), file=file)
     with pytest.raises(typer.Exit):
         performance.collect(lines, out)
+
+
+def test_of_a_benchmark_s_document_what_tables_show_is_kept(tmp_path):
+    result = {"us": 3.5, "power_w": 600.0, "sm_mhz": 1980.0, "spread": 0.1, "kernel": "a label", "replays": 9}
+    cell = {"n": 64, "k": 128, "m": 1, "layer": "w13", "floor_us": 1.5, "experts": {"count": 8, "top_k": 2}}
+    cell["results"] = {"int8_ch": result, "int8mm": {"us": None, "note": "refused"}}
+    versions = {"torch": "2.11.0", "quack-kernels": None}
+    environment = {"device": "a GPU", "commit": "0123456", "driver": "580", "cpu": "a CPU", "versions": versions}
+    performance.write(
+        tmp_path / "out.json", performance.shown({"date": "2026-01-02", "environment": environment, "cells": [cell]})
+    )
+    assert json.loads((tmp_path / "out.json").read_text()) == {
+        "date": "2026-01-02",
+        "environment": {"device": "a GPU", "commit": "0123456", "driver": "580", "torch": "2.11.0"},
+        "cells": [{"layer": "w13", "n": 64, "k": 128, "m": 1, "floor_us": 1.5, "experts": 8, "us": {"int8_ch": 3.5},
+                   "power_w": {"int8_ch": 600.0}, "sm_mhz": {"int8_ch": 1980.0}}],
+    }  # fmt: skip

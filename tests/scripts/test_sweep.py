@@ -88,26 +88,15 @@ def test_experts_lose_least_with_what_the_selector_counts_of_them():
     assert len(mxfp4) == 168 and mean <= 0.01 and p99 <= 0.07
 
 
-def test_random_layers_are_held_out_and_new():
-    layers = sweep.random_layers(50, seed=3)
-    assert layers == sweep.random_layers(50, seed=3) != sweep.random_layers(50, seed=4)
-    for name, n, k in layers:
-        assert name in sweep.FORMATS and held_out(n, k) and (n, k) not in sweep.SHAPES
-        assert n % 8 == 0 == k % 32 and 256 <= n <= 28672 and 512 <= k <= 16384
-    assert len({name for name, *_ in layers}) > 5
-    assert not any(held_out(n, k) for _, n, k in sweep.random_layers(50, seed=3, held=False))
-
-
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
 def test_the_file_holds_kernels_that_are_legal_apart_from_some_that_spill(swept):
-    for timings in (swept.brief, swept.held):
-        for cell, us in timings.items():
-            assert len(us) >= 2 and all(value > 0 for value in us.values())
-            for kernel in us:
-                assert "registers" in (illegal(kernel, swept.device) or "registers"), (cell, kernel.label)
-    timed = sum(map(len, (swept.brief | swept.held).values()))
+    for cell, us in swept.all.items():
+        assert all(value > 0 for value in us.values())
+        for kernel in us:
+            assert "registers" in (illegal(kernel, swept.device) or "registers"), (cell, kernel.label)
+    timed = sum(map(len, swept.all.values()))
     assert sum(map(len, swept.timings().values())) >= 0.95 * timed
 
 
@@ -155,36 +144,27 @@ def test_timings_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path)
     assert done.exit_code == 0, done.output
 
 
-def test_held_timings_take_the_place_of_brief_ones():
-    swept = Sweep.read(H200)
-    cell = next(iter(swept.held))
-    held, brief = ({kernel: us for kernel, us in table[cell].items() if illegal(kernel, swept.device) is None}
-                   for table in (swept.held, swept.brief))  # fmt: skip
-    assert swept.timings()[cell] == held != brief
-    swept.held = {}
-    assert swept.timings()[cell] == brief
+def test_a_thinned_file_has_the_choice_the_best_and_what_is_near_it():
+    cell = ("e4m3_g128", 4096, 4096, 64)
+    device = Sweep.read(H200).device
+    chosen, *others = sweep.kernels_of(sweep.problem_of(cell), device, 3)
+    us = {chosen: 60.0} | dict(zip(others, (40.0, 42.0, 42.1)))
+    thinned = Sweep("NVIDIA H200", "h200", "2026-01-01", {cell: us}).thinned(1.05)
+    assert thinned.all == {cell: {kernel: us[kernel] for kernel in (chosen, *others[:2])}}
 
 
 def test_merging_replaces_older_timings_and_adds_new_ones():
     mine = Sweep.read(H200)
-    first = next(iter(mine.brief))
-    kernel = next(iter(mine.brief[first]))
-    brief = {first: {kernel: 1.0}, ("e4m3_g128", 72, 96, 8): {kernel: 2.0}}
-    other = replace(mine, brief=brief, held={}, date="2999-01-01")
-    count = len(mine.brief[first])
+    first = next(iter(mine.all))
+    kernel = next(iter(mine.all[first]))
+    timings = {first: {kernel: 1.0}, ("e4m3_g128", 72, 96, 8): {kernel: 2.0}}
+    other = replace(mine, all=timings, date="2999-01-01")
+    count = len(mine.all[first])
     mine.merge(other)
-    assert mine.brief[first][kernel] == 1.0 and len(mine.brief[first]) == count
-    assert mine.brief["e4m3_g128", 72, 96, 8] == {kernel: 2.0} and mine.date == "2999-01-01"
+    assert mine.all[first][kernel] == 1.0 and len(mine.all[first]) == count
+    assert mine.all["e4m3_g128", 72, 96, 8] == {kernel: 2.0} and mine.date == "2999-01-01"
     with pytest.raises(ValueError, match="timings of a h20 cannot join those of a h200"):
         mine.merge(replace(other, spec="h20"))
-
-
-def test_large_problems_are_held_with_the_kernels_near_the_best():
-    swept = Sweep.read(H200)
-    for cell, kernels in sweep.large_problems(swept.brief).items():
-        us = swept.brief[cell]
-        assert min(us.values()) >= sweep.HELD_US and 1 <= len(kernels) <= sweep.HELD_KERNELS
-        assert all(us[kernel] <= sweep.HELD_WITHIN * min(us.values()) for kernel in kernels)
 
 
 # ---- kernels, regret and fit ----------------------------------------------------------------------------------------
@@ -215,9 +195,7 @@ def test_a_fit_takes_the_constants_that_it_is_told():
     assert sweep.constants(only) == [("PROMOTE_CYCLES", "parts"), ("F16_WAITS", None)]
     with pytest.raises(ValueError, match="--constant: expected one of TILE_US, .*, got PROMOTE_CYCLES"):
         sweep.constants(["PROMOTE_CYCLES"])
-    done = CliRunner().invoke(
-        sweep.app, ["fit", str(H200.with_name("sweep_moe_w8_h200.json")), "--seconds", "0", "--constant", "HAND_US"]
-    )
+    done = CliRunner().invoke(sweep.app, ["fit", str(MOE_H200), "--seconds", "0", "--constant", "HAND_US"])
     assert done.exit_code == 0 and done.output == f"HAND_US = {cost.HAND_US:.4g}\n"
 
 
