@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
-from contextlib import closing
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -19,21 +18,14 @@ from jitgemm.cli import common
 if TYPE_CHECKING:
     import torch
 
-    from jitgemm.nn.quantize.quantize import Quantising
-    from jitgemm.nn.recipe import Recipe
-    from jitgemm.nn.save.source import Source
-    from jitgemm.nn.save.unfinished import Unfinished
+    from jitgemm.nn.save.model_folder import ModelFolder
 
 AUTO_KEEP_8BIT = 0.005
 """--keep-8bit AUTO: layers that lose more than this part of their result's energy (23 dB) get 8 bits."""
-GROUPS = (128, 64, 32)
-"""--group-size's choices, the fastest first."""
 Activation = Enum("Activation", {"e4m3": "e4m3", "int8": "int8"}, type=str)
 Scheme = Enum("Scheme", {"int4": "int4", "mxfp4": "mxfp4", "two-level": "two-level"}, type=str)
 SHOWN = 10
 """Layers in the table."""
-_BATCH = 8
-"""Windows in one call of the model."""
 
 _DATA = 'UTF-8 text, or .jsonl with "text" in each line, to calibrate; or none. Default: Python\'s help topics.'
 _TOKENS = "Tokens that calibrate, in windows of 256."
@@ -59,7 +51,7 @@ def quantize(
     ] = None,
     bits: Annotated[int, typer.Option("--bits", metavar="4|8", help=_BITS, show_default=False)] = 4,
     group_size: Annotated[
-        Optional[int], typer.Option("--group-size", metavar="|".join(map(str, GROUPS)), help=_GROUP, show_default=False)
+        Optional[int], typer.Option("--group-size", metavar="128|64|32", help=_GROUP, show_default=False)
     ] = None,
     zero_point: Annotated[bool, typer.Option("--zero-point", help="Codes 0..15 with integer zero points.")] = False,
     keep_8bit: Annotated[
@@ -95,6 +87,8 @@ def quantize(
       3    failed: a file is missing, or could not be written or read back
       130  interrupted; what is done is kept
     """
+    from jitgemm.nn.quantize.folder import GROUPS, quantize_folder  # with torch, as all that follows
+
     if group_size not in (None, *GROUPS):
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUPS))}, got {group_size}")
     if scheme is Scheme.int4 and bits == 8:
@@ -117,13 +111,14 @@ def quantize(
         raise ValueError(f"OUT: expected another folder than FOLDER, got {out}")
 
     from jitgemm.nn.quantize.evaluate import WIDTH, help_texts, texts_of
-    from jitgemm.nn.save.source import check_config, source_of
+    from jitgemm.nn.save.model_folder import check_config, open_model_folder
+    from jitgemm.nn.save.resume import ResumableFolder
 
     started = time.monotonic()
-    source = source_of(folder)
+    source = open_model_folder(folder)
     check_config(source)
     held, text = help_texts() if data in (None, "none") else texts_of(Path(data))
-    place = _device(device)
+    where = _device(device)
     settings = {
         "jitgemm": jitgemm.__version__,
         "files of FOLDER": _digest(*((file.name, state) for file, state in source.states.items())),
@@ -135,19 +130,19 @@ def quantize(
         "--zero-point": zero_point,
         "--keep-8bit": limit,
     }
-
-    from jitgemm.nn.save.unfinished import Unfinished
-
-    unfinished = Unfinished(out, settings, restart)
+    target = ResumableFolder(out, settings, restart)
     try:
-        if left := unfinished.layers:
+        if left := target.layers_done:
             common.note(f"{out}: going on with {left} layers that an interrupted run quantised")
-        texts = held, None if data == "none" else text
         if data is None:
             common.note("calibrates with Python's help topics; --data FILE takes text like what the model will read")
-        facts = _run(source, unfinished, place, texts, tokens // WIDTH, recipe, group_size, limit)
+        held_back, ids = _windows(source, (held, None if data == "none" else text), tokens // WIDTH)
+        facts = quantize_folder(
+            source, target, recipe, device=where, calibration=ids, held_back=held_back, group_size=group_size,
+            keep_8bit=limit, note=common.note, progress=_Progress(),
+        )  # fmt: skip
     except KeyboardInterrupt:
-        kept, complete = unfinished.layers, (out / "config.json").is_file()
+        kept, complete = target.layers_done, (out / "config.json").is_file()
         if complete and not kept:
             common.note(f"interrupted: {out} is complete, but not evaluated")
         else:
@@ -155,80 +150,36 @@ def quantize(
                 f"interrupted: {kept} layers are kept" + (f" in {out}; the same command goes on" if kept else "")
             )
         raise typer.Exit(130) from None
+    except ValueError as error:
+        raise ValueError(re.sub("^group_size:", "--group-size:", str(error))) from error
     finally:
-        unfinished.close()
+        target.close()
     facts |= {"seconds": round(time.monotonic() - started, 1)}
     _report(facts, as_json)
 
 
-def _run(
-    source: Source, unfinished: Unfinished, device: torch.device, texts: tuple[str, str | None], windows: int,
-    recipe: Recipe, group_size: int | None, limit: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Everything that needs the model; returns what --json prints."""
-    from jitgemm.nn.quantize.evaluate import compared, log_probabilities
-    from jitgemm.nn.quantize.quantize import Quantising
-    from jitgemm.nn.quantize.swap import bar
-    from jitgemm.nn.report import by_reason, some
-    from jitgemm.nn.save.folder import quantization_config, write_folder
-    from jitgemm.nn.save.places import find_places
-    from jitgemm.nn.save.source import model_of
+class _Progress:
+    """A note at each tenth of the layers, where no bar is shown."""
 
-    tested, ids = _windows(source, texts, windows)
-    model = model_of(source, device)
-    source.check_unchanged()
-    reasons: dict[str, str] = {}
-    if "group_size" in recipe.quantiser.options:  # as other readers expect them
-        size = _group_size(model, recipe, group_size)
-        recipe = replace(recipe, group_size=size, positive_scales=True)
-    job = Quantising(
-        model, recipe, _filter(model, reasons, recipe), keep_8bit=limit, device=device,
-        calibration=None if ids is None else ids.split(_BATCH),
-    )  # fmt: skip
-    skipped = job.report.skipped | reasons
-    if not job.chosen:
-        why = "\n".join(by_reason(skipped)) or "  it holds no torch.nn.Linear"
-        raise ValueError(f"{source.folder}: expected a layer that can be quantised, found none:\n{why}")
-    places = find_places(model, source, job.chosen, job.found.experts, job.found.head)
-    tested = None if tested is None else tested.to(device)
-    base = [] if tested is None else [part.cpu() for part in log_probabilities(model, tested)]
+    def __init__(self) -> None:
+        self.tenths, self.quiet = 0, not common.err().is_terminal
 
-    _quantise(job, unfinished, device)
-    if job.report.unreached:
-        common.note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
-    with bar("writing", len(source.shards)) as show:
-        config = quantization_config(model, places, recipe)
-        written = write_folder(model, source, places, unfinished, config, show)
-    unfinished.finish()
-    evaluation = None
-    if tested is not None:
-        before = compared(base, base, tested)
-        after = compared(base, log_probabilities(model, tested), tested)
-        evaluation = {"tokens": tested[:, 1:].numel(), "before": before, "after": after}
-    lost = job.report.errors | job.report.kept_8bit  # in 4 bits
-    return {
-        "folder": str(source.folder), "out": str(unfinished.folder), "activation": recipe.inputs,
-        "scheme": recipe.code, "group_size": recipe.group,
-        "tokens": 0 if ids is None else ids.numel(), "device": _name(device), "bytes_before": source.size,
-        "bytes_after": written, "evaluation": evaluation,
-        "layers": [
-            {"name": name, "bits": _bits(model, name), "error": lost[name]}
-            for name in sorted(lost, key=lambda name: -lost[name])
-        ],
-        "skipped": skipped, "unreached": job.report.unreached,
-    }  # fmt: skip
+    def __call__(self, done: int, total: int) -> None:
+        before, self.tenths = self.tenths, 10 * done // total
+        if self.quiet and self.tenths > before:
+            common.note(f"{done} of {total} layers are quantised")
 
 
 def _windows(
-    source: Source, texts: tuple[str, str | None], windows: int
+    source: ModelFolder, texts: tuple[str, str | None], windows: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token ids [windows, WIDTH] that are evaluated, and that calibrate; None for none. texts: likewise."""
     from jitgemm.nn.quantize.evaluate import TESTED, WIDTH, windows_of
-    from jitgemm.nn.save.source import tokenizer_of
+    from jitgemm.nn.save.model_folder import load_tokenizer
 
     held, text = texts
     try:
-        tokenizer = tokenizer_of(source)
+        tokenizer = load_tokenizer(source)
     except ValueError as error:
         if text is not None:
             raise ValueError(f"{error}; --data none does without calibration") from error
@@ -244,95 +195,6 @@ def _windows(
     if not len(tested):
         common.note(f"nothing is evaluated: less than {WIDTH} tokens are held back")
     return tested if len(tested) else None, ids
-
-
-def _quantise(job: Quantising, unfinished: Unfinished, device: torch.device) -> None:
-    """All stages: what an interrupted run left is read, the rest is quantised and kept."""
-    read: set[str] = set()
-
-    def ready(names: list[str]) -> dict[str, Any] | None:
-        layers = unfinished.kept(names, job.report, job.found.experts, device)
-        read.update(layers or ())
-        return layers
-
-    done, total, quiet = 0, len(job.chosen), not common.err().is_terminal  # where no bar is shown
-    with closing(job.stages(ready)) as stages:  # an interruption ends its bar
-        for layers in stages:
-            if not read.issuperset(layers):
-                unfinished.keep(layers, job.report)
-            before, done = done, done + len(layers)
-            if quiet and 10 * done // total > 10 * before // total:
-                common.note(f"{done} of {total} layers are quantised")
-
-
-def _filter(model: Any, reasons: dict[str, str], recipe: Recipe) -> Any:
-    """Which modules are quantised: `quantize_`'s own choice, within the text's decoder, where columns make groups.
-    reasons: gets {name: why not} of the others."""
-    from jitgemm.checkpoint import qserve
-    from jitgemm.nn.quantize.replaceable import Replaceable
-
-    found, decoder = Replaceable(model), _decoder(model)
-
-    def fits(name: str, module: Any) -> bool:
-        reason = found.why_unwise(name)
-        if reason is None and decoder and not name.startswith(f"{decoder}."):
-            reason = f"outside of {decoder}, which reads the text"
-        if reason is None and recipe.group and any(k % GROUPS[-1] for k in _columns(found, name, module)):
-            reason = f"expected a number of columns that is a multiple of {GROUPS[-1]}"
-        if reason is None and recipe.scheme == "two-level" and not all(map(qserve.writes, _sizes(found, name, module))):
-            reason = f"expected {qserve.WRITTEN}"
-        if reason is not None:
-            reasons[name] = reason
-        return reason is None
-
-    return fits
-
-
-def _sizes(found: Any, name: str, module: Any) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of a Linear, or of each of the weights that files have of an expert."""
-    layout = found.experts.get(name)
-    if layout is None:
-        return ((module.out_features, module.in_features),)
-    return (layout.inter, layout.hidden), (layout.hidden, layout.inter)
-
-
-def _columns(found: Any, name: str, module: Any) -> set[int]:
-    return {k for _, k in _sizes(found, name, module)}
-
-
-def _decoder(model: Any) -> str:
-    """The name of a model's text decoder; "" where all of the model is one. What sees images is not calibrated by text."""
-    part = getattr(model, "get_decoder", lambda: None)()
-    return next((name for name, module in model.named_modules() if module is part), "")
-
-
-def _group_size(model: Any, recipe: Recipe, asked: int | None) -> int:
-    """The group size that was asked for, else the recipe's or the next smaller one that divides all layers' columns."""
-    from jitgemm.nn.quantize.replaceable import Replaceable
-
-    found, fits, wanted = Replaceable(model), _filter(model, {}, recipe), recipe.group
-    columns: dict[int, str] = {}  # and the first layer that has as many
-    for name in found.places:
-        module = model.get_submodule(name)
-        if found.why_impossible(name) is None and fits(name, module):
-            for k in _columns(found, name, module):
-                columns.setdefault(k, name)
-    good = [size for size in GROUPS if all(k % size == 0 for k in columns)]
-    if asked is not None and asked not in good:
-        k = next(k for k in columns if k % asked)
-        raise ValueError(f"--group-size: expected one of {good}, got {asked}, and {columns[k]} has {k} columns")
-    if asked is not None:
-        return asked
-    size = next(size for size in good if size <= wanted)
-    if size != wanted:
-        k = next(k for k in columns if k % (2 * size))
-        common.note(f"groups of {size}: {columns[k]} has {k} columns, no multiple of {2 * size}")
-    return size
-
-
-def _bits(model: Any, name: str) -> int:
-    layer = model.get_submodule(name)
-    return int((layer.w13 if hasattr(layer, "w13") else layer).weight.bits)
 
 
 def _device(text: str | None) -> torch.device:
@@ -351,12 +213,6 @@ def _device(text: str | None) -> torch.device:
     if device.type == "cpu":
         common.note("runs on the CPU, by the exact reference of the kernels, which takes long for large models")
     return device
-
-
-def _name(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _limit(text: str | None) -> float | None:

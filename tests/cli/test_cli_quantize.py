@@ -24,9 +24,9 @@ from jitgemm.nn.quantize import evaluate
 from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
 from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save import folder as save_folder
-from jitgemm.nn.save import source as save_source  # noqa: F401 - a test changes it by name
-from jitgemm.nn.save.unfinished import Unfinished
+from jitgemm.nn.save import export
+from jitgemm.nn.save import model_folder  # noqa: F401 - a test changes it by name
+from jitgemm.nn.save.resume import ResumableFolder
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -235,10 +235,10 @@ def test_a_scheme_is_written_as_its_engines_read_it(run, own_llama, tmp_path, sc
 
 def test_layers_that_qserve_s_tiles_do_not_hold_stay():
     """96 columns are three tiles, 160 no group of 128 and a part."""
-    from jitgemm.cli.quantize import _filter
+    from jitgemm.nn.quantize.folder import filter_for
 
     model, reasons = model_of("Llama", **(SIZES | {"intermediate_size": 160})), {}
-    fits, mlp = _filter(model, reasons, Recipe(scheme="two-level")), model.model.layers[0].mlp
+    fits, mlp = filter_for(model, Recipe(scheme="two-level"), reasons), model.model.layers[0].mlp
     assert fits("model.layers.0.mlp.up_proj", mlp.up_proj) and not fits("model.layers.0.mlp.down_proj", mlp.down_proj)
     assert "columns in multiples of 128, or of 32 up to there" in reasons["model.layers.0.mlp.down_proj"]
 
@@ -585,7 +585,7 @@ def test_without_calibration_weights_alone_decide_and_no_tokenizer_is_needed(run
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, written, tmp_path, monkeypatch):
-    out, keep, kept = tmp_path / "out", Unfinished.keep, []
+    out, keep, kept = tmp_path / "out", ResumableFolder.save_stage, []
 
     def keep_and_interrupt(self, layers, report):
         keep(self, layers, report)
@@ -593,7 +593,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, writ
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "keep", keep_and_interrupt)
+        patch.setattr(ResumableFolder, "save_stage", keep_and_interrupt)
         done = run(llama, out, *FEW)
     assert (
         done.code == 130
@@ -619,9 +619,9 @@ def test_an_interruption_while_evaluating_leaves_a_complete_folder(run, llama, w
 
 
 def test_a_damaged_file_of_an_interrupted_run_is_named(run, llama, tmp_path, monkeypatch):
-    keep = Unfinished.keep
+    keep = ResumableFolder.save_stage
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "keep", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
+        patch.setattr(ResumableFolder, "save_stage", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
         run(llama, tmp_path / "out", *FEW)
     (file,) = (tmp_path / "out" / ".jitgemm-quantize").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
@@ -657,9 +657,9 @@ def test_a_full_disk_names_the_file_and_the_same_command_goes_on(run, llama, wri
 
 
 def test_other_settings_do_not_go_on_unless_asked(run, llama, written, tmp_path, monkeypatch):
-    out, keep = tmp_path / "out", Unfinished.keep
+    out, keep = tmp_path / "out", ResumableFolder.save_stage
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "keep", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
+        patch.setattr(ResumableFolder, "save_stage", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
         assert run(llama, out, *FEW, "--activation", "int8").code == 130
     done = run(llama, out, *FEW)
     assert (
@@ -675,7 +675,7 @@ def test_a_restart_drops_the_files_of_the_run_before_it_and_no_others(run, llama
     out = tmp_path / "out"
     (own_llama / "merges.txt").write_text("of another tokenizer")
     with monkeypatch.context() as patch:
-        patch.setattr("jitgemm.nn.save.folder._check_written", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr("jitgemm.nn.save.export._check_written", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert run(own_llama, out, *FEW).code == 130
     left = contents(out)
     assert (out / "merges.txt").exists() and len([name for name in left if name.endswith(".safetensors")]) > 3
@@ -713,12 +713,14 @@ main(["quantize", {str(llama)!r}, {str(out)!r}, *{FEW!r}, "--device", "cpu"])"""
     assert again.code == 0 and "going on with 14 layers" in again.stderr and contents(out) == contents(written)
 
 
-@pytest.mark.parametrize("when", ["jitgemm.nn.save.source.tokenizer_of", "jitgemm.nn.save.unfinished.Unfinished.keep"])
+@pytest.mark.parametrize(
+    "when", ["jitgemm.nn.save.model_folder.load_tokenizer", "jitgemm.nn.save.resume.ResumableFolder.save_stage"]
+)
 @pytest.mark.parametrize("changed", ["model-00001-of-00002.safetensors", "config.json", None])
 def test_a_folder_that_changes_while_it_is_read_makes_no_model(run, own_llama, tmp_path, monkeypatch, when, changed):
     """Before the model is read, and after."""
     module, _, name = when.rpartition(".")
-    target = Unfinished if "Unfinished" in when else sys.modules[module]
+    target = ResumableFolder if "ResumableFolder" in when else sys.modules[module]
     call = getattr(target, name)
 
     def change(*args):
@@ -759,7 +761,7 @@ def cut_off(shard: Path, name: str) -> None:
 @pytest.mark.parametrize("spoil", [lose_a_tensor, reshape_a_tensor, cut_off, lambda shard, name: shard.unlink()])
 def test_what_cannot_be_read_back_is_no_success(run, llama, tmp_path, monkeypatch, name, spoil):
     out = tmp_path / "out"
-    copied = save_folder._copied
+    copied = export._copied
 
     def spoilt(source):
         return {**copied(source), llama / "LICENSE": "LICENSE"}
@@ -769,8 +771,8 @@ def test_what_cannot_be_read_back_is_no_success(run, llama, tmp_path, monkeypatc
             spoil(next(file for file in out.glob("*.safetensors") if name in load_file(file)), name)
         shutil.copy(path, to)
 
-    monkeypatch.setattr(save_folder, "_copied", spoilt)
-    monkeypatch.setattr(save_folder, "_copy", copy)
+    monkeypatch.setattr(export, "_copied", spoilt)
+    monkeypatch.setattr(export, "_copy", copy)
     done = run(llama, out, *FEW)
     assert done.code == 3 and f"{out}: expected to read back what was written: " in done.stderr
     assert (name.removesuffix(".weight_scale") in done.stderr or "model-0000" in done.stderr) and not done.stdout
@@ -778,7 +780,7 @@ def test_what_cannot_be_read_back_is_no_success(run, llama, tmp_path, monkeypatc
 
 
 def test_a_folder_that_another_process_writes_is_left_alone(run, llama, tmp_path):
-    held = Unfinished(tmp_path / "out", {})
+    held = ResumableFolder(tmp_path / "out", {})
     done = run(llama, tmp_path / "out", *FEW)
     assert done.code == 2 and "expected no other process that writes to it" in done.stderr
     held.close()

@@ -134,13 +134,13 @@ def test_experts_without_gates_are_quantised_saved_and_loaded(tmp_path, calibrat
 
 
 def test_layers_of_experts_without_gates_are_written_expert_by_expert(tmp_path):
-    from jitgemm.nn.save.places import find_places
-    from jitgemm.nn.save.source import source_of
+    from jitgemm.nn.save.tensor_map import map_tensors
+    from jitgemm.nn.save.model_folder import open_model_folder
 
     model = nemotron()
     model.save_pretrained(tmp_path)
     layouts = {name: experts_layout(module) for name, module in experts_of(model).items()}
-    found = find_places(model, source_of(tmp_path), list(layouts), layouts, None)
+    found = map_tensors(model, open_model_folder(tmp_path), list(layouts), layouts, None)
     endings = {f"experts.{e}.{proj}" for e in range(E) for proj in ("up_proj", "down_proj")}
     assert {layer.partition("mixer.")[2] for layer in found.layers} == endings and len(found.layers) == 2 * len(endings)
 

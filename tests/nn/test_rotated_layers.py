@@ -22,8 +22,8 @@ from jitgemm.nn.layers.shard_weight import part_of_weight, unpacked
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.nn.quantize.quantize import quantize_
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save.folder import quantization_config
-from jitgemm.nn.save.places import Places
+from jitgemm.nn.save.export import quantization_config
+from jitgemm.nn.save.tensor_map import TensorMap
 from jitgemm.nn.warm.warm import kernels
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.rotation import rotated, rotated_moments
@@ -207,7 +207,7 @@ def test_what_has_no_word_for_a_rotation_refuses_it():
     with pytest.raises(
         ValueError, match="rotation: expected None for a checkpoint, whose files do not say it, got 128"
     ):
-        quantization_config(torch.nn.Module(), Places(), Recipe(scheme="two-level", rotation=128))
+        quantization_config(torch.nn.Module(), TensorMap(), Recipe(scheme="two-level", rotation=128))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

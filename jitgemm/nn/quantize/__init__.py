@@ -1,6 +1,7 @@
-"""`quantize_`: Linears and experts, quantised where they stand.
+"""`quantize_`: Linears and experts, quantised where they stand; and a folder's model, into another folder.
 
 quantize     the call
+folder       `quantize_folder`: what `jitgemm quantize` does
 calibration  what reaches the layers when the model runs
 evaluate     texts, perplexity and KL divergence
 error        what a layer's results lose

@@ -1,7 +1,7 @@
-"""A folder of a model in floats, quantised, as a compressed-tensors checkpoint of the same names; see `jitgemm quantize`.
+"""A folder of a model in floats, quantised, as a checkpoint of the same names; `jitgemm.nn.quantize.folder` joins the steps.
 
-source      the folder that is read, and its model
-places      which of its tensors a quantised layer's weight is
-unfinished  the folder that is written, until it is complete: what an interrupted run left
-folder      its files: shards, index, config, and what is copied
+model_folder  the folder that is read: config, headers, its model and tokenizer
+tensor_map    which of its tensors each quantised layer replaces
+resume        the folder that is written, until it is complete: stages that an interrupted run finished
+export        the files that are written: shards, index, config, and what is copied
 """

@@ -28,7 +28,7 @@ from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import by_reason
-from jitgemm.nn.save.source import config_of, import_transformers, naming_config
+from jitgemm.nn.save.model_folder import config_of, import_transformers, naming_config
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, decided_by_values, in_common
 from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES

@@ -34,7 +34,7 @@ _WORK = ".jitgemm-quantize"
 _SETTINGS, _WRITES = "settings.json", "files.json"
 
 
-class Unfinished:
+class ResumableFolder:
     """A folder that is being written by this process, and by no other.
 
     Attributes:
@@ -95,13 +95,13 @@ class Unfinished:
                 file.write(text.encode())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def writes(self, names: Iterable[str]) -> None:
+    def note_files(self, names: Iterable[str]) -> None:
         """Notes which files the folder gets, for a run that is to drop them."""
         with written(self._work / _WRITES) as file:
             file.write(json.dumps({"files": sorted(names)}).encode())
 
     @property
-    def layers(self) -> int:
+    def layers_done(self) -> int:
         """How many are kept."""
         return sum(len(_names(each)) for each in self._files())
 
@@ -111,7 +111,7 @@ class Unfinished:
     def _file(self, names: Iterable[str]) -> Path:
         return self._work / f"{next(iter(names))}.{self._hash}.safetensors"
 
-    def keep(self, layers: Mapping[str, torch.nn.Module], report: QuantisationReport) -> None:
+    def save_stage(self, layers: Mapping[str, torch.nn.Module], report: QuantisationReport) -> None:
         """Writes a stage's layers, and what the report says of them. Raises OSError, which names the file."""
         tensors: dict[str, torch.Tensor] = {}
         for name, layer in layers.items():
@@ -123,7 +123,7 @@ class Unfinished:
         }
         write_safetensors(self._file(layers), tensors, {"about": json.dumps(about)})
 
-    def kept(
+    def load_stage(
         self, names: list[str], report: QuantisationReport, layouts: Mapping[str, ExpertsLayout], device: torch.device
     ) -> dict[str, Any] | None:
         """A stage's layers, if an interrupted run had quantised them; the report then has what it said of them.

@@ -22,7 +22,7 @@ _PREDICTS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFolder:
     """A folder whose files were looked at.
 
     Attributes:
@@ -88,7 +88,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def source_of(folder: Path) -> Source:
+def open_model_folder(folder: Path) -> ModelFolder:
     """Looks at a folder's config and headers.
 
     Raises:
@@ -121,10 +121,10 @@ def source_of(folder: Path) -> Source:
         if lost := sorted(listed - stored.keys()):
             raise ValueError(f"{file}: expected the tensors that the index says, found no {some(lost)}")
         shards[file] = {name: each for name, each in stored.items() if name in listed}
-    return Source(folder, config, checkpoint, shards, states)
+    return ModelFolder(folder, config, checkpoint, shards, states)
 
 
-def model_of(source: Source, device: torch.device) -> Any:
+def load_model(source: ModelFolder, device: torch.device) -> Any:
     """The model of transformers, in its files' type: of the class that config.json names, if it predicts tokens.
 
     Raises:
@@ -151,7 +151,7 @@ def model_of(source: Source, device: torch.device) -> Any:
     return model
 
 
-def check_config(source: Source) -> Any:
+def check_config(source: ModelFolder) -> Any:
     """transformers, which reads the folder's config.json. Raises ValueError where it cannot, or is not there."""
     transformers = import_transformers()
     with naming_config(source.folder):
@@ -171,7 +171,7 @@ def naming_config(folder: Path, passes: tuple[type[Exception], ...] = (OSError, 
         raise ValueError(f"{_config_file(folder)}: expected a model that transformers can make, got {got}") from error
 
 
-def tokenizer_of(source: Source) -> Any:
+def load_tokenizer(source: ModelFolder) -> Any:
     """The folder's tokenizer, of transformers. Raises ValueError, which says why, where there is none."""
     transformers = import_transformers()
     try:

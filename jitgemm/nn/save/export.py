@@ -21,9 +21,9 @@ from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import FACTOR_GROUP
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save.places import Places
-from jitgemm.nn.save.source import Source
-from jitgemm.nn.save.unfinished import Unfinished
+from jitgemm.nn.save.tensor_map import TensorMap
+from jitgemm.nn.save.model_folder import ModelFolder
+from jitgemm.nn.save.resume import ResumableFolder
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx", ".index.json")
@@ -32,7 +32,7 @@ _FOLDERS = ("additional_chat_templates",)
 """Folders that belong to a tokenizer."""
 
 
-def quantization_config(model: torch.nn.Module, places: Places, recipe: Recipe) -> dict[str, Any]:
+def quantization_config(model: torch.nn.Module, tensor_map: TensorMap, recipe: Recipe) -> dict[str, Any]:
     """What config.json says of the layers that stand in the model, which a recipe has quantised.
 
     Raises:
@@ -45,12 +45,12 @@ def quantization_config(model: torch.nn.Module, places: Places, recipe: Recipe) 
             "quant_method": qserve.METHOD,
             "wbits": 4,
             "group_size": FACTOR_GROUP,
-            "modules_to_not_convert": places.ignore,
+            "modules_to_not_convert": tensor_map.ignore,
         }
     inputs = "float" if recipe.lhs_dtype.is_floating_point else "int"
     layers: dict[int, list[str]] = {4: [], 8: []}
-    for layer in places.layers:
-        layers[places.bits(model, layer)].append(layer)
+    for layer in tensor_map.layers:
+        layers[tensor_map.bits(model, layer)].append(layer)
     # "Linear" takes joined layers before the names of their parts do in vLLM 0.24, and the first match counts.
     last = sorted({re.escape(layer.rpartition(".")[2]) for layer in layers[4]})
     four = [rf"re:(.*\.)?({'|'.join(last)})$"] if layers[8] else ["Linear"]
@@ -58,11 +58,11 @@ def quantization_config(model: torch.nn.Module, places: Places, recipe: Recipe) 
     groups = [written_group(eight, 8, inputs)] if layers[8] else []
     grouping = recipe.group, recipe.symmetric is not False, recipe.scheme
     groups += [written_group(four, 4, inputs, *grouping)] if layers[4] else []
-    return written_config(groups, places.ignore)
+    return written_config(groups, tensor_map.ignore)
 
 
-def write_folder(
-    model: torch.nn.Module, source: Source, places: Places, unfinished: Unfinished, config: dict[str, Any],
+def write_checkpoint(
+    model: torch.nn.Module, source: ModelFolder, tensor_map: TensorMap, out: ResumableFolder, config: dict[str, Any],
     show: Callable[[str], None],
 ) -> int:  # fmt: skip
     """Writes the checkpoint, config.json last: until then no reader takes the folder for a model. Before it is written,
@@ -83,19 +83,19 @@ def write_folder(
     """
     schemes: dict[int, Scheme] = {}
     format: Any = qserve.FORMAT if config["quant_method"] == qserve.METHOD else FORMAT
-    folder, shards, copied = unfinished.folder, _shard_names(source), _copied(source)
-    unfinished.writes([*shards.values(), *copied.values(), _INDEX, _CONFIG])
-    places_of: dict[str, str] = {}
+    folder, shards, copied = out.folder, _shard_names(source), _copied(source)
+    out.note_files([*shards.values(), *copied.values(), _INDEX, _CONFIG])
+    shard_of: dict[str, str] = {}
     sizes: dict[str, tuple[int, int, int]] = {}  # (n, k, bits) of each layer
     total = 0
     for file, stored in source.shards.items():
         show(shards[file])
         tensors: dict[str, torch.Tensor | Stored] = {}
         for name, each in stored.items():
-            if name not in places.instead:
+            if name not in tensor_map.replaces:
                 tensors[name] = each
-            for layer in places.instead.get(name, ()):
-                weight = places.canonical(model, layer)
+            for layer in tensor_map.replaces.get(name, ()):
+                weight = tensor_map.canonical(model, layer)
                 if weight.bits not in schemes:
                     schemes[weight.bits] = format.scheme(config, layer)
                 sizes[layer] = weight.n, weight.k, weight.bits
@@ -104,23 +104,23 @@ def write_folder(
                     made["bias"] = weight.bias
                 tensors |= {f"{layer}.{suffix}": value.cpu() for suffix, value in made.items()}
         write_safetensors(folder / shards[file], tensors)
-        places_of |= dict.fromkeys(tensors, shards[file])
+        shard_of |= dict.fromkeys(tensors, shards[file])
         total += sum(each.size if isinstance(each, Stored) else each.nbytes for each in tensors.values())
     if [*shards.values()] != ["model.safetensors"]:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places_of.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
         with written(folder / _INDEX) as opened:
             opened.write(json.dumps(index, indent=2).encode() + b"\n")
     for path, name in copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         _copy(path, folder / name)
     source.check_unchanged()
-    _check_written(folder, source, places, sizes, config)
+    _check_written(folder, source, tensor_map, sizes, config)
     with written(folder / _CONFIG) as opened:
         opened.write(json.dumps(source.config | {"quantization_config": config}, indent=2).encode() + b"\n")
     return total
 
 
-def _shard_names(source: Source) -> dict[Path, str]:
+def _shard_names(source: ModelFolder) -> dict[Path, str]:
     """{shard: what it is called in the new folder}: as in the source, but engines look into no folders inside."""
     names = {file: source.name(file) for file in source.shards}
     if all("/" not in name for name in names.values()):
@@ -128,7 +128,7 @@ def _shard_names(source: Source) -> dict[Path, str]:
     return {file: f"model-{i:05}-of-{len(names):05}.safetensors" for i, file in enumerate(names, 1)}
 
 
-def _copied(source: Source) -> dict[Path, str]:
+def _copied(source: ModelFolder) -> dict[Path, str]:
     """{file: its path in the new folder} of what is copied: all but weights and config.json."""
     found: dict[Path, str] = {}
     for path in sorted(source.folder.iterdir()):
@@ -140,7 +140,11 @@ def _copied(source: Source) -> dict[Path, str]:
 
 
 def _check_written(
-    folder: Path, source: Source, places: Places, sizes: dict[str, tuple[int, int, int]], config: dict[str, Any]
+    folder: Path,
+    source: ModelFolder,
+    tensor_map: TensorMap,
+    sizes: dict[str, tuple[int, int, int]],
+    config: dict[str, Any],
 ) -> None:
     """Reads names and headers of the new folder as `load_` does. Raises JitGemmError unless they are those that the
     source and its quantised layers have."""
@@ -150,7 +154,9 @@ def _check_written(
         headers = {file: stored_in(file) for file in set(files.values())}
         for name, stored in source.tensors.items():
             got = headers[files[name]].get(name) if name in files else None
-            if name not in places.instead and (got is None or (got.dtype, got.shape) != (stored.dtype, stored.shape)):
+            if name not in tensor_map.replaces and (
+                got is None or (got.dtype, got.shape) != (stored.dtype, stored.shape)
+            ):
                 shown = "none" if got is None else f"{got.dtype} {list(got.shape)}"
                 raise ValueError(f"{name}: expected {stored.dtype} {list(stored.shape)}, found {shown}")
         for layer, expected in sizes.items():

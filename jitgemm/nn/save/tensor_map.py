@@ -1,4 +1,4 @@
-"""Where the source's files have what a quantised layer replaces, and what is written in its place."""
+"""Which tensors of a model's files quantised layers replace, and what the layers are called that are written instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.load.experts_source import ExpertsSource
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.stacked import ExpertsLayout
-from jitgemm.nn.save.source import Source
+from jitgemm.nn.save.model_folder import ModelFolder
 
 _PROJECTIONS = {2: (("gate_proj", "up_proj"), ("down_proj",)), 1: (("up_proj",), ("down_proj",))}
 """What the layers of an expert are called whose files stack the experts; by `Gate.inputs`."""
@@ -23,8 +23,8 @@ _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows of a layer's weight: of a Linear's, or of one expert's.
+class RowSlice:
+    """Rows of a weight of the model: of a Linear's, or of one expert's.
 
     Attributes:
         layer: the module's name in the model.
@@ -48,38 +48,42 @@ class Piece:
 
 
 @dataclass
-class Places:
-    """What quantised layers replace.
+class TensorMap:
+    """Tensors of the files and the quantised layers that are written for them.
 
     Attributes:
-        layers: {a layer's name in the files that are written: what its rows are, one piece below another}.
-        instead: {tensor of the source: layers that are written instead of it, in its shard}.
-        with_bias: layers whose bias is written, as the source has those of all experts in one tensor.
+        layers: {a layer's name in the files that are written: what its rows are, one slice below another}.
+        replaces: {tensor of the files: layers that are written instead of it, in its shard}.
+        bias_written: layers whose bias is written, as the files have those of all experts in one tensor.
         ignore: layers with a matrix that stay in floats, as compressed-tensors' "ignore" names them.
     """
 
-    layers: dict[str, list[Piece]] = field(default_factory=dict)
-    instead: dict[str, list[str]] = field(default_factory=dict)
-    with_bias: set[str] = field(default_factory=set)
+    layers: dict[str, list[RowSlice]] = field(default_factory=dict)
+    replaces: dict[str, list[str]] = field(default_factory=dict)
+    bias_written: set[str] = field(default_factory=set)
     ignore: list[str] = field(default_factory=list)
 
     def canonical(self, model: torch.nn.Module, layer: str) -> CanonicalWeight:
         """A layer's weight out of the quantised model; with its bias where that is written."""
         parts = []
-        for piece in self.layers[layer]:
-            weight, bias = piece.packed(model)
+        for row_slice in self.layers[layer]:
+            weight, bias = row_slice.packed(model)
             whole = unpacked(weight)
-            whole = replace(whole, bias=bias) if layer in self.with_bias else whole
-            parts.append(whole.rows(piece.rows))
+            whole = replace(whole, bias=bias) if layer in self.bias_written else whole
+            parts.append(whole.rows(row_slice.rows))
         return concat(parts)
 
     def bits(self, model: torch.nn.Module, layer: str) -> int:
         return int(self.layers[layer][0].packed(model)[0].bits)
 
 
-def find_places(
-    model: torch.nn.Module, source: Source, names: Iterable[str], layouts: Mapping[str, ExpertsLayout], head: str | None
-) -> Places:
+def map_tensors(
+    model: torch.nn.Module,
+    source: ModelFolder,
+    names: Iterable[str],
+    layouts: Mapping[str, ExpertsLayout],
+    head: str | None,
+) -> TensorMap:
     """Where the source's files have the weights of a model's modules.
 
     Args:
@@ -91,31 +95,33 @@ def find_places(
         ValueError: the files have a weight under no name that is known, or joined with one that stays in floats.
     """
     renamed, _ = renamed_for(model, source.checkpoint)
-    places = Places()
-    pieces: dict[str, list[tuple[int, int, Piece]]] = {}  # of each tensor of the files: (start, rows, piece)
+    mapped = TensorMap()
+    slices: dict[str, list[tuple[int, int, RowSlice]]] = {}  # of each tensor of the files: (first row, rows, slice)
     for name in names:
         if name in layouts:
-            _find_experts(places, renamed, name, layouts[name])
+            _find_experts(mapped, renamed, name, layouts[name])
             continue
         if f"{name}{_WEIGHT}" not in renamed:
             raise ValueError(f"{name}: expected its weight in {source.folder}, found none under a known name")
-        for tensor, start, piece, count in _of_linear(source, renamed, name):
-            pieces.setdefault(tensor, []).append((start, count, piece))
-    for tensor, found in pieces.items():
+        for tensor, start, row_slice, count in _of_linear(source, renamed, name):
+            slices.setdefault(tensor, []).append((start, count, row_slice))
+    for tensor, found in slices.items():
         found.sort(key=lambda each: each[0])
         rows, k = _matrix(source, tensor)
-        if sum(count for _, count, _ in found) != rows or any(k != _columns(model, piece) for _, _, piece in found):
-            layers = ", ".join(piece.layer for _, _, piece in found)
+        if sum(count for _, count, _ in found) != rows or any(
+            k != _columns(model, row_slice) for _, _, row_slice in found
+        ):
+            layers = ", ".join(row_slice.layer for _, _, row_slice in found)
             raise ValueError(f"{tensor}: expected the rows of {layers} to be all of its {rows}, and their columns {k}")
         layer = _layer_name(tensor)
-        places.layers[layer] = [piece for _, _, piece in found]
-        places.instead[tensor] = [layer]
-    places.ignore = sorted(set(_left_in_floats(model, source, renamed, places, head)))
-    return places
+        mapped.layers[layer] = [row_slice for _, _, row_slice in found]
+        mapped.replaces[tensor] = [layer]
+    mapped.ignore = sorted(set(_left_in_floats(model, source, renamed, mapped, head)))
+    return mapped
 
 
-def _of_linear(source: Source, renamed: Checkpoint, name: str) -> Iterator[tuple[str, int, Piece, int]]:
-    """(tensor of the files, first of its rows, piece, rows) of a Linear's weight: of several that the model joins, or of
+def _of_linear(source: ModelFolder, renamed: Checkpoint, name: str) -> Iterator[tuple[str, int, RowSlice, int]]:
+    """(tensor of the files, first of its rows, slice, rows) of a Linear's weight: of several that the model joins, or of
     one that it cuts."""
     rows = renamed.rows(f"{name}{_WEIGHT}")
     start, stop, offset = rows.start, rows.start + rows.count, 0
@@ -123,11 +129,11 @@ def _of_linear(source: Source, renamed: Checkpoint, name: str) -> Iterator[tuple
         count, _ = _matrix(source, tensor)
         first, last = max(offset, start), min(offset + count, stop)
         if first < last:
-            yield tensor, first - offset, Piece(name, slice(first - start, last - start)), last - first
+            yield tensor, first - offset, RowSlice(name, slice(first - start, last - start)), last - first
         offset += count
 
 
-def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: ExpertsLayout) -> None:
+def _find_experts(mapped: TensorMap, checkpoint: Checkpoint, name: str, layout: ExpertsLayout) -> None:
     """The layers of a module's experts: those of the files, or, where these stack the experts, new ones."""
     source = ExpertsSource.find(checkpoint, name, layout)
     if source is not None:
@@ -136,8 +142,8 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: Exp
                 for layer, rows in zip(layers, _rows_of(layout, len(layers)), strict=True):
                     (tensor,) = checkpoint.rows(f"{layer.prefix}{_WEIGHT}").sources
                     own = _layer_name(tensor)
-                    places.layers[own] = [Piece(name, rows, part, e)]
-                    places.instead[tensor] = [own]
+                    mapped.layers[own] = [RowSlice(name, rows, part, e)]
+                    mapped.replaces[tensor] = [own]
         return
     for part, parameter in enumerate(layout.parameters):
         if f"{name}.{parameter}" not in checkpoint:
@@ -151,12 +157,12 @@ def _find_experts(places: Places, checkpoint: Checkpoint, name: str, layout: Exp
             children = _PROJECTIONS[layout.gate.inputs][part]
             for child, rows in zip(children, _rows_of(layout, len(children)), strict=True):
                 written.append(f"{above}{e}.{child}")
-                places.layers[written[-1]] = [Piece(name, rows, part, e)]
-        places.instead[tensor] = written
+                mapped.layers[written[-1]] = [RowSlice(name, rows, part, e)]
+        mapped.replaces[tensor] = written
         if layout.bias:
             (bias,) = checkpoint.rows(f"{name}.{layout.biases[part]}").sources
-            places.instead[bias] = []
-            places.with_bias.update(written)
+            mapped.replaces[bias] = []
+            mapped.bias_written.update(written)
 
 
 def _rows_of(layout: ExpertsLayout, count: int) -> list[slice]:
@@ -170,7 +176,7 @@ def _rows_of(layout: ExpertsLayout, count: int) -> list[slice]:
 
 
 def _left_in_floats(
-    model: torch.nn.Module, source: Source, renamed: Checkpoint, places: Places, head: str | None
+    model: torch.nn.Module, source: ModelFolder, renamed: Checkpoint, mapped: TensorMap, head: str | None
 ) -> Iterator[str]:
     """Every layer of the files with a matrix that is not replaced, also layers that this model lacks."""
     embeddings: set[str] = set()
@@ -179,7 +185,7 @@ def _left_in_floats(
             embeddings.update(renamed.rows(f"{name}{_WEIGHT}").sources)
     for tensor, stored in source.tensors.items():
         dims = len(stored.shape)
-        if tensor in places.instead or tensor in embeddings:
+        if tensor in mapped.replaces or tensor in embeddings:
             continue
         if tensor.endswith(_WEIGHT) and dims == 2:
             yield tensor.removesuffix(_WEIGHT)
@@ -195,13 +201,13 @@ def _layer_name(tensor: str) -> str:
     return tensor.removesuffix(_WEIGHT)
 
 
-def _matrix(source: Source, tensor: str) -> tuple[int, int]:
+def _matrix(source: ModelFolder, tensor: str) -> tuple[int, int]:
     shape = source.tensors[tensor].shape
     if len(shape) != 2:
         raise ValueError(f"{tensor}: expected a matrix, got shape {list(shape)}")
     return shape[0], shape[1]
 
 
-def _columns(model: torch.nn.Module, piece: Piece) -> int:
-    layer: Any = model.get_submodule(piece.layer)
+def _columns(model: torch.nn.Module, row_slice: RowSlice) -> int:
+    layer: Any = model.get_submodule(row_slice.layer)
     return int(layer.in_features)
