@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -147,7 +147,9 @@ class Quantising:
                 raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
         self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
 
-    def stages(self, ready: Callable[[list[str]], dict[str, Any] | None] | None = None) -> Iterator[dict[str, Any]]:
+    def stages(
+        self, ready: Callable[[list[str]], dict[str, Any] | None] | None = None
+    ) -> Generator[dict[str, Any], None, None]:
         """Replaces modules, and yields {name: layer} of what was replaced together.
 
         With calibration these are modules of one block, in the order in which they run; without it one module. A
