@@ -29,7 +29,26 @@
 
 from __future__ import annotations
 
+from jitgemm.checkpoint import (
+    autoround,
+    awq,
+    bitblas,
+    compressed_tensors,
+    executorch,
+    formats,
+    gptq,
+    mxfp4,
+    nvfp4,
+    qserve,
+)
+from jitgemm.checkpoint import quark, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import read_layer
+
+for _each in (
+    compressed_tensors, w4afp8, w8a8, mxfp4, nvfp4, gptq, awq, quark, torchao, qserve, executorch, bitblas,
+):  # fmt: skip
+    formats.register(_each.FORMAT)
+formats.DIALECTS += [autoround.translated, quark.translated]
 
 __all__ = ["Checkpoint", "read_layer"]

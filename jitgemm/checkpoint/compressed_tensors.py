@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,25 @@ class _CompressedTensors(Format):
         _check_kinds(config)
         if prefix and any(_names(prefix, target) for target in (config or {}).get("ignore") or ()):
             return f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"
+        return None
+
+    def stored_otherwise(self, config: Config, names: Sequence[str]) -> str | None:
+        """Sparse, or not yet quantised."""
+        sparsity = (config or {}).get("sparsity_config")
+        sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+        if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):
+            return (
+                f"sparsity_config: expected format 'dense', got {sparse!r}: the weights are stored sparse (bitmask, "
+                "compressed), which is not read here; load them with their library and save them without it"
+            )
+        format, status = setting(config, "format"), setting(config, "quantization_status")
+        uncompressed = format in ("dense", "fakequant") or status in ("initialized", "calibration", "frozen")
+        if uncompressed and any(name.endswith("weight_scale") for name in names):
+            return (
+                f"the file was saved uncompressed (format {format!r}, quantization_status {status!r}): its weights are "
+                "floats that its library would quantise; save it with save_compressed=True, or take the floats with "
+                "strict=False and quantize_"
+            )
         return None
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
@@ -414,27 +433,6 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
     if code in ("e4m3", "e2m1") and weights.get("symmetric") is False:
         raise ValueError("weights: expected symmetric: true with type 'float', got false")
     return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None
-
-
-def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:
-    """What the config says of a file whose tensors are none of a quantised layer's: sparse, or not yet quantised.
-    names: of tensors that have no place in a model, or of a layer that no format has."""
-    names, sparsity = list(names), (config or {}).get("sparsity_config")
-    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
-    if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):
-        return (
-            f"sparsity_config: expected format 'dense', got {sparse!r}: the weights are stored sparse (bitmask, "
-            "compressed), which is not read here; load them with their library and save them without it"
-        )
-    format, status = setting(config, "format"), setting(config, "quantization_status")
-    uncompressed = format in ("dense", "fakequant") or status in ("initialized", "calibration", "frozen")
-    if uncompressed and any(name.endswith("weight_scale") for name in names):
-        return (
-            f"the file was saved uncompressed (format {format!r}, quantization_status {status!r}): its weights are "
-            "floats that its library would quantise; save it with save_compressed=True, or take the floats with "
-            "strict=False and quantize_"
-        )
-    return None
 
 
 FORMAT = _CompressedTensors()

@@ -248,6 +248,11 @@ class Format:
         """
         raise NotImplementedError
 
+    def stored_otherwise(self, config: Config, names: Sequence[str]) -> str | None:
+        """Why a file of this config has tensors of these names, which are none of a quantised layer's, as a message; None
+        where the config does not say."""
+        return None
+
     def elsewhere(self, prefix: str) -> Mapping[str, str]:
         """{suffix: full name}: tensors of the layer that may stand under another prefix."""
         return {}

@@ -1,34 +1,17 @@
-"""The checkpoint formats that can be read, in one registry."""
+"""The checkpoint formats that can be read, in one registry, which knows none of them: `jitgemm.checkpoint` registers its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, gptq, mxfp4, nvfp4, qserve
-from jitgemm.checkpoint import quark, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.compressed_tensors import stored_otherwise
-from jitgemm.checkpoint.format import Format
+from jitgemm.checkpoint.format import Config, Format
 from jitgemm.tensors import describe
 
-FORMATS: list[Format] = [
-    module.FORMAT
-    for module in (
-        compressed_tensors,
-        w4afp8,
-        w8a8,
-        mxfp4,
-        nvfp4,
-        gptq,
-        awq,
-        quark,
-        torchao,
-        qserve,
-        executorch,
-        bitblas,
-    )
-]
+FORMATS: list[Format] = []
+DIALECTS: list[Callable[[Config, str], Config]] = []
+"""dialect(config, prefix): the config of a tool that writes other formats' tensors, in those formats' words."""
 
 
 def register(format: Format) -> None:
@@ -51,10 +34,19 @@ def by_method(method: Any) -> Format | None:
     return next((format for format in FORMATS if method in format.methods), None)
 
 
-def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
+def translated(config: Config, prefix: str) -> Config:
     """A model's quantization_config in the words of the formats, for the layer called prefix: AutoRound's and Quark's tell
     of other formats' tensors. Raises ValueError where a setting is of another kind, or means what is not read here."""
-    return quark.translated(autoround.translated(config, prefix), prefix)
+    for dialect in DIALECTS:
+        config = dialect(config, prefix)
+    return config
+
+
+def stored_otherwise(config: Config, names: Iterable[str]) -> str | None:
+    """What the config says of a file whose tensors are none of a quantised layer's, by the first format that knows it.
+    names: of tensors that have no place in a model, or of a layer that no format has."""
+    names = list(names)
+    return next(filter(None, (format.stored_otherwise(config, names) for format in FORMATS)), None)
 
 
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:

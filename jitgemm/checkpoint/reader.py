@@ -12,7 +12,6 @@ import torch
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
-from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
 from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes, check_beside
 from jitgemm.checkpoint.layouts import Dim, N
@@ -157,7 +156,7 @@ def layer_header(
     """
     names = checkpoint.layer(prefix)
     if not names:
-        otherwise = stored_otherwise(checkpoint.config, checkpoint.layer(f"{prefix}.weight").values())
+        otherwise = formats.stored_otherwise(checkpoint.config, checkpoint.layer(f"{prefix}.weight").values())
         none = f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}"
         raise ValueError(otherwise or none)
     infos: dict[str, Any] = {suffix: checkpoint.info(name) for suffix, name in names.items()}

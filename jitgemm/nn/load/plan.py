@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
+from jitgemm.checkpoint.formats import stored_otherwise
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.layer_source import OF_BESIDE, is_quantised, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
