@@ -33,7 +33,7 @@ POINTERS = (
     Pointer("residual", "residual", ALIGNMENT),
     Pointer("sum", "residual_out", ALIGNMENT, written=True, in_place=("x", "residual")),
 )
-"""What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize.cuh."""
+"""What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize/types.cuh."""
 
 _OUT_NAMES = "out[0]", "out[1]", "out[2]"
 

@@ -1,7 +1,7 @@
 """The quantiser's kernels: the frozen facts that tell them apart, which one a row of k needs, and their CUDA source.
 
 Pure functions over a frozen dataclass; no torch, no driver, no files other than the headers. The algorithm is in
-`include/jitgemm/quantize.cuh`.
+`include/jitgemm/quantize/`.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def render_config(spec: QuantizeSpec) -> str:
 
 
 def _enumerator(name: str) -> str:
-    """A constant's name in include/jitgemm/quantize.cuh, such as those of `GateKind` and `GateOrder`."""
+    """A constant's name in include/jitgemm/quantize/types.cuh, such as those of `GateKind` and `GateOrder`."""
     return f"k{name.title().replace('_', '')}"
 
 
@@ -301,7 +301,7 @@ extern "C" __global__ void {cluster}__launch_bounds__({bounds})
 
 
 def _header(spec: QuantizeSpec) -> str:
-    return "quantize" if spec.correction is None else "quantize_sums"
+    return "quantize/kernel" if spec.correction is None else "quantize/sums"
 
 
 def quantize_source(spec: QuantizeSpec) -> KernelSource:

@@ -21,7 +21,7 @@ ARGUMENTS = ArgumentBlock(
     gate_alpha="f", scale_row_stride="Q", scale_block_stride="Q", residual_row_bytes="Q", sum_row_bytes="Q",
     rows_of_count="Q",
 )  # fmt: skip
-"""`QuantizeArgs` in include/jitgemm/quantize.cuh."""
+"""`QuantizeArgs` in include/jitgemm/quantize/types.cuh."""
 
 KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
     quantize_source, smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,

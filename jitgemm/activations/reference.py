@@ -1,6 +1,6 @@
 """The quantiser that the kernels are held against, and what calls on CPU tensors run.
 
-The same fp32 operations in the same order as `include/jitgemm/quantize.cuh`: bit for bit the same results, except
+The same fp32 operations in the same order as `include/jitgemm/quantize/`: bit for bit the same results, except
 gates and the sum of squares of RMSNorm, which the kernels approximate and add up in another order. Knows tensors only.
 """
 

@@ -50,7 +50,8 @@ def rotated_moments(moments: torch.Tensor) -> torch.Tensor:
 def butterfly(x: torch.Tensor) -> torch.Tensor:
     """x H * 2^3.5 of fp32 [..., k]: of columns i without and j = i + d with bit d the sum and the difference i - j.
 
-    For d = 1, 2, 4, ... 64 in that order, each addition rounded to nearest even, as include/jitgemm/quantize.cuh has it.
+    For d = 1, 2, 4, ... 64 in that order, each addition rounded to nearest even, as
+    include/jitgemm/quantize/rotation.cuh has it.
     """
     shape, distance = x.shape, 1
     while distance < ROTATION:

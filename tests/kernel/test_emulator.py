@@ -572,17 +572,17 @@ def test_a_planted_fault_is_seen(emulator, plant, fault):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
+    ("header", "old", "new", "expected"),
     [
-        ("if constexpr (Team<Config>::kCluster) loads_done();", "", LOADING),
-        ("barrier_wait_for_cluster<false>(full", "barrier_wait<false>(full", "a wait at CTA scope"),
-        ("    wait_for_previous_grid();\n\n    u8* const row_of_codes", "    u8* const row_of_codes", "writes global"),
+        ("range", "if constexpr (Team<Config>::kCluster) loads_done();", "", LOADING),
+        ("range", "barrier_wait_for_cluster<false>(full", "barrier_wait<false>(full", "a wait at CTA scope"),
+        ("kernel", "    wait_for_previous_grid();\n\n    u8* const row", "    u8* const row", "writes global"),
     ],
     ids=["loads in flight", "scope", "the grid before"],
 )
-def test_a_fault_in_a_quantiser_of_rows_that_ctas_share_is_seen(monkeypatch, plant, old, new, expected):
+def test_a_fault_in_a_quantiser_of_rows_that_ctas_share_is_seen(monkeypatch, plant, header, old, new, expected):
     emulate(monkeypatch)
-    plant("quantize", old, new)
+    plant(f"quantize/{header}", old, new)
     monkeypatch.setattr(quantizers, "device_of", lambda _: replace(DEVICES["h200"], num_sms=1))
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 1)
     monkeypatch.setattr(quantizers, "spec_for_rows", lambda spec, *_: replace(spec, ctas=2))

@@ -167,7 +167,7 @@ def struct_of(header: str, name: str) -> dict[str, tuple[str, int]]:
 
 ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/gemm/types.cuh", "Args", gemms.ARGUMENTS, id="gemm"),
-    pytest.param("jitgemm/quantize.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
+    pytest.param("jitgemm/quantize/types.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
     pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),
     pytest.param(
         "jitgemm/moe/route_quantize.cuh", "RouteQuantizeArgs", experts.ROUTE_QUANTIZE_ARGUMENTS, id="route and quantise"
@@ -330,7 +330,7 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
     [(dependent, (block,))] = launches
     assert dependent
     q, scale, zero = outputs
-    fields = fields_in(block, struct_of("jitgemm/quantize.cuh", "QuantizeArgs"))
+    fields = fields_in(block, struct_of("jitgemm/quantize/types.cuh", "QuantizeArgs"))
     assert fields == {
         "x": inputs.x.data_ptr(),
         "q": q.data_ptr(),
@@ -371,7 +371,7 @@ def test_a_gate_s_numbers_and_its_count_of_rows_reach_the_fields_of_their_names(
     outputs = inputs.new_outputs()
     operands = replace(inputs, out=outputs).operands()
     inputs.prepare(operands).run_tensors(*operands)
-    fields = fields_in(launches[0][1][0], struct_of("jitgemm/quantize.cuh", "QuantizeArgs"))
+    fields = fields_in(launches[0][1][0], struct_of("jitgemm/quantize/types.cuh", "QuantizeArgs"))
     numbers = {"gate_limit": 7.0, "gate_alpha": 1.5, "m": 5, "k": 64, "row_count": count.data_ptr(), "rows_of_count": 5}
     assert numbers.items() <= fields.items()
 

@@ -3,7 +3,7 @@
 // fp32 throughout, one fused multiply-add a choice, rounded once. A CTA takes kCombineThreads vectors of eight columns
 // of a token at a time, a thread one of them: eight rows in flight. Lanes fetch rows and weights, one choice each.
 #pragma once
-#include <jitgemm/quantize.cuh>
+#include <jitgemm/quantize/kernel.cuh>
 
 namespace jitgemm {
 

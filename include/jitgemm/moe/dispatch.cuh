@@ -10,7 +10,7 @@
 #pragma once
 #include <jitgemm/moe/ranks.cuh>
 #include <jitgemm/moe/route.cuh>
-#include <jitgemm/quantize.cuh>
+#include <jitgemm/quantize/kernel.cuh>
 
 namespace jitgemm {
 

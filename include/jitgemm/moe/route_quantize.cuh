@@ -1,7 +1,7 @@
 // Routing and quantising of the tokens in one launch, which are independent: CTA 0 routes, the others quantise.
 #pragma once
 #include <jitgemm/moe/route.cuh>
-#include <jitgemm/quantize.cuh>
+#include <jitgemm/quantize/kernel.cuh>
 
 namespace jitgemm {
 

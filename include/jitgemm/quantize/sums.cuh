@@ -8,7 +8,7 @@
 //
 // A group's vectors are those of 4, 8, 16 or 32 threads side by side, whatever threads a row has: of one warp.
 #pragma once
-#include <jitgemm/quantize.cuh>
+#include <jitgemm/quantize/kernel.cuh>
 
 namespace jitgemm {
 
