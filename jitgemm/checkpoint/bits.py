@@ -24,7 +24,7 @@ import torch
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.kernel.codes import CODES
 from jitgemm.tensors import dtype_name
-from jitgemm.weight.pack import MAX_ZERO
+from jitgemm.weight.given import MAX_ZERO
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's int32 words."""

@@ -21,8 +21,9 @@ Packages and files::
 from __future__ import annotations
 
 from jitgemm.activations.scheme import ACTIVATIONS, Gate
+from jitgemm.nn.layers.by_width import W4A8Linear, W8A8Linear
 from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
-from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.mark_ready import mark_ready
 from jitgemm.nn.load.load import load_
 from jitgemm.nn.quantize.quantize import quantize_

@@ -21,7 +21,7 @@ from emulator.launch import emulate
 from jitgemm.gemm import launch, reference
 from jitgemm.moe import reference as moe_reference
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
-from jitgemm.nn.layers.linear import empty_weight
+from jitgemm.nn.layers.by_width import empty_weight
 from jitgemm.nn.warm.warm import _command, kernels
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.select.choose import choose, kernel_named, kernels_for

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_model
 
 import jitgemm
-from jitgemm.nn.layers.linear import W4A8Linear
+from jitgemm.nn.layers.by_width import W4A8Linear
 
 
 def normal(n: int, k: int, seed: int = 1) -> torch.Tensor:

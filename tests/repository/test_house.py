@@ -20,8 +20,8 @@ CEILINGS = {
     "gemm_w4a8_nt: lines": 7_400,
     "fused_experts: files": 48,
     "fused_experts: lines": 10_100,
-    "load_: files": 94,
-    "load_: lines": 19_700,
+    "load_: files": 87,
+    "load_: lines": 18_100,
     "files above 450 lines": 1,
     "lines of the package": 31_300,
 }

@@ -23,7 +23,7 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem, format_named, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.nn.layers.linear import W4A8Linear
+from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES

@@ -15,7 +15,7 @@ from marks import emulated
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.nn.layers.linear import W4A8Linear
+from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.weight import layout
 from jitgemm.weight.nvfp4 import FORMAT, LARGE, NEAR, from_bytes, terms, to_bytes, upper
 from jitgemm.weight.codes import CODE_OPS

@@ -14,7 +14,7 @@ from marks import emulated
 
 import jitgemm
 from jitgemm.kernel.formats import WeightFormat
-from jitgemm.nn.layers.linear import W4A8Linear
+from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 
 FORMAT = WeightFormat(0, False, "fp16", "two_level", code="two_level")

@@ -1,6 +1,7 @@
 """The layers: a packed weight as a module, and the quantiser before it.
 
-linear             W4A8Linear and W8A8Linear
+linear             PackedLinear: the call, state dicts, checkpoints
+by_width           W4A8Linear and W8A8Linear: from floats, and without values
 experts            W4A8Experts and W8A8Experts
 packed             what both are made of: a packed weight whose tensors are a module's buffers; its state dict
 gate               the gate between an expert's two GEMMs

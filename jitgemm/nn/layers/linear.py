@@ -1,4 +1,4 @@
-"""W4A8Linear and W8A8Linear: y = x · weightᵀ + bias, the weight in 4 or 8 bits, x quantised to 8 bits on the way in.
+"""PackedLinear: y = x · weightᵀ + bias, the weight in 4 or 8 bits, x quantised to 8 bits on the way in.
 
 Layers over the calls `quantize_activations` and `gemm_w4a8_nt` or `gemm_w8a8_nt`; they know no kernels.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,23 +15,19 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue, activation_named
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.dtypes import REAL_TYPES, torch_dtype
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY
 from jitgemm.gemm.run import gemm
-from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.nn.recipe import Recipe
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
-from jitgemm.weight.pack import check_group_size
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
-from jitgemm.weight.parts import check_packed, format_group
-from jitgemm.weight.quantize import CLIP_STEPS
+from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import check_packed
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
+    from jitgemm.nn.recipe import Recipe
 
 
 Device = torch.device | str | int | None
@@ -168,23 +163,6 @@ class PackedLinear(Packed):
         kind: Any = LINEARS[parts.weight.bits] if cls is PackedLinear else cls
         return kind(**parts._asdict())
 
-    @classmethod
-    def _empty(
-        cls, k: int, n: int, group_size: int | str, scale_dtype: torch.dtype, activation: str, bias: bool | torch.dtype,
-        permutation: bool, input_scale: bool, device: Device, rotation: int, **format: Any,
-    ) -> Self:  # fmt: skip
-        """A layer without values; format: more of `WeightFormat`."""
-        group_size = check_group_size(group_size, k)
-        scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-        fmt = WeightFormat(format_group(k, group_size), scale_type=scale_type, **format)
-        bias_dtype = torch.bfloat16 if bias is True else bias
-        if bias_dtype not in (False, torch.bfloat16, torch.float32):
-            raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        weight = empty_weight(k, n, group_size, fmt, permutation, device, rotation=rotation)
-        made = torch.empty(n, dtype=bias_dtype, device=device) if bias_dtype else None
-        scale = torch.ones(1, device=device, dtype=torch.float32) if input_scale else None
-        return cls(weight, made, activation=activation, input_scale=scale)
-
     # ---- the call ----------------------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -242,145 +220,8 @@ class PackedLinear(Packed):
         return ", ".join(parts + decoded)
 
 
-class W4A8Linear(PackedLinear):
-    """A linear layer with a packed 4-bit weight and activations quantised to 8 bits; see `PackedLinear`."""
-
-    kind = W4Weight
-
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", group_size: int | str = 128, symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, positive_scales: bool = False,
-        clip_steps: int = CLIP_STEPS, moments: torch.Tensor | None = None, act_order: bool = True,
-        device: Device = None, rotation: int | None = None,
-    ) -> W4A8Linear:  # fmt: skip
-        """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
-
-        Args:
-            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
-            activation: one of ACTIVATIONS.
-            group_size, symmetric, scale_dtype, full_range, positive_scales, clip_steps, moments, act_order: as in
-                `quantize_w4`; moments may be on another device.
-            device: where to quantise and keep the weight; None for where it is.
-            rotation: 128: the weight is rotated, and the layer's quantiser rotates inputs; None: neither.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no such form; see `quantize_w4`.
-        """
-        recipe = Recipe(
-            activation=activation, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype,
-            full_range=full_range, positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
-            rotation=rotation,
-        )  # fmt: skip
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
-
-    @classmethod
-    def from_linear_mxfp4(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", moments: torch.Tensor | None = None,
-        act_order: bool = True, device: Device = None, rotation: int | None = None,
-    ) -> W4A8Linear:  # fmt: skip
-        """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
-        recipe = Recipe(scheme="mxfp4", activation=activation, act_order=act_order, rotation=rotation)
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
-
-    @classmethod
-    def from_linear_two_level(
-        cls, linear: torch.nn.Linear, *, activation: str = "int8", moments: torch.Tensor | None = None,
-        act_order: bool = True, device: Device = None, rotation: int | None = None,
-    ) -> W4A8Linear:  # fmt: skip
-        """As `from_linear`, by `quantize_w4_two_level`; activation: one of int8, others raise TypeError."""
-        recipe = Recipe(scheme="two-level", activation=activation, act_order=act_order, rotation=rotation)
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
-
-    @classmethod
-    def empty(
-        cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
-        group_size: int | str = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
-        offset: bool = False, permutation: bool = False, input_scale: bool = False, correction: str = "",
-        device: Device = None, rotation: int = 0,
-    ) -> W4A8Linear:  # fmt: skip
-        """A layer without values, to load a state dict into; the arguments say which tensors that one has.
-
-        Args:
-            bias: whether there is one, bf16; or its dtype, torch.bfloat16 or torch.float32.
-            offset, permutation, input_scale: whether the weight has float offsets or act-order, and the input a static
-                scale.
-            correction: "bf16" or "fp16" for a weight packed with correction=True, by the type of its factors.
-            device: "meta" is possible, for `load_state_dict(…, assign=True)`.
-            rotation: the weight's.
-        """
-        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
-        order = "s8" if correction else "any"
-        return cls._empty(
-            in_features,
-            out_features,
-            *given,
-            zero_point=not symmetric,
-            offset=offset,
-            correction=correction,
-            order=order,
-        )
-
-
-class W8A8Linear(PackedLinear):
-    """A linear layer with a packed 8-bit weight and activations quantised to its type; see `PackedLinear`.
-
-    `activation` is "e4m3" or "e4m3_block" for weights of e4m3, one of the others for those of int8.
-    """
-
-    kind = W8Weight
-
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None,
-        moments: torch.Tensor | None = None, device: Device = None, rotation: int | None = None,
-    ) -> W8A8Linear:  # fmt: skip
-        """As `W4A8Linear.from_linear`, by `quantize_w8`; the weight is of the activations' type.
-
-        Args:
-            block: None for a scale per row, 128 for one per block of 128 x 128.
-            moments: as in `quantize_w8`; may be on another device.
-            rotation: as there.
-        """
-        recipe = Recipe(bits=8, activation=activation, block=block, rotation=rotation)
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
-
-    @classmethod
-    def empty(
-        cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
-        group_size: int | str | None = None, scale_dtype: torch.dtype = torch.float32, permutation: bool = False,
-        input_scale: bool = False, device: Device = None, rotation: int = 0,
-    ) -> W8A8Linear:  # fmt: skip
-        """As `W4A8Linear.empty`; group_size None is per channel."""
-        group_size, lhs = "channel" if group_size is None else group_size, activation_named(activation).dtype
-        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
-        return cls._empty(in_features, out_features, *given, zero_point=False, order=lhs, code=typed_code(lhs))
-
-
-def empty_weight(
-    k: int, n: int, group_size: int, fmt: WeightFormat, permutation: bool = False, device: Device = None,
-    experts: int | None = None, rotation: int = 0,
-) -> Weight:  # fmt: skip
-    """A weight without values, of this format."""
-    lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
-    empty = partial(torch.empty, device=device)
-    rows = (*lead, STRIP_ROWS * strips)
-    return kind_of(fmt)(
-        empty((*lead, strips, fmt.kblocks(k), fmt.record_bytes), dtype=torch.uint8),
-        None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
-        n,
-        k,
-        group_size,
-        fmt,
-        row_sum=empty(rows, dtype=torch.float32) if fmt.row_sums else None,
-        # A permutation even before it is loaded: what reads it never reaches beyond the input.
-        permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
-        rotation=rotation,
-    )
-
-
-LINEARS: dict[int, type[PackedLinear]] = {each.kind.bits: each for each in (W4A8Linear, W8A8Linear)}
-"""The layer's class by the width of its weight."""
+LINEARS: dict[int, type[PackedLinear]] = {}
+"""The layer's class by the width of its weight; `by_width.py` has them."""
 
 
 def is_dtensor(x: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,10 @@ from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
-from jitgemm.nn.recipe import Recipe
 from jitgemm.weight.packed import Weight
+
+if TYPE_CHECKING:
+    from jitgemm.nn.recipe import Recipe
 
 PARAMETERS = {2: ("gate_up_proj", "down_proj"), 1: ("up_proj", "down_proj")}
 """What transformers calls w13 and w2, by `Gate.inputs`; their biases have _bias behind."""

@@ -15,8 +15,9 @@ from jitgemm.checkpoint.layouts import N
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat
+from jitgemm.nn.layers.by_width import empty_weight
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
 from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
