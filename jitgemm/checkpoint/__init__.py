@@ -2,7 +2,8 @@
 
 ::
 
-    files               the tensors of a checkpoint: names, headers, data, config
+    files               the tensors of a checkpoint: names, headers, data
+    folder              which files of a folder are the model; its index and its config
     writing             safetensors files, written
     layouts             how a format stores a tensor: types and dimensions
     format              what a format is: a scheme, its tensors, reading; settings of a quantization_config

@@ -16,19 +16,14 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.checkpoint.folder import config_of_folder, index_of, model_files, quantization_config, read_index
 from jitgemm.tensors import dtype_name
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_CONFIG_KEYS = ("quantization_config", "compression_config")
-_CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where GPTQ's, AWQ's and NVIDIA's tools put what config.json may lack."""
 
 _LOADED = "give its tensors as a mapping: torch.load(path, weights_only=True)"
 _INSTEAD = dict.fromkeys((".bin", ".pt", ".pth"), _LOADED) | {
@@ -92,10 +87,9 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        source: str | os.PathLike[str] | list[str] | Mapping[str, torch.Tensor],
+        self, source: str | os.PathLike[str] | list[str] | Mapping[str, torch.Tensor],
         config: Mapping[str, Any] | None = None,
-    ):
+    ):  # fmt: skip
         self._files: dict[Path, Any] = {}
         self._said: dict[str, str] = {}  # metadata of tensors given in memory
         self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
@@ -110,7 +104,7 @@ class Checkpoint:
             self._found, self._said = _flattened(source) if any(map(_subclass, source.values())) else (source, {})
         elif isinstance(source, list) and source:
             files = [Path(file) for file in source]
-            index = _index_of(files)
+            index = index_of(files)
             folder = (index or files[0]).parent
             self.where, self._found = os.fspath(folder), self._list(index) if index else self._headers(files)
         elif isinstance(source, (str, os.PathLike)):
@@ -121,7 +115,7 @@ class Checkpoint:
             raise TypeError(f"source: expected a path or a mapping of tensors, got {type(source).__name__}")
         self.config: Mapping[str, Any] | None = None
         if config is not None:
-            self.config = _quantization_config(config)
+            self.config = quantization_config(config)
         elif folder is not None:
             self.config = config_of_folder(folder)
         self._listed = self._found  # under the files' own names
@@ -203,6 +197,11 @@ class Checkpoint:
                     f"{reader} reads both"
                 )
         return unlisted
+
+    def place(self, name: str) -> str:
+        """What holds a tensor, for messages: its file, or all that was given."""
+        found = self._found[name]
+        return os.fspath(found) if isinstance(found, Path) else self.where
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
@@ -307,19 +306,16 @@ class Checkpoint:
         if not source.exists():
             raise FileNotFoundError(f"source: expected a file or folder, found none at {source}")
         if source.is_dir():
-            if (found := weights_of(source)) is not None:
+            found = model_files(source)
+            if isinstance(found, Path):
                 return self._list(found)
-            files, indices = (sorted(source.glob(f"*.safetensors{end}")) for end in ("", ".index.json"))
-            if len(indices) > 1:
-                got = ", ".join(index.name for index in indices)
-                raise ValueError(f"source: expected one index, got {got}; give one's path")
-            if not files and not indices:
+            if not found:
                 others = sorted(path.name for path in source.glob("*.gguf"))
                 only = f", but GGUF's {others[0]}, whose blocks are no format that is read here" if others else ""
                 raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}{only}")
-            return _read_index(indices[0]) if indices else self._headers(files)
+            return self._headers(found)
         if source.name.endswith(".index.json"):
-            return _read_index(source)
+            return read_index(source)
         if source.suffix != ".safetensors":
             instead = _INSTEAD.get(source.suffix, "give its tensors as a mapping of names to tensors")
             raise ValueError(f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}")
@@ -333,47 +329,6 @@ class Checkpoint:
                     got = f"{name!r} in {other.name} and {path.name}"
                     raise ValueError(f"source: expected each tensor once, got {got}")
         return paths
-
-
-def _index_of(files: Sequence[Path]) -> Path | None:
-    """What decides on these files, all that transformers takes of a folder: its `model.safetensors` or the index that
-    names them; None for others."""
-    folder = files[0].parent
-    if [file.name for file in files] == [_SINGLE]:
-        return weights_of(folder)
-    for place in (folder, folder.parent):  # of shards in a folder of their own
-        for index in sorted(place.glob(_INDEX.replace(".json", "*.json"))):
-            if set(_read_index(index).values()) == set(files):
-                return index
-    return None
-
-
-def weights_of(folder: Path, *, by_index: bool = False) -> Path | None:
-    """A folder's `model.safetensors` or its index, whichever is the model; None where it has neither.
-
-    Where it has both, the index is left from another model if it names files that are not there: then
-    `model.safetensors` is the model, as for transformers, with a warning; by_index, for loaders that follow an index
-    wherever there is one, as vLLM's: FileNotFoundError. ValueError where both are whole.
-    """
-    single, index = folder / _SINGLE, folder / _INDEX
-    if not index.is_file():
-        return single if single.is_file() else None
-    named = set(_read_index(index).values())
-    missing = sorted(file.name for file in named if not file.is_file())
-    if not single.is_file() or single in named:
-        if missing and by_index:
-            raise FileNotFoundError(f"source: expected the files that {index} names, found no {', '.join(missing)}")
-        return index
-    if not missing:
-        raise ValueError(
-            f"source: expected one model in {folder}, got {_SINGLE} and {_INDEX} with {len(named)} files; delete one, "
-            "or give the path of the one that is meant"
-        )
-    left = f"{index} names files that are not there, such as {missing[0]}, next to {_SINGLE}"
-    if by_index:
-        raise FileNotFoundError(f"source: {left}: delete the index if it was left from another model")
-    warnings.warn(f"source: {left}: {_SINGLE} is read", stacklevel=4)
-    return single
 
 
 def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
@@ -432,58 +387,3 @@ def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoin
     if config is not None:
         raise ValueError("config: expected None with an open Checkpoint, which has its own")
     return source
-
-
-def _read_index(path: Path) -> Mapping[str, Path]:
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"source: expected a weight_map in {path}, found none")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise ValueError(f"source: expected files inside the folder of {path.name}, got {file!r} for {name!r}")
-    for file in dict.fromkeys(weight_map.values()):
-        try:
-            os.stat(path.parent / file)
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # which is said once the file is read
-        except (OSError, ValueError) as error:  # too long, or with letters that no name has
-            why = getattr(error, "strerror", None) or error
-            raise ValueError(f"source: expected names of files in {path}, got {file[:60]!r}: {why}") from None
-    return {name: path.parent / file for name, file in weight_map.items()}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder. Raises ValueError, which names the file, for anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name}: expected JSON in {path}, got {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name}: expected a JSON object in {path}, got {type(content).__name__}")
-    return content
-
-
-def config_of_folder(folder: Path) -> Mapping[str, Any] | None:
-    """What a folder's JSON files say of a model's quantisation, or one file."""
-    path = folder if folder.is_file() else folder / "config.json"
-    if path.is_file() and (found := _nested_config(read_json(path))) is not None:
-        return found
-    others = (read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file())
-    content = next(others, {})
-    quantization = content.get("quantization")
-    return quantization if isinstance(quantization, dict) else content or None
-
-
-def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization_config of a config.json, at its top or in the language model's part."""
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    found = (part.get(key) for part in parts for key in _CONFIG_KEYS)
-    return next((each for each in found if isinstance(each, Mapping)), None)
-
-
-def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """From a whole config.json, or from one that is the quantization_config already."""
-    if not isinstance(config, Mapping):
-        raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
-    nested, whole = _nested_config(config), "architectures" in config or "model_type" in config
-    return config if nested is None and not whole else nested

@@ -37,10 +37,7 @@ _SORTS = {
 """--sort's choices."""
 _METADATA = {"label": "", "spec": {}, "registers": 0, "spill_bytes": 0, "created": 0, "seconds": 0, "serialised": ""}
 """What --json prints of an entry's metadata, and what stands for it where that cannot be read."""
-_KINDS = {
-    "quantize": "quantizer",
-    **dict.fromkeys(("route", "combine", "gather", "dispatch", "collect"), "routing"),
-}
+_KINDS = {"quantize": "quantizer", **dict.fromkeys(("route", "combine", "gather", "dispatch", "collect"), "routing")}
 
 
 def entry_dict(info: EntryInfo) -> dict[str, Any]:

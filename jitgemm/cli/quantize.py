@@ -139,7 +139,7 @@ def quantize(
         held_back, ids = _windows(source, (held, None if data == "none" else text), tokens // WIDTH)
         facts = quantize_folder(
             source, target, recipe, device=where, calibration=ids, held_back=held_back, group_size=group_size,
-            keep_8bit=limit, note=common.note, progress=_Progress(),
+            keep_8bit=limit, note=common.note, progress=_note_tenths,
         )  # fmt: skip
     except KeyboardInterrupt:
         kept, complete = target.layers_done, (out / "config.json").is_file()
@@ -158,16 +158,10 @@ def quantize(
     _report(facts, as_json)
 
 
-class _Progress:
+def _note_tenths(before: int, done: int, total: int) -> None:
     """A note at each tenth of the layers, where no bar is shown."""
-
-    def __init__(self) -> None:
-        self.tenths, self.quiet = 0, not common.err().is_terminal
-
-    def __call__(self, done: int, total: int) -> None:
-        before, self.tenths = self.tenths, 10 * done // total
-        if self.quiet and self.tenths > before:
-            common.note(f"{done} of {total} layers are quantised")
+    if not common.err().is_terminal and 10 * done // total > 10 * before // total:
+        common.note(f"{done} of {total} layers are quantised")
 
 
 def _windows(

@@ -13,7 +13,8 @@ from typing import Any, Self
 import torch
 
 from jitgemm.checkpoint.expressions import patterns
-from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.folder import weights_of
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jitgemm.checkpoint import Checkpoint, files, formats, read_layer
+from jitgemm.checkpoint import Checkpoint, formats, read_layer
+from jitgemm.checkpoint.folder import weights_of
 from jitgemm.checkpoint.format import Sizes
 from jitgemm.checkpoint.reader import layer_header, load
 from jitgemm.checkpoint.writing import stored_in
@@ -400,14 +401,14 @@ def test_an_index_that_another_model_left_is_not_followed(tmp_path):
     (shard, gone) = sorted(folder.glob("*.safetensors"))
     gone.unlink()
     with pytest.raises(FileNotFoundError, match=f"expected the files that .* names, found no {gone.name}"):
-        files.weights_of(folder, by_index=True)
+        weights_of(folder, by_index=True)
     checkpoints.save(tmp_path, tensors("q_proj"), CONFIG)
     said = rf"index.json names files that are not there, such as {gone.name}, next to model.safetensors"
     for source in (folder, [folder / "model.safetensors"]):  # the list is what transformers hands on
         with pytest.warns(UserWarning, match=f"{said}: model.safetensors is read"):
             assert set(Checkpoint(source).names()) == set(tensors("q_proj"))
     with pytest.raises(FileNotFoundError, match=f"{said}: delete the index"):
-        files.weights_of(folder, by_index=True)
+        weights_of(folder, by_index=True)
 
 
 def test_two_whole_models_in_a_folder_are_an_error(tmp_path):
@@ -423,7 +424,7 @@ def test_an_index_of_one_file_is_that_file(tmp_path):
     folder = checkpoints.save(tmp_path, tensors(), CONFIG)
     index = {"weight_map": dict.fromkeys(tensors(), "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert holds(folder, "q_proj") and files.weights_of(folder, by_index=True) is not None
+    assert holds(folder, "q_proj") and weights_of(folder, by_index=True) is not None
 
 
 def test_headers_are_those_of_the_files_that_the_index_names(tmp_path):

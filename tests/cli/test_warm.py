@@ -428,6 +428,34 @@ def test_a_damaged_config_is_named(tmp_path, capsys, change):
     assert f"{config}" in failing(capsys, "--model", str(tmp_path), "--check")
 
 
+def test_an_index_that_names_nothing_and_a_shape_that_the_config_contradicts_are_named_with_their_files(
+    tmp_path, capsys
+):
+    save(tmp_path, "llama", GPTQ)
+    config, index = tmp_path / "config.json", tmp_path / "model.safetensors.index.json"
+    given = json.loads(config.read_text())
+    for changed, tensor in (("vocab_size", "embed_tokens.weight"), ("intermediate_size", "layers.0.mlp.gate_proj")):
+        config.write_text(json.dumps(given | {changed: given[changed] + 128}))
+        said = failing(capsys, "--model", str(tmp_path), "--dry-run")
+        assert tensor in said and f" in {tmp_path / 'model.safetensors'}" in said
+    config.write_text(json.dumps(given))
+    (tmp_path / "model.safetensors").unlink()
+    index.write_text('{"weight_map": {}}')
+    said = failing(capsys, "--model", str(tmp_path), "--dry-run")
+    assert f"expected a weight_map that names tensors in {index}, found {{}}" in said
+
+
+def test_shards_in_a_folder_of_their_own_are_found_by_the_index(tmp_path, capsys):
+    save(tmp_path, "llama", GPTQ)
+    expected = wanted(capsys, tmp_path)
+    (tmp_path / "weights").mkdir()
+    names = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights/one.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "weights/one.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert wanted(capsys, tmp_path) == expected
+
+
 def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
     save(tmp_path, "llama", GPTQ)

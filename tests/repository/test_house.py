@@ -20,9 +20,9 @@ CEILINGS = {
     "gemm_w4a8_nt: lines": 7_400,
     "fused_experts: files": 48,
     "fused_experts: lines": 10_100,
-    "load_: files": 87,
+    "load_: files": 88,
     "load_: lines": 18_100,
-    "files above 450 lines": 1,
+    "files above 450 lines": 0,
     "lines of the package": 31_300,
 }
 

@@ -173,11 +173,13 @@ def _origin(
         return None
     info = checkpoint.info(name)
     if info.shape != tuple(tensor.shape):
-        raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(info.shape)}")
+        raise ValueError(
+            f"{name}: expected shape {list(tensor.shape)}, got {list(info.shape)} in {checkpoint.place(name)}"
+        )
     # Floats are rounded to the model's type, as `load_state_dict` does; nothing else is converted.
     floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (tensor.dtype, info.dtype))
     if info.kind or (info.dtype != tensor.dtype and not floats):
-        raise ValueError(f"{name}: expected {tensor.dtype}, got {info.kind or info.dtype}")
+        raise ValueError(f"{name}: expected {tensor.dtype}, got {info.kind or info.dtype} in {checkpoint.place(name)}")
     return name
 
 

@@ -159,7 +159,8 @@ def _fitting(layer: LayerSource, name: str, module: Any, linear: bool) -> LayerS
     if not linear and _transposes(module) and _OF_LINEARS & layer.names.keys():
         layer, (n, k) = replace(layer, transposed=True), (k, n)
     if layer.n != n or layer.k not in (None, k):
-        raise ValueError(f"{name}: expected k, n = {k, n}, got {layer.k, layer.n}")
+        where = layer.checkpoint.place(next(iter(layer.names.values())))
+        raise ValueError(f"{name}: expected k, n = {k, n}, got {layer.k, layer.n} in {where}")
     if not linear or module.bias is None:  # other modules' biases are tensors like any other
         return layer.without_bias()
     if "bias" not in layer.names:

@@ -30,7 +30,7 @@ _BATCH = 8
 def quantize_folder(
     source: ModelFolder, out: ResumableFolder, recipe: Recipe, *, device: torch.device, calibration: torch.Tensor | None,
     held_back: torch.Tensor | None, group_size: int | None, keep_8bit: float | None, note: Callable[[str], None],
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Quantises a model in floats, and writes a checkpoint of its names.
 
@@ -40,7 +40,7 @@ def quantize_folder(
         group_size: one of GROUPS; None for the recipe's, or the next smaller one that divides all layers' columns.
         keep_8bit: as in `quantize_`.
         note: called with each thing that a user should know.
-        progress: called with how many layers are quantised, and how many will be.
+        progress: called after each stage with how many layers were quantised before, are now, and will be.
 
     Returns:
         What `jitgemm quantize --json` prints, without the seconds.
@@ -95,7 +95,7 @@ def quantize_folder(
 
 
 def _quantise(
-    job: Quantising, out: ResumableFolder, device: torch.device, progress: Callable[[int, int], None]
+    job: Quantising, out: ResumableFolder, device: torch.device, progress: Callable[[int, int, int], None]
 ) -> None:
     """All stages: what an interrupted run left is read, the rest is quantised and kept."""
     read: set[str] = set()
@@ -110,8 +110,8 @@ def _quantise(
         for layers in stages:
             if not read.issuperset(layers):
                 out.save_stage(layers, job.report)
-            done += len(layers)
-            progress(done, len(job.chosen))
+            before, done = done, done + len(layers)
+            progress(before, done, len(job.chosen))
 
 
 def filter_for(model: Any, recipe: Recipe, reasons: dict[str, str]) -> Filter:

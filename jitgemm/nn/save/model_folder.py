@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.files import Checkpoint, config_of_folder, read_json
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.folder import config_of_folder, read_json
 from jitgemm.checkpoint.writing import Stored, stored_in
 from jitgemm.nn.report import some
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from jitgemm.checkpoint.files import read_json
+from jitgemm.checkpoint.folder import read_json
 from jitgemm.checkpoint.writing import unfinished_path, write_safetensors, written
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear

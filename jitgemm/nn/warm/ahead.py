@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jitgemm.checkpoint.files import Checkpoint, config_of_folder
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.folder import config_of_folder, model_files
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.layers.experts import PackedExperts
@@ -98,15 +99,9 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
 
 
 def models_ahead(
-    folder: str | Path,
-    use: str = "linear",
-    tp: int = 1,
-    ep: int = 1,
-    activation: str | None = None,
-    recipe: Recipe | None = None,
-    orders: Sequence[str] = ("any", "e4m3"),
-    batch_invariant: bool = False,
-) -> Iterator[torch.nn.Module]:
+    folder: str | Path, use: str = "linear", tp: int = 1, ep: int = 1, activation: str | None = None,
+    recipe: Recipe | None = None, orders: Sequence[str] = ("any", "e4m3"), batch_invariant: bool = False,
+) -> Iterator[torch.nn.Module]:  # fmt: skip
     """The model of each rank, for `kernels`: with packed layers that have no values.
 
     Args:
@@ -123,14 +118,14 @@ def models_ahead(
     """
     if not Path(folder).exists():
         raise ValueError(f"folder: expected a model's folder that is here, found none at {folder}")
-    config, files = config_of_folder(Path(folder)), any(Path(folder).glob("*.safetensors"))
+    config, files = config_of_folder(Path(folder)), model_files(Path(folder)) if Path(folder).is_dir() else []
     if config and not files:
         raise ValueError(
             f"{folder}: expected the safetensors files of a model that is quantised already, as its config "
             f"says ({config.get('quant_method')}): their headers say which layers are, and the types of scales; found "
             "none. Without files the layers' shapes and formats have to be given instead (--shape N,K --weight NAME)"
         )
-    checkpoint = Checkpoint(str(folder)) if files else None
+    checkpoint = Checkpoint(files) if files else None
     wanted = recipe or Recipe.of({"activation": activation})
     decided = decided_by_values(wanted, orders)
     for rank, values in product(range(max(tp, ep)), decided):

@@ -37,15 +37,9 @@ MOST_TOP_K = 16
 
 
 def warmup(
-    model: torch.nn.Module,
-    max_m: int = 8192,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
-    jobs: int | None = None,
-    build: bool = True,
-    compiled: bool = False,
-) -> list[str]:
+    model: torch.nn.Module, max_m: int = 8192, *, dtype: torch.dtype | None = None, device: str | None = None,
+    jobs: int | None = None, build: bool = True, compiled: bool = False,
+) -> list[str]:  # fmt: skip
     """Compiles every kernel that the packed layers of a model can need, for up to max_m tokens.
 
     For experts that is every routing; where a layer's `top_k` is None, up to 16 experts of a token.
@@ -109,11 +103,9 @@ def warmup(
     failed = [job.error for job in missing if job.error]
     if failed:
         error = failed[0]
-        raise CompileError(
-            f"{len(failed)} of {len(missing)} kernels did not compile; the first: {error}",
-            log=getattr(error, "log", ""),
-            source_path=getattr(error, "source_path", None),
-        ) from error
+        more: Any = {"log": getattr(error, "log", ""), "source_path": getattr(error, "source_path", None)}
+        told = f"{len(failed)} of {len(missing)} kernels did not compile; the first: {error}"
+        raise CompileError(told, **more) from error
     return [job.source.label for job in missing if job.compiled]
 
 
@@ -172,14 +164,8 @@ def kernels(
 
 
 def _specs(
-    layer: Any,
-    parts: Sequence[Any],
-    prologues: Sequence[Prologue],
-    x: str,
-    figures: DeviceSpec,
-    max_m: int,
-    sums: str | None,
-) -> Iterator[Spec]:
+    layer: Any, parts: Sequence[Any], prologues: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int, sums: str | None
+) -> Iterator[Spec]:  # fmt: skip
     """The kernels of a Linear, or of experts, which have no prologues."""
     scheme, rows, experts = parts[0].scheme, max_m, {}
     for prologue in prologues:
