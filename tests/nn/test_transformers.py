@@ -583,6 +583,23 @@ def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeyp
                 torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=0)
 
 
+def test_transformers_warns_that_it_does_not_know_two_levels(tmp_path, monkeypatch, quiet_transformers):
+    """No setting of config.json makes it raise: it skips what it does not know, and draws the layers' weights."""
+    import test_cli_quantize as command
+
+    folder, out = command.folder_of(tmp_path / "model", command.model_of("Llama", **command.SIZES)), tmp_path / "out"
+    monkeypatch.setattr(command.evaluate, "help_texts", command.short_texts)
+    with pytest.raises(SystemExit) as exit:
+        command.main(["quantize", "--device", "cpu", str(folder), str(out), "--data", "none", "--scheme", "two-level"])
+    assert not exit.value.code
+    said = []
+    monkeypatch.setattr("transformers.quantizers.auto.logger.warning", lambda text, *_: said.append(text))
+    _, loaded = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert len(said) == 1 and "Unknown quantization type, got qoq" in said[0]
+    drawn = {name.removesuffix(".weight") for name in loaded["missing_keys"]}
+    assert drawn == set(command.LAYERS)
+
+
 def load_in_floats(model, folder):
     """The model of a quantised file, with its weights dequantised."""
     with warnings.catch_warnings():
