@@ -3,8 +3,8 @@
 # this checkout.
 #
 # What is there already is used where it suffices: $JITGEMM_PYTHON, the checkout's .venv, then python3. Otherwise .venv
-# is made and filled from the network. JITGEMM_TORCH chooses torch's requirement (default torch==2.13.0) and
-# JITGEMM_TORCH_INDEX an index to install it from, such as https://download.pytorch.org/whl/cpu.
+# is made and filled from the network, with the versions of constraints.txt. JITGEMM_TORCH chooses another torch, and then the
+# newest of all else; JITGEMM_TORCH_INDEX is an index to install torch from, such as https://download.pytorch.org/whl/cpu.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -37,18 +37,20 @@ base_python() {  # a Python 3.11 or later on the path
 }
 
 fill_venv() {  # $@: more requirements. torch first: what it brings decides whether an extra is needed
-    local base torch="${JITGEMM_TORCH:-torch==2.13.0}" extras="test,docs${JITGEMM_TEST_LIBRARIES:+,libraries}"
+    local base torch="${JITGEMM_TORCH:-$(grep '^torch==' "$ROOT/constraints.txt")}" extras="test,docs${JITGEMM_TEST_LIBRARIES:+,libraries}"
     base="$(base_python)"
     [ -x "$VENV/bin/python" ] || "$base" -m venv "$VENV"
     local pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
-    say "Installing $torch into $(basename "$VENV") (JITGEMM_TORCH chooses another)"
+    local versions=(--constraint "$ROOT/constraints.txt")
+    [ -z "${JITGEMM_TORCH:-}" ] || versions=()
+    say "Installing $torch into $(basename "$VENV"): 0.2 GB for the CPU, several with CUDA (JITGEMM_TORCH chooses another)"
     "${pip[@]}" install ${JITGEMM_TORCH_INDEX:+--index-url "$JITGEMM_TORCH_INDEX"} "$torch"
     say "Installing $extras"
     # With torch's requirement again, which a library may else replace by another version
-    "${pip[@]}" install --editable "$ROOT[$extras]" "$torch" "$@" || without_libraries
+    "${pip[@]}" install "${versions[@]}" --editable "$ROOT[$extras]" "$torch" "$@" || without_libraries
     if ! "$VENV/bin/python" "$ROOT/scripts/check_environment.py" 2>/dev/null; then
         say "torch brought no CUDA bindings or no NVRTC: installing the cu12 extra"
-        "${pip[@]}" install --editable "$ROOT[cu12]"
+        "${pip[@]}" install "${versions[@]}" --editable "$ROOT[cu12]"
     fi
     check_python "$VENV/bin/python" || without_libraries
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests; arguments go to pytest. `--all-kernels` compiles every kernel that the tests
-# know instead of a sample; scripts/test_other_nvrtc.sh compiles under the other NVRTC line.
+# know instead of a sample; scripts/test_nvrtc.sh compiles under NVRTC 12 or 13.
 #
 # The libraries that tests compare with and load models of, such as transformers, are installed too, and a test fails
 # without them. `JITGEMM_TEST_LIBRARIES= scripts/test.sh` does without, and such tests skip.

@@ -1,14 +1,24 @@
 #!/usr/bin/env bash
-# Runs the tests that compile under the other NVRTC line (12 or 13), in a small environment of its own that borrows
-# torch from the first; arguments go to pytest. Exits 1 if that line cannot be had.
+# Runs the tests that compile under a line of NVRTC:
+#   scripts/test_nvrtc.sh 12|13 [pytest arguments]
+# The line that the tests' environment lacks gets a small environment of its own, which borrows torch from that. Exits 1 if
+# the line cannot be had.
 set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 
 nvrtc_line() { "$1" -c 'from jitgemm.jit.nvrtc import nvrtc_info; print(nvrtc_info().version[0])'; }
+other="${1:-}"
+if [ "$other" != 12 ] && [ "$other" != 13 ]; then
+    say "usage: scripts/test_nvrtc.sh 12|13 [pytest arguments]"
+    exit 2
+fi
+shift
 line="$(nvrtc_line "$PYTHON")"
-other=$((line == 12 ? 13 : 12))
+if [ "$other" = "$line" ]; then
+    exec "$PYTHON" -m pytest -m "nvrtc and not gpu" "$@"
+fi
 if ! "$PYTHON" -c "import sys, torch; sys.exit((torch.version.cuda or '$other').split('.')[0] != '$other')"; then
     say "torch loads its own NVRTC $line, which cannot be mixed with NVRTC $other; a CPU build of torch can"
     exit 1
