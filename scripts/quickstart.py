@@ -1,9 +1,11 @@
 """The main job of scripts/quickstart.sh: gate and up projection of a Llama-3-8B, 4-bit weights on 8-bit activations.
 
 With a Hopper GPU the GEMM runs there, is checked against the exact reference and timed. Without one, the kernels of all
-the model's layers are compiled and listed, and the GEMM runs through the reference.
+the model's layers are compiled, and the GEMM runs through the reference.
 """
 
+import contextlib
+import io
 import sys
 import time
 from pathlib import Path
@@ -19,6 +21,8 @@ from jitgemm.gemm.reference import gemm_w4a8_reference
 
 LLAMA_8B = ("6144,4096", "4096,4096", "28672,4096", "4096,14336")
 N, K, GROUP = 28672, 4096, 128
+MAX_M = 8192
+"""Tokens of a call that kernels are compiled for."""
 
 
 def make_weight(device: str) -> jitgemm.W4Weight:
@@ -93,19 +97,25 @@ def on_gpu() -> int:
 def without_gpu() -> int:
     from jitgemm.cli import main as jitgemm_command
 
-    def run(*argv: str) -> None:
+    def run(*argv: str, rows: int | None = None) -> None:
+        """Prints the command and what it prints, of a table only so many rows."""
         print(f"\n$ jitgemm {' '.join(argv)}", flush=True)
-        try:
-            jitgemm_command(argv)
-        except SystemExit as done:
-            if done.code:
-                raise
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed) if rows is not None else contextlib.nullcontext():
+            try:
+                jitgemm_command(argv)
+            except SystemExit as done:
+                if done.code:
+                    raise
+        lines = printed.getvalue().splitlines()
+        print(*lines[: rows and rows + 1], *(["  ..."] if rows and len(lines) > rows + 1 else []), sep="\n")
 
-    print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead.")
+    print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead, which takes a minute or two.")
     shapes = [option for shape in LLAMA_8B for option in ("--shape", shape)]
-    run("warmup", *shapes, "--weight", "g128-bf16-e4m3", "--device", "h200")
+    options = "--weight", "g128-bf16-e4m3", "--device", "h200"
+    run("warmup", *shapes, *options, "--max-m", str(MAX_M), rows=3)
     run("cache", "info")
-    run("explain", str(16), str(N), str(K), "--weight", "g128-bf16-e4m3", "--device", "h200", "--top", "3")
+    run("explain", str(16), str(N), str(K), *options, "--top", "3")
 
     m = 16
     print(f"\nThe same GEMM through the exact reference: out[{m}, {N}] = lhs[{m}, {K}] · rhs[{N}, {K}]ᵀ")

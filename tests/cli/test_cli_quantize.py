@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import quantised_names, same_state
@@ -29,7 +30,7 @@ from jitgemm.nn.save import model_folder  # noqa: F401 - a test changes it by na
 from jitgemm.nn.save.resume import ResumableFolder
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
 from jitgemm.cli import main  # noqa: E402
 
@@ -70,15 +71,6 @@ def run(capsys):
     return call
 
 
-def tokenizer():
-    """One token for each byte, and one that begins a text."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)} | {"<s>": 256}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
-
-
 def model_of(kind: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config", None)
     if config is None:
@@ -94,7 +86,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> torch.n
 def folder_of(path: Path, model: torch.nn.Module, shard: str = "150KB") -> Path:
     """A folder as people have it: several shards, a tokenizer, files that nobody knows."""
     model.save_pretrained(path, max_shard_size=shard)
-    tokenizer().save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
     (path / "LICENSE").write_text("as it was")
     (path / "pytorch_model.bin").write_text("weights of another kind")
     return path
@@ -486,7 +478,7 @@ def test_the_report_has_sizes_errors_and_what_became_of_the_predictions(run, lla
     assert found["after"]["kl"] > 0 and found["after"]["same"] < 1
     loaded = emptied(tmp_path / "out")
     jitgemm.nn.load_(loaded, tmp_path / "out")
-    ids = windows_of(tokenizer(), help_texts()[0], 8)
+    ids = windows_of(byte_tokenizer(), help_texts()[0], 8)
     with torch.no_grad():
         found_logits = loaded(ids).logits[:, :-1].float()
     loss = torch.nn.functional.cross_entropy(found_logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -499,7 +491,7 @@ def test_what_is_evaluated_is_the_model_that_load_makes(run, llama, tmp_path, de
     facts = run(llama, tmp_path / "out", *FEW, "--device", device, "--json").json
     loaded = emptied(tmp_path / "out")
     jitgemm.nn.load_(loaded, tmp_path / "out", device=device)
-    ids = windows_of(tokenizer(), help_texts()[0], 8).to(device)
+    ids = windows_of(byte_tokenizer(), help_texts()[0], 8).to(device)
     floats = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="auto").to(device)
     base, got = ([*log_probabilities(model, ids)] for model in (floats, loaded))
     assert facts["evaluation"]["after"] == pytest.approx(compared(base, got, ids), rel=1e-6)

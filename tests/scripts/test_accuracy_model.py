@@ -1,0 +1,64 @@
+"""scripts/accuracy_model.py on a small model and the CPU: rows as a table and as a file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import accuracy_model
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, quiet_transformers) -> Path:
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    words = random.Random(0).choices(
+        "a scale of the weight and its group is what codes are multiplied by".split(), k=6000
+    )
+    (tmp_path / "text").write_text(" ".join(words))
+    return tmp_path
+
+
+def run(monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["accuracy_model.py", *map(str, arguments)])
+    accuracy_model.main()
+
+
+def test_rows_say_what_a_format_costs(folder, monkeypatch, capsys):
+    model, text, out = folder / "model", folder / "text", folder / "out.json"
+    rows = [part for row in ("reference", "8 bits", "g32", "g128 calibrated") for part in ("--row", row)]
+    run(monkeypatch, model, "--text", text, "--windows", 4, "--device", "cpu", *rows, "--json", out)
+    reference, eight, four, calibrated = json.loads(out.read_text())["rows"]
+    assert reference["kl"] == 0 and reference["same"] == 1 and reference["perplexity"] > 1
+    assert 0 < eight["kl"] < four["kl"] and [row["layers"] for row in (eight, four, calibrated)] == [7, 7, 7]
+    printed = capsys.readouterr().out
+    for row in (reference, eight, four, calibrated):
+        [line] = [line for line in printed.splitlines() if line.startswith(f"| {row['row']} |")]
+        assert f"{row['perplexity']:.2f}" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((), "expected a folder, "), (("nowhere", "--row", "g31"), "--row: expected one of reference, ")],
+)
+def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, said):
+    with pytest.raises(SystemExit) as exit:
+        run(monkeypatch, *arguments)
+    assert exit.value.code == 2 and said in capsys.readouterr().err
