@@ -13,8 +13,8 @@
     bits                codes out of words, kinds of zero point
     expressions         regular expressions of a config
     autoround           AutoRound's config in the words of other formats
-    compressed_tensors  integers of 4 and 8 bits, and FP8; its config: groups, presets, checks
-    presets             its schemes by name
+    compressed_tensors  integers of 4 and 8 bits, FP8 and MXFP4
+    compressed_tensors_config   presets, groups and targets, transforms
     quark               Quark's config, and its int4
     gptq                GPTQ v1 and v2
     awq                 AWQ gemm and gemv

@@ -18,8 +18,10 @@ from jitgemm.kernel.codes import CODES, FACTOR_GROUP
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.codes import CODE_OPS, CodeOps
+from jitgemm.weight.given import activation_order
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
-from jitgemm.weight.parts import INTEGERS, dequantize_groups
+from jitgemm.weight.parts import INTEGERS, check_rotation, dequantize_groups
+from jitgemm.weight.rotation import folded, rotated
 from jitgemm.weight.two_level import MAX_K, MOST
 
 PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
@@ -58,6 +60,9 @@ class CanonicalWeight:
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
         row_scale: fp32 [n] of "nvfp4", by which code * scale is multiplied: the tensor's. bf16 or fp16 [n] of "int4" whose
             scales are integers times it, so that int8 activations can have the weight in two levels; else None.
+        rotation: 128 where q is the weight times `weight.rotation`'s matrix, for inputs that are rotated, too; else 0.
+        turned: ("input" or "output", matrix fp32 [s, s]): by which the layer multiplies blocks of its input or result. Such
+            a weight can be dequantised, and neither packed, cut nor joined.
     """
 
     q: torch.Tensor
@@ -71,6 +76,8 @@ class CanonicalWeight:
     code: str = "int4"
     note: str | None = None
     row_scale: torch.Tensor | None = None
+    rotation: int = 0
+    turned: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def __post_init__(self) -> None:
         expected, given_scales = self.ops.given(self.zero is not None), self.ops.given_scales
@@ -119,6 +126,8 @@ class CanonicalWeight:
         if self.permutation is not None:
             if not torch.equal(self.permutation.sort().values.long(), torch.arange(self.k, device=self.q.device)):
                 raise ValueError(f"permutation: expected every column 0..{self.k - 1} once")
+        if check_rotation(self.rotation, self.k, "k") and self.permutation is not None:
+            raise ValueError(f"rotation: expected 0 with an activation order, got {self.rotation}")
 
     @property
     def bits(self) -> int:
@@ -143,15 +152,18 @@ class CanonicalWeight:
         return {name: None if values is None else change(values) for name, values in found.items()}
 
     def dequantize(self) -> torch.Tensor:
-        """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
+        """fp32 [n, k], the layer's weight with columns in its order: scale and offset widened to fp32, one rounding an
+        operation. With a rotation it is turned back, which rounds it: 2^-20 of 2^-3.5 times 128 columns' absolute sum."""
         weight, scale = self.ops.values(self.q), self.scale
         scale = scale if self.ops.given_scales is None else scale.view(self.ops.given_scales)
         dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
         if self.ops.needs_row_scale:
             weight *= self.row_scale[:, None]  # type: ignore[index]
-        if self.permutation is None:
-            return weight
-        return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
+        if self.permutation is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
+        for location, matrix in self.turned:
+            weight = folded(weight, location, matrix)
+        return rotated(weight) if self.rotation else weight
 
     def ordered(self, g_idx: torch.Tensor) -> CanonicalWeight:
         """The weight whose q stands in the order of the input, and whose columns belong to the groups of g_idx: the
@@ -193,6 +205,7 @@ class CanonicalWeight:
 
     def rows(self, rows: slice | torch.Tensor) -> CanonicalWeight:
         """The layer of some of its rows, with their bias; rows: a slice or indices."""
+        self._check_turned()
         bias, row_scale = (None if each is None else each[rows] for each in (self.bias, self.row_scale))
         return replace(
             self, q=self.q[rows], bias=bias, row_scale=row_scale, **self.parameters(lambda values: values[rows])
@@ -207,6 +220,10 @@ class CanonicalWeight:
         Raises:
             ValueError: an activation order mixes these columns with others in one group.
         """
+        self._check_turned()
+        if self.rotation and (start % self.rotation or stop % self.rotation):
+            expected = f"a rank's columns to be a multiple of {self.rotation}, which are rotated together"
+            raise ValueError(f"tp_size: expected {expected}, got columns {start}..{stop - 1}")
         if per_channel := self.group_size >= self.k:
             size = stop - start
         elif (size := math.gcd(self.group_size, start, stop)) % min(GROUP_SIZES) and size != self.group_size:
@@ -261,7 +278,10 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
+        self._check_turned()
         packed: W4Weight | W8Weight = self.ops.pack(self, lhs_dtype, correction)
+        if self.rotation:
+            return replace(packed, rotation=self.rotation)
         if self.permutation is None or packed.permutation is not None:
             return packed
         return packed.with_tensors(packed.blocks, packed.channel_scale, packed.row_sum, self.permutation)
@@ -278,6 +298,12 @@ class CanonicalWeight:
             return None
         return weight.q, factor.to(torch.uint8), weight.zero, self.row_scale  # type: ignore[return-value]
 
+    def _check_turned(self) -> None:
+        """Raises ValueError for a weight that can be dequantised alone."""
+        if self.turned:
+            got = " and ".join(f"one of {len(matrix)} at the {location}" for location, matrix in self.turned)
+            raise ValueError(f"transform_config: expected no matrix that kernels do not multiply inputs by, got {got}")
+
 
 def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     """Layers with the same input as one, rows one below another (qkv_proj, gate_up_proj).
@@ -286,7 +312,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
 
     Raises:
         ValueError: the layers differ in something that one weight has once: k, group size, scale dtype, offsets,
-            permutation, input scale.
+            permutation, rotation, input scale.
     """
 
     def only(name: str, value: Callable[[CanonicalWeight], Any]) -> None:
@@ -300,9 +326,12 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     first, biases = weights[0], [w.bias for w in weights if w.bias is not None]
     if len(weights) == 1:
         return first
+    for weight in weights:
+        weight._check_turned()
     only("type of codes", lambda w: dtype_name(w.q.dtype))
     only("k", lambda w: w.k)
     only("code", lambda w: w.code)
+    only("rotation", lambda w: w.rotation)
     only("group size", lambda w: min(w.group_size, w.k))
     only("scale dtype", lambda w: dtype_name(w.scale.dtype))
     for name in ("offset", "permutation", "input_scale"):
@@ -399,33 +428,3 @@ def check_values(weight: CanonicalWeight) -> None:
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
-
-
-def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The permutation that makes the groups of an activation order contiguous, None where they are already.
-
-    Args:
-        g_idx: integers [k], the group of each column of the layer's input (`g_idx` of GPTQ and compressed-tensors).
-        group_size: columns of a group; the last may have fewer. ValueError for groups that are not full.
-
-    Returns:
-        int32 [k]: column j of the reordered weight is column permutation[j] of the layer's input. Columns of one group
-        keep their order.
-    """
-    k = g_idx.shape[0]
-    groups = ceil_div(k, group_size)
-    least, most = (int(x) for x in g_idx.aminmax())
-    if least < 0 or most >= groups:
-        raise ValueError(
-            f"g_idx: expected groups 0..{groups - 1} for k = {k}, group size {group_size}, got {least}..{most}"
-        )
-    in_order = torch.arange(k, device=g_idx.device)
-    counts, expected = (torch.bincount(each, minlength=groups) for each in (g_idx.long(), in_order // group_size))
-    if not torch.equal(counts, expected):
-        group = int((counts != expected).nonzero()[0])
-        raise ValueError(
-            f"g_idx: expected {int(expected[group])} columns in group {group}, got {int(counts[group])}: activation "
-            "order with groups of unequal sizes has no grouped form"
-        )
-    permutation = torch.argsort(g_idx.long(), stable=True)
-    return None if torch.equal(permutation, in_order) else permutation.to(torch.int32)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,17 +38,17 @@ import torch
 
 from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.expressions import matches
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_kind, check_known
+from jitgemm.checkpoint.compressed_tensors_config import METHOD, MXFP4, MXFP4_FORMAT, check_kinds, for_layer
+from jitgemm.checkpoint.compressed_tensors_config import is_matrix, names as targeted, transforms_of
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Transform, block_of, check_known
 from jitgemm.checkpoint.format import inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N
 from jitgemm.checkpoint.layouts import TensorLayout, fits, stored
-from jitgemm.checkpoint.presets import MXFP4, PRESETS, args_of
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
 from jitgemm.weight.mxfp4 import NAN
+from jitgemm.weight.two_level import MOST, holds
 
-METHOD = "compressed-tensors"
 _CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "float"): "e2m1"}
 """By num_bits and type."""
 _SUPPORTED = (
@@ -84,8 +84,8 @@ class _CompressedTensors(Format):
         return plain.dtype == torch.int8 or (plain.dtype == torch.float8_e4m3fn and bool(listed))
 
     def left_out(self, config: Config, prefix: str) -> str | None:
-        _check_kinds(config)
-        if prefix and any(_names(prefix, target) for target in (config or {}).get("ignore") or ()):
+        check_kinds(config)
+        if prefix and any(targeted(prefix, target) for target in (config or {}).get("ignore") or ()):
             return f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"
         return None
 
@@ -108,10 +108,16 @@ class _CompressedTensors(Format):
             )
         return None
 
+    def transforms(self, config: Config, prefix: str) -> tuple[Transform, ...]:
+        return transforms_of(config, prefix)
+
+    def idle(self, config: Config, name: str) -> str | None:
+        return "a transform's matrix" if is_matrix(config, name) else None
+
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        config, names = for_layer(config, prefix), headers or {}
+        transforms, config, names = self.transforms(config, prefix), for_layer(config, prefix), headers or {}
         weights, code, block = _weights_of(config)
-        if not weights and config.get("format") in (None, _MXFP4_FORMAT) and fits(names, _MXFP4_TENSORS):
+        if not weights and config.get("format") in (None, MXFP4_FORMAT) and fits(names, _MXFP4_TENSORS):
             weights, code = MXFP4, "e2m1"
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
@@ -126,6 +132,7 @@ class _CompressedTensors(Format):
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs_of(config, code, headers),
             form="fp4" if code == "e2m1" else "packed" if packed else "",
+            transforms=transforms,
             settings=config,
         )
         return scheme if headers is None else replace(scheme, found=self._found(headers, scheme))
@@ -210,6 +217,9 @@ class _CompressedTensors(Format):
                 check_codes("weight_zero_point", zero, -8, 7)
             unsigned = (zero.to(torch.int16) + middle).to(torch.int16 if eight else torch.uint8)
             weight = replace(weight.with_zero_points(), zero=unsigned)
+        if weight.scale.dtype == torch.float32 and weight.zero is not None and scheme.inputs == Inputs() and not eight:
+            rows = _row_scales(weight)  # as two levels are written
+            weight = weight if rows is None else replace(weight, row_scale=rows)
         # -1 is the library's mark for an order that calibration never set.
         return weight if g_idx is None or bool((g_idx == -1).any()) else weight.ordered(g_idx)
 
@@ -248,13 +258,29 @@ class _CompressedTensors(Format):
         return tensors
 
 
+def _row_scales(weight: CanonicalWeight) -> torch.Tensor | None:
+    """bf16 [n]: the largest that each row's fp32 scales are integers times, if two levels hold all of the weight so."""
+    scale, least = weight.scale, weight.scale.amin(1)
+    rows, left = torch.zeros_like(least, dtype=torch.bfloat16), (scale != 0).any(1)
+    for factor in range(1, MOST + 1):  # of the least scale
+        row = (least / factor).to(torch.bfloat16)
+        tried = (left & (row > 0) & (row.float() * factor == least)).nonzero().flatten()
+        values, found = row[tried].float()[:, None], scale[tried]
+        fits = tried[((found / values).round() * values == found).all(1) & (found.amax(1) <= MOST * values[:, 0])]
+        rows[fits], left[fits] = row[fits], False
+        if not bool(left.any()):
+            levels = replace(weight, row_scale=rows).levels()
+            return rows if levels is not None and holds(*levels[:3]) else None
+    return None
+
+
 def _two_too_low(config: Mapping[str, Any]) -> bool:
     return setting(config, "provider") != "auto-round" and bool(
         _TWO_TOO_LOW.match(setting(config, "version", default=""))
     )
 
 
-_MXFP4_FORMAT, _MXFP8_FORMAT = "mxfp4-pack-quantized", "mxfp8-quantized"
+_MXFP8_FORMAT = "mxfp8-quantized"
 _MXFP4_TENSORS = {
     "weight_packed": stored(torch.uint8, N, K / 2),
     "weight_shape": stored((torch.int64, torch.int32), 2, optional=True),
@@ -277,134 +303,7 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")
 
 
-# ---- config ------------------------------------------------------------------------------------------------------------
-
-
-def written_config(groups: Iterable[Mapping[str, Any]], ignore: Iterable[str]) -> dict[str, Any]:
-    """A quantization_config of `written_group`s, as compressed-tensors, vLLM and this module read it.
-
-    Args:
-        groups: those with names before those with expressions: for vLLM the first match counts.
-        ignore: names of Linears and other layers with a matrix that stay in floats.
-    """
-    groups = list(groups)
-    formats = {group["format"] for group in groups}
-    return {
-        "quant_method": METHOD,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": sorted(ignore),
-    }
-
-
-def written_group(
-    targets: Iterable[str], bits: int, inputs: str, group_size: int | None = None, symmetric: bool = True,
-    scheme: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """One of a config's groups: layers with a scale per token of their input, which is "int" or "float" (e4m3), and
-    int4 weights in groups, MXFP4, or 8-bit weights of the input's type with a scale per row.
-
-    Args:
-        targets: names of layers, expressions behind "re:", or "Linear" for all layers.
-        group_size, symmetric: of 4 bits.
-        scheme: "mxfp4" for MXFP4.
-    """
-    if scheme == "mxfp4":
-        weights = MXFP4
-    elif bits == 4:
-        weights = args_of(4, "int", "group", group_size=group_size, symmetric=symmetric)
-    else:
-        weights = args_of(8, inputs, "channel")
-    return {
-        "targets": list(targets),
-        "weights": weights,
-        "input_activations": args_of(8, inputs, "token", dynamic=True),
-        "format": _MXFP4_FORMAT if scheme else "pack-quantized" if bits == 4 else f"{inputs}-quantized",
-    }
-
-
-def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any]:
-    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}. Raises ValueError where a setting
-    is of the wrong kind, or no group is for the layer."""
-    _check_kinds(config)
-    if config is None or "config_groups" not in config or "quant_algo" in config:  # ModelOpt's has groups, too
-        return config or {}
-    groups = {name: _spelt_out(name, group) for name, group in (config["config_groups"] or {}).items()}
-    for name, group in groups.items():
-        _check_kinds(group, f"{name}: ")
-    if (reason := online_transform(config, prefix)) is not None:
-        raise ValueError(reason)
-    group = _config_group(groups, prefix)
-    scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
-    said = {key: config[key] for key in ("version", "provider") if key in config}
-    return scheme | said | {"quant_method": METHOD, "format": group.get("format") or config.get("format")}
-
-
-def _check_kinds(settings: Mapping[str, Any] | None, where: str = "") -> None:
-    """Raises ValueError for a setting that is of another kind; where: what its name follows in the message."""
-    settings = settings or {}
-    for key, value in settings.items():
-        check_kind(key, value, where)
-    for part in sorted(settings.keys() & {"weights", "input_activations"}):
-        _check_kinds(settings[part], f"{where}{part}: ")
-
-
-def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
-    """A group, or the scheme that a preset stands for: its name with a list of targets."""
-    if isinstance(group, Mapping):
-        return group
-    if name.upper() not in PRESETS:
-        expected = f"a scheme, or one of the presets {', '.join(PRESETS)}"
-        raise ValueError(f"config_groups: expected {expected}, got {name!r}")
-    weights, inputs = PRESETS[name.upper()]
-    return {"targets": group, "weights": weights, "input_activations": inputs}
-
-
-def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """The group whose targets name the layer, the way the library chooses. Raises ValueError where there is none.
-
-    Targets are tried exact names first, then expressions, both in alphabetical order, then class names; of equal
-    targets in two groups the later group's counts. A checkpoint's names may differ from the module's that the targets
-    were written for, so a single group needs no match: something quantised the layer.
-    """
-    if len(groups) == 1:
-        return next(iter(groups.values()))
-    by_target = {target: group for group in groups.values() for target in group.get("targets") or ()}
-    for target in sorted(by_target, key=lambda target: ("re:" in target, target)):
-        if _names(prefix, target):
-            return by_target[target]
-    if "Linear" in by_target:
-        return by_target["Linear"]
-    raise ValueError(f"config_groups: expected one whose targets match {prefix!r}, got targets {sorted(by_target)}")
-
-
-def _names(prefix: str, target: str) -> bool:
-    if not target.startswith("re:"):
-        return target == prefix
-    return matches("targets", target.removeprefix("re:"), prefix)
-
-
-def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | None:
-    """Why a Hadamard or other transform at run time forbids this layer, quantised or not; None where there is none.
-
-    Those at weight_input and weight_output are in the weight already; q_attn and k_cache, of queries and keys, cancel.
-    """
-
-    def named(targets: str | Iterable[str] | None) -> bool:
-        targets = [targets] if isinstance(targets, str) else check_kind("targets", targets) or ()
-        return any(target == "Linear" or _names(prefix, target) for target in targets)
-
-    groups = setting(setting(config, "transform_config"), "config_groups", default={})
-    listed = [group.get("apply") or [] if isinstance(group, Mapping) else None for group in groups.values()]
-    if not all(isinstance(each, list) and all(isinstance(apply, Mapping) for apply in each) for each in listed):
-        raise ValueError(f"transform_config: expected groups of schemes to apply, got {groups!r}")
-    for apply in (apply for each in listed for apply in each or ()):
-        location = str(apply.get("location")).lower()
-        if location not in ("weight_input", "weight_output", "q_attn", "k_cache"):
-            if named(apply.get("targets")) and not named(apply.get("ignore")):
-                return f"transform_config: expected no transform at run time, got one at the {location}"
-    return None
+# ---- config -----------------------------------------------------------------------------------------------------------
 
 
 def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[int, int] | None]:

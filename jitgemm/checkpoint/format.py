@@ -27,8 +27,9 @@ from jitgemm.checkpoint.layouts import (
     stored,
 )
 from jitgemm.kernel.codes import EXPONENT_GROUP
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import ROTATION, ceil_div
 from jitgemm.tensors import describe
+from jitgemm.weight.rotation import sylvester
 
 Config = Mapping[str, Any] | None
 """A quantization_config."""
@@ -102,6 +103,66 @@ class Inputs:
         return cls(type, bits, scheme.get("strategy"), scheme.get("group_size"), scheme.get("symmetric", True), dynamic)
 
 
+PLACES = INPUT, OUTPUT = "input", "output"
+RANDOM_MATRIX = "random-matrix"
+"""The one type of transforms whose matrices are not orthogonal."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What multiplies the input or the result of a layer at run time.
+
+    Attributes:
+        name: of its group in the config.
+        location: one of PLACES.
+        kind: the group's type, such as RANDOM_MATRIX.
+        size: of the matrix; None for all columns, or rows at the output.
+        inverse: whether its inverse is applied, of a random matrix the one in the file.
+        known: whether the matrix is Sylvester's, which no file need hold.
+    """
+
+    name: str
+    location: str
+    kind: str
+    size: int | None
+    inverse: bool
+    known: bool
+
+    def __str__(self) -> str:
+        blocks = "all of it" if self.size is None else f"blocks of {self.size}"
+        return f"transform {self.name} ({self.kind}) of {blocks} at the {self.location}"
+
+    def matrix(self, stored: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
+        """V, fp32 [size, size]; stored: the file's, if it has one. Raises ValueError for one that the config does not mean."""
+        size = self.size or size
+        expected = sylvester(size, device) if self.known else None
+        found: Any = expected if stored is None else stored.float()
+        if found.shape != (size, size) or not (expected is None or torch.equal(found, expected)):
+            wanted = ("Sylvester's" if self.known else "a") + f" matrix [{size}, {size}] of {self} in the file"
+            raise ValueError(f"transform_config: expected {wanted}, got another, {describe(found)}")
+        return found if self.kind == RANDOM_MATRIX else (found.mT if self.inverse else found) * size**-0.5
+
+    def stored_as(self, checkpoint: Any, prefix: str, sizes: Sizes) -> str | None:
+        """The name of the matrix in a `Checkpoint`; None of one that is known and not there. Layers share those of one size,
+        and files have them once. Raises ValueError unless there is one, of a size that divides the layer's."""
+        whole = sizes.k if self.location == INPUT else sizes.n
+        size = self.size or whole
+        if self.known and size is not None and size & (size - 1):
+            raise ValueError(f"transform_config: expected a power of two for {self}, got {size}")
+        if whole is not None and whole % size:
+            raise ValueError(f"transform_config: head_dim: expected a divisor of {whole}, got {size} of {self}")
+        own = f"{prefix}.{self.name}_{self.location}.weight"
+        if own in checkpoint or self.known:
+            return own if own in checkpoint else None
+        ends = tuple(f".{self.name}_{place}.weight" for place in PLACES)
+        alike = (name for name in checkpoint.names() if f".{name}".endswith(ends))
+        found = [name for name in alike if checkpoint.info(name).shape == (size, size)]
+        if len(found) != 1:
+            got = ", ".join(found) or "none"
+            raise ValueError(f"transform_config: expected one matrix of {self} in the file, found {got}")
+        return found[0]
+
+
 @dataclass(frozen=True)
 class Scheme:
     """Everything that a quantization_config, and the headers where they are known, say of one layer.
@@ -117,6 +178,7 @@ class Scheme:
         inputs: how the input is quantised; None where nothing says.
         form: the variant of the format's tensors, in its own words.
         found: layouts of those tensors that files have in several forms, as headers show them.
+        transforms: what multiplies its input and result at run time, by compressed-tensors' config.
         settings: the layer's config, for the format's reader.
     """
 
@@ -130,6 +192,7 @@ class Scheme:
     inputs: Inputs | None = None
     form: str = ""
     found: Layout = field(default_factory=dict)
+    transforms: tuple[Transform, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -150,6 +213,19 @@ class Scheme:
     def unpackable(self) -> bool:
         """Whether 8-bit codes may have zero points, which no packed weight holds: the layer is dequantised."""
         return self.zero_points and self.eight_bits
+
+    def rotation(self, k: int | None) -> int:
+        """128 where the quantiser does all that the transforms do to an input of k columns, else 0."""
+        first, *others = self.transforms or (None,)
+        known = first is not None and first.known and first.location == INPUT and not others and not self.ordered
+        return ROTATION if known and (first.size or k) == ROTATION else 0
+
+    def why_dense(self, k: int | None) -> str | None:
+        """Why no packed layer of k columns can do what the transforms do; None where one can."""
+        if not self.transforms or self.rotation(k):
+            return None
+        got = " and ".join(map(str, self.transforms)) + (" behind an activation order" if self.ordered else "")
+        return f"{got}; kernels rotate blocks of {ROTATION} of an input, by Sylvester's matrix"
 
     @property
     def static(self) -> dict[str, TensorLayout]:
@@ -204,6 +280,14 @@ class Format:
 
     def left_out(self, config: Config, prefix: str) -> str | None:
         """The setting that leaves a layer in floats, as a message; None for a quantised layer."""
+        return None
+
+    def transforms(self, config: Config, prefix: str) -> tuple[Transform, ...]:
+        """What multiplies a layer's input and result at run time, whether the layer is quantised or not."""
+        return ()
+
+    def idle(self, config: Config, name: str) -> str | None:
+        """Why a tensor that is no layer's is not used; None for one that is not known."""
         return None
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:

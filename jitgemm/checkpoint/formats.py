@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Config, Format
+from jitgemm.checkpoint.format import Config, Format, Transform
 from jitgemm.tensors import describe
 
 FORMATS: list[Format] = []
@@ -47,6 +47,16 @@ def stored_otherwise(config: Config, names: Iterable[str]) -> str | None:
     names: of tensors that have no place in a model, or of a layer that no format has."""
     names = list(names)
     return next(filter(None, (format.stored_otherwise(config, names) for format in FORMATS)), None)
+
+
+def transforms_of(config: Config, prefix: str) -> tuple[Transform, ...]:
+    """What multiplies a layer's input and result at run time by the config, whether the layer is quantised or not."""
+    return next(filter(None, (format.transforms(config, prefix) for format in FORMATS)), ())
+
+
+def idle(config: Config, name: str) -> str | None:
+    """Why a tensor that is no layer's is not used, by the first format that knows it."""
+    return next(filter(None, (format.idle(config, name) for format in FORMATS)), None)
 
 
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:

@@ -29,6 +29,7 @@ import torch
 from jitgemm.checkpoint import compressed_tensors
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.compressed_tensors_config import for_layer
 from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, setting
 from jitgemm.checkpoint.layouts import PARTS, G, K, N, TensorLayout, fits, stored
 from jitgemm.kernel.codes import SCALE_GROUP
@@ -74,7 +75,9 @@ class _Nvfp4(Format):
         inputs = _of_modelopt(config, named) if form == "modelopt" else _of_compressed_tensors(config, prefix)
         name = _WHOLE[form]
         found = {} if headers is None or math.prod(headers[name].shape) == 1 else {name: _BY_ROW}
-        return Scheme(self.name, "nvfp4", SCALE_GROUP, inputs=inputs, form=form, found=found, settings=config)
+        transforms = compressed_tensors.FORMAT.transforms(config, prefix) if form == "compressed-tensors" else ()
+        more: Any = {"inputs": inputs, "form": form, "found": found, "transforms": transforms, "settings": config}
+        return Scheme(self.name, "nvfp4", SCALE_GROUP, **more)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         shape = {"weight_shape": stored((torch.int64, torch.int32), 2, optional=True)}
@@ -116,7 +119,7 @@ def _of_modelopt(config: Mapping[str, Any], named: bool) -> Inputs | None:
 
 
 def _of_compressed_tensors(config: Mapping[str, Any], prefix: str) -> Inputs | None:
-    scheme = compressed_tensors.for_layer(config, prefix)
+    scheme = for_layer(config, prefix)
     weights = scheme.get("weights") or {}
     for key, expected in (
         ("num_bits", 4),

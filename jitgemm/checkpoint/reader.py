@@ -13,7 +13,7 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
-from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes, check_beside
+from jitgemm.checkpoint.format import INPUT, INPUT_SCALES, OUTPUT, Format, Scheme, Sizes, check_beside
 from jitgemm.checkpoint.layouts import Dim, N
 from jitgemm.weight.packed import W4Weight, W8Weight
 
@@ -38,6 +38,7 @@ class LayerHeader:
         names: {what stands behind the prefix: full name} of its tensors, those under other prefixes included.
         format, scheme: the format that reads it, and what config, headers and its file's metadata say.
         sizes: see `Sizes`.
+        matrices: for each of the scheme's transforms the full name of its matrix; None for one that no file need hold.
     """
 
     prefix: str
@@ -45,6 +46,7 @@ class LayerHeader:
     format: Format
     scheme: Scheme
     sizes: Sizes
+    matrices: Sequence[str | None] = ()
 
 
 def load(
@@ -186,7 +188,10 @@ def layer_header(
     check_beside(headers)
     if sizes.k is None and k is not None:
         scheme = replace(scheme, settings={"in_features": k, **scheme.settings})
-    return LayerHeader(prefix, names, found, scheme, sizes)
+    if "bias" in names and any(each.location == OUTPUT for each in scheme.transforms):
+        raise ValueError(f"bias: expected none with {scheme.transforms[-1]}, got one")
+    matrices = [each.stored_as(checkpoint, prefix, sizes) for each in scheme.transforms]
+    return LayerHeader(prefix, names, found, scheme, sizes, matrices)
 
 
 def scheme_of(
@@ -221,11 +226,28 @@ def read_header(
     static = next((read[name].reshape(1).float() for name in INPUT_SCALES if name in read), None)
     inputs = header.scheme.inputs
     static = None if inputs is not None and inputs.num_bits == 4 else static  # theirs, and not of 8 bits
-    weight = replace(weight, bias=read.get("bias"), input_scale=static)
+    weight = replace(weight, bias=read.get("bias"), input_scale=static, **_turned(checkpoint, header, weight, device))
     check_values(weight)
     if weight.note:
         checkpoint.warn(weight.note)
     return weight.shard(dim, rank, world) if parts is None else weight
+
+
+def _turned(
+    checkpoint: Checkpoint, header: LayerHeader, weight: CanonicalWeight, device: torch.device
+) -> dict[str, Any]:
+    """What its layer does to inputs and results at run time, as `CanonicalWeight` has it. Raises ValueError for a matrix of
+    another size or of other values than the config says."""
+    found, k = [], header.sizes.k or weight.k
+    rotation = header.scheme.rotation(k)
+    for each, name in zip(header.scheme.transforms, header.matrices, strict=True):
+        stored, size = None, k if each.location == INPUT else header.sizes.n
+        if name is not None:
+            stored = checkpoint.read(name, device)
+        elif rotation:
+            break  # nothing to compare
+        found.append((each.location, each.matrix(stored, size, device)))
+    return {"rotation": rotation} if rotation else {"turned": tuple(found)}
 
 
 def parts_of_rank(header: LayerHeader, dim: str, rank: int, world: int) -> dict[str, Part] | None:
@@ -237,7 +259,9 @@ def parts_of_rank(header: LayerHeader, dim: str, rank: int, world: int) -> dict[
     if world == 1 or not 0 <= rank < world or whole is None or size is None or ordered:
         return None
     per_group = size if dim == "k" and size < whole else 1
-    uneven = whole % (world * math.lcm(PART_MULTIPLES[dim], per_group))
+    rotation = header.scheme.rotation(header.sizes.k)
+    multiple = rotation if rotation and dim == "k" else PART_MULTIPLES[dim]
+    uneven = whole % (world * math.lcm(multiple, per_group)) or (header.scheme.transforms and not rotation)
     if uneven or not layout or not all(each.known for each in layout.values()):
         return None
     count, parts = whole // world, {}

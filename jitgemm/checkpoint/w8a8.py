@@ -43,7 +43,7 @@ from jitgemm.checkpoint.format import (
     setting,
 )
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, G, K, N, TensorLayout, stored
-from jitgemm.checkpoint.presets import PRESETS
+from jitgemm.checkpoint.compressed_tensors_config import PRESETS
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe

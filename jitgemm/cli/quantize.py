@@ -33,6 +33,7 @@ _SCHEME = "int4, mxfp4 (e4m3 only) or two-level (QServe's; int8 only). Default: 
 _ACTIVATION = "Inputs, per token: e4m3 or int8. Default: e4m3; int8 with two-level."
 _BITS = "Of weights: 4, or 8 with a scale per row. Default: 4."
 _GROUP = "Columns that share a scale. Default: 128, or 32 and zero points without calibration."
+_ROTATION = "128: a Hadamard matrix along weights and inputs, which spreads outliers. Default: none."
 _KEEP = f"Layers with a larger relative squared error get 8 bits. AUTO: {AUTO_KEEP_8BIT}. Default: none."
 _ON = "Where the model runs. Default: the Hopper GPU at hand, else cpu, which takes long."
 
@@ -54,6 +55,9 @@ def quantize(
         Optional[int], typer.Option("--group-size", metavar="128|64|32", help=_GROUP, show_default=False)
     ] = None,
     zero_point: Annotated[bool, typer.Option("--zero-point", help="Codes 0..15 with integer zero points.")] = False,
+    rotation: Annotated[
+        Optional[int], typer.Option("--rotation", metavar="128", help=_ROTATION, show_default=False)
+    ] = None,
     keep_8bit: Annotated[
         Optional[str], typer.Option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP, show_default=False)
     ] = None,
@@ -96,14 +100,16 @@ def quantize(
     said = {
         "bits": bits, "scheme": None if scheme in (None, Scheme.int4) else scheme.value, "group_size": group_size,
         "activation": None if activation is None else activation.value, "symmetric": False if zero_point else None,
+        "rotation": rotation,
     }  # fmt: skip
     recipe = common.recipe_of(said, calibrated=data != "none")
     limit = _limit(keep_8bit)
     if limit is not None and bits == 8:
         raise ValueError("--keep-8bit: expected none with --bits 8, got one")
-    if limit is not None and recipe.code == "two-level":
+    if limit is not None and recipe.writes_qserve:
         raise ValueError(
-            "--keep-8bit: expected none with --scheme two-level, as QServe's files have no layers of 8 bits"
+            "--keep-8bit: expected none with --scheme two-level, as QServe's files have no layers of 8 bits; with "
+            "--rotation 128 files are compressed-tensors'"
         )
     if limit is not None and data == "none":
         raise ValueError("--keep-8bit: expected --data other than none, which says what a layer loses")
@@ -128,6 +134,7 @@ def quantize(
         "--scheme": recipe.code,
         "--group-size": group_size,
         "--zero-point": zero_point,
+        "--rotation": rotation,
         "--keep-8bit": limit,
     }
     target = ResumableFolder(out, settings, restart)

@@ -195,6 +195,11 @@ class Recipe:
         return Recipe(bits=8, activation=self.inputs, rotation=self.rotation)
 
     @property
+    def writes_qserve(self) -> bool:
+        """Whether files of such weights are QServe's, which know no rotation, and not compressed-tensors'."""
+        return self.scheme == "two-level" and not self.rotation
+
+    @property
     def k_alignment(self) -> int:
         """What k is a multiple of."""
         return self.rotation or K_ALIGNMENT

@@ -14,7 +14,7 @@ import torch
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.compressed_tensors import for_layer
+from jitgemm.checkpoint.compressed_tensors_config import for_layer
 from jitgemm.checkpoint.format import Config, Format, Scheme
 from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.reader import scheme_of
@@ -175,6 +175,8 @@ def layout_of(
     except ValueError as error:
         raise Unsupported(str(error)) from error
     _check(scheme, config)
+    if (why := scheme.why_dense(k)) is not None:
+        raise Unsupported(why)
     said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
     scale = _DTYPES.get(said, torch.float32 if format.name in ("w4afp8", "w8a8") else dtype)
     columns = scheme.columns(k)
@@ -190,7 +192,8 @@ def layout_of(
     called = called if format.name == "w8a8" else {}
     strategy = "channel" if scheme.strategy == "group" and not columns else scheme.strategy
     scheme = replace(scheme, group_size=columns, strategy=strategy, ordered=scheme.ordered and columns > 0)
-    return Layout(format, scheme, tensors, called, name=name, config=config)
+    alignment = scheme.rotation(k) or K_ALIGNMENT
+    return Layout(format, scheme, tensors, called, k_alignment=alignment, name=name, config=config)
 
 
 def _check(scheme: Scheme, config: Mapping[str, object]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from jitgemm.kernel.formats import STRIP_ROWS
+from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.tensors import check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.parts import INTEGERS, PackedWeight, by_group
@@ -69,3 +69,33 @@ def row_sums(packed: PackedWeight) -> torch.Tensor:
     row_sum = torch.zeros((*lead, layout.strips_of(n) * STRIP_ROWS), dtype=torch.float32, device=packed.blocks.device)
     row_sum[..., :n] = torch.cat(sums).view(*lead, n)
     return row_sum
+
+
+def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
+    """The permutation that makes the groups of an activation order contiguous, None where they are already.
+
+    Args:
+        g_idx: integers [k], the group of each column of the layer's input (`g_idx` of GPTQ and compressed-tensors).
+        group_size: columns of a group; the last may have fewer. ValueError for groups that are not full.
+
+    Returns:
+        int32 [k]: column j of the reordered weight is column permutation[j] of the layer's input. Columns of one group
+        keep their order.
+    """
+    k = g_idx.shape[0]
+    groups = ceil_div(k, group_size)
+    least, most = (int(x) for x in g_idx.aminmax())
+    if least < 0 or most >= groups:
+        raise ValueError(
+            f"g_idx: expected groups 0..{groups - 1} for k = {k}, group size {group_size}, got {least}..{most}"
+        )
+    in_order = torch.arange(k, device=g_idx.device)
+    counts, expected = (torch.bincount(each, minlength=groups) for each in (g_idx.long(), in_order // group_size))
+    if not torch.equal(counts, expected):
+        group = int((counts != expected).nonzero()[0])
+        raise ValueError(
+            f"g_idx: expected {int(expected[group])} columns in group {group}, got {int(counts[group])}: activation "
+            "order with groups of unequal sizes has no grouped form"
+        )
+    permutation = torch.argsort(g_idx.long(), stable=True)
+    return None if torch.equal(permutation, in_order) else permutation.to(torch.int32)

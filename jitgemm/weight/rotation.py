@@ -59,3 +59,19 @@ def butterfly(x: torch.Tensor) -> torch.Tensor:
         x = torch.stack((low + high, low - high), 1)
         distance *= 2
     return x.reshape(shape)
+
+
+def folded(w: torch.Tensor, location: str, matrix: torch.Tensor) -> torch.Tensor:
+    """The weight [n, k] whose product is that of w with blocks of x ("input") or of the result ("output") times a matrix V
+    [s, s]: w V^T, or V^T w."""
+    if location == "output":
+        return folded(w.T, "input", matrix.T).T
+    return (w.unflatten(1, (-1, len(matrix))) @ matrix.T).flatten(1)
+
+
+def sylvester(size: int, device: torch.device) -> torch.Tensor:
+    """H * size^0.5, fp32 [size, size] of 1 and -1, of a power of two."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix

@@ -157,6 +157,15 @@ def format_of(scale_type: str) -> WeightFormat:
     return WeightFormat(0, False, scale_type, "two_level", code="two_level")
 
 
+def holds(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> bool:
+    """Whether records hold these codes, factors and zero points of a dense weight."""
+    try:
+        _checked(q, scale, zero, "")
+    except ValueError:
+        return False
+    return True
+
+
 def _checked(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, at: str) -> torch.Tensor:
     """Factors and their products with zero points, uint8 [n, groups, 2]. Raises for values that records do not hold."""
     scale, zero = scale.to(torch.int64), zero.to(torch.int64)

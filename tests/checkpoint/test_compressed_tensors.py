@@ -15,10 +15,11 @@ from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 import jitgemm.checkpoint.compressed_tensors as module
-from jitgemm.checkpoint.compressed_tensors import for_layer
+from jitgemm.checkpoint.compressed_tensors_config import for_layer
 import jitgemm.nn
 from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
 from jitgemm.nn import PackedLinear, load_
+from jitgemm.weight.rotation import rotated, sylvester
 
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -209,8 +210,14 @@ def test_what_the_settings_say_of_activations_changes_no_weight_and_is_passed_on
 # --- what is refused ---
 
 
-def transforms(*apply):
-    return {"config_groups": {"R": {"type": "hadamard", "apply": list(apply)}}}
+def transforms(*apply, **group):
+    return {"config_groups": {"R": {"type": "hadamard", "apply": list(apply)} | group}}
+
+
+def turned(location="input", kind="hadamard", head_dim=128, targets="re:.*down_proj$", inverse=False, **group):
+    """A config with one transform."""
+    apply = {"targets": targets, "location": location, "inverse": inverse}
+    return config(transform_config=transforms(apply, type=kind, head_dim=head_dim, **group))
 
 
 def refused(tensors, settings=None):
@@ -257,14 +264,24 @@ def refused(tensors, settings=None):
             config(scheme(targets=["re:.*up_proj"]), scheme(targets=["re:.*gate_proj"])),
             "config_groups: expected one whose targets match 'model.layers.0.mlp.down_proj'",
         ),
+        (turned("middle"), "transform_config: expected one transform at model.layers.0.mlp.down_proj's middle, got R's"),
+        (turned("q_attn"), "transform_config: expected one orthogonal matrix at q_attn and k_cache, where it cancels"),
+        (turned(kind="dct"), "transform_config: expected type hadamard or random-hadamard or random-matrix .*, got 'dct'"),
+        (turned(randomize=True), "transform_config: expected .* randomize: false, got 'hadamard' and True of R"),
+        (turned(head_dim=0), "transform_config: expected a positive integer as head_dim, got 0 of R"),
+        (turned(head_dim=True), "transform_config: expected a positive integer as head_dim, got True of R"),
+        (turned(zip=1), "transform_config: expected only type, apply, .*, got zip in R"),
+        (turned(kind="random-hadamard"), r"expected one matrix of transform R \(random-hadamard\) of blocks of 128 .* found none"),
+        (turned(requires_grad=True), "expected one matrix of transform R .* at the input in the file, found none"),
+        (turned(head_dim=96), "transform_config: expected a power of two for transform R .* of blocks of 96 at the input, got 96"),
+        (turned(head_dim=64), "transform_config: expected no matrix that kernels do not multiply .*, got one of 64 at the input"),
+        (turned("output", head_dim=16), "transform_config: expected no matrix that kernels do not multiply .*, got one of 16 at the output"),
+        (turned(head_dim=512), "head_dim: expected a divisor of 256, got 512 of transform R"),
         (
-            config(transform_config=transforms({"targets": ["re:.*down_proj$"], "location": "input"})),
-            "transform_config: expected no transform at run time, got one at the input",
+            config(transform_config=transforms(*({"targets": "Linear", "location": "input"},) * 2)),
+            "transform_config: expected one transform at model.layers.0.mlp.down_proj's input, got R's, too",
         ),
-        (
-            config(transform_config=transforms({"targets": "re:.*down_proj$", "location": "output"})),
-            "transform_config: expected no transform at run time, got one at the output",
-        ),
+        (config(transform_config={"config_groups": {"R": 5}}), "transform_config: expected groups of schemes to apply, got R: 5"),
     ],
 )  # fmt: skip
 def test_settings_that_are_not_supported_are_refused(settings, message):
@@ -279,10 +296,111 @@ def test_transforms_that_are_in_the_weight_already_or_of_other_layers_do_no_harm
         {"targets": ["Linear"], "location": "input", "ignore": ["re:.*down_proj"]},
         {"targets": ["Linear"], "location": "input", "ignore": "re:.*down_proj"},
         {"targets": ["re:.*"], "location": "q_attn"},
+        {"targets": ["re:.*"], "location": "k_cache"},
     )
     settings = config(transform_config=harmless)
     weight = load(pack_quantized(parts), LAYER, device="cpu", config=settings)
-    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float())
+    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float()) and weight.rotation == 0
+
+
+@pytest.mark.parametrize("group", [{}, {"head_dim": 128}, {"inverse": True}])
+def test_an_input_that_kernels_rotate_is_rotated(group):
+    """Without head_dim blocks are all columns, 128 here. The inverse of Sylvester's matrix is the same."""
+    k = 256 if "head_dim" in group else 128
+    parts = builders.weight_parts(13, 16, k, 128)
+    tensors, settings = pack_quantized(parts), turned(**{"head_dim": None} | group)
+    weight, dense = load(tensors, LAYER, device="cpu", config=settings), parts.dequantize_fp64().float()
+    assert weight.rotation == 128 and torch.equal(weight.dequantize(), dense)
+    assert torch.equal(read_layer(tensors, LAYER, device="cpu", config=settings).dequantize(), rotated(dense))
+    matrix = sylvester(128, torch.device("cpu"))
+    held = tensors | {f"{LAYER}.R_input.weight": matrix}
+    assert load(held, LAYER, device="cpu", config=settings).rotation == 128
+    for wrong in (-matrix, matrix[:64, :64]):
+        with pytest.raises(
+            ValueError, match=r"expected Sylvester's matrix \[128, 128\] of transform R .*, got another"
+        ):
+            load(tensors | {f"{LAYER}.R_input.weight": wrong}, LAYER, device="cpu", config=settings)
+
+
+def test_blocks_of_columns_that_are_rotated_together_stay_together():
+    parts = builders.weight_parts(13, 16, 512, 32)
+    tensors, settings = pack_quantized(parts), turned() | {"config_groups": {"g": scheme(group_size=32)}}
+    for dim, rank in (("n", 1), ("k", 0), ("k", 1)):
+        weight = load(tensors, LAYER, device="cpu", config=settings, tp_dim=dim, tp_rank=rank, tp_size=2)
+        expected = parts.dequantize_fp64().float().chunk(2, "nk".index(dim))[rank]
+        assert weight.rotation == 128 and torch.equal(weight.dequantize(), expected)
+    with pytest.raises(ValueError, match="tp_size: .* columns to be a multiple of 128, which are rotated together"):
+        load(tensors, LAYER, device="cpu", config=settings, tp_dim="k", tp_rank=1, tp_size=8)
+
+
+def test_an_activation_order_and_a_rotation_are_dequantised():
+    parts = builders.weight_parts(13, 16, 256, 128)
+    g_idx = (torch.arange(256) % 2).int()
+    tensors = pack_quantized(parts) | {f"{LAYER}.weight_g_idx": g_idx}
+    expected = checkpoints.dequantized(parts.q, parts.scale, parts.zero, g_idx).float()
+    assert torch.allclose(
+        read_layer(tensors, LAYER, device="cpu", config=turned()).dequantize(), rotated(expected), atol=1e-6
+    )
+    assert "expected no matrix that kernels do not multiply" in refused(tensors, turned())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_with_other_transforms_are_dequantised_with_a_warning(bias):
+    """The file holds one matrix for two layers, of which one has it at its result."""
+    parts = {name: builders.weight_parts(seed, 64, 64, 32) for seed, name in enumerate(NAMES)}
+    apply = [{"targets": "up", "location": "input"}, {"targets": ["down"], "location": "output", "inverse": True}]
+    told = config(scheme(group_size=32), transform_config=transforms(*apply, type="random-hadamard"))
+    matrix = torch.randint(0, 2, (64, 1)) * 2 - 1.0
+    matrix = matrix * sylvester(64, torch.device("cpu"))
+    tensors = pack_quantized(parts["up"], "up") | pack_quantized(parts["down"], "down") | {"up.R_input.weight": matrix}
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64, bias=bias and name == "down") for name in NAMES})
+    if bias:
+        tensors["down.bias"] = torch.zeros(64)
+        with pytest.raises(ValueError, match="bias: expected none with transform R .* at the output, got one"):
+            load_(model, tensors, config=told)
+        return
+    with pytest.warns(
+        UserWarning, match="dequantised: transform R .random-hadamard. of all of it at the input; kernels"
+    ):
+        report = load_(model, tensors, config=told)
+    assert list(report) == [] and report.ignored["up.R_input.weight"] == "a transform's matrix"
+    x = torch.randn(5, 64)
+    up, down = (parts[name].dequantize_fp64().float() for name in NAMES)
+    assert torch.allclose(model["up"](x), (x @ matrix / 8) @ up.T, atol=1e-5)
+    assert torch.allclose(model["down"](x), (x @ down.T) @ matrix.T / 8, atol=1e-5)
+    with pytest.raises(
+        ValueError, match="expected one matrix of transform R .*, found up.R_input.weight, x.R_output.weight"
+    ):
+        load_(model, tensors | {"x.R_output.weight": matrix}, config=told)
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-matrix"])
+@pytest.mark.parametrize("head_dim", [128, 64, None])
+def test_layers_compute_what_the_library_s_own_transforms_do(library, kind, head_dim):
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(256, 128, bias=False) for name in NAMES}).double()
+    inputs = {"R": ("down", "input", "weight_input"), "U": ("up", "weight_output", "output")}
+    groups = {
+        name: {"type": kind, "head_dim": head_dim, "precision": "torch.float64", "apply": [
+            {"targets": [target], "location": first}, {"targets": [target], "location": second, "inverse": True}]}
+        for name, (target, first, second) in inputs.items()
+    }  # fmt: skip
+    apply_transform_config(model, TransformConfig(config_groups=groups))
+    parts = {name: builders.weight_parts(seed, 128, 256, 128) for seed, name in enumerate(NAMES)}
+    tensors = {}
+    for name in NAMES:
+        model[name].weight.data.copy_(parts[name].dequantize_fp64())
+        tensors |= pack_quantized(parts[name], name)
+    held = {name: each.detach() for name, each in model.state_dict().items() if "_input" in name or "_output" in name}
+    assert held.keys() == {"down.R_input.weight", "up.U_output.weight"}
+    x, told = torch.randn(5, 256, dtype=torch.double), config(transform_config={"config_groups": groups})
+    for name in NAMES:
+        layer = read_layer(tensors | held, name, device="cpu", config=told)
+        expected = model[name](x)
+        assert (x @ layer.dequantize().double().T - expected).norm() < 1e-5 * expected.norm()
+        packs = (name, kind, head_dim) == ("down", "hadamard", 128)
+        assert layer.rotation == (128 if packs else 0) and bool(layer.turned) != packs
 
 
 @pytest.mark.parametrize(
@@ -387,7 +505,7 @@ def test_an_uncompressed_file_is_named_as_such_and_its_floats_load_without_stric
 def test_a_transform_at_run_time_of_a_layer_in_floats_is_named_too():
     model, tensors = model_and_tensors()
     told = config(transform_config=transforms({"targets": ["Linear"], "location": "input", "ignore": ["up"]}))
-    with pytest.raises(ValueError, match="down: transform_config: expected no transform at run time"):
+    with pytest.raises(ValueError, match="down: transform_config: expected none of a layer in floats, got transform R"):
         load_(model, tensors, config=told)
 
 

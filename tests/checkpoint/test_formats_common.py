@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from jitgemm.checkpoint import Checkpoint, formats, read_layer
 from jitgemm.checkpoint.bits import AWQ_ORDER, HIGH_FIRST, WORD_DTYPES, minus, twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order, concat
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, concat
+from jitgemm.weight.given import activation_order
 from jitgemm.checkpoint.format import Format
 
 # --- nibbles ---

@@ -22,8 +22,6 @@ from jitgemm.nn.layers.shard_weight import part_of_weight, unpacked
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.nn.quantize.quantize import quantize_
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save.export import quantization_config
-from jitgemm.nn.save.tensor_map import TensorMap
 from jitgemm.nn.warm.warm import kernels
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.rotation import rotated, rotated_moments
@@ -199,15 +197,11 @@ def test_parts_of_ranks_are_rotated_and_cut_between_blocks(name):
         part_of_weight(short, "k", 0, 2, lhs)
 
 
-def test_what_has_no_word_for_a_rotation_refuses_it():
+def test_what_a_rotated_weight_was_before_packing_is_packed_again():
     weight = made()
-    weight.named("up_proj")
-    with pytest.raises(ValueError, match="up_proj: expected one without a rotation, got W4Weight.*rotated"):
-        unpacked(weight)
-    with pytest.raises(
-        ValueError, match="rotation: expected None for a checkpoint, whose files do not say it, got 128"
-    ):
-        quantization_config(torch.nn.Module(), TensorMap(), Recipe(scheme="two-level", rotation=128))
+    whole = unpacked(weight)
+    assert whole.rotation == 128 and torch.equal(whole.dequantize(), rotated(weight.dequantize()))
+    assert builders.same_bits(whole.pack(torch.int8).blocks, weight.blocks)
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

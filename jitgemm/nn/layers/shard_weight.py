@@ -63,21 +63,14 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
             row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, weight.format))
         part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=group_size or k)
     else:
-        part = _unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=None if corrects else False)
-        part = replace(part, rotation=weight.rotation)
+        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype, correction=None if corrects else False)
     part.named(weight.layer)
     return part
 
 
 def unpacked(weight: Weight) -> CanonicalWeight:
-    """The layer of a dense weight before packing, bit for bit. ValueError for a rotated one, which no layer's form says."""
-    if weight.rotation:
-        raise ValueError(f"{weight.layer or 'weight'}: expected one without a rotation, got {weight!r}")
-    return _unpacked(weight)
-
-
-def _unpacked(weight: Weight) -> CanonicalWeight:
-    return CanonicalWeight(**weight.ops.before_packing(weight))
+    """The layer of a dense weight before packing, bit for bit."""
+    return CanonicalWeight(**weight.ops.before_packing(weight), rotation=weight.rotation)
 
 
 def _with(weight: Weight, pick: Callable[[torch.Tensor], torch.Tensor], **sizes: Any) -> Weight:

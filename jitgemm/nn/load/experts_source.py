@@ -288,7 +288,8 @@ def _checked(
             if layout.bias and "bias" not in layer.names:
                 raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
             for one in (like, projections[0][0][0]):  # w13 and w2 may differ, unless one of them is in floats
-                if not several and _kind(layer) != _kind(one) and (one is like or not layer.bits or not one.bits):
+                alike = one is not like and layer.bits and one.bits and layer.rotation == one.rotation
+                if not several and not alike and _kind(layer) != _kind(one):
                     several = f"experts of several kinds: {one.prefix} has {_kind(one)}, {layer.prefix} {_kind(layer)}"
     first, *others = sorted(_layers(projections), key=lambda layer: not layer.bits)  # quantised ones first
     other = next((layer for layer in others if layer.activation != first.activation), None)
@@ -304,4 +305,5 @@ def _kind(layer: LayerSource) -> str:
     """What all experts that are packed in one weight share, as a message has it."""
     if layer.header is None:
         return "floats"
-    return f"{layer.header.scheme.code} in groups of {layer.group_size}"
+    rotated = ", rotated" if layer.rotation else ""
+    return f"{layer.header.scheme.code} in groups of {layer.group_size}{rotated}"

@@ -90,6 +90,11 @@ class LayerSource:
         layer = layer.without(("input_global_scale",), "scale of input activations of 4 bits, which have 8 here")
         return layer.without(INPUT_TENSORS, f"static input scale, {why_not_static}") if why_not_static else layer
 
+    @property
+    def rotation(self) -> int:
+        """What its packed weight says."""
+        return 0 if self.header is None else self.header.scheme.rotation(self.k)
+
     # ---- what it can become ------------------------------------------------------------------------------------------
 
     @property
@@ -97,6 +102,8 @@ class LayerSource:
         """Why no packed weight can hold the layer; None where one can."""
         if self.header is not None and self.header.scheme.unpackable:
             return "8-bit codes with zero points"
+        if self.header is not None and (why := self.header.scheme.why_dense(self.k)) is not None:
+            return why
         per_channel = self.group_size is None or (self.k is not None and self.group_size >= self.k)
         fits = self.n % 8 == 0 and (self.k or 0) % K_ALIGNMENT == 0
         least = min(GROUP_SIZES) if self.header is None else CODES[self.header.scheme.code].least_group

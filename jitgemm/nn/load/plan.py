@@ -17,7 +17,7 @@ import torch
 from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
-from jitgemm.checkpoint.formats import stored_otherwise
+from jitgemm.checkpoint.formats import idle, stored_otherwise
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.layer_source import OF_BESIDE, is_quantised, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
@@ -258,7 +258,7 @@ def _find_unused(model: torch.nn.Module, checkpoint: Checkpoint, used: Collectio
         if name in used:
             continue
         reason = next((why for pattern, why in rules.items() if re.search(pattern, name)), None)
-        reason = reason or _idle(modules, checkpoint, name)
+        reason = reason or idle(checkpoint.config, name) or _idle(modules, checkpoint, name)
         if reason is None and strict:
             unknown.append(name)
         else:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.compressed_tensors import online_transform
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.formats import transforms_of
 from jitgemm.nn.load.experts_source import ExpertsSource
 from jitgemm.nn.load.layer_source import LayerSource, is_quantised
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
@@ -144,9 +144,9 @@ def _quantised_name(
     """Of a module's names the one of a quantised layer; None where its weight is one of floats, or as the module's."""
     prefix = next((each for each in names if is_quantised(weights, each)), None)
     if linear:
-        transform = online_transform(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else None
-        if transform is not None:
-            raise ValueError(f"{names[0]}: {transform}")
+        found = transforms_of(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else ()
+        if found:
+            raise ValueError(f"{names[0]}: transform_config: expected none of a layer in floats, got {found[0]}")
     elif prefix is not None and (weight := f"{prefix}.weight") in checkpoint:
         info = checkpoint.info(weight)
         return None if not info.kind and info.dtype == module.weight.dtype else prefix

@@ -118,14 +118,15 @@ def filter_for(model: Any, recipe: Recipe, reasons: dict[str, str]) -> Filter:
     """Which modules are quantised: `quantize_`'s own choice, within the text's decoder, where columns make groups.
     reasons: gets {name: why not} of the others."""
     found, decoder = Replaceable(model), _decoder(model)
+    multiple = max(recipe.k_alignment, GROUPS[-1] if recipe.group else 1)
 
     def fits(name: str, module: torch.nn.Module) -> bool:
         reason = found.why_unwise(name)
         if reason is None and decoder and not name.startswith(f"{decoder}."):
             reason = f"outside of {decoder}, which reads the text"
-        if reason is None and recipe.group and any(k % GROUPS[-1] for _, k in _sizes(found, name, module)):
-            reason = f"expected a number of columns that is a multiple of {GROUPS[-1]}"
-        if reason is None and recipe.scheme == "two-level" and not all(map(qserve.writes, _sizes(found, name, module))):
+        if reason is None and any(k % multiple for _, k in _sizes(found, name, module)):
+            reason = f"expected a number of columns that is a multiple of {multiple}"
+        if reason is None and recipe.writes_qserve and not all(map(qserve.writes, _sizes(found, name, module))):
             reason = f"expected {qserve.WRITTEN}"
         if reason is not None:
             reasons[name] = reason

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint import qserve
-from jitgemm.checkpoint.compressed_tensors import FORMAT, written_config, written_group
+from jitgemm.checkpoint.compressed_tensors import FORMAT
+from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import Scheme
 from jitgemm.checkpoint.writing import Stored, stored_in, write_safetensors, written
@@ -33,14 +34,8 @@ _FOLDERS = ("additional_chat_templates",)
 
 
 def quantization_config(model: torch.nn.Module, tensor_map: TensorMap, recipe: Recipe) -> dict[str, Any]:
-    """What config.json says of the layers that stand in the model, which a recipe has quantised.
-
-    Raises:
-        ValueError: the recipe rotates, which these files do not say.
-    """
-    if recipe.rotation:
-        raise ValueError(f"rotation: expected None for a checkpoint, whose files do not say it, got {recipe.rotation}")
-    if recipe.scheme == "two-level":
+    """What config.json says of the layers that stand in the model, which a recipe has quantised."""
+    if recipe.writes_qserve:
         return {
             "quant_method": qserve.METHOD,
             "wbits": 4,
@@ -58,7 +53,7 @@ def quantization_config(model: torch.nn.Module, tensor_map: TensorMap, recipe: R
     groups = [written_group(eight, 8, inputs)] if layers[8] else []
     grouping = recipe.group, recipe.symmetric is not False, recipe.scheme
     groups += [written_group(four, 4, inputs, *grouping)] if layers[4] else []
-    return written_config(groups, tensor_map.ignore)
+    return written_config(groups, tensor_map.ignore, recipe.rotation)
 
 
 def write_checkpoint(
