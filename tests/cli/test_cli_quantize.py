@@ -225,6 +225,59 @@ def test_a_scheme_is_written_as_its_engines_read_it(run, own_llama, tmp_path, sc
     assert torch.equal(logits(loaded), logits(expected))
 
 
+WIDE = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+"""Layers of whole blocks of 128 columns."""
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--scheme", "two-level", *FEW), {"scheme": "two-level"}),
+        (("--scheme", "two-level", "--keep-8bit", "0.0012", *FEW), {"scheme": "two-level", "keep_8bit": 0.0012}),
+        (("--data", "none"), {}),
+        (("--data", "none", "--scheme", "mxfp4"), {"scheme": "mxfp4", "positive_scales": None}),
+    ],
+    ids=["two levels", "two levels and 8 bits", "groups", "mxfp4"],
+)
+def test_rotated_layers_are_written_as_compressed_tensors_says_them(run, tmp_path, options, said):
+    """jitgemm reads them as `quantize_` makes them. transformers reads the rotated weights and no transform: with the
+    config's, by their own library, results are ours."""
+    hf, source, out = pytest.importorskip("jitgemm.hf"), tmp_path / "source", tmp_path / "out"
+    folder_of(source, model_of("Llama", **WIDE))
+    assert run(source, out, "--rotation", 128, *options).code == 0
+    said = {"rotation": 128, "positive_scales": None if "scheme" in said else True, "group_size": None} | said
+    expected = quantised(source, None if "none" in options else 2, **said)
+    loaded, config = emptied(out), json.loads((out / "config.json").read_text())["quantization_config"]
+    layers = list(jitgemm.nn.load_(loaded, out))
+    assert layers == LAYERS[:7] and config["quant_method"] == "compressed-tensors"
+    for name in layers:
+        mine, other = (model.get_submodule(name) for model in (loaded, expected))
+        assert mine.weight.rotation == 128 and mine.activation == other.activation
+        assert (mine.weight.format.code, mine.weight.bits) == (other.weight.format.code, other.weight.bits)
+        assert torch.equal(mine.weight.dequantize(), other.weight.dequantize())
+    if "keep_8bit" in said:
+        assert {loaded.get_submodule(name).weight.format.code for name in layers} == {"two_level", "int8"}
+        return  # transformers does not read mixtures with zero points
+    assert torch.equal(logits(loaded), logits(expected))
+    by_hf = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", config=hf.config(out))
+    assert torch.equal(logits(by_hf), logits(loaded))
+    transform = pytest.importorskip("compressed_tensors.transform")
+    dequantised = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, quantization_config=dequantised
+    )
+    for name in layers:
+        weights = [theirs.get_submodule(name).weight, loaded.get_submodule(name).weight.dequantize()]
+        if said["positive_scales"] is None:  # of others products are rounded to bf16, as scales are
+            assert torch.equal(*weights), name
+        assert torch.equal(*(weight.to(torch.bfloat16) for weight in weights)), name
+    ours, lost = logits(loaded).float(), []
+    for _ in range(2):
+        lost.append(float((logits(theirs) - ours).norm() / ours.norm()))
+        transform.apply_transform_config(theirs, transform.TransformConfig(**config["transform_config"]))
+    assert lost[0] > 1 and lost[1] < 0.1
+
+
 def test_layers_that_qserve_s_tiles_do_not_hold_stay():
     """96 columns are three tiles, 160 no group of 128 and a part."""
     from jitgemm.nn.quantize.folder import filter_for
@@ -936,6 +989,7 @@ def test_a_model_with_nothing_to_quantise_says_why(run, tmp_path):
             "--activation: expected int8, as no e4m3 holds",
         ),
         (("--scheme", "two-level", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --scheme two-level"),
+        (("--rotation", "64"), 2, "--rotation: expected None or 128, got 64"),
         (("--group-size", "48"), 2, "--group-size: expected one of 128, 64, 32, got 48"),
         (
             ("--group-size", "64"),
