@@ -24,7 +24,7 @@ from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
 
 if TYPE_CHECKING:
-    from jitgemm.moe.layout import Layout
+    from jitgemm.moe.exchange import Layout
 
 _ROUTE_VALUES = dict.fromkeys(("choices", "top_k", "experts", "global_experts", "run", "id_bytes"), "I")
 ROUTE_ARGUMENTS = ArgumentBlock(ROUTE_POINTERS, **_ROUTE_VALUES)

@@ -17,7 +17,7 @@ from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm.problem import ANY, W4
 from jitgemm.gemm.run import gemm
 from jitgemm.moe.exchange import Buffer, collect, dispatch
-from jitgemm.moe.layout import Layout
+from jitgemm.moe.exchange import Layout
 from jitgemm.moe.route import combine, gather, route, route_and_quantize
 
 M, N, K, E = 6, 80, 256, 3

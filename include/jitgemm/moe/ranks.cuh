@@ -17,7 +17,7 @@ namespace jitgemm {
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kAbsent = 0xffffffffu;  // a word of a result that has not come: no arithmetic has it, as its NaN is another
 
-// jitgemm/moe/layout.py leaves HEAD_BYTES for it.
+// jitgemm/moe/exchange.py leaves HEAD_BYTES for it.
 struct Head {
     u32 arrived[kMaxRanks];    // by rank that sends: max_tokens more with each call
     u64 counts[2][kMaxRanks];  // by parity of the call and rank that sends: its tokens, stamped
