@@ -20,10 +20,10 @@ CEILINGS = {
     "gemm_w4a8_nt: lines": 7_400,
     "fused_experts: files": 48,
     "fused_experts: lines": 10_100,
-    "load_: files": 88,
-    "load_: lines": 18_100,
+    "load_: files": 83,
+    "load_: lines": 17_300,
     "files above 450 lines": 0,
-    "lines of the package": 31_300,
+    "lines of the package": 31_600,
 }
 
 
