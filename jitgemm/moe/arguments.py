@@ -62,22 +62,6 @@ GATHER_POINTERS = (
     Pointer("out_zero", "zero", 4, written=True),
 )
 """What a launch has addresses of, in the order of `GatherArgs` in include/jitgemm/moe/gather.cuh."""
-DISPATCH_POINTERS = (
-    Pointer("x", "x", ALIGNMENT),
-    Pointer("ids", "topk_ids", 4),
-    Pointer("weights", "topk_weights"),
-    Pointer("peers", "peers", 8),
-    *(Pointer(name, name, 4, written=True) for name in ("offsets", "row_index", "inverse", "counts")),
-)
-"""What a launch has addresses of, in the order of `DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
-COLLECT_POINTERS = (
-    Pointer("rows", "rows", ALIGNMENT),
-    Pointer("inverse", "inverse", 4),
-    Pointer("counts", "counts", 4),
-    Pointer("peers", "peers", 8),
-    Pointer("out", "out", ALIGNMENT, written=True),
-)
-"""What a launch has addresses of, in the order of `CollectArgs` in include/jitgemm/moe/collect.cuh."""
 
 _WEIGHTS = tuple(
     Pointer(None, f"{name}.{part}", alignment)

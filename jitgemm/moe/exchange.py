@@ -13,20 +13,52 @@ from typing import NamedTuple
 
 import torch
 
+from jitgemm import settings
 from jitgemm.activations.arguments import CODES
 from jitgemm.activations.scheme import Activation
+from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import Lhs
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
-from jitgemm.moe.arguments import COLLECT_POINTERS, DISPATCH_POINTERS, ExpertsCall, Routing
+from jitgemm.moe.arguments import ExpertsCall, Routing
 from jitgemm.moe.call import multiply, sort_sent
-from jitgemm.moe.kernel import ROUTE_QUANTIZE_THREADS, CollectSpec, DispatchSpec, dispatch_spec
-from jitgemm.runtime.launch import Launch, Operands, run_prepared
+from jitgemm.moe.kernel import COMBINE_THREADS, ROUTE_QUANTIZE_THREADS, CollectSpec, DispatchSpec, combine_blocks
+from jitgemm.moe.kernel import dispatch_spec, route_smem_bytes
+from jitgemm.runtime.checks import ALIGNMENT, Pointer
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.ready import is_captured
 
 MOST_CHOICES = 2**24
 """Of all ranks' tokens: words of ids and counts have 24 bits for a value, `kStampAt` in the same header."""
 
+
+DISPATCH_POINTERS = (
+    Pointer("x", "x", ALIGNMENT),
+    Pointer("ids", "topk_ids", 4),
+    Pointer("weights", "topk_weights"),
+    Pointer("peers", "peers", 8),
+    *(Pointer(name, name, 4, written=True) for name in ("offsets", "row_index", "inverse", "counts")),
+)
+"""What a launch has addresses of, in the order of `DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
+COLLECT_POINTERS = (
+    Pointer("rows", "rows", ALIGNMENT),
+    Pointer("inverse", "inverse", 4),
+    Pointer("counts", "counts", 4),
+    Pointer("peers", "peers", 8),
+    Pointer("out", "out", ALIGNMENT, written=True),
+)
+"""What a launch has addresses of, in the order of `CollectArgs` in include/jitgemm/moe/collect.cuh."""
+DISPATCH_ARGUMENTS = ArgumentBlock(
+    DISPATCH_POINTERS, x_row_bytes="Q", codes_at="Q", scale_at="Q", zero_at="Q", ids_at="Q", weights_at="Q",
+    scale_block_stride="Q", id_bytes="Q", m="I", k="I", top_k="I", experts="I", rank="I", world="I", max_tokens="I",
+    weights_type="i", limit_s="I", unused="I",
+)  # fmt: skip
+"""`DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
+COLLECT_ARGUMENTS = ArgumentBlock(
+    COLLECT_POINTERS, out_row_bytes="Q", ids_at="Q", weights_at="Q", results_at="Q", max_tokens="Q", tokens="I",
+    top_k="I", n="I", experts="I", rank="I", world="I", limit_s="I", unused="I",
+)  # fmt: skip
+"""`CollectArgs` in include/jitgemm/moe/collect.cuh."""
 
 HEAD_BYTES = 256
 """At the start of a buffer: `Head` in include/jitgemm/moe/ranks.cuh."""
@@ -219,14 +251,12 @@ class _Dispatch(NamedTuple):
         raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
-        from jitgemm.moe.plan import prepare_dispatch
-
         layout, tokens = self.buffer.layout, max(self.x.shape[0], 1)
         choices, activation = layout.world * tokens * layout.top_k, layout.activation
         flags = {name: activation.flags[name] for name in ("affine", "block", "rotated")}
         spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], activation.dtype, **flags)
         assert isinstance(spec, DispatchSpec)
-        return prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
+        return _prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
 
 
 class _Collect(NamedTuple):
@@ -251,7 +281,60 @@ class _Collect(NamedTuple):
         raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
-        from jitgemm.moe.plan import prepare_collect
-
         spec = CollectSpec(TYPE_NAMES[self.rows.dtype])
-        return prepare_collect(spec, self.rows, self.out, self.buffer.layout, self.experts)
+        return _prepare_collect(spec, self.rows, self.out, self.buffer.layout, self.experts)
+
+
+def _prepare_dispatch(
+    spec: DispatchSpec, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Layout, experts: int
+) -> Launch:  # fmt: skip
+    """For tokens of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
+    from jitgemm.moe.plan import FAMILIES, resident, row_bytes
+
+    (m, k), device = x.shape, x.get_device()
+    kernel = FAMILIES["dispatch"].load(spec, device)
+    smem = route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, experts, 0)
+    held = resident(kernel, device, ROUTE_QUANTIZE_THREADS, smem, spec.ctas)
+    senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), held - spec.ctas)
+    values = {
+        "x_row_bytes": row_bytes(x),
+        **{f"{name}_at": layout.offsets[name] for name in ("codes", "scale", "zero", "ids", "weights")},
+        "scale_block_stride": layout.scale_block_stride,
+        "id_bytes": topk_ids.element_size(),
+        "m": m,
+        "k": k,
+        "top_k": layout.top_k,
+        "experts": experts,
+        "max_tokens": layout.max_tokens,
+        "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
+        **_among_ranks(layout),
+    }
+    threads = ROUTE_QUANTIZE_THREADS, 1
+    return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
+
+
+def _prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, layout: Layout, experts: int) -> Launch:
+    """For results of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
+    from jitgemm.moe.plan import FAMILIES, resident, row_bytes
+
+    tokens, device = out.shape[0], rows.get_device()
+    kernel = FAMILIES["collect"].load(spec, device)
+    values = {
+        "out_row_bytes": row_bytes(out),
+        **{f"{name}_at": layout.offsets[name] for name in ("ids", "weights", "results")},
+        "max_tokens": layout.max_tokens,
+        "tokens": tokens,
+        "top_k": layout.top_k,
+        "n": layout.n,
+        "experts": experts,
+        **_among_ranks(layout),
+    }
+    grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
+    grid = min(grid, resident(kernel, device, COMBINE_THREADS))
+    return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
+
+
+def _among_ranks(layout: Layout) -> dict[str, int]:
+    """What both kernels are told of the ranks. unused: fills up their structs."""
+    waits = {"limit_s": settings.exchange_timeout_s(), "unused": 0}
+    return {"rank": layout.rank, "world": layout.world} | waits

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from jitgemm import settings
 from jitgemm.activations.plan import KERNELS as QUANTIZERS
 from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.moe.arguments import COLLECT_POINTERS, COMBINE_POINTERS, DISPATCH_POINTERS, ROUTE_QUANTIZE_POINTERS
-from jitgemm.moe.arguments import GATHER_POINTERS, ROUTE_POINTERS
+from jitgemm.moe.arguments import COMBINE_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, ROUTE_QUANTIZE_POINTERS
 from jitgemm.moe.kernel import COMBINE_THREADS, ROUTE_QUANTIZE_THREADS, MAX_EXPERTS
-from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CollectSpec, CombineSpec, DispatchSpec, RouteQuantizeSpec, GatherSpec
+from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CombineSpec, RouteQuantizeSpec, GatherSpec
 from jitgemm.moe.kernel import combine_blocks, route_launch, route_smem_bytes, route_spec, route_threads, source_of
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
-
-if TYPE_CHECKING:
-    from jitgemm.moe.exchange import Layout
 
 _ROUTE_VALUES = dict.fromkeys(("choices", "top_k", "experts", "global_experts", "run", "id_bytes"), "I")
 ROUTE_ARGUMENTS = ArgumentBlock(ROUTE_POINTERS, **_ROUTE_VALUES)
@@ -39,17 +34,6 @@ COMBINE_ARGUMENTS = ArgumentBlock(
 """`CombineArgs` in include/jitgemm/moe/combine.cuh."""
 GATHER_ARGUMENTS = ArgumentBlock(GATHER_POINTERS, scale_block_stride="Q", out_scale_block_stride="Q", k="I", blocks="I")
 """`GatherArgs` in include/jitgemm/moe/gather.cuh."""
-DISPATCH_ARGUMENTS = ArgumentBlock(
-    DISPATCH_POINTERS, x_row_bytes="Q", codes_at="Q", scale_at="Q", zero_at="Q", ids_at="Q", weights_at="Q",
-    scale_block_stride="Q", id_bytes="Q", m="I", k="I", top_k="I", experts="I", rank="I", world="I", max_tokens="I",
-    weights_type="i", limit_s="I", unused="I",
-)  # fmt: skip
-"""`DispatchArgs` in include/jitgemm/moe/dispatch.cuh."""
-COLLECT_ARGUMENTS = ArgumentBlock(
-    COLLECT_POINTERS, out_row_bytes="Q", ids_at="Q", weights_at="Q", results_at="Q", max_tokens="Q", tokens="I",
-    top_k="I", n="I", experts="I", rank="I", world="I", limit_s="I", unused="I",
-)  # fmt: skip
-"""`CollectArgs` in include/jitgemm/moe/collect.cuh."""
 
 _SMEM_BYTES = {
     "route": route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
@@ -116,7 +100,7 @@ def prepare_combine(
         "n": n,
         "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
     }
-    grid = min(combine_blocks(tokens, n), _resident(kernel, device, COMBINE_THREADS))
+    grid = min(combine_blocks(tokens, n), resident(kernel, device, COMBINE_THREADS))
     return Launch(kernel, COMBINE_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
 
 
@@ -134,62 +118,11 @@ def prepare_gather(
         "k": codes.shape[1],
         "blocks": scale.shape[1] if block else 1,
     }
-    grid = min(ceil_div(row_index.shape[0], spec.threads // 32), _resident(kernel, device, spec.threads))
+    grid = min(ceil_div(row_index.shape[0], spec.threads // 32), resident(kernel, device, spec.threads))
     return Launch(kernel, GATHER_ARGUMENTS, values, grid=grid, threads=(spec.threads, 1), smem_bytes=0)
 
 
-def prepare_dispatch(
-    spec: DispatchSpec, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Layout, experts: int
-) -> Launch:  # fmt: skip
-    """For tokens of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
-    (m, k), device = x.shape, x.get_device()
-    kernel = FAMILIES["dispatch"].load(spec, device)
-    smem = route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, experts, 0)
-    resident = _resident(kernel, device, ROUTE_QUANTIZE_THREADS, smem, spec.ctas)
-    senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), resident - spec.ctas)
-    values = {
-        "x_row_bytes": row_bytes(x),
-        **{f"{name}_at": layout.offsets[name] for name in ("codes", "scale", "zero", "ids", "weights")},
-        "scale_block_stride": layout.scale_block_stride,
-        "id_bytes": topk_ids.element_size(),
-        "m": m,
-        "k": k,
-        "top_k": layout.top_k,
-        "experts": experts,
-        "rank": layout.rank,
-        "world": layout.world,
-        "max_tokens": layout.max_tokens,
-        "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
-        "limit_s": settings.exchange_timeout_s(),
-        "unused": 0,
-    }
-    threads = ROUTE_QUANTIZE_THREADS, 1
-    return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
-
-
-def prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, layout: Layout, experts: int) -> Launch:
-    """For results of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
-    tokens, device = out.shape[0], rows.get_device()
-    kernel = FAMILIES["collect"].load(spec, device)
-    values = {
-        "out_row_bytes": row_bytes(out),
-        **{f"{name}_at": layout.offsets[name] for name in ("ids", "weights", "results")},
-        "max_tokens": layout.max_tokens,
-        "tokens": tokens,
-        "top_k": layout.top_k,
-        "n": layout.n,
-        "experts": experts,
-        "rank": layout.rank,
-        "world": layout.world,
-        "limit_s": settings.exchange_timeout_s(),
-        "unused": 0,
-    }
-    grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
-    grid = min(grid, _resident(kernel, device, COMBINE_THREADS))
-    return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
-
-
-def _resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int = 0, cluster: int = 1) -> int:
+def resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int = 0, cluster: int = 1) -> int:
     """CTAs of a kernel that a device holds at once, a multiple of its clusters."""
     driver.use_context(device)
     if cluster > 1:

@@ -35,6 +35,7 @@ quantizers = pytest.importorskip("jitgemm.activations.plan")
 launching = pytest.importorskip("jitgemm.runtime.launch")
 experts = pytest.importorskip("jitgemm.moe.plan")
 from prepared_calls import gemm_operands, quantizer_inputs, without_driver  # noqa: E402
+from jitgemm.moe import exchange  # noqa: E402
 
 
 @pytest.mark.parametrize("nvrtc", [(12, 8), (12, 9), (13, 0)])
@@ -174,8 +175,8 @@ ARGUMENT_BLOCKS = [
     ),
     pytest.param("jitgemm/moe/combine.cuh", "CombineArgs", experts.COMBINE_ARGUMENTS, id="combine"),
     pytest.param("jitgemm/moe/gather.cuh", "GatherArgs", experts.GATHER_ARGUMENTS, id="gather"),
-    pytest.param("jitgemm/moe/dispatch.cuh", "DispatchArgs", experts.DISPATCH_ARGUMENTS, id="dispatch"),
-    pytest.param("jitgemm/moe/collect.cuh", "CollectArgs", experts.COLLECT_ARGUMENTS, id="collect"),
+    pytest.param("jitgemm/moe/dispatch.cuh", "DispatchArgs", exchange.DISPATCH_ARGUMENTS, id="dispatch"),
+    pytest.param("jitgemm/moe/collect.cuh", "CollectArgs", exchange.COLLECT_ARGUMENTS, id="collect"),
 ]
 
 
