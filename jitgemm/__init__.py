@@ -25,7 +25,7 @@ __all__ = [
     "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",
     "m_grouped_gemm_w8a8_bf16_nt_contiguous", "m_grouped_gemm_w8a8_bf16_nt_masked",
     "m_grouped_gemm_w8a8_nt_contiguous", "m_grouped_gemm_w8a8_nt_masked", "pack_mxfp4", "pack_nvfp4", "pack_w4",
-    "pack_w4_two_level", "pack_w8", "prepare_f16_sums", "quantize_activations", "quantize_mxfp4", "quantize_w4",
+    "pack_w4_two_level", "pack_w8", "quantize_activations", "quantize_mxfp4", "quantize_w4",
     "quantize_w4_two_level", "quantize_w8",
 ]  # fmt: skip
 
@@ -62,7 +62,6 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
     from jitgemm.moe.masked import fused_experts_masked
-    from jitgemm.weight.f16_sums import prepare_f16_sums
     from jitgemm.weight.mxfp4 import pack_mxfp4
     from jitgemm.weight.nvfp4 import pack_nvfp4
     from jitgemm.weight.pack import pack_w4, pack_w8

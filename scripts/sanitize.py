@@ -29,7 +29,6 @@ from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.runtime import device as devices  # noqa: E402
 from jitgemm.select.devices import DeviceSpec  # noqa: E402
 from jitgemm.select.legal import legal_kernels  # noqa: E402
-from jitgemm.weight.f16_sums import with_powers  # noqa: E402
 from jitgemm.weight.packed import AnyWeight  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
@@ -136,14 +135,9 @@ def activations(wanted: dict[str, Any], m: int, k: int, lhs_type: str) -> tuple[
     return (builders.e8m0_lhs if "lhs_e8m0" in wanted else make)(2, m, k, lhs_type)
 
 
-def sums_of_call(spec: KernelSpec) -> str:
-    """The call's `sums` that this kernel serves."""
-    return "f16" if spec.sums == "f16" else "f32"
-
-
 def for_sums(spec: KernelSpec, weight: AnyWeight) -> AnyWeight:
     """The weight as this kernel takes it: one that adds up in f16 reads a power of two for each row."""
-    return with_powers(weight) if spec.sums == "f16" else weight
+    return weight.with_sums("f16" if spec.sums == "f16" else "f32")
 
 
 def grouped(  # type: ignore[no-untyped-def]
@@ -158,7 +152,8 @@ def grouped(  # type: ignore[no-untyped-def]
     offsets = torch.tensor([2, *counts]).cumsum(0).int()
     whole = torch.full((rows, n + 8), 3.0, dtype=torch.bfloat16, device="cuda")
     spec = first(wanted, lhs_type, weight.format, devices.device_of(0), experts=64)
-    out, rhs = whole[:, 8:], for_sums(spec, weight.to("cuda"))
+    weight = for_sums(spec, weight)
+    out, rhs = whole[:, 8:], weight.to("cuda")
     operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
     groups = Groups(offsets.cuda(), None if index is None else index.cuda(), 0, rows)
     operands = operands._replace(groups=groups)
@@ -169,7 +164,7 @@ def grouped(  # type: ignore[no-untyped-def]
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         part = range(begin, end) if index is None else index[begin:end].tolist()
         lhs_part = lhs[0][part], lhs[1][part]
-        ref, bound = gemm_w4a8_bound(lhs_part, weight[e], bias=bias[e], sums=sums_of_call(spec))
+        ref, bound = gemm_w4a8_bound(lhs_part, weight[e], bias=bias[e])
         good &= bool(((out[begin:end].cpu().double() - ref).abs() <= bound).all())
     return good
 
@@ -180,8 +175,9 @@ def dense(wanted: dict[str, Any], format: tuple[Any, ...], lhs_type: str, sizes:
     weight = weight_of(format, 1, n, k)
     lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
     spec = first(wanted, lhs_type, weight.format, devices.device_of(0))
-    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, sums=sums_of_call(spec))
-    rhs = for_sums(spec, weight.to("cuda"))
+    weight = for_sums(spec, weight)
+    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
+    rhs = weight.to("cuda")
     if weight.format.correction:
         lhs = with_sums(lhs[0], weight.format.lhs_sums), lhs[1]
     out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]

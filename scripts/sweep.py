@@ -287,8 +287,6 @@ class Bench:
     def __init__(self, name: str, n: int, k: int, *experts: int):
         from benchmark_lib.data import DISTINCT
 
-        from jitgemm.weight.f16_sums import with_powers
-
         (self.lhs, _, self.lhs_group, sums), self.n, self.k = FORMATS[name], n, k
         self.experts = Experts(*experts) if experts else None
         if self.experts is not None:
@@ -298,8 +296,7 @@ class Bench:
             weight = self._packed(name)
             copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
             self.weights = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
-        if sums == "f16":
-            self.weights = list(map(with_powers, self.weights))
+        self.weights = [weight.with_sums(sums) for weight in self.weights]
 
     def _packed(self, name: str) -> W4Weight:
         import torch

@@ -45,13 +45,12 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, check_sums, fp32_scales, lhs_group_of, split_lhs
+from jitgemm.gemm.problem import Lhs, check_sums_with, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.codes import CODES, Code
-from jitgemm.kernel.formats import BLOCK_K, F16_OPERANDS, STRIP_ROWS, ceil_div, correction_blocks
-from jitgemm.tensors import check_dtype, dtype_name
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div, correction_blocks
+from jitgemm.tensors import TYPE_NAMES, check_dtype
 from jitgemm.weight.correction import SHIFT
-from jitgemm.weight.f16_sums import with_powers
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import dequantize_groups
 
@@ -81,9 +80,8 @@ _HALF_OF_LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.floa
 
 
 def gemm_w4a8_bound(
-    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
-    sums: str = "f32",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact result, and how far `gemm_w4a8_nt`, or `gemm_w8a8_nt`, on a GPU may be from it.
 
     ::
@@ -101,25 +99,26 @@ def gemm_w4a8_bound(
     long as no intermediate fp32 number over- or underflows.
 
     Args:
-        lhs, rhs, bias: as for `gemm_w4a8_reference`.
+        lhs, bias: as for `gemm_w4a8_reference`.
+        rhs: as there. Its sums "f16" add |x_scale| * what steps in f16 lose to lost, "f32" what int8's parts do, where
+            kernels may add up so; both cover the other kernels, too.
         out_dtype: bfloat16, float16 or float32.
-        sums: the call's. "f16" adds |x_scale| * what steps in f16 lose to lost, "f32" what int8's parts do, where kernels
-            may add up so; both cover the other kernels, too.
 
     Returns:
         (ref, bound), fp64 [m, n] on lhs's device. Takes a few times the memory and time of the reference.
 
     Raises:
-        TypeError, ValueError: as `gemm_w4a8_reference`; out_dtype is another type; sums "f16" cannot be had for these
-            operands.
+        TypeError, ValueError: as `gemm_w4a8_reference`; out_dtype is another type; these activations do not have the
+            weight's sums.
     """
-    powers = _powers(lhs, rhs, sums)
     check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(lhs)
+    check_sums_with(rhs, TYPE_NAMES[x.dtype], lhs_group_of(x_scale) > 0, "rhs")
+    powers = rhs.channel_scale[: rhs.n].double() * rhs.ops.f16_unit if rhs.sums == "f16" else None  # type: ignore[index]
     x, corrects = x[:, : rhs.k], bool(rhs.format.correction)
-    by_parts = sums == "f32" and x.dtype == torch.int8 and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
+    by_parts = rhs.sums == "f32" and x.dtype == torch.int8 and rhs.format.sums_by_parts and not lhs_group_of(x_scale)
     x_scale = fp32_scales(x_scale, rhs.k)
     lost = torch.empty_like(ref)
     m, k = x.shape
@@ -221,17 +220,6 @@ def _scaled(
     loss, sums = loss * scale.abs(), sums * scale  # of a sum of activations there is one for all rows
     added = loss.sum(0) if f16 is None else loss.sum(0) + _lost_in_f16(sums, loss, f16, BLOCK_K // x.shape[-1])
     return sums.abs().sum(0), added
-
-
-def _powers(lhs: Lhs, rhs: Weight, sums: str) -> torch.Tensor | None:
-    """2^E of the rows in fp64, with sums in f16."""
-    if check_sums(sums) != "f16":
-        return None
-    x, x_scale, _ = split_lhs(lhs)
-    if x.dtype != torch.float8_e4m3fn or lhs_group_of(x_scale):
-        raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
-    powers: torch.Tensor = with_powers(rhs).channel_scale  # type: ignore[assignment]
-    return powers[: rhs.n].double() * rhs.ops.f16_unit
 
 
 def _lost_by_parts(scale: torch.Tensor) -> torch.Tensor:

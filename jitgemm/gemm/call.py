@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 def gemm_w4a8_bf16_nt(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, sums: str = "f32",
+    kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants; TypeError for another out."""
-    gemm(W4, lhs, rhs, _bf16(out), bias, batch_invariant, kernel, sums)
+    gemm(W4, lhs, rhs, _bf16(out), bias, batch_invariant, kernel)
 
 
 def gemm_w4a8_nt(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, sums: str = "f32",
+    kernel: str | None = None,
 ) -> None:  # fmt: skip
     """out = lhs · rhsᵀ with scales: 8-bit activations times 4-bit weights, group scales exact, on the current stream.
 
@@ -71,7 +71,8 @@ def gemm_w4a8_nt(
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 16. Where it has a `correction`, x is int8
             with a scale per token, [m, k'] with sums of groups behind its codes, as `quantize_activations` writes them
             for the weight's `correction`; x [m, k] works as well, and takes longer. Where it has a `rotation`, x holds
-            codes of rotated values (`quantize_activations(..., rotation=128)`): no call can tell whether it does.
+            codes of rotated values (`quantize_activations(..., rotation=128)`): no call can tell whether it does. Its `sums`
+            say what kernels may add up in (`Weight.with_sums`); those of f16 and exact ones have activations of their own.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.
         bias: bfloat16 or fp32 [n], contiguous, or None.
@@ -79,10 +80,6 @@ def gemm_w4a8_nt(
             would be summed in another order for other m (docs/performance.md).
         kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
             CPU the reference runs whichever it is.
-        sums: "f32"; or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at a time: faster in calls
-            of about 128 rows and more, less exact (docs/notes/f16-sums.md), never an overflow. For a scale per token,
-            and MXFP4 or int4 in groups without offsets, whose scales f16 holds as parts of their row's largest: bf16
-            ones down to 2^-17. Or "exact": int8's groups are never added up by parts (`jitgemm.gemm.bound`).
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
@@ -92,7 +89,7 @@ def gemm_w4a8_nt(
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    gemm(W4, lhs, rhs, out, bias, batch_invariant, kernel, sums)
+    gemm(W4, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def gemm_w8a8_bf16_nt(
@@ -127,16 +124,16 @@ def gemm_w8a8_nt(
 def m_grouped_gemm_w4a8_bf16_nt_contiguous(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None, expected_m: float | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, sums: str = "f32",
+    kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    contiguous(W4, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel, sums)
+    contiguous(W4, lhs, rhs, _bf16(out), offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_contiguous(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None, expected_m: float | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, sums: str = "f32",
+    kernel: str | None = None,
 ) -> None:  # fmt: skip
     """out[i] = lhs[i] · rhs[e]ᵀ for the rows i of each expert e, as `gemm_w4a8_nt` computes it, on the current stream.
 
@@ -160,7 +157,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of
             all ranks, say, which may be less than one. None for M / E. Any value gives right results.
         batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
-        kernel, sums: as for `gemm_w4a8_nt`; `jitgemm explain --experts` prints labels.
+        kernel: as for `gemm_w4a8_nt`; `jitgemm explain --experts` prints labels.
 
     All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
 
@@ -168,7 +165,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
         CacheMissError, CompileError, DriverError, UnsupportedDeviceError: as `gemm_w4a8_nt`.
     """
-    contiguous(W4, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel, sums)
+    contiguous(W4, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_contiguous(
@@ -191,15 +188,15 @@ def m_grouped_gemm_w8a8_nt_contiguous(
 
 def m_grouped_gemm_w4a8_bf16_nt_masked(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
-    masked(W4, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel, sums)
+    masked(W4, lhs, rhs, _bf16(out), masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_masked(
     lhs: Lhs, rhs: W4Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """out[e, i] = lhs[e, i] · rhs[e]ᵀ for i < masked_m[e]: DeepEP's low-latency form, of max_m rows for every expert.
 
@@ -211,13 +208,13 @@ def m_grouped_gemm_w4a8_nt_masked(
         out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
         masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.
         expected_m: rows of an expert, as expected, by which the kernel is chosen. Any value gives right results.
-        bias, batch_invariant, kernel, sums: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
+        bias, batch_invariant, kernel: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
 
     Raises:
         TypeError, ValueError, CacheMissError, CompileError, UnsupportedDeviceError: as from
             `m_grouped_gemm_w4a8_nt_contiguous`.
     """
-    masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel, sums)
+    masked(W4, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_masked(

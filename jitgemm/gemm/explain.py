@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from jitgemm.gemm.problem import ANY, X, Gemm, Lhs, check_types, check_weight, pack_e8m0, split_lhs
-from jitgemm.gemm.run import for_sums
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight
@@ -57,13 +56,11 @@ class Explanation:
         return "\n".join([*lines, *filter(None, [self.faster_instead])])
 
 
-def explain(
-    lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: bool = False, sums: str = "f32"
-) -> Explanation:
+def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: bool = False) -> Explanation:
     """Which kernel `gemm_w4a8_nt` or `gemm_w8a8_nt` takes for these arguments, and why. Nothing is compiled or launched.
 
     Args:
-        lhs, rhs, out, batch_invariant, sums: as `gemm_w4a8_nt` takes them; rhs may have 8 bits. For CPU tensors, which
+        lhs, rhs, out, batch_invariant: as `gemm_w4a8_nt` takes them; rhs may have 8 bits. For CPU tensors, which
             the reference multiplies, the kernel is the one of an H200.
 
     Raises:
@@ -79,8 +76,7 @@ def explain(
     from jitgemm.select.devices import device_spec
 
     x, x_scale, x_zero = split_lhs(lhs)
-    (rhs,) = for_sums(sums, ANY, rhs)
-    gemm = Gemm(x, x_scale, x_zero, rhs, out, None, None, batch_invariant, None, sums == "exact")
+    gemm = Gemm(x, x_scale, x_zero, rhs, out, None, None, batch_invariant)
     check_weight(rhs, ANY)
     check_types(gemm)
     if gemm.packs_scales:

@@ -61,7 +61,7 @@ class GemmLaunch(Launch):
     __slots__ = ("spec",)
 
     def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
-        x, _, _, weight, out, _, groups, _, label, _ = gemm
+        x, _, _, weight, out, _, groups, _, label = gemm
         (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
         device = device_of(x.get_device())
         if spec is None:
@@ -128,6 +128,8 @@ class GemmLaunch(Launch):
         ready_at = weight.ready_at
         # In this order: inference tensors, which are never ready, have no version to ask for.
         ready = ready_at is not None and ready_at == (records, blocks._version)
+        if not ready and weight.sums == "f16":
+            weight.follow_writes()
         if not self.run(key, ready):
             self.run(key, ready, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
 
@@ -138,7 +140,7 @@ def problem_of(gemm: Gemm) -> Problem:
     rows = gemm.expected_rows or out.shape[0]
     return Problem(
         rows, weight.n, weight.k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], gemm.batch_invariant,
-        weight.experts or 0, lhs_group_of(x_scale), x_scale.dtype == torch.int32, gemm.sums, rows < out.shape[0],
+        weight.experts or 0, lhs_group_of(x_scale), x_scale.dtype == torch.int32, weight.sums, rows < out.shape[0],
     )  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     """What VALUES and GROUP_VALUES name."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     per_block = lhs_group_of(x_scale) > 0
-    scale_type = DTYPES["fp32" if gemm.sums == "f16" else weight.format.scale_type].number  # powers are fp32
+    scale_type = DTYPES["fp32" if weight.sums == "f16" else weight.format.scale_type].number  # powers are fp32
     values = dict(
         lhs_stride=x_row_bytes,
         lhs_scale_stride=x_scale.stride(-2) if per_block else _per_token_stride(x_scale),

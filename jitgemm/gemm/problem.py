@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, SUMS, ceil_div, lhs_columns
+from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, ceil_div, lhs_columns
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name, shapes_differ
 from jitgemm.tensors import statically_true
-from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts, in_f16
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight, Weight
@@ -81,8 +81,6 @@ class Gemm(NamedTuple):
     groups: Groups | None = None
     batch_invariant: bool = False
     kernel: str | None = None
-    exact: bool = False
-    """Whether sums="exact" was asked for."""
 
     @property
     def expected_rows(self) -> int:
@@ -106,11 +104,6 @@ class Gemm(NamedTuple):
         return most > weight.k and statically_true(self.x.shape[-1] == weight.k)
 
     @property
-    def sums(self) -> str:
-        """What kernels may add up in, as `Problem.sums`: the weight's rows have powers of two for "f16"."""
-        return "f16" if in_f16(self.weight) else "exact" if self.exact else "f32"
-
-    @property
     def row_sum(self) -> torch.Tensor | None:
         """The weight's, where zero points need it."""
         return None if self.x_zero is None else self.weight.row_sum
@@ -130,12 +123,12 @@ class Gemm(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         check_types(self)
-        x, x_scale, x_zero, weight, out, bias, groups, _, kernel, exact = self
+        x, x_scale, x_zero, weight, out, bias, groups, _, kernel = self
         if kernel is not None:
             from jitgemm.kernel.spec import KernelSpec
 
             KernelSpec.from_label(kernel)
-        experts = check_packed(weight, "rhs.", experts=groups is not None, powers=True)
+        experts = check_packed(weight, "rhs.", experts=groups is not None)
         n, k, format = weight.n, weight.k, weight.format
         if n > MAX_ROWS:
             raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
@@ -155,10 +148,7 @@ class Gemm(NamedTuple):
         if lhs_type not in format.lhs_types:
             expected = DTYPES[format.lhs_types[0]].torch_name
             raise TypeError(f"{X}: expected {expected}, {format.why_lhs}, got {dtype_name(x.dtype)}")
-        if exact and lhs_type != "s8":
-            raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {dtype_name(x.dtype)}")
-        if self.sums == "f16" and (lhs_type != "e4m3" or lhs_group_of(x_scale)):
-            raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {dtype_name(x.dtype)}")
+        check_sums_with(weight, lhs_type, lhs_group_of(x_scale) > 0, "rhs")
         # Those per token and 128 k of masked calls have a dimension for the experts.
         masked = groups is not None and groups.masked
         check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)
@@ -192,7 +182,7 @@ class Gemm(NamedTuple):
 def check_types(gemm: Gemm) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
     # Compilers up to torch 2.8 follow no method.
-    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel, _ = gemm
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = gemm
     for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
         check_tensor(name, tensor)
     for name, given in ((X_ZERO, x_zero), ("bias", bias)):
@@ -238,11 +228,13 @@ def check_weight(rhs: object, bits: int = ANY) -> Weight:
     return rhs  # type: ignore[return-value]
 
 
-def check_sums(sums: object) -> str:
-    """What a call is to add up in."""
-    if not isinstance(sums, str) or sums not in SUMS:
-        raise (ValueError if isinstance(sums, str) else TypeError)(f"sums: expected one of {SUMS}, got {sums!r}")
-    return sums
+def check_sums_with(weight: AnyWeight, lhs: str, block: bool, name: str) -> None:
+    """Raises ValueError unless the weight's sums can be had with activations of this type, block: with a scale per 128 k."""
+    got = f"{DTYPES[lhs].torch_name}{' and a scale per 128 k' if block else ''}"
+    if weight.sums == "exact" and lhs != "s8":
+        raise ValueError(f"{name}.sums: expected 'exact' for int8 activations alone, got it with {got}")
+    if weight.sums == "f16" and (lhs != "e4m3" or block):
+        raise ValueError(f"{name}.sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {got}")
 
 
 def expected_rows_of(experts: int, expected_m: Any) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.gemm.problem import ANY, X, X_SCALE, X_ZERO, Gemm, Groups, as_rows, check_sums, check_types
+from jitgemm.gemm.problem import ANY, X, X_SCALE, X_ZERO, Gemm, Groups, as_rows, check_types
 from jitgemm.gemm.problem import check_weight, expected_rows_of, experts_of, pack_e8m0, split_lhs
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
@@ -48,23 +48,11 @@ class _Call(Gemm):
         return GemmLaunch(self)
 
 
-def for_sums(sums: str, bits: int, *weights: Any) -> tuple[Any, ...]:
-    """The weights as a call with such sums takes them."""
-    if check_sums(sums) != "f16":
-        return weights
-    from jitgemm.weight.f16_sums import with_powers
-
-    return tuple(with_powers(check_weight(weight, bits)) for weight in weights)
-
-
 def gemm(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
-    exact = False
-    if type(sums) is not str or sums != "f32":
-        (rhs,), exact = for_sums(sums, bits, rhs), sums == "exact"
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
@@ -72,23 +60,23 @@ def gemm(
         x, x_scale, x_zero = split_lhs(lhs)
     if needs_dispatcher(x, out):
         check_weight(rhs, bits)
-        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
+        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         return
     try:
-        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, exact, bits)
+        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel, bits)
     except (AttributeError, TypeError):
         check_weight(rhs, bits)
-        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel, exact))
+        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         raise
 
 
 def _run(
     x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
-    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, exact: bool, bits: int = ANY,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None, bits: int = ANY,
 ) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
-    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None)
+    key = (bits, weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
     tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
@@ -96,13 +84,13 @@ def _run(
     if launch is None:
         if bits:
             check_weight(weight, bits)
-        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel, exact)
+        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
         if call.packs_scales:
-            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
+            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, bits)
         call.check()
         if call.lacks_sums and x.is_cuda:
             x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
-            return _run(x, x_scale, x_zero, weight, out, bias, batch_invariant, kernel, exact, bits)
+            return _run(x, x_scale, x_zero, weight, out, bias, batch_invariant, kernel, bits)
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
             return
@@ -115,28 +103,25 @@ def _run(
 def contiguous(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
     bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
-    batch_invariant: bool = False, kernel: str | None = None, sums: str = "f32",
+    batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    (rhs,) = for_sums(sums, bits, rhs)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
 
 
 def masked(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
-    sums: str = "f32",
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    (rhs,) = for_sums(sums, bits, rhs)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
@@ -149,7 +134,7 @@ def masked(
     # 0 would stand for offsets; where no expert can have a row, any other number serves.
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
-    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel, sums == "exact")
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
 
 
 def _call_grouped(*arguments: Any) -> None:
@@ -158,11 +143,11 @@ def _call_grouped(*arguments: Any) -> None:
 
 
 def _run_grouped(gemm: _Call) -> None:
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
     sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
     # A tracer may not know out's rows: what depends on their number waits until here.
     key = (
-        weight.plan_key, x.numel(), batch_invariant, kernel, exact, bias is None, x_zero is None,
+        weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None,
         row_index is None, rows_of_expert, gemm.expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
@@ -173,6 +158,8 @@ def _run_grouped(gemm: _Call) -> None:
         gemm.check()
         x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
         return _run_grouped(gemm._replace(x=x))
+    if weight.sums == "f16":
+        weight.follow_writes()
     run_prepared(key, tensors, gemm)
 
 
@@ -181,14 +168,24 @@ def _run_grouped(gemm: _Call) -> None:
 
 def call_op(gemm: Gemm) -> None:
     """The call by its op, which a tracer can follow."""
-    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel, exact = gemm
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
     check_types(gemm)
     tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
-    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel, exact
+    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel, weight.sums == "exact"
     if groups is None:
         torch.ops.jitgemm.gemm_w4a8_nt(*tensors, *rest)
     else:
         torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(*tensors, *groups, *rest)
+
+
+def weight_of_op(
+    blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None, n: int, k: int, format: str,
+    *, exact: bool,
+) -> PackedWeight:  # fmt: skip
+    """The weight of an op's arguments: one in groups has a `channel_scale` with sums in f16 alone."""
+    named = format_named(format)
+    sums = "exact" if exact else "f16" if named.group_size and channel_scale is not None else "f32"
+    return PackedWeight(blocks, channel_scale, row_sum, n, k, named, sums)
 
 
 def gemm_of_op(
@@ -198,8 +195,8 @@ def gemm_of_op(
     groups: Groups | None = None,
 ) -> _Call:  # fmt: skip
     """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own besides an op's arguments."""
-    weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
-    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label, exact)
+    weight = weight_of_op(blocks, channel_scale, row_sum, n, k, format, exact=exact)
+    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label)
 
 
 def _grouped_of_op(*arguments: Any) -> _Call:

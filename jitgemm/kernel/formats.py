@@ -345,6 +345,13 @@ class WeightFormat:
         return replace(self, scale_type=scale_type, uniform_strip_scale=False, zero_point=zero_point, offset=offset)
 
 
+def check_sums(sums: object) -> str:
+    """What kernels may add up in, one of SUMS."""
+    if not isinstance(sums, str) or sums not in SUMS:
+        raise (ValueError if isinstance(sums, str) else TypeError)(f"sums: expected one of {SUMS}, got {sums!r}")
+    return sums
+
+
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
@@ -388,8 +395,7 @@ class Problem:
     rows_vary: bool = False
 
     def __post_init__(self) -> None:
-        if self.sums not in SUMS:
-            raise ValueError(f"sums: expected one of {SUMS}, got {self.sums!r}")
+        check_sums(self.sums)
         if self.sums == "f16" and not (self.format.f16_sums and self.lhs == "e4m3" and not self.lhs_group):
             raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16'")
         if self.sums == "exact" and self.lhs != "s8":

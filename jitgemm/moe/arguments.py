@@ -16,15 +16,15 @@ import torch
 from jitgemm.activations.arguments import CODES, activation_of, check_runs
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Activation, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows
-from jitgemm.kernel.formats import F16_OPERANDS, MAX_ROWS, ROTATION
+from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows, check_sums_with
+from jitgemm.kernel.formats import MAX_ROWS, ROTATION
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_addresses
 from jitgemm.runtime.checks import check_device, check_rows, check_vector
 from jitgemm.runtime.launch import Operands, check_once
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
-from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, in_f16
+from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight
@@ -92,7 +92,6 @@ class ExpertsCall:
     Attributes:
         activation: how tokens are quantised, for both GEMMs: by token or by block.
         out: where to write; None for a new tensor.
-        exact: whether sums="exact" was asked for; w13 and w2 have powers where it was "f16".
     """
 
     x: torch.Tensor
@@ -108,7 +107,6 @@ class ExpertsCall:
     addend: torch.Tensor | None = None
     batch_invariant: bool = False
     out: torch.Tensor | None = None
-    exact: bool = False
     pointers: ClassVar = (
         *_WEIGHTS,
         Pointer(None, "x", ALIGNMENT),
@@ -138,7 +136,7 @@ class ExpertsCall:
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         x, w13, w2 = self.x, self.w13, self.w2
-        experts = check_experts(w13, w2, self.activation, self.gate, self.exact)
+        experts = check_experts(w13, w2, self.activation, self.gate)
         _check_matrix("x", x, None, w13.k, REAL_TYPES)
         check_runs("x", x)
         check_routing(self.topk_ids, experts, self.expert_map)
@@ -174,7 +172,6 @@ class MaskedCall:
     bias13: torch.Tensor | None
     bias2: torch.Tensor | None
     batch_invariant: bool
-    exact: bool = False
     pointers: ClassVar = (
         *_WEIGHTS,
         Pointer(None, "x", ALIGNMENT),
@@ -193,7 +190,7 @@ class MaskedCall:
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         x, w13, w2, out = self.x, self.w13, self.w2, self.out
-        experts = check_experts(w13, w2, self.activation, self.gate, self.exact)
+        experts = check_experts(w13, w2, self.activation, self.gate)
         types = REAL_TYPES if self.x_scale is None else (self.activation.dtype,)
         for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
             check_tensor(name, tensor)
@@ -219,7 +216,7 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
         addresses = None if call.out is None else tuple(map(address_of, _operands(call)))
         key = (
             type(call), addresses, call.w13.plan_key, call.w2.plan_key, getattr(call.w13, "rotation", None),
-            getattr(call.w2, "rotation", None), call.activation, call.gate.inputs, call.exact, torch.is_grad_enabled(),
+            getattr(call.w2, "rotation", None), call.activation, call.gate.inputs, torch.is_grad_enabled(),
             *[tensor is None for tensor in tensors],
         )  # fmt: skip
     except (AttributeError, TypeError):  # not what it should be: the checks say what
@@ -331,7 +328,7 @@ def check_weights(w13: Any, w2: Any, inputs: int | None = None, rotation: int | 
     for name, weight in (("w13", w13), ("w2", w2)):
         if not isinstance(weight, (WeightBase, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
-        counts.append(check_packed(weight, f"{name}.", experts=True, powers=True) or 0)
+        counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
         if weight.format.correction:  # no quantiser of experts writes sums
             raise ValueError(f"{name}: expected a weight packed without correction, got {weight.format.name}")
         if counts[-1] > MAX_EXPERTS:
@@ -348,11 +345,8 @@ def check_weights(w13: Any, w2: Any, inputs: int | None = None, rotation: int | 
     return counts[0]
 
 
-def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate, exact: bool = False) -> int:
-    """`check_weights`, and that they multiply these activations, and add up so; exact: asked for by sums="exact"."""
-    got = f"{dtype_name(CODES[activation.dtype])}{' with a scale per 128 k' if activation.block else ''}"
-    if exact and activation.dtype != "s8":
-        raise ValueError(f"sums: expected 'exact' for int8 activations alone, got it with {got}")
+def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate) -> int:
+    """`check_weights`, and that they multiply these activations, and add up so."""
     experts = check_weights(w13, w2, gate.inputs, activation.rotation)
     for name, weight in (("w13", w13), ("w2", w2)):
         if activation.dtype not in weight.format.lhs_types and weight.format.one_type:
@@ -364,13 +358,19 @@ def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate, exact: 
                 f"{name}: expected a weight packed for lhs_dtype {dtype_name(CODES[activation.dtype])}, got one for "
                 f"{weight.format.order}"
             )
-        if in_f16(weight) and (activation.dtype != "e4m3" or activation.block):
-            raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' with {got}")
+        check_sums_with(weight, activation.dtype, activation.block, name)
         if activation.rotation and weight.k % ROTATION:
             raise ValueError(f"{name}: expected k to be a multiple of {ROTATION} with a rotation, got {weight.k}")
         if activation.affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
+    if is_exact(w13, w2) and any(w.sums != "exact" and w.format.sums_by_parts for w in (w13, w2)):
+        raise ValueError(f"w2.sums: expected {w13.sums!r}, as w13 has, got {w2.sums!r}")
     return experts
+
+
+def is_exact(w13: AnyWeight, w2: AnyWeight) -> bool:
+    """What an op says of both weights' sums. One that has none by parts is exact whatever it says."""
+    return "exact" in (w13.sums, w2.sums)
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor, w2: AnyWeight) -> None:

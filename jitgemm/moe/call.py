@@ -18,10 +18,10 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY, Lhs
-from jitgemm.gemm.run import contiguous, for_sums
-from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
+from jitgemm.gemm.run import contiguous, weight_of_op
+from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
-from jitgemm.moe.arguments import make_gate, tokens_activation
+from jitgemm.moe.arguments import is_exact, make_gate, tokens_activation
 from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M
 from jitgemm.moe.route import combine, gather, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
@@ -42,7 +42,6 @@ def fused_experts(
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token", rotation: int = 0,
     expert_map: torch.Tensor | None = None, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None,
     addend: torch.Tensor | None = None, batch_invariant: bool = False, out: torch.Tensor | None = None,
-    sums: str = "f32",
 ) -> torch.Tensor:  # fmt: skip
     """The routed experts of a mixture, from tokens and their choices to results, on the current stream.
 
@@ -70,7 +69,7 @@ def fused_experts(
     Args:
         x: bfloat16, float16 or float32 [tokens, k], stride 1 along k, rows a multiple of 16 bytes apart; aligned so.
         w13: W4Weight or W8Weight of E experts [2 * inter, k], gate and up projections, E at most 1024.
-        w2: the same, [n, inter]; the widths may differ.
+        w2: the same, [n, inter]; the widths may differ. Each GEMM may add up in what its weight's `sums` say.
         topk_ids: int32 or int64 [tokens, top_k], contiguous: experts of each token. A choice that is none of 0..E-1 is
             skipped.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
@@ -91,7 +90,6 @@ def fused_experts(
         batch_invariant: a token's result has the same bits whatever the other tokens are. Costs time, as for GEMMs.
         out: where to write: of x's type, [tokens, n], rows a multiple of 16 bytes apart; addend or x itself for in
             place, else memory of its own; None for a new tensor.
-        sums: of both GEMMs, as for `gemm_w4a8_nt`: "f32", "f16" or "exact".
 
     All on one device. On CUDA: compute capability 9.0; memory for what is in between comes from PyTorch's allocator
     (`fused_experts_workspace_bytes`) and goes back to it, so that calls on other streams and in CUDA graphs never share
@@ -110,11 +108,9 @@ def fused_experts(
     gate = make_gate(activation, order, limit, alpha)
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     rest = expert_map, bias13, bias2, addend, batch_invariant
-    w13, w2 = for_sums(sums, ANY, w13, w2)
-    exact = sums == "exact"
     if not needs_dispatcher(x, x if out is None else out):
-        return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out, exact))
-    call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, exact=exact)
+        return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out))
+    call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest)
     result = torch.ops.jitgemm.fused_experts(*op_arguments(call))
     if out is None:
         return result
@@ -224,7 +220,7 @@ def multiply(
     """
     offsets, gather, inverse = routing
     hidden, rows = _workspace(call, inverse.numel())
-    rest = expected_m, call.batch_invariant, None, "exact" if call.exact else "f32"
+    rest = expected_m, call.batch_invariant
     contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, *rest)
     addend = call.addend if adapt is None else adapt(hidden, inverse)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
@@ -286,8 +282,8 @@ def op_arguments(call: ExpertsCall) -> tuple[Any, ...]:
     dtype, scheme, affine, rotation = call.activation
     return (
         call.x, *op_weights(call.w13, call.w2), call.topk_ids, call.topk_weights, *op_gate(call.gate), CODES[dtype], affine,
-        call.expert_map, call.bias13, call.bias2, call.addend, call.batch_invariant, scheme == "block", call.exact,
-        rotation,
+        call.expert_map, call.bias13, call.bias2, call.addend, call.batch_invariant, scheme == "block",
+        is_exact(call.w13, call.w2), rotation,
     )  # fmt: skip
 
 
@@ -309,10 +305,9 @@ def op_weights(w13: AnyWeight, w2: AnyWeight) -> list[Any]:
     return [*parts[0], *parts[1]]
 
 
-def weights_of_op(arguments: Sequence[Any]) -> tuple[PackedWeight, PackedWeight]:
-    """w13 and w2 of what `op_weights` gave."""
-    w13, w2 = (PackedWeight._make((*parts[:5], format_named(parts[5]))) for parts in (arguments[:6], arguments[6:]))
-    return w13, w2
+def weights_of_op(arguments: Sequence[Any], exact: bool) -> tuple[PackedWeight, PackedWeight]:
+    """w13 and w2 of what `op_weights` gave; exact: `is_exact` of them."""
+    return weight_of_op(*arguments[:6], exact=exact), weight_of_op(*arguments[6:], exact=exact)
 
 
 def op_gate(gate: Gate) -> tuple[Any, ...]:
@@ -322,15 +317,13 @@ def op_gate(gate: Gate) -> tuple[Any, ...]:
 
 def call_of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
     """The call of what `op_arguments` gave."""
-    w13, w2 = weights_of_op(arguments[:12])
     topk_ids, topk_weights, *gate = arguments[12:18]
     lhs_dtype, affine, *rest = arguments[18:25]
     last = dict(zip(("block", "exact", "rotation"), arguments[25:]))  # which may be left out, from the end
+    w13, w2 = weights_of_op(arguments[:12], last.get("exact", False))
     scheme = "block" if last.get("block") else "token"
     activation = tokens_activation(w13, lhs_dtype, scheme, affine, last.get("rotation", 0))
-    call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
-    call.exact = last.get("exact", False)
-    return call
+    return ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
 
 
 def fake_op(*arguments: Any) -> torch.Tensor:

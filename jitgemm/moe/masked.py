@@ -10,9 +10,9 @@ from jitgemm.activations.arguments import CODES
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
-from jitgemm.gemm.run import for_sums, masked
+from jitgemm.gemm.run import masked
 from jitgemm.gemm.problem import expected_rows_of
-from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
+from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights, is_exact
 from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
@@ -27,7 +27,6 @@ def fused_experts_masked(
     activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float | None = None,
     lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token", rotation: int = 0,
     bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
-    sums: str = "f32",
 ) -> None:  # fmt: skip
     """out[e, i] = w2[e] · Q(act(g, u)) + bias2[e] for i < masked_m[e], where (g, u) = w13[e] · Q(x[e, i]) + bias13[e].
 
@@ -45,7 +44,7 @@ def fused_experts_masked(
             itself for in place, else memory of its own.
         masked_m: int32 [E], contiguous: live rows of each expert, clamped to 0..max_m on the device.
         expected_m: live rows of an expert, as expected, by which kernels are chosen. Any value gives right results.
-        activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant, sums: as `fused_experts`.
+        activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant: as `fused_experts`.
         rotation: as `fused_experts`; tokens that are quantised have been rotated before.
 
     Raises: as `fused_experts`.
@@ -55,19 +54,17 @@ def fused_experts_masked(
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
-    w13, w2 = for_sums(sums, ANY, w13, w2)
-    exact = sums == "exact"
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
     if not needs_dispatcher(lhs[0], out):
-        rest = gate, tokens, bias13, bias2, batch_invariant, exact
+        rest = gate, tokens, bias13, bias2, batch_invariant
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, *rest))
         return
-    check_experts(w13, w2, tokens, gate, exact)
+    check_experts(w13, w2, tokens, gate)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(
         *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), CODES[tokens[0]], affine, bias13,
-        bias2, batch_invariant, scheme == "block", exact, rotation,
+        bias2, batch_invariant, scheme == "block", is_exact(w13, w2), rotation,
     )  # fmt: skip
 
 
@@ -78,10 +75,9 @@ def _run(call: MaskedCall) -> None:
     expected_m = call.expected_rows / out.shape[0]
     hidden = torch.empty((*out.shape[:2], w13.n), dtype=out.dtype, device=out.device)
     lhs = _quantise(call, call.x, NO_PROLOGUE) if call.x_scale is None else lhs_of((call.x, call.x_scale, call.x_zero))
-    rest = invariant, None, "exact" if call.exact else "f32"
-    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, *rest)
+    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, invariant)
     lhs = _quantise(call, hidden, Prologue(gate=call.gate))
-    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, *rest)
+    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, invariant)
 
 
 def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
@@ -93,11 +89,12 @@ def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
 
 
 def _of_op(*arguments: Any) -> MaskedCall:
-    (w13, w2), (out, masked_m, expected_rows, *gate) = weights_of_op(arguments[3:15]), arguments[15:22]
+    out, masked_m, expected_rows, *gate = arguments[15:22]
     lhs_dtype, affine, bias13, bias2, batch_invariant, block = arguments[22:28]
     last = dict(zip(("exact", "rotation"), arguments[28:]))  # which may be left out, from the end
+    w13, w2 = weights_of_op(arguments[3:15], last.get("exact", False))
     activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine, last.get("rotation", 0))
-    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant, last.get("exact", False)
+    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant
     return MaskedCall(*arguments[:3], w13, w2, out, masked_m, expected_rows, *rest)
 
 

@@ -11,7 +11,7 @@ import torch
 from jitgemm.activations.scheme import ACTIVATIONS, activation_named
 from jitgemm.checkpoint.expressions import patterns
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.gemm.problem import check_sums
+from jitgemm.kernel.formats import check_sums
 from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION
 from jitgemm.nn.layers.packed import check_sums_of

@@ -13,6 +13,7 @@ nvfp4      NVFP4: its two terms, from its codes and scales
 two_level  two levels: their integers, from codes with integer scales and zero points under a scale for a row
 rotation   a Hadamard matrix along k
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
+stack      a weight of experts out of dense ones
 correction  factors for zero points and offsets in blocks behind those of codes, and back
 f16_sums   a weight with a power of two for each row, for kernels that add up in f16
 parts      PackedWeight, their tensors: their checks, and what sizes and group sizes there are

@@ -2,105 +2,49 @@
 
 Such kernels multiply groups' sums by scale / 2^E in f16, where 2^E exceeds no scale of the row by more than a factor of two
 and none exceeds it, and the result by 2^E. No bit may be lost: bf16 scales are exact in f16 down to 2^-17 of 2^E, fp16
-ones to 2^-14, those with fewer bits further. The powers go where a weight per channel has its scales: `channel_scale` of
-a weight in groups says that its sums may be in f16.
+ones to 2^-14, those with fewer bits further. The powers go where a weight per channel has its scales: they are the
+`channel_scale` of a weight in groups whose `sums` are "f16".
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 import torch
 
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import F16_OPERANDS, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN
-from jitgemm.weight import layout, ready
+from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS
-from jitgemm.weight.parts import PackedWeight, WeightBase, expert_indices
-
-if TYPE_CHECKING:
-    from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import PackedWeight, expert_indices
+from jitgemm.weight.ready import is_captured
 
 LEAST, MOST = -126, 126
 """Of E: 2^E and 2^-E are normal fp32 numbers."""
 
 
-class _Noted(NamedTuple):
-    at: ready.ReadyAt | None  # of the records they were made of
-    marked: (
-        ready.ReadyAt | None
-    )  # another object each time the weight is marked ready, as after writes that nobody sees
-    powers: torch.Tensor
-    lost: list[int]  # rows that f16 does not hold, of each expert; of a dense weight one number
-
-
-_noted: weakref.WeakKeyDictionary[Weight, _Noted] = weakref.WeakKeyDictionary()
-_forms: weakref.WeakKeyDictionary[Weight, Weight] = weakref.WeakKeyDictionary()
-
-
-def prepare_f16_sums(weight: Weight) -> None:
-    """Makes now what calls with `sums="f16"` need of a weight, which the first of them would wait for: before a CUDA
-    graph is captured. Layers of `jitgemm.nn` with `sums="f16"` do so by themselves. A weight of experts is prepared with
-    all its views `weight[e]`.
-
-    Args:
-        weight: a W4Weight, dense or of experts, that stays where it is: copies and moves are other weights. To be
-            called again after its records were written.
+def powers_of(packed: PackedWeight, weight: Any) -> torch.Tensor:
+    """The rows' powers of two, fp32 [*lead, 64 * strips], made from the records as they are now, which waits for the device;
+    without values where the weight has none. weight: the `Weight`, for messages.
 
     Raises:
-        TypeError: weight is no W4Weight or W8Weight.
-        ValueError: f16 does not hold the weight's scales, the weight is of a format that is not added up in f16, or a
-            CUDA graph is being captured.
+        ValueError: f16 does not hold the weight's scales, the weight is of another format, or a CUDA graph is being captured.
     """
-    if not isinstance(weight, WeightBase):
-        raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
-    with_powers(weight)
-
-
-def with_powers(weight: Weight) -> Weight:
-    """The weight with its rows' powers as `channel_scale`, over the same records.
-
-    They are made from the scales at the first call and after the records were written or marked ready again, waiting for the device. A view of
-    experts has its part of theirs.
-
-    Raises:
-        ValueError: f16 does not hold the weight's scales, the weight is of another format, or a CUDA graph is being
-            captured and the powers are not there yet.
-    """
-    whole, index = weight.whole or (weight, ...)
-    found = _found(whole)
-    lost, powers = (sum(found.lost), found.powers) if index is ... else (found.lost[index], found.powers[index])
-    if lost:
+    check_format(packed.format)
+    if type(packed.blocks) not in PLAIN or packed.blocks.is_meta:
+        return packed.blocks.new_empty(_shape_of(packed), dtype=torch.float32)
+    if is_captured(packed.blocks):
+        raise ValueError("sums: expected to look at scales, got a CUDA graph's capture; ask for sums in f16 before it")
+    with torch.inference_mode(False), torch.no_grad():
+        powers, lost = row_powers(packed)
+    if sum(lost):
         raise ValueError(
             f"sums: expected 'f32' for {weight.layer or 'a weight'} whose scales f16 does not hold as parts of their "
-            f"row's largest, got 'f16' for {weight!r}: {lost} of its rows have scales that are too small next to it, or "
-            f"have too many bits"
+            f"row's largest, got 'f16' for {weight!r}: {sum(lost)} of its rows have scales that are too small next to it, "
+            f"or have too many bits"
         )
-    form = _forms.get(weight)
-    if form is None or form.channel_scale is None or form.channel_scale.data_ptr() != powers.data_ptr():
-        form = object.__new__(type(weight))  # not through the constructor, which would wait for the stream again
-        plan_key = weight.packed._replace(channel_scale=powers).plan_key
-        form.__dict__.update(weight.__dict__, channel_scale=powers, plan_key=plan_key)
-        _forms[weight] = form
-    return form
-
-
-def powers_of(weight: Weight, into: torch.Tensor | None = None) -> torch.Tensor:
-    """`channel_scale` of `with_powers`, without values where the weight has none; in the memory of `into` if it fits, which
-    CUDA graphs may hold. Raises as `with_powers`."""
-    if type(weight.blocks) not in PLAIN or weight.blocks.is_meta:
-        check_format(weight.format)
-        return weight.blocks.new_empty(_shape_of(weight.packed), dtype=torch.float32)
-    powers: torch.Tensor = with_powers(weight).channel_scale  # type: ignore[assignment]
-    fits = into is not None and (into.shape, into.device) == (powers.shape, powers.device)
-    if into is None or not fits or into is powers or weight.whole is not None:
-        return powers
-    with torch.no_grad():
-        into.copy_(powers)
-    _noted[weight] = _noted[weight]._replace(powers=into)
-    return into
+    return powers
 
 
 def check_format(format: WeightFormat) -> None:
@@ -112,23 +56,6 @@ def check_format(format: WeightFormat) -> None:
 def _shape_of(packed: PackedWeight) -> tuple[int, ...]:
     *lead, strips, _, _ = packed.blocks.shape
     return (*lead, strips * STRIP_ROWS)
-
-
-def _found(weight: Weight) -> _Noted:
-    """The powers of a weight that is no view of another's, as they are now."""
-    at = None if weight.blocks.is_inference() else ready.now(weight.blocks)
-    found = _noted.get(weight)
-    if found is not None and found.at == at is not None and found.marked is weight.ready_at:
-        return found
-    if weight.blocks.is_cuda and ready.capturing(weight.device):
-        raise ValueError(
-            f"sums: expected 'f32', or jitgemm.prepare_f16_sums(weight) before a CUDA graph is captured, got 'f16' in the "
-            f"capture with {weight.layer or 'a weight'} that is not prepared, {weight!r}"
-        )
-    with torch.inference_mode(False), torch.no_grad():
-        powers, lost = row_powers(weight.packed)
-    _noted[weight] = found = _Noted(at, weight.ready_at, powers, lost)
-    return found
 
 
 def row_powers(packed: PackedWeight) -> tuple[torch.Tensor, list[int]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from jitgemm.kernel.codes import CODES, EXPONENT_GROUP
-from jitgemm.kernel.formats import BLOCK_K, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div, check_sums
 from jitgemm.tensors import check_int
 from jitgemm.weight import layout
 from jitgemm.weight.codes import E2M1, CodeOps, RowParts, Stored, Unpacked, register
@@ -244,7 +244,7 @@ _CODE_TYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _SCALE_TYPES = (torch.float8_e8m0fnu, torch.uint8)
 
 
-def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = None) -> W4Weight:
+def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = None, sums: str = "f32") -> W4Weight:
     """Pack an MXFP4 weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
     Weight (row, column) is e2m1(code) * 2^(scale - 127), with the scale of its 32 columns, as the OCP Microscaling
@@ -266,6 +266,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
             each, 0..15. scales tell which. n a multiple of 8, k of 16. With a first dimension E for experts.
         scales: float8_e8m0fnu, or its bytes as uint8, [n, ceil(k / 32)]. 255, which is NaN, raises ValueError.
         k: only needed where both readings of codes fit scales, as they do with 16 columns.
+        sums: what kernels may add up in, "f32" or "f16", as `Weight.with_sums` takes it.
 
     Returns:
         The packed weight on codes' device, for e4m3 activations. The CPU and the GPU give the same bytes. Its `unpack`
@@ -274,9 +275,10 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
-        ValueError: wrong shape or device, values out of range or missing (meta tensors), a CUDA graph is captured, in
-            which no scale can be looked at.
+        ValueError: wrong shape or device, values out of range or missing (meta tensors), sums that the weight cannot have,
+            a CUDA graph is captured, in which no scale can be looked at.
     """
+    check_sums(sums)
     check_given({"codes": (codes, _CODE_TYPES), "scales": (scales, _SCALE_TYPES)}, "k / 2")
     if scales.shape[:-1] != codes.shape[:-1]:
         expected = [*codes.shape[:-1], "ceil(k / 32)"]
@@ -319,7 +321,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
                 blocks[e], q[e], bases[e], None, None, k=k, canonical=canonical, format=format, inner=exponents
             )
         channel_scale = None if format.group_size else layout.pack_channel_scale(bases)
-        return W4Weight(blocks, channel_scale, n, k, group_size, format)
+        return W4Weight(blocks, channel_scale, n, k, group_size, format).with_sums(sums)
 
 
 def format_of(group_size: int, k: int) -> WeightFormat:

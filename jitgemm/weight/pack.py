@@ -12,7 +12,8 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES, typed_code
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, ceil_div, tuned_order
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, ceil_div, check_sums
+from jitgemm.kernel.formats import tuned_order
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_flag, check_int, check_plain, check_tensor, check_values
 from jitgemm.tensors import dtype_name
 from jitgemm.weight import layout
@@ -34,7 +35,7 @@ _ALL = MAX_ROWS
 def pack_w4(
     q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, offset: torch.Tensor | None = None,
     permutation: torch.Tensor | None = None, group_size: int | str, k: int | None = None,
-    lhs_dtype: torch.dtype | None = None, code: str = "int4", correction: bool = False,
+    lhs_dtype: torch.dtype | None = None, code: str = "int4", correction: bool = False, sums: str = "f32",
 ) -> W4Weight:  # fmt: skip
     """Pack a 4-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
@@ -67,6 +68,7 @@ def pack_w4(
             groups: faster with int8 activations, whose rows then hold those sums behind their codes
             (`Weight.correction`, docs/notes/zero-points.md). With lhs_dtype torch.int8 alone. A 16-bit float must hold
             each factor: offsets of few bits, and zero points where scales are bf16 and not zero.
+        sums: what kernels may add up in, as `Weight.with_sums` takes it.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
@@ -75,8 +77,10 @@ def pack_w4(
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
-        ValueError: wrong shape or device, values out of range or missing (meta tensors), or a form that cannot be told.
+        ValueError: wrong shape or device, values out of range or missing (meta tensors), a form that cannot be told, or
+            sums that the weight cannot have.
     """
+    check_sums(sums)
     others = {"scale": scale, "zero": zero, "offset": offset, "permutation": permutation}
     others = {name: tensor for name, tensor in others.items() if tensor is not None or name == "scale"}
     for name, tensor in {"q": q, **others}.items():
@@ -160,7 +164,8 @@ def pack_w4(
             tuned = _corrected(replace(format, order="any"), q, scale, zero, offset)
         packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=tuned)
         sizes = n, k, group_size, tuned
-        return W4Weight(packed.blocks, packed.channel_scale, *sizes, row_sum=packed.row_sum, permutation=permutation)
+        rest = dict(row_sum=packed.row_sum, permutation=permutation)
+        return W4Weight(packed.blocks, packed.channel_scale, *sizes, **rest).with_sums(sums)
 
 
 def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | None = None) -> W8Weight:

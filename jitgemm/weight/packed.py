@@ -12,12 +12,14 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Correction, WeightFormat
+from jitgemm.kernel.formats import BLOCK_K, Correction, WeightFormat, check_sums
 from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS, CodeOps, RowParts, Unpacked
+from jitgemm.weight.f16_sums import powers_of
 from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, check_part, check_permutation, check_rotation
 from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
+from jitgemm.weight.stack import regrouped, stack
 from jitgemm.weight.state import TENSORS, read_state, write_meta
 from jitgemm.weight.ready import ReadyAt, is_captured, note, now, wait
 
@@ -35,7 +37,8 @@ class Weight(WeightBase):
     Attributes:
         blocks: uint8 [ceil(n / 64), format.kblocks(k), format.record_bytes], contiguous, in the order `layout.py` draws:
             ceil(k / 128) records of codes for a strip, and those of its corrections.
-        channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel, else None.
+        channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel; else None, or the rows'
+            powers of two in fp32 with sums in f16.
         row_sum: fp32 [64 * ceil(n / 64)], each row's sum of weights, which zero points of activations need; or None.
         permutation: int32 [k], or None. Column j of the packed weight is column permutation[j] of the layer's input, so
             that activations go in as x[:, permutation]. Never with experts.
@@ -45,11 +48,11 @@ class Weight(WeightBase):
         experts: E, or None for a dense weight.
         group_size: columns of a group; at least k means one scale per row.
         format: the layout of a record.
+        sums: what kernels may add up in, see `with_sums`: "f32", "f16" or "exact".
         layout_version: version of the packed order that `blocks` follows.
         ready_at: address and version of `blocks` when the weight was last marked ready, or None.
         plan_key: number of what decides which calls are legal and which kernel runs, see `PackedWeight`.
         layer: name of the layer that holds the weight, for messages; "" where `named` was not called.
-        whole: of a view `weight[e]`, the weight of experts and e; else None.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `ready`: what wrote
     it has ended. Making a weight marks it ready. After a write that moves the version counter of `blocks` it is not
@@ -72,9 +75,9 @@ class Weight(WeightBase):
     row_sum: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     rotation: int = 0
+    sums: str = "f32"
     plan_key: int = field(init=False)
     layer: ClassVar[str] = ""
-    whole: ClassVar[tuple[Weight, int] | None] = None
     ready_at: ReadyAt | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class Weight(WeightBase):
             raise ValueError(
                 f"format: expected {expected} of {self.bits} bits for group_size {self.group_size}, got {fmt}"
             )
+        check_sums(self.sums)
         check_packed(self)
         if type(self.blocks) in PLAIN and not self.blocks.is_meta and not is_captured(self.blocks):
             object.__setattr__(self, "blocks", self.ops.mended(self.blocks, fmt))
@@ -103,18 +107,34 @@ class Weight(WeightBase):
                 address = f"{tensor.data_ptr():#x}"
                 raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got {address}")
         object.__setattr__(self, "plan_key", self.packed.plan_key)
-        self.mark_ready()
+        self._wait()
+
+    def _wait(self) -> None:
+        object.__setattr__(self, "ready_at", wait(self.blocks))
 
     def mark_ready(self) -> bool:
         """Waits for what the current stream still writes; kernels then read the weight before the one before them ends.
+
+        With sums in f16 the rows' powers of two are made again, in their memory.
 
         Returns:
             Whether the weight is ready now: not while a CUDA graph is being captured, where nothing can be waited
             for, nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no
             address.
+
+        Raises:
+            ValueError: sums in f16 do not hold the scales as they are now, or wait while a CUDA graph is captured.
         """
-        object.__setattr__(self, "ready_at", wait(self.blocks))
+        if self.sums == "f16" and self.channel_scale is not None:
+            with torch.no_grad():
+                self.channel_scale.copy_(powers_of(self.packed, self))
+        self._wait()
         return self.ready_at is not None
+
+    def follow_writes(self) -> None:
+        """Marks a weight ready again that was written since, so that its powers of two are its scales'."""
+        if self.ready_at is not None and not self.ready:
+            self.mark_ready()
 
     @property
     def ready(self) -> bool:
@@ -128,6 +148,7 @@ class Weight(WeightBase):
     def __repr__(self) -> str:
         group, codes, reals = self.ops.words(self.format, self.group_size)
         order = ", permuted" if self.permutation is not None else ", rotated" if self.rotation else ""
+        order += f", sums={self.sums!r}" if self.sums != "f32" else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
         kind = type(self).__name__
         return f"{kind}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{order}, device='{self.device}')"
@@ -140,7 +161,7 @@ class Weight(WeightBase):
     @property
     def packed(self) -> PackedWeight:
         """What of it a GEMM reads."""
-        return PackedWeight(self.blocks, self.channel_scale, self.row_sum, self.n, self.k, self.format)
+        return PackedWeight(self.blocks, self.channel_scale, self.row_sum, self.n, self.k, self.format, self.sums)
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -200,8 +221,38 @@ class Weight(WeightBase):
     ) -> Self:  # fmt: skip
         """The same weight over other tensors, such as copies on another device; checked and marked ready like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
-        weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation, self.rotation)
+        weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation, self.rotation, self.sums)
         weight.named(self.layer)
+        return weight
+
+    def with_f16_sums(self) -> Self:
+        """`with_sums("f16")`."""
+        return self.with_sums("f16")
+
+    def with_sums(self, sums: str) -> Self:
+        """The same weight over the same records, whose kernels may add up in something else. Not in a state dict.
+
+        Args:
+            sums: "f32", as packers make weights; or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at
+                a time: faster in calls of about 128 rows and more, less exact (docs/notes/f16-sums.md), never an overflow.
+                For e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets, whose scales f16 holds as parts
+                of their row's largest: bf16 ones down to 2^-17. The rows' powers of two are made now, which waits for the
+                device, and again by `mark_ready` and by the first call after a write that moves the version counter. Or
+                "exact", for int8 activations: groups are never added up by parts (`jitgemm.gemm.bound`).
+
+        Raises:
+            TypeError, ValueError: sums is none of these, or the weight cannot have it; "f16" while a CUDA graph is captured.
+        """
+        if check_sums(sums) == self.sums:
+            return self
+        if sums == "exact" and "s8" not in self.format.lhs_types:
+            raise ValueError(f"sums: expected 'exact' for weights that meet int8 activations, got it for {self!r}")
+        channel_scale = (
+            powers_of(self.packed, self) if sums == "f16" else None if self.sums == "f16" else self.channel_scale
+        )
+        packed = self.packed._replace(channel_scale=channel_scale, sums=sums)
+        weight = object.__new__(type(self))  # not through the constructor, which would wait for the stream again
+        weight.__dict__.update(self.__dict__, channel_scale=channel_scale, sums=sums, plan_key=packed.plan_key)
         return weight
 
     @classmethod
@@ -211,7 +262,7 @@ class Weight(WeightBase):
         Args:
             count: how many experts, a multiple of `together`.
             make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size, format and rotation of
-                the first, and no permutation. Where their codes stand in different orders, as of e4m3 weights if one holds a
+                the first, and no permutation; its `sums` are the result's. Where their codes stand in different orders, as of e4m3 weights if one holds a
                 -8, all are brought into the order "any", which holds them.
             together: of how many experts each dense weight has the rows, one below another: make(0), make(together),
                 ... Their n is then a multiple of 64.
@@ -219,54 +270,7 @@ class Weight(WeightBase):
         Raises:
             TypeError, ValueError: something else came from make; the message names the expert.
         """
-        if (count := check_int("count", count)) < 1:
-            raise ValueError(f"count: expected at least one expert, got {count}")
-        if (together := check_int("together", together)) < 1 or count % together:
-            raise ValueError(f"together: expected a divisor of {count} experts, got {together}")
-
-        first: dict[str, Any] = {}
-        whole: dict[str, torch.Tensor] = {}
-        with torch.inference_mode(False), torch.no_grad():
-            for e in range(0, count, together):
-                each = make(e)
-                if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
-                    got = repr(each) if isinstance(each, cls) else type(each).__name__
-                    error = ValueError if isinstance(each, cls) else TypeError
-                    raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
-                if together > 1 and each.n % (together * STRIP_ROWS):
-                    expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
-                    raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
-                common = each.format.for_any_values
-                like = e > 0 and (each.k, common.code) == (first["k"], first["format"].code)
-                if like:  # some experts' values may ask for smaller groups than others'
-                    regroup, ops = first["group_size"], each.ops
-                    each = each.regrouped(ops.common_group(each.group_size, regroup))
-                    if (size := ops.common_group(regroup, each.group_size)) != regroup:
-                        whole, format = _regrouped(whole, first["format"], size), each.format
-                        first |= {"group_size": size, "format": format, "tensors": list(whole)}
-                tensors, common = each._tensors, each.format.for_any_values
-                facts = {"n": each.n, "k": each.k, "group_size": each.group_size, "device": each.device}
-                facts |= {"format": common, "tensors": list(tensors), "rotation": each.rotation}
-                if e == 0:
-                    first, format = facts, each.format
-                    whole = {
-                        name: part.new_empty((count, part.shape[0] // together, *part.shape[1:]))
-                        for name, part in tensors.items()
-                    }
-                for name, fact in facts.items():
-                    if fact != first[name]:
-                        raise ValueError(f"make({e}): expected {name} {first[name]}, as make(0) has, got {fact}")
-                for name, part in tensors.items():
-                    whole[name][e : e + together] = part.unflatten(0, (together, -1))
-                if each.format != format:
-                    blocks = whole["blocks"]
-                    for some, order in ((blocks[:e], format.order), (blocks[e : e + together], each.format.order)):
-                        layout.reorder_codes(some, format.code, order, common.order)
-                    format = common
-                del each, tensors, part  # before the next is made
-        sizes = first["n"] // together, first["k"], first["group_size"]
-        more: Any = {"row_sum": whole.get("row_sum"), "rotation": first["rotation"]}
-        return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, **more)
+        return stack(cls, count, make, together)
 
     def regrouped(self, group_size: int) -> Self:
         """The same MXFP4 weight with a scale for fewer k, 128 or 32, as `pack_mxfp4` chooses for scales that are further
@@ -276,10 +280,11 @@ class Weight(WeightBase):
         if group_size != self.ops.common_group(self.group_size, group_size):
             raise ValueError(f"group_size: expected fewer k than the MXFP4 weight's, got {group_size} for {self!r}")
         with torch.inference_mode(False), torch.no_grad():
-            parts: Any = {**_regrouped(self._tensors, self.format, group_size), "channel_scale": None}
-            weight = replace(self, **parts, group_size=group_size, format=replace(self.format, group_size=group_size))
+            parts: Any = {**regrouped(self._tensors, self.format, group_size), "channel_scale": None}
+            format = replace(self.format, group_size=group_size)
+            weight = replace(self, **parts, group_size=group_size, format=format, sums="f32")
         weight.named(self.layer)
-        return weight
+        return weight.with_sums(self.sums)
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer that holds the weight."""
@@ -303,7 +308,7 @@ class Weight(WeightBase):
         views: dict[str, Any] = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
-        views |= {"whole": (self, e % experts), "ready_at": note(part.blocks, self.ready)}
+        views |= {"ready_at": note(part.blocks, self.ready)}
         expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key)
         return expert
 
@@ -368,14 +373,15 @@ class Weight(WeightBase):
         return out
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Plain contiguous tensors for torch.save or safetensors; they share memory with the weight.
+        """Plain contiguous tensors for torch.save or safetensors; they share memory with the weight. Nothing of `sums`.
 
         Returns:
             `prefix` + "blocks", "channel_scale" (per channel only), "row_sum" and "permutation" (where there are such)
             and "meta", a small int64 tensor on the CPU with the layout version and sizes.
         """
         meta = write_meta(self.layout_version, self.n, self.k, self.group_size, self.format, self.rotation)
-        return {prefix + name: tensor for name, tensor in (self._tensors | {"meta": meta}).items()}
+        tensors = self.with_sums("f32")._tensors | {"meta": meta}
+        return {prefix + name: tensor for name, tensor in tensors.items()}
 
     @staticmethod
     def sizes_of(meta: torch.Tensor) -> tuple[int, int]:
@@ -415,12 +421,6 @@ class W8Weight(Weight):
     """A `Weight` of 8 bits, e4m3 or int8; made by `pack_w8`."""
 
     bits = 8
-
-
-def _regrouped(tensors: dict[str, torch.Tensor], format: WeightFormat, group_size: int) -> dict[str, torch.Tensor]:
-    """Tensors of a weight, or of experts, with a scale for fewer k."""
-    new, ops = replace(format, group_size=group_size), CODE_OPS[format.code]
-    return {"blocks": ops.regrouped(tensors["blocks"], tensors.get("channel_scale"), format, new)}
 
 
 AnyWeight = Weight | PackedWeight

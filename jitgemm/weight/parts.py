@@ -72,10 +72,7 @@ class WeightBase:
 
 
 class PackedWeight(NamedTuple):
-    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s.
-
-    With groups `channel_scale` is None, or fp32 powers of two, where sums may be in f16 (`f16_sums.py`).
-    """
+    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s."""
 
     blocks: torch.Tensor
     channel_scale: torch.Tensor | None
@@ -83,11 +80,15 @@ class PackedWeight(NamedTuple):
     n: int
     k: int
     format: WeightFormat
+    sums: str = "f32"
 
     @property
     def ready_at(self) -> ReadyAt | None:
         """Where a `Weight` ready these very records, if one did."""
         return noted(self.blocks)
+
+    def follow_writes(self) -> None:
+        """Nothing: powers that an op is given are a layer's, which makes them again."""
 
     @property
     def experts(self) -> int | None:
@@ -96,7 +97,7 @@ class PackedWeight(NamedTuple):
     def expert(self, index: int | EllipsisType) -> PackedWeight:
         """Views of one expert's tensors; see `expert_indices`."""
         channel_scale, row_sum = (None if part is None else part[index] for part in (self.channel_scale, self.row_sum))
-        return PackedWeight(self.blocks[index], channel_scale, row_sum, self.n, self.k, self.format)
+        return self._replace(blocks=self.blocks[index], channel_scale=channel_scale, row_sum=row_sum)
 
     @property
     def plan_key(self) -> int:
@@ -109,7 +110,7 @@ class PackedWeight(NamedTuple):
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.order, fmt.offset, fmt.code,
             fmt.uniform_strip_scale, fmt.correction, self.blocks.device, self.row_sum is None,
-            None if self.channel_scale is None else self.channel_scale.dtype, self.experts,
+            None if self.channel_scale is None else self.channel_scale.dtype, self.experts, self.sums,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
@@ -205,19 +206,13 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
     return indices.to(torch.int32).contiguous()
 
 
-def in_f16(weight: Any) -> bool:
-    """Whether a weight's `channel_scale` says that sums may be in f16; of a `PackedWeight`, or what has its attributes."""
-    return weight.channel_scale is not None and weight.format.group_size > 0
-
-
-def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, powers: bool = False) -> int | None:
+def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) -> int | None:
     """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
 
     Args:
         weight: a `PackedWeight`, or what has its attributes.
         name: what stands before a tensor's name in a message, such as "rhs.".
         experts: True raises for dense weights, False for weights of experts; None takes both.
-        powers: takes powers of two as the channel_scale of a weight with `f16_sums`.
     """
     n, k, fmt = weight.n, weight.k, weight.format
     count = count_experts(check_tensor(f"{name}blocks", weight.blocks))
@@ -242,7 +237,7 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None, po
     if fmt.correction and not (fmt.zero_point or fmt.offset):
         raise ValueError(f"{name}format: expected zero points or offsets with a correction, got {fmt.name}")
     check_part(weight, name, "blocks", shape, torch.uint8)
-    if powers and fmt.f16_sums and in_f16(weight):
+    if weight.sums == "f16" and fmt.f16_sums:
         check_part(weight, name, "channel_scale", rows, torch.float32)
     elif fmt.group_size and weight.channel_scale is not None:
         raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")

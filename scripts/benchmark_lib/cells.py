@@ -255,7 +255,7 @@ class Format:
         bits: of the weight; 8 bits have fp32 scales, per row or with group_size 128 per block of 128 x 128.
         lhs_blocks: activations have a scale per token and 128 k.
         lhs_e8m0: those scales are powers of two, four packed in an int32.
-        f16_sums: kernels may add up in f16 (`sums` of the calls).
+        f16_sums: kernels may add up in f16 (`Weight.sums`).
         mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
         nvfp4: the weight is NVFP4.
         two_level: groups of 128 have integer scales and zero points under one scale per row.

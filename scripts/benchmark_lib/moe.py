@@ -78,15 +78,11 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
     packed = [weight_of(fmt, each) for each in source.distinct]
     first = type(packed[0]).stacked(source.experts.count, lambda index: packed[index % len(packed)])
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
-    if fmt.f16_sums:  # which cannot begin in a CUDA graph
-        for weight in weights:
-            jitgemm.prepare_f16_sums(weight)
     experts = source.experts
 
     def start(tokens: int, buffers: int) -> Run:
         expected_m = tokens * experts.top_k / experts.of
         switches = {"batch_invariant": fmt.batch_invariant, "expected_m": expected_m}
-        switches |= {"sums": "f16"} if fmt.f16_sums else {}
         lhs, out = lhs_of(fmt, source.activations(tokens)), _out(source, tokens)
         gemm = getattr(jitgemm, f"m_grouped_gemm_w{fmt.bits}a8_bf16_nt_contiguous")
         calls = [
@@ -96,7 +92,7 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
 
         def exact_check(rows: torch.Tensor, call: int) -> float:
             mine = source.by_expert(tokens, rows, call)
-            return max(error_over_bound(out, lhs, first[index], rows[those], fmt.sums) for index, those in mine)
+            return max(error_over_bound(out, lhs, first[index], rows[those]) for index, those in mine)
 
         weight_bytes = fmt.weight_bytes(source.n, source.k)
         rows = min(max(1, round(expected_m * experts.count)), len(out))

@@ -50,7 +50,7 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weigh
     if fmt.group_size and source.k <= fmt.group_size:
         raise Refused(f"k = {source.k} is one group of {fmt.group_size}: that is per channel")
     if fmt.mxfp4:
-        return jitgemm.quantize_mxfp4(source.weight).regrouped(fmt.group_size or source.k)
+        return jitgemm.quantize_mxfp4(source.weight).regrouped(fmt.group_size or source.k).with_sums(fmt.sums)
     if fmt.nvfp4:
         return jitgemm.pack_nvfp4(*quantise_nvfp4(source.weight))
     if fmt.two_level:
@@ -65,7 +65,14 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weigh
         offset = ((torch.rand(scale.shape, generator=draw, device=scale.device) - 0.5) * scale).to(scale.dtype)
     group_size = fmt.group_size or source.k
     weight = jitgemm.pack_w4(
-        q, scale, zero, offset=offset, group_size=group_size, lhs_dtype=lhs_dtype, correction=fmt.corrects
+        q,
+        scale,
+        zero,
+        offset=offset,
+        group_size=group_size,
+        lhs_dtype=lhs_dtype,
+        correction=fmt.corrects,
+        sums=fmt.sums,
     )
     if weight.correction != fmt.correction:
         raise Refused(f"factors of {weight.correction}, not of {fmt.correction}")
@@ -88,10 +95,7 @@ def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: in
 def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int], Run]:
     first = weight_of(fmt, source)
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
-    if fmt.f16_sums:  # which cannot begin in a CUDA graph
-        for weight in weights:
-            jitgemm.prepare_f16_sums(weight)
-    switches = ({"batch_invariant": True} if fmt.batch_invariant else {}) | ({"sums": "f16"} if fmt.f16_sums else {})
+    switches = {"batch_invariant": True} if fmt.batch_invariant else {}
 
     def start(m: int, buffers: int) -> Run:
         lhs = [lhs_of(fmt, source.activations(m, i)) for i in range(buffers)]
@@ -105,7 +109,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
             rows=lambda rows: outs[0][rows].float(),
             bytes=fmt.weight_bytes(source.n, source.k) + m * lhs_columns(source.k, fmt.correction) + 2 * m * source.n,
             poison=lambda: [out.fill_(torch.nan) for out in outs],
-            exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows, fmt.sums),
+            exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows),
             snapshot=outs[0].clone,
             kernel=lambda: kernel_label(fmt, first, m),
         )
@@ -114,12 +118,12 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
 
 
 def error_over_bound(
-    out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight | jitgemm.W8Weight, rows: torch.Tensor, sums: str = "f32"
+    out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight | jitgemm.W8Weight, rows: torch.Tensor
 ) -> float:
     """The largest error over what is allowed, on some rows of the output; infinite where a NaN was left standing."""
     x, x_scale = lhs
     # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.
     picked = x.view(torch.uint8)[rows].view(x.dtype)
-    ref, bound = gemm_w4a8_bound((picked, x_scale[rows]), weight, sums=sums)
+    ref, bound = gemm_w4a8_bound((picked, x_scale[rows]), weight)
     over = (out[rows].double() - ref).abs() / bound.clamp_(min=1e-300)
     return float(over.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

@@ -233,7 +233,7 @@ def test_a_call_takes_rows_with_sums_and_without(monkeypatch, kind, m):
     launch.launch(operands)
     assert bool(((outs[1].double() - ref).abs() <= bound).all())
     assert emulator.launched == [launch.spec.label] and f"-x{weight.correction[0]}" in launch.spec.label
-    exact = GemmLaunch(operands._replace(exact=True))
+    exact = GemmLaunch(operands._replace(weight=weight.with_sums("exact")))
     assert exact.spec.sums == "f32"
 
 
@@ -320,7 +320,7 @@ def test_the_bound_counts_parts_of_corrected_offsets_and_no_more_than_that():
     plain, weight = pair(128, "offset")
     lhs = builders.lhs(3, 20, weight.k, "s8")
     (ref, today), (same_ref, parts) = (gemm_w4a8_bound(lhs, each, out_dtype=torch.float32) for each in (plain, weight))
-    _, exact = gemm_w4a8_bound(lhs, weight, out_dtype=torch.float32, sums="exact")
+    _, exact = gemm_w4a8_bound(lhs, weight.with_sums("exact"), out_dtype=torch.float32)
     assert torch.equal(ref, same_ref) and bool((parts > exact).all())
     # Blocks of corrections may lose more than sums in fp32 do, by 4 * 18 * 2^-23.
     assert bool((exact >= today * 0.5).all()) and bool((exact <= today * 40).all())

@@ -36,13 +36,13 @@ def test_a_call_is_within_the_bound_as_the_plain_weight_s_is(kind, group_size, m
     few = x[rows], scale if scale.numel() == 1 else scale[rows], zero if zero.numel() == 1 else zero[rows]
     for dtype, sums in itertools.product((torch.bfloat16, torch.float32), ("f32", "exact")):
         out = torch.empty(m, 520, dtype=dtype, device="cuda")
-        for lhs, each in ((x, plain), (wide, weight)):
+        for lhs, each in ((x, plain.with_sums(sums)), (wide, weight.with_sums(sums))):
             out.fill_(torch.nan)
-            jitgemm.gemm_w4a8_nt((lhs, scale, zero), each, out, bias=bias, sums=sums)
-            ref, bound = gemm_w4a8_bound(few, each, bias=bias, out_dtype=dtype, sums=sums)
+            jitgemm.gemm_w4a8_nt((lhs, scale, zero), each, out, bias=bias)
+            ref, bound = gemm_w4a8_bound(few, each, bias=bias, out_dtype=dtype)
             assert bool(((out[rows].double() - ref).abs() <= bound).all())
     again = torch.empty_like(out)
-    jitgemm.gemm_w4a8_nt((x, scale, zero), weight, again, bias=bias, sums="exact")  # without sums
+    jitgemm.gemm_w4a8_nt((x, scale, zero), weight.with_sums("exact"), again, bias=bias)  # without sums
     assert torch.equal(again, out)
 
 

@@ -23,9 +23,9 @@ K, E4M3 = 1024, torch.float8_e4m3fn
 PARTS = builders.weight_parts(1, 256, K, 128, codes="e4m3")
 
 
-def explained(m: int = 3, **options) -> jitgemm.gemm.explain.Explanation:
+def explained(m: int = 3, weight: jitgemm.W4Weight = PARTS.packed, **options) -> jitgemm.gemm.explain.Explanation:
     lhs = jitgemm.quantize_activations(torch.ones(m, K), torch.float8_e4m3fn)
-    return jitgemm.explain(lhs, PARTS.packed, torch.empty(m, 256, dtype=torch.bfloat16), **options)
+    return jitgemm.explain(lhs, weight, torch.empty(m, 256, dtype=torch.bfloat16), **options)
 
 
 def test_the_kernel_is_the_one_that_a_call_takes():
@@ -55,9 +55,9 @@ def test_a_profile_shows_the_function_that_is_explained():
     assert not found.on_cpu and str(found).startswith(found.kernel)
 
 
-def test_options_of_the_call_count(monkeypatch):
+def test_the_weight_s_sums_and_the_environment_count(monkeypatch):
     wide = explained(4096)
-    assert not wide.kernel.endswith("f16") and explained(4096, sums="f16").kernel.endswith("f16")
+    assert not wide.kernel.endswith("f16") and explained(4096, PARTS.packed.with_f16_sums()).kernel.endswith("f16")
     monkeypatch.setenv("JITGEMM_DEBUG", "1")
     assert explained(4096).kernel == f"{wide.kernel}-debug"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,8 +29,8 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, legal_kernels
-from jitgemm.weight import f16_sums
-from jitgemm.weight.f16_sums import row_powers, with_powers
+from jitgemm.weight.f16_sums import row_powers
+from jitgemm.weight.state import TENSORS
 
 H200 = DEVICES["h200"]
 GROUPS = (32, 64, 128, 256)
@@ -39,7 +41,7 @@ F16_TIERS = ("block", "group")
 
 def used(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight) -> float:
     """The largest error over the bound."""
-    ref, limit = gemm_w4a8_bound(lhs, weight, out_dtype=out.dtype, sums="f16")
+    ref, limit = gemm_w4a8_bound(lhs, weight.with_f16_sums(), out_dtype=out.dtype)
     return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max())
 
 
@@ -147,7 +149,7 @@ def test_scales_that_f16_holds(scale_type, least):
     assert lost == [0] and powers.tolist() == [1.0 if row == 7 or row >= 72 else 2.0 for row in range(128)]
     scale[5, 2] = odd * 2.0**-least
     with pytest.raises(ValueError, match="sums: expected 'f32' for a weight whose scales .* 1 of its rows"):
-        with_powers(replace(parts, scale=scale.to(dtype)).packed)
+        replace(parts, scale=scale.to(dtype)).packed.with_f16_sums()
     scale[5, 2] = 2.0 ** -(least + bits - 1)  # fewer bits reach further
     assert row_powers(replace(parts, scale=scale.to(dtype)).packed.packed)[1] == [0]
 
@@ -170,47 +172,87 @@ def test_scales_that_f16_does_not_hold(value):
     parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
     parts.scale[9, 1] = value
     with pytest.raises(ValueError, match="1 of its rows"):
-        with_powers(parts.packed)
+        parts.packed.with_f16_sums()
 
 
-def test_powers_are_made_once_and_again_after_the_records_were_written():
+def test_a_weight_of_f16_sums_is_another_over_the_same_records():
     parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
     weight = parts.packed
-    form = with_powers(weight)
-    assert with_powers(weight) is form and weight.channel_scale is None and form.blocks is weight.blocks
-    assert form.plan_key != weight.plan_key
-    weight.blocks.copy_(replace(parts, scale=parts.scale * 4).packed.blocks)
-    assert torch.equal(with_powers(weight).channel_scale[:64], form.channel_scale[:64] * 4)
+    form = weight.with_f16_sums()
+    assert (weight.sums, weight.channel_scale) == ("f32", None) and form.blocks is weight.blocks
+    assert form.plan_key != weight.plan_key and form.ready and form.with_sums("f16") is form
+    assert torch.equal(form.channel_scale, row_powers(weight.packed)[0])
+    back = form.with_sums("f32")
+    assert (back.plan_key, back.channel_scale, back.ready_at) == (weight.plan_key, None, weight.ready_at)
+    assert form.state_dict().keys() == weight.state_dict().keys()
+    assert jitgemm.W4Weight.from_state_dict(form.state_dict()).sums == "f32"
+    for again in (copy.deepcopy(form), pickle.loads(pickle.dumps(form)), form.with_tensors(*tensors_of(form))):
+        assert again.sums == "f16" and torch.equal(again.channel_scale, form.channel_scale)
 
 
-def test_powers_of_experts_are_made_once_for_all_their_views(monkeypatch):
-    weight = weight_of_experts(3, 64, 512, 128, codes="e4m3")
-    made = []
-    monkeypatch.setattr(f16_sums, "row_powers", lambda packed: made.append(packed.experts) or row_powers(packed))
-    powers = [with_powers(weight[e]).channel_scale for e in (0, 2, -1)]
-    assert made == [3] and torch.equal(torch.stack(powers), with_powers(weight).channel_scale[[0, 2, 2]])
-    assert weight[-1].whole == (weight, 2)
+def tensors_of(weight: jitgemm.W4Weight) -> list:
+    return [getattr(weight, name) for name in TENSORS]
+
+
+def test_packers_make_weights_of_f16_sums():
+    parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
+    form = jitgemm.pack_w4(parts.q, parts.scale, group_size=128, sums="f16")
+    assert form.sums == "f16" and torch.equal(form.channel_scale, parts.packed.with_f16_sums().channel_scale)
+    assert jitgemm.pack_w4(parts.q, parts.scale, group_size=128, sums="exact").sums == "exact"
+    with pytest.raises(ValueError, match="sums: expected 'f32' except for .* got 'f16' for g128-bf16-o-any"):
+        jitgemm.pack_w4(parts.q, parts.scale, offset=parts.scale, group_size=128, sums="f16")
+    with pytest.raises(ValueError, match="sums: expected 'exact' for weights that meet int8 activations"):
+        jitgemm.pack_w4(parts.q, parts.scale, group_size=128, lhs_dtype=torch.float8_e4m3fn, sums="exact")
+    for sums, error in (("fp16", ValueError), (None, TypeError)):
+        with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16', 'exact'\), got"):
+            jitgemm.pack_w4(parts.q, parts.scale, group_size=128, sums=sums)
+
+
+@emulated
+@pytest.mark.parametrize("how", ["seen", "marked"])
+def test_powers_are_made_again_in_their_memory_after_the_records_were_written(monkeypatch, how):
+    emulate(monkeypatch)
+    parts = builders.weight_parts(1, 64, 512, 128, codes="e4m3")
+    weight = parts.packed.with_f16_sums()
+    larger = replace(parts, scale=parts.scale * 2.0**20)
+    expected, address = row_powers(larger.packed.packed)[0], weight.channel_scale.data_ptr()
+    lhs, out = builders.lhs(1, 20, 512), torch.empty(20, 64, dtype=torch.bfloat16)
+    if how == "seen":
+        weight.blocks.copy_(larger.packed.blocks)
+    else:
+        weight.blocks.data.copy_(larger.packed.blocks)
+        weight.mark_ready()
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel="e4m3fast-g128-bf16-m24n64-s4-f16")
+    assert torch.equal(weight.channel_scale, expected) and weight.channel_scale.data_ptr() == address
+    ref, limit = gemm_w4a8_bound(lhs, weight)
+    assert bool(((out.double() - ref).abs() <= limit).all())
+
+
+def test_views_of_experts_have_their_part_of_the_powers():
+    weight = weight_of_experts(3, 64, 512, 128, codes="e4m3").with_f16_sums()
+    powers = [weight[e].channel_scale for e in (0, 2, -1)]
+    assert {weight[e].sums for e in range(3)} == {"f16"} and torch.equal(
+        torch.stack(powers), weight.channel_scale[[0, 2, 2]]
+    )
     weight[1].blocks.zero_()
-    assert torch.equal(with_powers(weight[1]).channel_scale, torch.ones(64)) and made == [3, 3]
+    weight.follow_writes()
+    assert torch.equal(weight[1].channel_scale, torch.ones(64))
 
 
 def test_a_view_of_experts_is_held_where_others_are_not():
     parts = [builders.weight_parts(e, 64, 512, 128, codes="e4m3") for e in range(2)]
     parts[1].scale[9, 1] = 3e38
     weight = jitgemm.W4Weight.stacked(2, lambda e: parts[e].packed)
-    assert torch.equal(with_powers(weight[0]).channel_scale, with_powers(parts[0].packed).channel_scale)
+    assert torch.equal(weight[0].with_f16_sums().channel_scale, parts[0].packed.with_f16_sums().channel_scale)
     for given in (weight, weight[1]):
         with pytest.raises(ValueError, match="1 of its rows"):
-            jitgemm.prepare_f16_sums(given)
+            given.with_f16_sums()
 
 
-def test_a_prepared_weight_asks_for_nothing_more(monkeypatch):
-    weight = builders.weight_parts(1, 64, 512, 128, codes="e4m3").packed
-    assert jitgemm.prepare_f16_sums(weight) is None
-    monkeypatch.setattr(f16_sums, "row_powers", None)
-    assert with_powers(weight).channel_scale is not None
-    with pytest.raises(TypeError, match="weight: expected a W4Weight, got Tensor"):
-        jitgemm.prepare_f16_sums(weight.blocks)
+def test_experts_are_stacked_with_the_first_one_s_sums():
+    parts = [builders.weight_parts(e, 64, 512, 128, codes="e4m3") for e in range(2)]
+    weight = jitgemm.W4Weight.stacked(2, lambda e: parts[e].packed.with_f16_sums())
+    assert weight.sums == "f16" and torch.equal(weight[1].channel_scale, parts[1].packed.with_f16_sums().channel_scale)
 
 
 # ---- kernels in the emulator -----------------------------------------------------------------------------------------
@@ -249,7 +291,7 @@ def summed(label: str, m: int, n: int, k: int, mx: Callable = mxfp4.narrow) -> t
         parts = builders.weight_parts(4, n, k, fmt.group_size, codes=fmt.order, scales="negative")
         dtype = {"fp16": torch.float16, "fp32": torch.float32}[fmt.scale_type]
         parts = replace(parts, scale=parts.scale.to(dtype))  # bf16's bits
-    return spec, operands._replace(weight=with_powers(parts.packed)), parts
+    return spec, operands._replace(weight=parts.packed.with_f16_sums()), parts
 
 
 @emulated
@@ -257,7 +299,7 @@ def summed(label: str, m: int, n: int, k: int, mx: Callable = mxfp4.narrow) -> t
 def test_a_kernel_is_within_the_bound(monkeypatch, label):
     emulator = emulate(monkeypatch)
     spec, operands, _ = summed(label, *KERNELS[label])
-    assert operands.sums == "f16"
+    assert operands.weight.sums == "f16"
     GemmLaunch(operands, spec).launch(operands)
     assert emulator.launched == [label]
     assert_within_the_bound(operands)
@@ -325,7 +367,7 @@ def test_a_planted_fault_is_seen(monkeypatch, fault):
     if "64" in fault:  # sums that grow lose more
         x, scale = rounding_the_same_way(parts)
         parts = replace(parts, q=torch.full_like(parts.q, 7), scale=scale)
-        operands = operands._replace(weight=with_powers(parts.packed), x=x, bias=None)
+        operands = operands._replace(weight=parts.packed.with_f16_sums(), x=x, bias=None)
     GemmLaunch(operands, spec).launch(operands)
     assert share_of_bound(operands) > 1
 
@@ -348,7 +390,7 @@ def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
     emulator = emulate(monkeypatch)
     spec, counts = KernelSpec.from_label(label), [9, 0, 90, 1, 33]
     operands, groups = grouped_problem(spec, counts, gathered)
-    weight = with_powers(operands.weight)
+    weight = operands.weight.with_f16_sums()
     assert len(set(weight.channel_scale.flatten().tolist())) > 1
     operands = operands._replace(groups=groups, weight=weight)
     GemmLaunch(operands, spec).launch(operands)
@@ -359,7 +401,7 @@ def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
         rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
         x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)
         lhs, bias = (x, operands.x_scale[rows]), None if operands.bias is None else operands.bias[e]
-        ref, bound = gemm_w4a8_bound(lhs, operands.weight[e], bias=bias, sums="f16")
+        ref, bound = gemm_w4a8_bound(lhs, operands.weight[e], bias=bias)
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
 
 
@@ -375,7 +417,7 @@ def test_a_call_takes_a_kernel_of_either_kind(monkeypatch):
     label = "e4m3fast-g32-bf16-m80n64-s6-f16"
     weight = parts.packed
     for kernel in (None, label):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out.zero_(), sums="f16", kernel=kernel)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight.with_f16_sums(), out.zero_(), kernel=kernel)
         assert used(out, lhs, parts.packed) <= 1
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
     assert emulator.launched[:2] == [chosen.label, label] and not emulator.launched[2].endswith("f16")
@@ -386,31 +428,29 @@ def test_a_call_takes_a_kernel_of_either_kind(monkeypatch):
 def test_calls_on_the_cpu_are_exact():
     parts = builders.weight_parts(1, 64, 512, 64, codes="e4m3")
     lhs, out = builders.lhs(1, 5, 512), torch.empty(5, 64, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, out, sums="f16")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed.with_f16_sums(), out)
     assert builders.same_bits(out, gemm_w4a8_reference(lhs, parts.packed))
 
 
-@pytest.mark.parametrize("lhs, group_size, options, message", [
-    ("s8", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token, .* got 'f16' with int8"),
-    ("block", 128, {}, "sums: expected 'f32' except for e4m3 with a scale per token"),
-    ("e4m3", 128, {"offset": True}, "sums: expected 'f32' except for .* got 'f16' for g128-bf16-o-any"),
-    ("e4m3", 0, {}, "sums: expected 'f32' except for .* got 'f16' for channel-bf16-any"),
-])  # fmt: skip
-def test_operands_that_are_not_added_up_in_f16(lhs, group_size, options, message):
-    parts = builders.weight_parts(1, 64, 512, group_size, **options)
+@pytest.mark.parametrize("lhs", ["s8", "block"])
+def test_activations_that_are_not_added_up_in_f16(lhs):
+    weight = builders.weight_parts(1, 64, 512, 128).packed.with_f16_sums()
     given = builders.block_lhs(1, 5, 512) if lhs == "block" else builders.lhs(1, 5, 512, lhs)
-    out = torch.empty(5, 64, dtype=torch.bfloat16)
+    message = "rhs.sums: expected 'f32' except for e4m3 with a scale per token, .* got 'f16' with "
+    message += "int8" if lhs == "s8" else "float8_e4m3fn and a scale per 128 k"
     with pytest.raises(ValueError, match=message):
-        jitgemm.gemm_w4a8_bf16_nt(given, parts.packed, out, sums="f16")
-    with pytest.raises(ValueError, match="sums: expected 'f32' except for"):
-        gemm_w4a8_bound(given, parts.packed, sums="f16")
+        jitgemm.gemm_w4a8_bf16_nt(given, weight, torch.empty(5, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=message):
+        gemm_w4a8_bound(given, weight)
 
 
-@pytest.mark.parametrize("sums, error", [("fp16", ValueError), (None, TypeError)])
-def test_sums_that_there_are_not(sums, error):
-    parts, lhs = builders.weight_parts(1, 64, 512), builders.lhs(1, 5, 512)
-    with pytest.raises(error, match=r"sums: expected one of \('f32', 'f16', 'exact'\), got"):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, torch.empty(5, 64, dtype=torch.bfloat16), sums=sums)
+@pytest.mark.parametrize("group_size, options", [(128, {"offset": True}), (0, {})])
+def test_weights_that_are_not_added_up_in_f16(group_size, options):
+    parts = builders.weight_parts(1, 64, 512, group_size, **options)
+    with pytest.raises(
+        ValueError, match=f"sums: expected 'f32' except for .* got 'f16' for {parts.packed.format.name}"
+    ):
+        parts.packed.with_f16_sums()
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -41,12 +41,12 @@ def assert_within(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, bias:
     rows = torch.arange(0, out.shape[0], max(1, out.shape[0] // 100), device="cuda")
     x = lhs[0].view(torch.uint8)[rows].view(lhs[0].dtype)
     scale = lhs[1][rows] if lhs[1].numel() > 1 else lhs[1]
-    ref, bound = gemm_w4a8_bound((x, scale), weight, bias=bias, out_dtype=out.dtype, sums="f16")
+    ref, bound = gemm_w4a8_bound((x, scale), weight, bias=bias, out_dtype=out.dtype)
     assert bool(((out[rows].double() - ref).abs() <= bound).all())
 
 
 def on_gpu(parts: builders.WeightParts) -> jitgemm.W4Weight:
-    return parts.packed.to("cuda")
+    return parts.packed.to("cuda").with_f16_sums()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
@@ -55,13 +55,13 @@ def on_gpu(parts: builders.WeightParts) -> jitgemm.W4Weight:
 def test_a_chosen_kernel_is_within_the_bound(group_size, codes, shape):
     m, n, k = shape
     form = dict(zero_point=True) if codes == "zero points" else dict(codes=codes)
-    weight = builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form).packed
+    weight = builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form).packed.with_f16_sums()
     bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
     lhs = builders.lhs(2, m, k, outliers=group_size < 128, device="cuda")
-    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias)
     assert_within(out, lhs, weight, bias)
     again = torch.empty_like(out)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, again, bias=bias, sums="f16")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, again, bias=bias)
     assert builders.same_bits(out, again)
 
 
@@ -76,13 +76,13 @@ WEIGHTS = {
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_some_of_all_kernels_are_within_the_bound(kind, dtype):
     """Scales down to 2^-17 of their row's largest, rows of zeros, runs that end within a tile and a record over."""
-    weight = WEIGHTS[kind]().to("cuda")
+    weight = WEIGHTS[kind]().to("cuda").with_f16_sums()
     x, scale = builders.lhs(3, 210, 2208, device="cuda")
     lhs = x, scale / (256 if dtype == torch.float16 else 1)  # MXFP4's results would be beyond its largest
     for spec in kernels_of(weight)[int(dtype == torch.float16) :: 9]:
         out = torch.full((210, 392), torch.nan, device="cuda", dtype=dtype)
         label = spec.label if dtype == torch.bfloat16 else _into(spec, dtype)
-        jitgemm.gemm_w4a8_nt(lhs, weight, out, sums="f16", kernel=label)
+        jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=label)
         assert_within(out, lhs, weight)
 
 
@@ -107,7 +107,7 @@ def test_the_largest_sums_do_not_overflow(group_size):
     lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
     for spec in kernels_of(weight)[::12]:
         out = torch.empty(128, 256, device="cuda", dtype=torch.bfloat16)
-        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, sums="f16", kernel=spec.label)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=spec.label)
         assert_within(out, lhs, weight)
 
 
@@ -115,21 +115,21 @@ def test_the_largest_sums_do_not_overflow(group_size):
 @pytest.mark.parametrize("tier", F16_TIERS)
 def test_a_chosen_kernel_of_mxfp4_is_within_the_bound(tier, shape):
     m, n, k = shape
-    weight = mxfp4.narrow(1, n, k, tier, device="cuda").packed
+    weight = mxfp4.narrow(1, n, k, tier, device="cuda").packed.with_f16_sums()
     assert weight.format.group_size == mxfp4.TIERS[tier]
     bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
     lhs = builders.lhs(2, m, k, outliers=tier == "block", device="cuda")
-    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias, sums="f16")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias)
     assert_within(out, lhs, weight, bias)
 
 
 @pytest.mark.parametrize("tier", F16_TIERS)
 def test_the_largest_sums_of_mxfp4_do_not_overflow(tier):
-    weight = largest_mx(1, 16, 4096, tier).packed.to("cuda")
+    weight = largest_mx(1, 16, 4096, tier).packed.to("cuda").with_f16_sums()
     lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
     for spec in kernels_of(weight)[::12]:
         out = torch.empty(128, 16, device="cuda", dtype=torch.bfloat16)
-        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, sums="f16", kernel=spec.label)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=spec.label)
         assert_within(out, lhs, weight)
 
 
@@ -170,7 +170,7 @@ def test_layers_add_up_in_f16(kind, mode):
 def test_grouped_kernels_are_within_the_bound(group_size, gathered):
     experts, n, k = 6, 520, 1184
     counts = [9, 0, 300, 1, 70, 129]
-    weight = weight_of_experts(experts, n, k, group_size, codes="e4m3").to("cuda")
+    weight = weight_of_experts(experts, n, k, group_size, codes="e4m3").to("cuda").with_f16_sums()
     offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(experts))], dtype=torch.int32, device="cuda")
     rows, tokens = sum(counts), 100 if gathered else sum(counts)
     index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32).cuda()
@@ -179,7 +179,7 @@ def test_grouped_kernels_are_within_the_bound(group_size, gathered):
     for label in dict.fromkeys((chosen, *(spec.label for spec in kernels_of(weight, 64)[::9]))):
         out = torch.full((rows, n), torch.nan, device="cuda").bfloat16()
         jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
-            (x, scale), weight, out, offsets, row_index=index if gathered else None, sums="f16", kernel=label
+            (x, scale), weight, out, offsets, row_index=index if gathered else None, kernel=label
         )
         for e in range(experts):
             begin, end = sum(counts[:e]), sum(counts[: e + 1])
@@ -189,22 +189,17 @@ def test_grouped_kernels_are_within_the_bound(group_size, gathered):
                 assert_within(out[begin:end], (x_rows, scale[those]), weight[e])
 
 
-def test_a_graph_holds_calls_whose_powers_are_known_and_others_say_so():
-    parts = builders.weight_parts(1, 512, 1024, 128, codes="e4m3")
-    known, new, prepared = on_gpu(parts), on_gpu(parts), on_gpu(parts)
-    jitgemm.prepare_f16_sums(prepared)
+def test_a_graph_holds_calls_of_such_a_weight_and_none_is_made_in_its_capture():
+    plain = builders.weight_parts(1, 512, 1024, 128, codes="e4m3").packed.to("cuda")
+    weight = plain.with_f16_sums()
     lhs = builders.lhs(2, 256, 1024, device="cuda")
-    expected, out, other = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    jitgemm.gemm_w4a8_bf16_nt(lhs, known, expected, sums="f16")
+    expected, out = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, known, out, sums="f16")
-        with pytest.raises(
-            ValueError,
-            match=r"sums: expected 'f32', or jitgemm.prepare_f16_sums\(weight\) before a CUDA graph is captured",
-        ):
-            jitgemm.gemm_w4a8_bf16_nt(lhs, new, out, sums="f16")
-        jitgemm.gemm_w4a8_bf16_nt(lhs, prepared, other, sums="f16")
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+        with pytest.raises(ValueError, match="sums: expected to look at scales, got a CUDA graph's capture"):
+            plain.with_f16_sums()
     out.zero_()
     graph.replay()
-    assert builders.same_bits(out, expected) and builders.same_bits(other, expected)
+    assert builders.same_bits(out, expected)

@@ -18,7 +18,7 @@ from jitgemm.nn import W4A8Experts, W4A8Linear
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.weight.f16_sums import row_powers, with_powers
+from jitgemm.weight.f16_sums import row_powers
 from jitgemm.weight.mxfp4 import MOST_IN_RECORD
 
 H200 = DEVICES["h200"]
@@ -66,20 +66,23 @@ def test_powers_of_a_weight_that_is_held(tier):
     weight = mxfp4.narrow(1, 72, 512, tier).packed
     powers, lost = row_powers(weight.packed)
     assert lost == [0]
-    form = with_powers(weight)
+    form = weight.with_f16_sums()
     assert form.plan_key != weight.plan_key and torch.equal(form.channel_scale, powers)
     lhs = builders.lhs(1, 5, 512)
     usual, other = (torch.empty(5, 72, dtype=torch.bfloat16) for _ in range(2))
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, usual)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, other, sums="f16")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, form, other)
     assert builders.same_bits(usual, other)
 
 
 def test_a_base_a_row_is_refused_as_scales_per_row_are_and_layers_add_up_in_fp32():
-    weight, out = mxfp4.narrow(1, 72, 512, "row").packed, torch.empty(5, 72, dtype=torch.bfloat16)
+    parts = mxfp4.narrow(1, 72, 512, "row")
+    weight = parts.packed
     refused = pytest.raises(ValueError, match="sums: expected 'f32' except for .* got 'f16' for mx-channel-bf16")
     with refused:
-        jitgemm.gemm_w4a8_bf16_nt(builders.lhs(1, 5, 512), weight, out, sums="f16")
+        weight.with_f16_sums()
+    with refused:
+        jitgemm.pack_mxfp4(parts.codes, parts.scales, sums="f16")
     layer = W4A8Linear(weight)
     with refused:
         layer.sums = "f16"
@@ -104,10 +107,10 @@ def test_how_far_scales_may_be_apart(tier, least):
     assert held.packed.format.group_size == lost.packed.format.group_size == mxfp4.TIERS[tier]
     assert row_powers(held.packed.packed)[1] == [0] and row_powers(lost.packed.packed)[1] == [1]
     with pytest.raises(ValueError, match="1 of its rows have scales that are too small"):
-        jitgemm.prepare_f16_sums(lost.packed)
+        jitgemm.pack_mxfp4(lost.codes, lost.scales, sums="f16")
     layer = W4A8Linear(held.packed)
     layer.sums = "f16"
-    assert layer.call_sums == "f16" and torch.equal(layer.powers, row_powers(layer.weight.packed)[0])
+    assert layer.call_sums == "f16" and torch.equal(layer.channel_scale, row_powers(layer.weight.packed)[0])
 
 
 def test_records_whose_sums_may_be_too_large_are_not_held():

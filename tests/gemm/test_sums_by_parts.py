@@ -35,11 +35,11 @@ KERNELS = {
 }
 
 
-def used(operands: Gemm, sums: str = "f32") -> float:
+def used(operands: Gemm) -> float:
     """The largest error over the bound."""
     x, scale, zero, weight, out, bias = operands[:6]
     lhs = (x, scale) if zero is None else (x, scale, zero)
-    ref, limit = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype, sums=sums)
+    ref, limit = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype)
     return float(((out.double() - ref).abs() / limit.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max())
 
 
@@ -54,7 +54,9 @@ def test_kernels_are_within_the_bound(monkeypatch, label):
     assert emulator.launched == [label]
     assert_outside_untouched(operands.out)
     assert used(operands) <= 1
-    assert spec.out == "bf16" or used(operands, "exact") > 1  # it did add up by parts
+    assert (
+        spec.out == "bf16" or used(operands._replace(weight=operands.weight.with_sums("exact"))) > 1
+    )  # it did add up by parts
 
 
 @emulated
@@ -137,30 +139,26 @@ def test_exact_calls_take_kernels_that_lose_nothing(monkeypatch):
     emulate(monkeypatch)
     operands = problem(KernelSpec.from_label("s8fast-g128-bf16-m96n64-s4"), 300, 4096, 256)
     assert GemmLaunch(operands).spec.sums == "parts"
-    assert GemmLaunch(operands._replace(exact=True)).spec.sums == "f32"
+    assert GemmLaunch(operands._replace(weight=operands.weight.with_sums("exact"))).spec.sums == "f32"
 
 
 @pytest.mark.parametrize("experts", (False, True))
-def test_calls_say_what_they_allow(experts):
+def test_weights_say_what_they_allow(experts):
     """The CPU's reference is exact whatever is asked for; what cannot be had raises there, too."""
     k, n, m = 384, 136, 20
-    weights = [builders.weight_parts(1, n, k, 128, codes=codes) for codes in ("s8", "e4m3")]
+    parts = builders.weight_parts(1, n, k, 128)
     out = torch.empty((2, m, n) if experts else (m, n))
 
-    def call(lhs, parts, **options):
+    def call(lhs, weight):
         if not experts:
-            return jitgemm.gemm_w4a8_nt(lhs, parts.packed, out, **options)
-        stacked = jitgemm.W4Weight.stacked(2, lambda e: parts.packed)
+            return jitgemm.gemm_w4a8_nt(lhs, weight, out)
+        stacked = jitgemm.W4Weight.stacked(2, lambda e: weight)
         lhs = torch.stack((lhs[0],) * 2), torch.stack((lhs[1].flatten(),) * 2)
-        return jitgemm.m_grouped_gemm_w4a8_nt_masked(
-            lhs, stacked, out, torch.tensor([m, 3], dtype=torch.int32), 9, **options
-        )
+        return jitgemm.m_grouped_gemm_w4a8_nt_masked(lhs, stacked, out, torch.tensor([m, 3], dtype=torch.int32), 9)
 
-    lhs = builders.lhs(2, m, k, "s8")
-    call(lhs, weights[0], sums="exact")
-    ref, _ = gemm_w4a8_bound(lhs, weights[0].packed, sums="exact")
+    lhs, weight = builders.lhs(2, m, k, "s8"), parts.packed.with_sums("exact")
+    call(lhs, weight)
+    ref, _ = gemm_w4a8_bound(lhs, weight)
     assert torch.equal(out[0] if experts else out, ref.float())
-    with pytest.raises(ValueError, match="sums: expected 'exact' for int8 activations alone"):
-        call(builders.lhs(2, m, k, "e4m3"), weights[1], sums="exact")
-    with pytest.raises(ValueError, match="sums: expected one of"):
-        call(lhs, weights[0], sums="fp16")
+    with pytest.raises(ValueError, match="rhs.sums: expected 'exact' for int8 activations alone"):
+        call(builders.lhs(2, m, k, "e4m3"), weight)

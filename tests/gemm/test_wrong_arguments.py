@@ -41,18 +41,14 @@ def dense(bits: int = 4, zeros: bool = True, **more: Any) -> dict[str, Any]:
     return {"lhs": lhs if zeros else lhs[:2], "rhs": rhs, "bias": torch.zeros(N)} | more
 
 
-def sums(bits: int) -> dict[str, Any]:
-    return {"sums": "exact"} if bits == 4 else {}
-
-
 def gemm(bits: int, out: torch.dtype) -> dict[str, Any]:
-    return dense(bits, out=torch.zeros(M, N, dtype=out), batch_invariant=False, kernel=None) | sums(bits)
+    return dense(bits, out=torch.zeros(M, N, dtype=out), batch_invariant=False, kernel=None)
 
 
 def contiguous(bits: int, out: torch.dtype) -> dict[str, Any]:
     given = {"lhs": builders.affine_lhs(1, M, K), "rhs": weights(bits)[1], "out": torch.zeros(M, K, dtype=out)}
     given |= {"offsets": int32(0, 1, 2, 4), "bias": torch.zeros(E, K), "row_index": int32(0, 1, 2, 3)}
-    return given | {"expected_m": 2, "batch_invariant": False, "kernel": None} | sums(bits)
+    return given | {"expected_m": 2, "batch_invariant": False, "kernel": None}
 
 
 def masked(bits: int, out: torch.dtype) -> dict[str, Any]:
@@ -60,7 +56,7 @@ def masked(bits: int, out: torch.dtype) -> dict[str, Any]:
     lhs = x.view(E, M, K), scale.view(E, M), zero.view(E, M)
     given = {"lhs": lhs, "rhs": weights(bits)[1], "out": torch.zeros(E, M, K, dtype=out)}
     given |= {"masked_m": int32(1, 0, 4), "expected_m": 2, "bias": torch.zeros(E, K)}
-    return given | {"batch_invariant": False, "kernel": None} | sums(bits)
+    return given | {"batch_invariant": False, "kernel": None}
 
 
 def layer(*missing: str) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def layer(*missing: str) -> dict[str, Any]:
     given |= {"topk_weights": torch.ones(M, 2), "activation": "swiglu_oai", "order": "gate_up", "limit": 7.0}
     given |= {"alpha": 1.702, "lhs_dtype": torch.int8, "affine": False, "scheme": "token", "expert_map": int32(0, 1, 2)}
     given |= {"bias13": torch.zeros(E, 2 * K), "bias2": torch.zeros(E, K), "addend": torch.zeros(M, K)}
-    given |= {"batch_invariant": False, "out": torch.zeros(M, K), "sums": "exact", "rotation": 0}
+    given |= {"batch_invariant": False, "out": torch.zeros(M, K), "rotation": 0}
     return {name: value for name, value in given.items() if name not in missing}
 
 
@@ -91,7 +87,7 @@ def four_bits() -> dict[str, Any]:
     parts = builders.weight_parts(1, N, K, 32, zero_point=True)
     given = {"q": parts.q, "scale": parts.scale, "zero": parts.zero, "offset": torch.zeros_like(parts.scale)}
     given |= {"permutation": torch.arange(K), "group_size": 32, "k": K, "lhs_dtype": torch.int8, "code": "int4"}
-    return given | {"correction": False}
+    return given | {"correction": False, "sums": "f32"}
 
 
 def combined() -> dict[str, Any]:
@@ -119,19 +115,20 @@ PUBLIC |= {
     "gemm_w4a8_reference": lambda: dense(out_dtype=FP32),
     "m_grouped_gemm_w4a8_reference": lambda: {
         name: value for name, value in (contiguous(4, FP32) | {"out_dtype": FP32}).items()
-        if name not in ("expected_m", "batch_invariant", "kernel", "sums")
+        if name not in ("expected_m", "batch_invariant", "kernel")
     },
     "fused_experts": layer,
     "fused_experts_masked": masked_layer,
-    "fused_experts_reference": lambda: layer("batch_invariant", "out", "sums"),
+    "fused_experts_reference": lambda: layer("batch_invariant", "out"),
     "fused_experts_workspace_bytes": lambda: {
         **layer("x", "topk_ids", "topk_weights", "expert_map", "addend", "out", "batch_invariant", "activation",
-                "order", "limit", "alpha", "lhs_dtype", "bias13", "bias2", "sums", "rotation"),
+                "order", "limit", "alpha", "lhs_dtype", "bias13", "bias2", "rotation"),
         "tokens": 5, "top_k": 2, "dtype": BF16,
     },
     "quantize_activations": quantiser,
     "pack_mxfp4": lambda: {
         "codes": torch.zeros(N, K // 2, dtype=torch.uint8), "scales": torch.zeros(N, K // 32, dtype=torch.uint8), "k": K,
+        "sums": "f32",
     },
     "quantize_mxfp4": lambda: {"w": torch.ones(N, K), "moments": torch.eye(K), "act_order": True, "lhs_dtype": None, "rotation": 0},
     "pack_w4": four_bits,
@@ -143,7 +140,6 @@ PUBLIC |= {
         "q": torch.zeros(N, K, dtype=torch.uint8), "group_scale": torch.ones(N, 1, dtype=torch.uint8),
         "group_zero": torch.zeros(N, 1, dtype=torch.uint8), "scale": torch.ones(N, dtype=BF16),
     },
-    "prepare_f16_sums": lambda: {"weight": builders.weight_parts(2, N, K, 32, codes="e4m3").packed},
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {
         "w": torch.ones(N, K), "group_size": 32, "symmetric": True, "scale_dtype": BF16, "full_range": True,

@@ -49,14 +49,14 @@ def given(monkeypatch) -> list[str]:
     """What the GEMMs of this test were asked to add up in."""
     found = []
     write = reference.write_reference
-    monkeypatch.setattr(reference, "write_reference", lambda gemm: (found.append(gemm.sums), write(gemm))[1])
+    monkeypatch.setattr(reference, "write_reference", lambda gemm: (found.append(gemm.weight.sums), write(gemm))[1])
     return found
 
 
 def assert_powers(part) -> None:
-    """The buffer has the weight's powers, and no state dict has it."""
-    assert torch.equal(part.powers, row_powers(part.weight.packed)[0])
-    assert not any("powers" in name for name in part.state_dict())
+    """The buffer of scales has the weight's powers, and no state dict has it."""
+    assert torch.equal(part.channel_scale, row_powers(part.weight.packed)[0])
+    assert part.weight.channel_scale is part.channel_scale and "channel_scale" not in part.state_dict()
 
 
 # ---- a layer ---------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_a_layer_says_that_f16_cannot_be_had_and_stays_as_it_was(given_weight):
     made = given_weight()
     with pytest.raises(ValueError, match="sums: expected 'f32'"):
         made.sums = "f16"
-    assert made.sums == made.call_sums == "f32" and made.powers is None
+    assert made.sums == made.call_sums == "f32" and "channel_scale" not in made._non_persistent_buffers_set
 
 
 def test_powers_follow_the_weight():
@@ -103,16 +103,15 @@ def test_powers_follow_the_weight():
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), copy.copy(made)):
         assert again.sums == again.call_sums == "f16"
         assert_powers(again)
-    address = made.powers.data_ptr()
+    address = made.channel_scale.data_ptr()
     other = builders.weight_parts(7, N, K, 128)
     made.load_state_dict(W4A8Linear(replace(other, scale=other.scale * 8).packed).state_dict())
-    assert made.powers.data_ptr() == address, "CUDA graphs hold it"
+    assert made.channel_scale.data_ptr() == address, "CUDA graphs hold it"
     assert_powers(made)
-    assert made.operand.channel_scale is made.powers
     made.take(W4A8Linear(weight(3)).parts)
     assert_powers(made)
     made.to(torch.float16)
-    assert made.powers.dtype == torch.float32
+    assert made.channel_scale.dtype == torch.float32
     assert_powers(made)
 
 
@@ -127,9 +126,9 @@ def test_a_layer_without_values_gets_its_powers_with_them():
     for lost in (False, True):
         made = W4A8Linear.empty(K, N, device="meta")
         made.sums = "f16"
-        assert made.powers.is_meta and made.call_sums == "f16"
+        assert made.channel_scale.is_meta and made.call_sums == "f16"
         made.to_empty(device="cpu")
-        assert made.powers is None
+        assert made.channel_scale is None
         state = W4A8Linear(weight(4, lost=lost)).state_dict()
         if lost:
             with pytest.warns(UserWarning, match="does not hold .* kernels add up in fp32"):
@@ -169,9 +168,9 @@ def test_mark_ready_makes_powers_again():
     made = torch.nn.Sequential(layer())
     other = builders.weight_parts(1, N, K, 128)
     made[0].blocks.data.copy_(replace(other, scale=other.scale * 4).packed.blocks)
-    before = made[0].powers.clone()
+    before = made[0].channel_scale.clone()
     jitgemm.nn.mark_ready(made)
-    assert torch.equal(made[0].powers[:N], 4 * before[:N])
+    assert torch.equal(made[0].channel_scale[:N], 4 * before[:N])
 
 
 def test_a_compiled_layer_has_its_powers_as_scales():
@@ -190,7 +189,7 @@ def test_a_compiled_layer_has_its_powers_as_scales():
     for graph in (nodes, program.graph.nodes):
         (call,) = [node for node in graph if "gemm_w4a8_nt" in str(node.target)]
         scale = call.kwargs.get("channel_scale", call.args[4] if len(call.args) > 4 else None)
-        assert scale is not None and "powers" in str(scale)
+        assert scale is not None and "channel_scale" in str(scale)
 
 
 def test_a_compiled_layer_of_exact_sums_says_so():
@@ -221,12 +220,11 @@ def experts(activation: str = "e4m3", codes: str = "any") -> W4A8Experts:
 
 @pytest.fixture
 def asked(monkeypatch) -> list[tuple]:
-    """Sums of the layers' calls: (of w13, of w2, exact)."""
+    """Sums of the layers' calls, of w13 and of w2."""
     found, run = [], moe_reference.layer_reference
 
     def spied(call):
-        powers = [weight.channel_scale is not None for weight in (call.w13, call.w2)]
-        found.append((*powers, call.exact))
+        found.append((call.w13.sums, call.w2.sums))
         return run(call)
 
     monkeypatch.setattr(moe_reference, "layer_reference", spied)
@@ -238,22 +236,20 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return inputs(1, 6, 128), ids, torch.rand((6, 2), generator=builders.generator(2))
 
 
-@pytest.mark.parametrize("activation, sums, expected", [
-    ("e4m3", "f16", (True, True, False)), ("int8", "exact", (False, False, True)), ("e4m3", "f32", (False, False, False)),
-])  # fmt: skip
-def test_experts_are_added_up_as_they_are_set(asked, activation, sums, expected):
-    made = experts(activation)
+@pytest.mark.parametrize("activation, sums", [("e4m3", "f16"), ("int8", "exact"), ("e4m3", "f32")])
+def test_experts_are_added_up_as_they_are_set(asked, activation, sums):
+    made, expected = experts(activation), (sums, sums)
     usual = made(*tokens())
     made.sums = sums
     assert torch.equal(made(*tokens()), usual) and asked[1] == expected and made.sums == sums
     assert ("sums" in repr(made)) == (sums != "f32")
     x, ids, weights = tokens()
-    lhs_dtype = made.w13.lhs_dtype
-    out = jitgemm.fused_experts(x, made.w13.weight, made.w2.weight, ids, weights, lhs_dtype=lhs_dtype, sums=sums)
+    given = [part.parts.weight.with_sums(sums) for part in (made.w13, made.w2)]
+    out = jitgemm.fused_experts(x, *given, ids, weights, lhs_dtype=made.w13.lhs_dtype)
     assert torch.equal(out, usual) and asked[2] == expected
     compiled = torch.compile(made, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, ids, weights), usual) and asked[3] == expected
-    assert not any("powers" in name for name in made.state_dict())
+    assert not any("channel_scale" in name for name in made.state_dict())
 
 
 @pytest.mark.parametrize("activation, sums", [("e4m3", "f16"), ("int8", "exact")])
@@ -263,8 +259,8 @@ def test_experts_of_sorted_tokens_are_added_up_as_they_are_set(given, activation
     x, out = inputs(1, 4, 3, 128), torch.empty(4, 3, 128, dtype=torch.bfloat16)
     live = torch.tensor([3, 0, 1, 2], dtype=torch.int32)
     made.run_batched(x, out, live, 2.0)
-    options = dict(lhs_dtype=made.w13.lhs_dtype, sums=sums)
-    jitgemm.fused_experts_masked(x, made.w13.weight, made.w2.weight, torch.empty_like(out), live, 2.0, **options)
+    weights = [part.parts.weight.with_sums(sums) for part in (made.w13, made.w2)]
+    jitgemm.fused_experts_masked(x, *weights, torch.empty_like(out), live, 2.0, lhs_dtype=made.w13.lhs_dtype)
     assert given == 4 * [sums]
 
 
@@ -273,9 +269,14 @@ def test_experts_raise_for_sums_that_cannot_be_had():
     x, ids, weights = tokens()
     with pytest.raises(ValueError, match="got 'f16' with int8"):
         made.sums = "f16"
+    w13, w2 = made.w13.weight, made.w2.weight
     for sums, lhs_dtype in (("f16", torch.int8), ("exact", torch.float8_e4m3fn)):
-        with pytest.raises(ValueError, match="sums: expected"):
-            jitgemm.fused_experts(x, made.w13.weight, made.w2.weight, ids, weights, lhs_dtype=lhs_dtype, sums=sums)
+        with pytest.raises(ValueError, match="w13.sums: expected"):
+            jitgemm.fused_experts(x, w13.with_sums(sums), w2.with_sums(sums), ids, weights, lhs_dtype=lhs_dtype)
+    w13, w2 = (weight_of_experts(4, n, 256, 128, codes="s8") for n in (512, 256))
+    x = inputs(1, 6, 256)
+    with pytest.raises(ValueError, match="w2.sums: expected 'exact', as w13 has, got 'f32'"):
+        jitgemm.fused_experts(x, w13.with_sums("exact"), w2, ids, weights, lhs_dtype=torch.int8)
 
 
 # ---- warm-up ---------------------------------------------------------------------------------------------------------

@@ -44,11 +44,11 @@ def contiguous(zero=None, weight=EXPERTS, **options):
     jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, torch.empty(M, N, dtype=BF16), offsets, **options)
 
 
-def masked(expected_m=2, rows=2, **options):
+def masked(expected_m=2, rows=2, weight=EXPERTS, **options):
     """Of as many rows in all: by the layouts alone E experts' tensors are like those of a call of sorted rows."""
     x, scale, out = (each[: E * rows] for each in (X, X_SCALE, torch.empty(M, N, dtype=BF16)))
     parts = x.view(E, rows, K), scale.view(E, rows), out.view(E, rows, N)
-    jitgemm.m_grouped_gemm_w4a8_nt_masked(parts[:2], EXPERTS, parts[2], SIZES, expected_m, **options)
+    jitgemm.m_grouped_gemm_w4a8_nt_masked(parts[:2], weight, parts[2], SIZES, expected_m, **options)
 
 
 def quantise(x=FLOATS[0], dtype=torch.int8, in_place=None, grad=False, **options):
@@ -97,19 +97,20 @@ NORM, ORDER, ONE = torch.ones(K, dtype=BF16), torch.arange(K, dtype=torch.int32)
 GATED, NORMED = {"x": FLOATS[1]}, {"rms_norm": NORM}
 STATIC = {"scheme": "tensor", "scale": ONE}
 TWO_KERNELS = ({"kernel": "s8fast-g128-bf16-m8n64-s4"}, {"kernel": "s8fast-g128-bf16-m8n64-s5"})
+EXACT = EXPERTS.with_sums("exact")
 SAME_TENSORS = replace(WEIGHT, format=replace(WEIGHT.format, order="any"))
 CALLS = {
     "dense": (dense, [
-        {}, {"batch_invariant": True}, {"sums": "exact"}, *TWO_KERNELS, {"bias": NORM[:N]}, {"zero": X_ZERO},
-        {"weight": SAME_TENSORS}, {"weight": CHANNEL}, {"weight": ZEROS}, {"batch_invariant": True, "sums": "exact"},
+        {}, {"batch_invariant": True}, {"weight": WEIGHT.with_sums("exact")}, *TWO_KERNELS, {"bias": NORM[:N]}, {"zero": X_ZERO},
+        {"weight": SAME_TENSORS}, {"weight": CHANNEL}, {"weight": ZEROS}, {"batch_invariant": True, "weight": WEIGHT.with_sums("exact")},
         {"bits": ANY},
     ]),
     "contiguous": (contiguous, [
-        {}, {"batch_invariant": True}, {"sums": "exact"}, {"kernel": "s8fast-g128-bf16-m8n64-s4-e64"},
+        {}, {"batch_invariant": True}, {"weight": EXACT}, {"kernel": "s8fast-g128-bf16-m8n64-s4-e64"},
         {"kernel": "s8fast-g128-bf16-m8n64-s5-e64"}, {"expected_m": 1}, {"zero": X_ZERO},
         {"row_index": IDS[:, 0].contiguous()}, {"bias": NORM.new_zeros(E, N)},
     ]),
-    "masked": (masked, [{}, {"batch_invariant": True}, {"sums": "exact"}, {"expected_m": 1}, {"rows": 1}]),
+    "masked": (masked, [{}, {"batch_invariant": True}, {"weight": EXACT}, {"expected_m": 1}, {"rows": 1}]),
     "quantise": (quantise, [
         {}, {"dtype": torch.float8_e4m3fn}, {"affine": True}, {"scheme": "block"}, {"grad": True}, STATIC,
         STATIC | {"affine": True, "zero": ONE.int()}, {"correction": ("bf16", 64)}, {"correction": ("fp16", 64)},
@@ -151,19 +152,20 @@ def test_calls_that_differ_prepare_launches_of_their_own_and_equal_ones_share_on
     assert len(launches) == 2 * each * len(arguments)
 
 
-def layer(grad=False, out=None, w13=W13, **options):
+def layer(grad=False, out=None, w13=W13, w2=W2, **options):
     with torch.set_grad_enabled(grad):
-        jitgemm.fused_experts(FLOATS[0], w13, W2, IDS, WEIGHTS, out=out, **options)
+        jitgemm.fused_experts(FLOATS[0], w13, w2, IDS, WEIGHTS, out=out, **options)
 
 
-def masked_layer(grad=False, w13=W13, **options):
+def masked_layer(grad=False, w13=W13, w2=W2, **options):
     with torch.set_grad_enabled(grad):
-        jitgemm.fused_experts_masked(FLOATS[0].view(E, 2, K), w13, W2, OUT.view(E, 2, N), SIZES, 1, **options)
+        jitgemm.fused_experts_masked(FLOATS[0].view(E, 2, K), w13, w2, OUT.view(E, 2, N), SIZES, 1, **options)
 
 
+EXACT_BOTH = {"w13": W13.with_sums("exact"), "w2": W2.with_sums("exact")}
 UNGATED = {"w13": builders.weight_of_experts(E, K, K, 128, codes="s8"), "activation": "relu2"}
 LAYERS = [
-    {}, {"grad": True}, {"sums": "exact"}, {"affine": True}, {"scheme": "block"}, {"bias13": NORM.new_zeros(E, 2 * K)},
+    {}, {"grad": True}, EXACT_BOTH, {"affine": True}, {"scheme": "block"}, {"bias13": NORM.new_zeros(E, 2 * K)},
     {"bias2": NORM.new_zeros(E, N)}, UNGATED,
 ]  # fmt: skip
 

@@ -1042,7 +1042,8 @@ def test_what_kernels_may_add_up_in_is_an_option_that_a_layer_keeps(name, sums):
         load(layer, stored(CONFIGS[name], 64, 64, 1)[0])
         first = process(layer)
         assert first.sums == first.call_sums == sums
-        before = None if first.powers is None else (first.powers.data_ptr(), first.powers.clone())
+        powers = first.channel_scale
+        before = None if powers is None else (powers.data_ptr(), powers.clone())
         for each in (*layer._parameters, *layer._buffers):  # vLLM loads again
             delattr(layer, each)
         for each, param in params.items():
@@ -1051,7 +1052,7 @@ def test_what_kernels_may_add_up_in_is_an_option_that_a_layer_keeps(name, sums):
         load(layer, tensors | {"weight_scale": tensors["weight_scale"] * 4})
         assert process(layer) is first and first.sums == first.call_sums == sums
     if before is not None:
-        assert first.powers.data_ptr() == before[0] and not torch.equal(first.powers, before[1])
+        assert first.channel_scale.data_ptr() == before[0] and not torch.equal(first.channel_scale, before[1])
 
 
 def test_a_layer_whose_scales_f16_does_not_hold_is_named_and_served(monkeypatch):

@@ -670,8 +670,8 @@ def test_row_sums_are_those_of_the_exact_weight(group_size, zero_point, scale_ty
 
 
 def test_packing_waits_for_the_stream_once(monkeypatch):
-    mark_ready, waits = W4Weight.mark_ready, []
-    monkeypatch.setattr(W4Weight, "mark_ready", lambda self: waits.append(self.row_sum is not None) or mark_ready(self))
+    wait, waits = W4Weight._wait, []
+    monkeypatch.setattr(W4Weight, "_wait", lambda self: waits.append(self.row_sum is not None) or wait(self))
     weight = permuted_weight(72, 256)
     assert weight.ready and waits == [True]
 

@@ -134,8 +134,8 @@ def test_chunks_do_not_change_the_bytes(monkeypatch):
 
 
 def test_packing_experts_waits_for_the_stream_once(monkeypatch):
-    mark_ready, waits = W4Weight.mark_ready, []
-    monkeypatch.setattr(W4Weight, "mark_ready", lambda self: waits.append(self.experts) or mark_ready(self))
+    wait, waits = W4Weight._wait, []
+    monkeypatch.setattr(W4Weight, "_wait", lambda self: waits.append(self.experts) or wait(self))
     weight = pack_experts(expert_parts(5, 8, 32, 32))
     assert [each.ready for each in weight] == [True] * 5 and waits == [5]
 

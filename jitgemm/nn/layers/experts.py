@@ -43,7 +43,7 @@ class PackedExperts(Described):
         top_k: experts of a token, or None; `warmup` asks, the call takes any number.
         activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
-        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `fused_experts`.
+        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
         batched: False; set it to True where `run_batched` is called, whose kernels `warmup` then compiles, too.
         split: which experts this rank has; None for all. See `jitgemm.nn.parallel.ExpertParallel`.
     """
@@ -141,7 +141,7 @@ class PackedExperts(Described):
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
         split, w13, w2 = self.split, self.w13, self.w2
-        given = rows.contiguous(), w13.operand, w2.operand
+        given = rows.contiguous(), w13.weight, w2.weight
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
@@ -167,24 +167,18 @@ class PackedExperts(Described):
     def _call(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ExpertsCall:
         w13, w2 = self.w13, self.w2
         return ExpertsCall(
-            rows.contiguous(), w13.operand, w2.operand, ids, weights, self.gate, w13.scheme, bias13=w13.bias,
-            bias2=w2.bias, batch_invariant=self.batch_invariant, exact=self.sums == "exact",
+            rows.contiguous(), w13.weight, w2.weight, ids, weights, self.gate, w13.scheme, bias13=w13.bias,
+            bias2=w2.bias, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
         """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
         w13, w2 = self.w13, self.w2
-        fused_experts_masked(x, w13.operand, w2.operand, out, masked_m, expected_m, **self._options(w13, w2))
+        fused_experts_masked(x, w13.weight, w2.weight, out, masked_m, expected_m, **self._options(w13, w2))
 
     def _options(self, w13: Packed, w2: Packed) -> dict[str, Any]:
-        options = {
-            "bias13": w13._buffers["bias"],
-            "bias2": w2._buffers["bias"],
-            "batch_invariant": self.batch_invariant,
-        }
-        if self.sums == "exact":  # f16 is said by the operands
-            options["sums"] = "exact"
-        return {**self._keywords, **options}
+        biases = {"bias13": w13._buffers["bias"], "bias2": w2._buffers["bias"]}
+        return {**self._keywords, **biases, "batch_invariant": self.batch_invariant}
 
     @property
     def sums(self) -> str:

@@ -61,7 +61,7 @@ class PackedLinear(Packed):
         in_features, out_features: k and n, those of this rank's part where the layer is divided among ranks.
         activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
-        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `gemm_w4a8_nt`.
+        sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
         split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
 
@@ -199,10 +199,8 @@ class PackedLinear(Packed):
 
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
-        sums = self._sums
-        weight = self.weight if sums == "f32" else self.operand
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(ANY, lhs, weight, out, bias, self.batch_invariant, sums="exact" if sums == "exact" else "f32")
+        gemm(ANY, lhs, self.weight, out, bias, self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 

@@ -45,8 +45,7 @@ def mark_ready(model: torch.nn.Module) -> list[str]:
         torch.cuda.synchronize(device)  # writes on other streams too
     for _, module, tensor in found:
         if isinstance(module, Packed):
-            module.weight.mark_ready()
-            module._fill_powers(module.powers is not None)
+            module._bind()
         else:
             ready.wait(tensor)
     return [name for name, _, _ in found]

@@ -13,11 +13,10 @@ import torch
 
 from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_name, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.gemm.problem import check_sums
+from jitgemm.kernel.formats import check_sums
 from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import PLAIN, check_dtype, describe, dtype_name
-from jitgemm.weight.f16_sums import powers_of, with_powers
-from jitgemm.weight.packed import AnyWeight, Weight
+from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import check_permutation
 from jitgemm.weight.state import TENSORS
 
@@ -100,7 +99,6 @@ class Packed(Described):
 
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weight."""
-    _sums = "f32"
 
     def __init__(
         self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
@@ -112,13 +110,13 @@ class Packed(Described):
         scheme = activation_named(activation)._replace(rotation=weight.rotation)
         self.activation, self.lhs_dtype = activation, LHS_DTYPES[activation]
         self.scheme = scheme if input_scale is None else scheme.given
+        self._sums = check_sums_of(weight.sums, activation)
         self._weight: Any = _lasting(weight)  # while a copy is made its `meta`: the buffers hold the rest of it
         buffers = {name: getattr(self._weight, name) for name in TENSORS}
         buffers["input_scale"], buffers["bias"] = _checked(weight, activation, input_scale, bias)
         # Absent ones last: torch.export (2.13, not strict) counts on it.
         for name, tensor in sorted(buffers.items(), key=lambda item: item[1] is None):
-            self.register_buffer(name, tensor)
-        self.register_buffer("powers", None, persistent=False)
+            self.register_buffer(name, tensor, persistent=name != "channel_scale" or weight.sums != "f16")
 
     @property
     def weight(self) -> Weight:
@@ -141,8 +139,8 @@ class Packed(Described):
 
     @property
     def sums(self) -> str:
-        """What kernels may add up in, see `gemm_w4a8_nt`: "f32"; "f16" with the activation "e4m3", ValueError for weights
-        whose scales f16 does not hold; "exact" with those of int8. Never in a state dict."""
+        """What kernels may add up in, see `Weight.with_sums`: "f32"; "f16" with the activation "e4m3", ValueError for
+        weights whose scales f16 does not hold; "exact" with those of int8. Never in a state dict."""
         return self._sums
 
     @sums.setter
@@ -155,38 +153,47 @@ class Packed(Described):
     def prefer_sums(self, sums: str) -> str | None:
         """Sets `sums`, also where f16 cannot be had for the weight: it is added up in fp32 then, and this says why."""
         self._sums = check_sums_of(sums, self.activation)
-        return self._make_powers()
+        return self._hold(self.weight)
 
     @property
     def call_sums(self) -> str:
-        """What calls are given: "f32" where f16 cannot be had."""
-        return self._sums if self._sums != "f16" or self._buffers["powers"] is not None else "f32"
+        """Those of the weight: "f32" where f16 cannot be had."""
+        sums: str = self._weight.sums
+        return sums
 
-    @property
-    def operand(self) -> AnyWeight:
-        """The weight as its GEMM takes it: in f16 with its rows' powers, which say so."""
-        if (powers := self._buffers["powers"]) is None:
-            return self.weight
-        if needs_dispatcher(self._buffers["blocks"], powers):
-            return self.weight.packed._replace(channel_scale=powers)
-        return with_powers(self.weight)
-
-    def _make_powers(self) -> str | None:
-        """The buffer of powers for sums in f16, made again in the same memory; why there can be none."""
-        problem, powers, buffers = None, None, self._buffers
-        if self._sums == "f16":
-            try:
-                powers = powers_of(self.weight, buffers.get("powers"))
-            except ValueError as error:
-                problem = str(error)
-        found = {**buffers, "powers": powers}
+    def _hold(self, weight: Weight) -> str | None:
+        """Takes the weight with the layer's sums, its tensors as buffers: powers in the memory of those before, which CUDA
+        graphs may hold. Why they cannot be had: the weight is added up in fp32 then."""
+        problem, before, buffers = None, self._powers, self._buffers
+        try:
+            weight = weight.with_sums(self._sums)
+        except ValueError as error:
+            problem, weight = str(error), weight.with_sums("f32")
+        powers = weight.channel_scale if weight.sums == "f16" else None
+        fits = (
+            powers is not None and before is not None and (powers.shape, powers.device) == (before.shape, before.device)
+        )
+        if fits and powers is not before and type(powers) in PLAIN:
+            with torch.no_grad():
+                before.copy_(powers)
+            weight = weight.with_tensors(weight.blocks, before, weight.row_sum, weight.permutation)
+        self._weight = weight
+        found = buffers | {name: getattr(weight, name) for name in TENSORS}
         buffers.clear()
         buffers.update(sorted(found.items(), key=lambda item: item[1] is None))
+        self._non_persistent_buffers_set -= {"channel_scale"}
+        self._non_persistent_buffers_set |= {"channel_scale"} if powers is not None else set()
         return problem
 
     @property
+    def _powers(self) -> torch.Tensor | None:
+        """Those of sums in f16, the scales that no state dict has."""
+        return self._buffers["channel_scale"] if "channel_scale" in self._non_persistent_buffers_set else None
+
+    @property
     def parts(self) -> Parts:
-        return Parts(self.weight, self.bias, self.activation, self.input_scale)
+        """As a state dict has them: of sums they say nothing."""
+        return Parts(self.weight.with_sums("f32"), self.bias, self.activation, self.input_scale)
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer, for messages of its weight."""
@@ -197,8 +204,8 @@ class Packed(Described):
         other = type(self)(**parts._asdict())
         if other.scheme.rotation != self.scheme.rotation:
             raise ValueError(f"weight: expected rotation {self.scheme.rotation}, as before, got {parts.weight!r}")
-        self._buffers, self._weight = other._buffers, other._weight
-        self._fill_powers(False)
+        self._buffers, self._non_persistent_buffers_set = other._buffers, other._non_persistent_buffers_set
+        self._fill(other.weight, False)
 
     # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
@@ -207,23 +214,24 @@ class Packed(Described):
 
         filled: False where they came from the meta device and hold nothing yet.
         """
-        buffers = self._buffers
-        given = buffers.get("powers")
+        powers = self._powers
+        stored = {**self._buffers, "channel_scale": None} if powers is not None else self._buffers
         if meta is None:
-            weight = self._weight.with_tensors(*(buffers[name] for name in TENSORS))
+            weight = self._weight.with_sums("f32").with_tensors(*(stored[name] for name in TENSORS))
         else:
-            weight = self.kind.from_state_dict(buffers | {"meta": meta})
-        self._weight = weight = _lasting(weight)
-        buffers.update({name: getattr(weight, name) for name in TENSORS})  # some may have been copied
+            weight = self.kind.from_state_dict(stored | {"meta": meta})
+        weight = _lasting(weight)
         if filled or weight.blocks.is_meta:
-            self._fill_powers(given is not None and not given.is_meta)
+            self._fill(weight, powers is not None and not powers.is_meta)
         else:
-            buffers["powers"] = None
-        return weight
+            sums, self._sums = self._sums, "f32"
+            self._hold(weight)
+            self._sums = sums
+        return self._weight  # type: ignore[no-any-return]
 
-    def _fill_powers(self, held: bool) -> None:
-        """Makes the powers of other values; held: whether those before had some, as CUDA graphs do then."""
-        if self._sums != "f16" or (problem := self._make_powers()) is None:
+    def _fill(self, weight: Weight, held: bool) -> None:
+        """Takes a weight of other values; held: whether f16 held those before, whose powers CUDA graphs then have."""
+        if (problem := self._hold(weight)) is None:
             return
         if held:
             raise ValueError(f"{problem}; sums='f16' was set for values that it holds")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from jitgemm.gemm.problem import check_sums
+from jitgemm.kernel.formats import check_sums
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Packed, check_sums_of
 from jitgemm.nn.report import by_reason
