@@ -30,20 +30,9 @@
 
 from __future__ import annotations
 
-from jitgemm.checkpoint import (
-    autoround,
-    awq,
-    bitblas,
-    compressed_tensors,
-    executorch,
-    formats,
-    gptq,
-    mxfp4,
-    nvfp4,
-    qserve,
-)
-from jitgemm.checkpoint import quark, torchao, w4afp8, w8a8
-from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, formats, gptq, mxfp4, nvfp4
+from jitgemm.checkpoint import qserve, quark, torchao, w4afp8, w8a8
+from jitgemm.checkpoint.files import IN_MEMORY, Checkpoint
 from jitgemm.checkpoint.reader import read_layer
 
 for _each in (
@@ -51,5 +40,6 @@ for _each in (
 ):  # fmt: skip
     formats.register(_each.FORMAT)
 formats.DIALECTS += [autoround.translated, quark.translated]
+IN_MEMORY.append(torchao.flattened)
 
 __all__ = ["Checkpoint", "read_layer"]

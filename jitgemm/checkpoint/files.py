@@ -10,12 +10,10 @@ of its files (`Checkpoint.elsewhere`), such as old copies, are no part of the mo
 from __future__ import annotations
 
 import copy
-import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +21,6 @@ import torch
 
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.folder import config_of_folder, index_of, model_files, quantization_config, read_index
-from jitgemm.tensors import dtype_name
 
 _LOADED = "give its tensors as a mapping: torch.load(path, weights_only=True)"
 _INSTEAD = dict.fromkeys((".bin", ".pt", ".pth"), _LOADED) | {
@@ -66,6 +63,10 @@ class Part(NamedTuple):
     count: int
 
 
+IN_MEMORY: list[Callable[[Mapping[str, torch.Tensor]], tuple[Mapping[str, torch.Tensor], dict[str, str]]]] = []
+"""Of each library: its subclasses as the tensors that they hold, named as in its files, and the metadata of such a file."""
+
+
 class Checkpoint:
     """An open checkpoint: the names of all its tensors and its quantization config. No data is read.
 
@@ -101,7 +102,10 @@ class Checkpoint:
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._found, self._said = _flattened(source) if any(map(_subclass, source.values())) else (source, {})
+            self._found = source
+            if any(map(subclass_of, source.values())):
+                for flattened in IN_MEMORY:
+                    self._found, self._said = flattened(self._found)
         elif isinstance(source, list) and source:
             files = [Path(file) for file in source]
             index = index_of(files)
@@ -219,7 +223,7 @@ class Checkpoint:
                 raise ValueError(f"{name}: expected {', '.join(found.sources)} to differ in their rows alone")
             return infos[0] if found.numbers else replace(infos[0], shape=(found.count, *infos[0].shape[1:]))
         if isinstance(found, torch.Tensor):
-            return TensorInfo(tuple(found.shape), found.dtype, _subclass(found))
+            return TensorInfo(tuple(found.shape), found.dtype, subclass_of(found))
         header = self._slice(name, found)
         kind = header.get_dtype()
         if kind not in DTYPES:
@@ -340,40 +344,9 @@ def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
     return layers
 
 
-def _subclass(tensor: torch.Tensor) -> str:
+def subclass_of(tensor: torch.Tensor) -> str:
     """The class of torchao's tensors, which hold codes and report the type of their values; "" for all others."""
     return type(tensor).__name__ if hasattr(tensor, "qdata") or type(tensor).__module__.startswith("torchao") else ""
-
-
-def _flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """torchao's subclasses as the tensors that they hold, named as in its files, and what it says of them there."""
-
-    def named(tensor: torch.Tensor, kind: str) -> dict[str, Any]:
-        lists = (getattr(tensor, f"{start}tensor_{kind}_names", ()) for start in ("", "optional_"))
-        return {each: getattr(tensor, each, None) for names in lists for each in names}
-
-    found: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
-    for name, tensor in source.items():
-        held = {each: value for each, value in named(tensor, "data").items() if value is not None}
-        if not _subclass(tensor) or not held:
-            found[name] = tensor
-            continue
-        above, dot, child = name.rpartition(".")
-        found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
-        data = {"_type": _subclass(tensor), "_data": named(tensor, "attribute"), "_tensor_data_names": list(held)}
-        metadata[name] = json.dumps(data, default=_encoded)
-    return found, metadata
-
-
-def _encoded(value: Any) -> Any:
-    """What JSON has no form for, as torchao writes it."""
-    if isinstance(value, torch.dtype):
-        return {"_type": "torch.dtype", "_data": dtype_name(value)}
-    data = value.name if isinstance(value, Enum) else str(value)
-    if is_dataclass(value):
-        data = {each.name: getattr(value, each.name) for each in fields(value)}
-    return {"_type": type(value).__name__, "_data": data}
 
 
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint

@@ -52,6 +52,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -59,12 +61,13 @@ import torch
 from jitgemm.checkpoint.bits import HIGH_FIRST, check_codes, float_zero, integer_zero, minus, twos_complement
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.files import subclass_of
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, block_of, check_known, group_size_of
 from jitgemm.checkpoint.format import inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, Dim, G, K, Layout, N
 from jitgemm.checkpoint.layouts import fits, measure, stored
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import describe
+from jitgemm.tensors import describe, dtype_name
 
 _FLAT = "_weight_"
 _QDATA, _SCALE, _ZERO, _BOTH = (_FLAT + name for name in ("qdata", "scale", "zero_point", "scale_and_zero"))
@@ -330,6 +333,37 @@ def _activations(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """What torchao writes as {"_type": ..., "_data": value}."""
     return value["_data"] if isinstance(value, Mapping) else value
+
+
+def flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """torchao's subclasses as the tensors that they hold, named as in its files, and what it says of them there."""
+
+    def named(tensor: torch.Tensor, kind: str) -> dict[str, Any]:
+        lists = (getattr(tensor, f"{start}tensor_{kind}_names", ()) for start in ("", "optional_"))
+        return {each: getattr(tensor, each, None) for names in lists for each in names}
+
+    found: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name, tensor in source.items():
+        held = {each: value for each, value in named(tensor, "data").items() if value is not None}
+        if not subclass_of(tensor) or not held:
+            found[name] = tensor
+            continue
+        above, dot, child = name.rpartition(".")
+        found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
+        data = {"_type": subclass_of(tensor), "_data": named(tensor, "attribute"), "_tensor_data_names": list(held)}
+        metadata[name] = json.dumps(data, default=_encoded)
+    return found, metadata
+
+
+def _encoded(value: Any) -> Any:
+    """What JSON has no form for, as torchao writes it."""
+    if isinstance(value, torch.dtype):
+        return {"_type": "torch.dtype", "_data": dtype_name(value)}
+    data = value.name if isinstance(value, Enum) else str(value)
+    if is_dataclass(value):
+        data = {each.name: getattr(value, each.name) for each in fields(value)}
+    return {"_type": type(value).__name__, "_data": data}
 
 
 FORMAT = _TorchAo()

@@ -26,8 +26,8 @@ from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.mark_ready import mark_ready
 from jitgemm.nn.load.load import load_
-from jitgemm.nn.quantize.quantize import quantize_
-from jitgemm.nn.report import QuantisationReport, Report
+from jitgemm.nn.quantize.quantize import QuantisationReport, quantize_
+from jitgemm.nn.report import Report
 from jitgemm.nn.warm.warm import warmup
 
 __all__ = [

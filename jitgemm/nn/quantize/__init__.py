@@ -1,11 +1,12 @@
 """`quantize_`: Linears and experts, quantised where they stand; and a folder's model, into another folder.
 
-quantize     the call
+quantize     the call, and what it returns
 folder       `quantize_folder`: what `jitgemm quantize` does
 calibration  what reaches the layers when the model runs
 evaluate     texts, perplexity and KL divergence
 error        what a layer's results lose
 replaceable  which modules can be replaced, which should not be, and why
 stacked      experts that a model stacks in two parameters
-swap         a layer, or for a while a placeholder, in a module's place
+swap         a layer in a module's place
+placeholder  what stands there while transformers loads the rest
 """

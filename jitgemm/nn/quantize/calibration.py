@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.quantize.stacked import ExpertsLayout, intermediate
+from jitgemm.activations.reference import gated
+from jitgemm.nn.quantize.stacked import ExpertsLayout
 
 MEMORY = 16 << 30
 """Bytes of moments at a time, by default. A Llama-3-8B's are 33 GB."""
@@ -199,6 +200,13 @@ class Calibration:
                 self.model(**{name: place(value) for name, value in batch.items()})
             else:
                 self.model(*map(place, batch if isinstance(batch, tuple) else (batch,)))
+
+
+def intermediate(module: torch.nn.Module, layout: ExpertsLayout, x: torch.Tensor, e: int) -> torch.Tensor:
+    """What reaches expert e's second projection, [tokens, inter], of inputs x [tokens, hidden]."""
+    w = layout.rows(getattr(module, layout.parameters[0]))[e]
+    bias = getattr(module, layout.biases[0])[e] if layout.bias else None
+    return gated(torch.nn.functional.linear(x, w, bias).float(), layout.gate).to(x.dtype)
 
 
 class _Enough(Exception):

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
 from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.quantize.stacked import quantised_experts
+from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.report import QuantisationReport, Report, by_reason, warn_if_nothing
+from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
+from jitgemm.weight.packed import Weight
+
+UNCALIBRATED = (
+    "from the weights alone: calibration=batches, a few thousand tokens of text, makes a 4-bit model far better "
+    "(docs/quantize.md)"
+)
 
 
 def quantize_(
@@ -107,6 +113,45 @@ def quantize_(
         job.report, "quantize_", "none was chosen" if job.found.places else "the model holds no torch.nn.Linear"
     )
     return job.report
+
+
+class QuantisationReport(Report):
+    """What `quantize_` did. Prints as a summary.
+
+    Attributes:
+        calibrated: whether calibration was given.
+        errors: {name: the squared error of the layer's results over their squares}, for calibration's inputs; without
+            calibration that of the weight. Activations' rounding is not in it.
+        kept_8bit: {name: its error in 4 bits} of layers that `keep_8bit` left in 8 bits.
+        unreached: layers that no batch of calibration reached: quantised from their weights alone.
+    """
+
+    def __init__(self, names: Iterable[str], skipped: Mapping[str, str], calibrated: bool):
+        super().__init__(names, skipped)
+        self.calibrated = calibrated
+        self.errors: dict[str, float] = {}
+        self.kept_8bit: dict[str, float] = {}
+        self.unreached: list[str] = []
+
+    @property
+    def worst(self) -> list[str]:
+        """The layers by error, the largest first."""
+        return sorted(self.errors, key=lambda name: -self.errors[name])
+
+    def __repr__(self) -> str:
+        lines = [super().__repr__()]
+        if self.errors:
+            what = "results" if self.calibrated else "weights"
+            largest = ", ".join(f"{name} {self.errors[name]:.2%}" for name in self.worst[:3])
+            median = self.errors[self.worst[len(self.errors) // 2]]
+            lines.append(f"squared error of {what}: median {median:.2%}; largest: {largest}")
+        if self.kept_8bit:
+            lines.append(f"kept in 8 bits: {len(self.kept_8bit)} ({some(self.kept_8bit)})")
+        if self.unreached:
+            lines.append(f"not reached by calibration: {len(self.unreached)} ({some(self.unreached)})")
+        if self and not self.calibrated:
+            lines.append(UNCALIBRATED)
+        return "\n".join(lines)
 
 
 class Quantising:
@@ -273,6 +318,42 @@ def quantised(
     if name == found.head and recipe.head is not None:
         recipe, moments = recipe.head, None
     return LINEARS[recipe.bits].by_recipe(module, recipe, device=device, moments=moments)
+
+
+def quantised_experts(
+    module: torch.nn.Module, layout: ExpertsLayout, recipe: Recipe, *, device: torch.device | str | int | None = None,
+    moments: Sequence[Sequence[torch.Tensor | None]] | None = None,
+) -> PackedExperts:  # fmt: skip
+    """A layer whose weights are the module's, quantised by a recipe.
+
+    Args:
+        moments: those of each expert's inputs, first of w13, then of w2.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a weight has no such form.
+    """
+    device = None if device is None else target_device(device)
+
+    def packed(name: str) -> Weight:
+        """One expert at a time, which is all that goes to the device."""
+        w = layout.rows(getattr(module, name).detach())
+        of_name = None if moments is None else moments[layout.parameters.index(name)]
+
+        def make(e: int) -> Weight:
+            try:
+                w_e = w[e] if device is None else w[e].to(device)
+                of_e = None if of_name is None else of_name[e]
+                return recipe.apply(w_e, None if of_e is None else of_e.to(w_e.device))
+            except ValueError as error:
+                raise ValueError(f"{name}[{e}]: {error}") from error
+
+        return recipe.quantiser.kind.stacked(layout.experts, make)
+
+    with torch.no_grad():
+        weights = [packed(name) for name in layout.parameters]
+        names = layout.biases if layout.bias else ()
+        biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in names]
+    return packed_experts(*weights, *biases, gate=layout.gate, activation=recipe.inputs, top_k=layout.top_k)
 
 
 def warn_of_experts(model: torch.nn.Module, report: Report, call: str) -> None:

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from jitgemm.activations.reference import gated
 from jitgemm.activations.scheme import Gate
-from jitgemm.checkpoint.reader import target_device
-from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.gate import gate_of
-from jitgemm.weight.packed import Weight
-
-if TYPE_CHECKING:
-    from jitgemm.nn.recipe import Recipe
 
 PARAMETERS = {2: ("gate_up_proj", "down_proj"), 1: ("up_proj", "down_proj")}
 """What transformers calls w13 and w2, by `Gate.inputs`; their biases have _bias behind."""
@@ -138,46 +131,3 @@ def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -
     except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
         return False
     return isinstance(found, torch.Tensor) and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def intermediate(module: torch.nn.Module, layout: ExpertsLayout, x: torch.Tensor, e: int) -> torch.Tensor:
-    """What reaches expert e's second projection, [tokens, inter], of inputs x [tokens, hidden]."""
-    w = layout.rows(getattr(module, layout.parameters[0]))[e]
-    bias = getattr(module, layout.biases[0])[e] if layout.bias else None
-    return gated(torch.nn.functional.linear(x, w, bias).float(), layout.gate).to(x.dtype)
-
-
-def quantised_experts(
-    module: torch.nn.Module, layout: ExpertsLayout, recipe: Recipe, *, device: torch.device | str | int | None = None,
-    moments: Sequence[Sequence[torch.Tensor | None]] | None = None,
-) -> PackedExperts:  # fmt: skip
-    """A layer whose weights are the module's, quantised by a recipe.
-
-    Args:
-        moments: those of each expert's inputs, first of w13, then of w2.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or a weight has no such form.
-    """
-    device = None if device is None else target_device(device)
-
-    def quantised(name: str) -> Weight:
-        """One expert at a time, which is all that goes to the device."""
-        w = layout.rows(getattr(module, name).detach())
-        of_name = None if moments is None else moments[layout.parameters.index(name)]
-
-        def make(e: int) -> Weight:
-            try:
-                w_e = w[e] if device is None else w[e].to(device)
-                of_e = None if of_name is None else of_name[e]
-                return recipe.apply(w_e, None if of_e is None else of_e.to(w_e.device))
-            except ValueError as error:
-                raise ValueError(f"{name}[{e}]: {error}") from error
-
-        return recipe.quantiser.kind.stacked(layout.experts, make)
-
-    with torch.no_grad():
-        weights = [quantised(name) for name in layout.parameters]
-        names = layout.biases if layout.bias else ()
-        biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in names]
-    return packed_experts(*weights, *biases, gate=layout.gate, activation=recipe.inputs, top_k=layout.top_k)

@@ -27,8 +27,8 @@ from jitgemm.checkpoint.folder import read_json
 from jitgemm.checkpoint.writing import unfinished_path, write_safetensors, written
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.quantize.quantize import QuantisationReport
 from jitgemm.nn.quantize.stacked import ExpertsLayout
-from jitgemm.nn.report import QuantisationReport
 
 _WORK = ".jitgemm-quantize"
 _SETTINGS, _WRITES = "settings.json", "files.json"
