@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         sglang as sglang,
         vllm as vllm,
     )
-    from jitgemm.checkpoint.reader import load
+    from jitgemm.checkpoint.load import load
 
 if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.activations.call import quantize_activations
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> object:
         except ImportError as error:  # hf without transformers, which `hasattr` and `help` may ask for
             raise AttributeError(str(error)) from error
     if name == "load":
-        value = globals()[name] = import_module("jitgemm.checkpoint.reader").load
+        value = globals()[name] = import_module("jitgemm.checkpoint.load").load
         return value
     if name in __all__:  # the command, which has needed no torch up to here
         import_module("torch")

@@ -9,6 +9,7 @@
     format              what a format is: a scheme, its tensors, reading; settings of a quantization_config
     formats             the registry: names, quant_methods, detection
     reader              a layer's header and data, whole or a rank's part
+    load                the calls: `jitgemm.load`, and `read_layer`
     canonical           the layer before packing: cutting, joining, packing
     bits                codes out of words, kinds of zero point
     expressions         regular expressions of a config
@@ -33,7 +34,7 @@ from __future__ import annotations
 from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, formats, gptq, mxfp4, nvfp4
 from jitgemm.checkpoint import qserve, quark, torchao, w4afp8, w8a8
 from jitgemm.checkpoint.files import IN_MEMORY, Checkpoint
-from jitgemm.checkpoint.reader import read_layer
+from jitgemm.checkpoint.load import read_layer
 
 for _each in (
     compressed_tensors, w4afp8, w8a8, mxfp4, nvfp4, gptq, awq, quark, torchao, qserve, executorch, bitblas,

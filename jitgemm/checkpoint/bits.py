@@ -61,6 +61,11 @@ def unpack_bytes(words: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return dense.view(torch.uint8).movedim(-1, dim)  # words are little endian
 
 
+def unpack_words(words: torch.Tensor, dim: int, per_word: int) -> torch.Tensor:
+    """uint8 codes, or zero points, of which a word holds so many along a dimension, 4 or 8."""
+    return (unpack_bytes if per_word == 4 else unpack_nibbles)(words, dim)
+
+
 def pack_words(codes: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """int32 words of uint8 codes of 4 or 8 bits along `dim`, the low one first: the inverse of `unpack_nibbles` and
     `unpack_bytes`. The last word is filled up with zeros."""

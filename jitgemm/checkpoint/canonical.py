@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.codes import CODES, FACTOR_GROUP
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.codes import CODE_OPS, CodeOps
@@ -22,7 +22,6 @@ from jitgemm.weight.given import activation_order
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, check_rotation, dequantize_groups
 from jitgemm.weight.rotation import folded, rotated
-from jitgemm.weight.two_level import MAX_K, MOST
 
 PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
@@ -286,18 +285,6 @@ class CanonicalWeight:
             return packed
         return packed.with_tensors(packed.blocks, packed.channel_scale, packed.row_sum, self.permutation)
 
-    def levels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """What `pack_w4_two_level` takes of a weight whose scales are integers times `row_scale`, exactly; None of others."""
-        per_channel = self.group_size >= self.k
-        if self.row_scale is None or self.k > MAX_K or not (per_channel or self.group_size % FACTOR_GROUP == 0):
-            return None
-        weight = self.with_zero_points().regrouped(self.k if self.k <= FACTOR_GROUP else FACTOR_GROUP)
-        row = self.row_scale.float()[:, None]
-        factor = torch.where(row == 0, 1.0, weight.scale.float() / row).round()
-        if not bool(((factor * row == weight.scale.float()) & (factor >= 1) & (factor <= MOST)).all()):
-            return None
-        return weight.q, factor.to(torch.uint8), weight.zero, self.row_scale  # type: ignore[return-value]
-
     def _check_turned(self) -> None:
         """Raises ValueError for a weight that can be dequantised alone."""
         if self.turned:
@@ -409,22 +396,3 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
             f"expert {expert}: expected columns in the input's order, got an activation order (g_idx): experts that "
             "are packed in one weight share their quantised input"
         )
-
-
-def check_values(weight: CanonicalWeight) -> None:
-    """Raises ValueError for scales, offsets and codes that are no finite numbers, and for an input scale that is not
-    positive. Scales of 0 are legal: a group of zeros has one."""
-    for name in ("scale", "offset", "input_scale", "row_scale", *(("q",) if weight.q.is_floating_point() else ())):
-        values = getattr(weight, name)
-        if values is None:
-            continue
-        wanted = "finite numbers"
-        if name == "scale":
-            wrong, wanted, values = weight.ops.no_scales(values)
-        elif name == "input_scale":
-            wrong, wanted = ~values.isfinite() | (values <= 0), "a positive, finite number"
-        else:
-            wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
-        if bool(wrong.any()):
-            at = wrong.nonzero()[0].tolist()
-            raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles
+from jitgemm.checkpoint.bits import check_codes, minus, pack_words, unpack_nibbles, unpack_words
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.compressed_tensors_config import METHOD, MXFP4, MXFP4_FORMAT, check_kinds, for_layer
 from jitgemm.checkpoint.compressed_tensors_config import is_matrix, names as targeted, transforms_of
@@ -47,7 +47,7 @@ from jitgemm.checkpoint.layouts import TensorLayout, fits, stored
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
 from jitgemm.weight.mxfp4 import NAN
-from jitgemm.weight.two_level import MOST, holds
+from jitgemm.weight.two_level import MOST, holds, levels_of
 
 _CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "float"): "e2m1"}
 """By num_bits and type."""
@@ -194,14 +194,14 @@ class _CompressedTensors(Format):
             return CanonicalWeight(codes, scale, group_size=EXPONENT_GROUP, code="e2m1")
         zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
         if scheme.form == "packed":
-            q = minus(scheme.unpack(tensors["weight_packed"], 1)[:, : sizes.k], middle)
+            q = minus(unpack_words(tensors["weight_packed"], 1, scheme.per_word)[:, : sizes.k], middle)
         else:
             q = tensors["weight"]
             if not eight:
                 form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
                 check_codes("weight", q, -8, 7, form)
         if zero is not None and zero.dtype == torch.int32:
-            zero = minus(scheme.unpack(zero, 0)[: sizes.n], middle)
+            zero = minus(unpack_words(zero, 0, scheme.per_word)[: sizes.n], middle)
         elif zero is not None:
             zero = scheme.by_row("weight_zero_point", zero, sizes.n)
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
@@ -269,7 +269,7 @@ def _row_scales(weight: CanonicalWeight) -> torch.Tensor | None:
         fits = tried[((found / values).round() * values == found).all(1) & (found.amax(1) <= MOST * values[:, 0])]
         rows[fits], left[fits] = row[fits], False
         if not bool(left.any()):
-            levels = replace(weight, row_scale=rows).levels()
+            levels = levels_of(replace(weight, row_scale=rows))
             return rows if levels is not None and holds(*levels[:3]) else None
     return None
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.layouts import (
     CODE_TYPES,
@@ -204,10 +203,6 @@ class Scheme:
     def per_word(self) -> int:
         """Codes in an int32."""
         return 4 if self.eight_bits else 8
-
-    def unpack(self, words: torch.Tensor, dim: int) -> torch.Tensor:
-        """uint8 codes, or zero points, out of words along a dimension."""
-        return (unpack_bytes if self.eight_bits else unpack_nibbles)(words, dim)
 
     @property
     def unpackable(self) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import integer_zero
+from jitgemm.checkpoint.bits import integer_zero, unpack_words
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.expressions import matches
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, check_setting, setting
@@ -87,20 +87,20 @@ class Gptq(Format):
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        size, middle = self.sizes(tensors, scheme).group_size, 128 if scheme.eight_bits else 8
+        size, middle, word = self.sizes(tensors, scheme).group_size, 128 if scheme.eight_bits else 8, scheme.per_word
         qzeros, zero, note = tensors["qzeros"], None, None
         if scheme.zero_points:
             in_words = scheme.form == "gptq" and _written_by_gptqmodel(scheme.settings)
             qzeros = qzeros + _ONE_IN_EACH[scheme.code] if in_words else qzeros  # which wraps
-            zero = scheme.unpack(qzeros, 1).T.to(torch.int16) + int(scheme.form == "gptq" and not in_words)
+            zero = unpack_words(qzeros, 1, word).T.to(torch.int16) + int(scheme.form == "gptq" and not in_words)
         else:
-            least, most = (int(each) for each in scheme.unpack(qzeros, 1).aminmax())
+            least, most = (int(each) for each in unpack_words(qzeros, 1, word).aminmax())
             if least != most or most not in (middle - 1, middle):
                 note = (
                     f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true in the config, got "
                     f"others: they are not used, and weights are (q - {middle}) * scale"
                 )
-        q, scale = scheme.unpack(tensors["qweight"], 0).T.contiguous(), tensors["scales"].T.contiguous()
+        q, scale = unpack_words(tensors["qweight"], 0, word).T.contiguous(), tensors["scales"].T.contiguous()
         weight = replace(integer_zero(q, scale, zero, size, name="qzeros", code=scheme.code), note=note)
         return weight.ordered(tensors["g_idx"]) if "g_idx" in tensors else weight
 

@@ -40,6 +40,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_setting, setting
 from jitgemm.checkpoint.layouts import BYTES, INT8, G, K, N, TensorLayout, measure, stored
 from jitgemm.tensors import describe
+from jitgemm.weight.two_level import levels_of
 
 _TILE = 32
 _CODES = stored(BYTES, N, K / 2, tile=(_TILE, _TILE // 2))
@@ -99,7 +100,7 @@ class _QServe(Format):
         Raises:
             ValueError: it is another, or its sizes are no multiples of the tiles'.
         """
-        found = weight.levels()
+        found = levels_of(weight)
         if found is None:
             raise ValueError(f"weight: expected one in two levels, got {weight.code} in groups of {weight.group_size}")
         q, factor, zero, scale = found

@@ -24,7 +24,7 @@ from jitgemm.weight.packed import W4Weight, W8Weight
 from jitgemm.weight.parts import INTEGERS, PackedWeight, check_permutation, check_sizes, expert_indices, format_group
 from jitgemm.weight.parts import group_count
 from jitgemm.weight.ready import is_captured
-from jitgemm.weight.two_level import pack_w4_two_level
+from jitgemm.weight.two_level import levels_of, pack_w4_two_level
 
 BLOCK = 128
 """Rows and columns of a block with a scale of its own."""
@@ -373,7 +373,7 @@ class _Int4(IntegerOps):
     row_scales = ("bf16", "fp16")
 
     def pack(self, weight: Any, lhs_dtype: torch.dtype | None, correction: bool | None) -> W4Weight:
-        if lhs_dtype == torch.int8 and (in_levels := weight.levels()) is not None:
+        if lhs_dtype == torch.int8 and (in_levels := levels_of(weight)) is not None:
             return pack_w4_two_level(*in_levels)
         return super().pack(weight, lhs_dtype, correction)
 

@@ -157,6 +157,20 @@ def format_of(scale_type: str) -> WeightFormat:
     return WeightFormat(0, False, scale_type, "two_level", code="two_level")
 
 
+def levels_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """What `pack_w4_two_level` takes of a `CanonicalWeight` whose scales are integers times its `row_scale`, exactly; None of
+    others."""
+    per_channel, row_scale = weight.group_size >= weight.k, weight.row_scale
+    if row_scale is None or weight.k > MAX_K or not (per_channel or weight.group_size % FACTOR_GROUP == 0):
+        return None
+    weight = weight.with_zero_points().regrouped(weight.k if weight.k <= FACTOR_GROUP else FACTOR_GROUP)
+    row = row_scale.float()[:, None]
+    factor = torch.where(row == 0, 1.0, weight.scale.float() / row).round()
+    if not bool(((factor * row == weight.scale.float()) & (factor >= 1) & (factor <= MOST)).all()):
+        return None
+    return weight.q, factor.to(torch.uint8), weight.zero, row_scale
+
+
 def holds(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> bool:
     """Whether records hold these codes, factors and zero points of a dense weight."""
     try:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import jitgemm.checkpoint.compressed_tensors as module
 from jitgemm.checkpoint.compressed_tensors_config import for_layer
 import jitgemm.nn
-from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
+from jitgemm.checkpoint.load import load, read_layer
+from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import PackedLinear, load_
 from jitgemm.weight.rotation import rotated, sylvester
 

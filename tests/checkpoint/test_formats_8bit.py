@@ -12,7 +12,7 @@ import torch
 from small_models import BLOCKS, Model, checkpoint_tensors, quantised_names, same_state
 
 import jitgemm.nn
-from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
 from jitgemm.weight.packed import W8Weight

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from jitgemm.checkpoint import Checkpoint, formats, read_layer
 from jitgemm.checkpoint.folder import weights_of
 from jitgemm.checkpoint.format import Sizes
-from jitgemm.checkpoint.reader import layer_header, load
+from jitgemm.checkpoint.load import load
+from jitgemm.checkpoint.reader import layer_header
 from jitgemm.checkpoint.writing import stored_in
 
 CONFIG = {"quant_method": "w4afp8", "group_size": 128}

@@ -15,7 +15,7 @@ from test_nn_expert_models import IDS, E, alike, build, experts_of, logits
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint import compressed_tensors
-from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.nn import W4A8Experts, W4A8Linear, load_
 
 transformers = pytest.importorskip("transformers", minversion="5")

@@ -9,7 +9,7 @@ import nvfp4
 import pytest
 import torch
 
-from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.nn import W4A8Linear, load_
 
 LAYER = "model.layers.0.mlp.down_proj"

@@ -16,7 +16,8 @@ from layers import PREFIX, layer
 from safetensors.torch import save_file
 
 from jitgemm.checkpoint.files import Checkpoint, Rows
-from jitgemm.checkpoint.reader import layer_header, parts_of_rank, read_header, read_layer
+from jitgemm.checkpoint.load import read_layer
+from jitgemm.checkpoint.reader import layer_header, parts_of_rank, read_header
 
 N, K = 256, 1024
 E4M3 = torch.float8_e4m3fn

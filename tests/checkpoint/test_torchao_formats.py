@@ -11,7 +11,7 @@ import layers
 import pytest
 import torch
 
-from jitgemm.checkpoint import reader as checkpoint
+from jitgemm import checkpoint
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.torchao import FORMAT, unpack_tiles
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_

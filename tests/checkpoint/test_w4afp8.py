@@ -7,7 +7,7 @@ import checkpoints
 import pytest
 import torch
 
-from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.checkpoint.load import load, read_layer
 
 LAYER = "model.layers.3.mlp.experts.7.down_proj"
 CONFIG = {"quant_method": "w4afp8", "group_size": 128, "modules_to_not_convert": ["lm_head"]}

@@ -14,7 +14,7 @@ from jitgemm.checkpoint.bits import pack_words, unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.compressed_tensors import FORMAT
 from jitgemm.checkpoint.compressed_tensors_config import for_layer, written_config, written_group
-from jitgemm.checkpoint.reader import read_layer
+from jitgemm.checkpoint.load import read_layer
 from jitgemm.checkpoint.writing import stored_in, write_safetensors
 
 TENSORS = {

@@ -636,7 +636,7 @@ def test_packages_of_jitgemm_are_attributes_after_its_import_and_load_no_sooner(
 import sys, jitgemm
 loaded = [name for name in {names} if "jitgemm." + name in sys.modules]
 assert loaded == [] and "transformers" not in sys.modules, loaded
-assert "load" in jitgemm.__all__ and jitgemm.load.__module__ == "jitgemm.checkpoint.reader"
+assert "load" in jitgemm.__all__ and jitgemm.load.__module__ == "jitgemm.checkpoint.load"
 for name in {names}:
     if name != "hf":
         assert getattr(jitgemm, name) is sys.modules["jitgemm." + name]

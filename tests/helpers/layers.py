@@ -11,11 +11,11 @@ import builders
 import checkpoints
 import torch
 
-from jitgemm.checkpoint import reader as checkpoint
+from jitgemm.checkpoint import Checkpoint, read_layer
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Format
 from jitgemm.checkpoint.formats import FORMATS
-from jitgemm.checkpoint.reader import scheme_of
+from jitgemm.checkpoint.reader import layer_header, scheme_of
 from jitgemm.kernel.formats import ceil_div
 
 PREFIX = "model.layers.0.mlp.up_proj"
@@ -69,8 +69,8 @@ def layer(
 def load(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None) -> CanonicalWeight:
     """The layer from a checkpoint on disk, its format detected."""
     saved = checkpoints.save(folder, {f"{PREFIX}.{name}": t for name, t in tensors.items()}, config)
-    weight = checkpoint.read_layer(saved, PREFIX, device="cpu")
-    told = checkpoint.layer_header(checkpoint.Checkpoint(saved), PREFIX).sizes
+    weight = read_layer(saved, PREFIX, device="cpu")
+    told = layer_header(Checkpoint(saved), PREFIX).sizes
     assert told.n == weight.n and told.k in (None, weight.k) and told.group_size in (None, weight.group_size)
     return weight
 
