@@ -13,7 +13,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sglang_layers import BF16, REAL, dispatched, experts, running
-from test_vllm import CONFIGS, OF_MXFP8, SAVED, ParallelLMHead, dense_of, load, packed_module, process, stored
+from test_vllm import (
+    CONFIGS,
+    OF_MXFP8,
+    SAVED,
+    ParallelLMHead,
+    columns_of,
+    dense_of,
+    load,
+    packed_module,
+    process,
+    stored,
+)
 
 import jitgemm.sglang
 from jitgemm.activations.scheme import Gate
@@ -387,14 +398,15 @@ def saved(folder, layers):
         )
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "static", "corrected", "nvfp4", "8 bits in blocks"])
+@pytest.mark.parametrize("kind", ["4 bits", "static", "corrected", "nvfp4", "8 bits in blocks", "two levels, rotated"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_has_its_part_of_saved_layers(tmp_path, kind, number):
     torch.manual_seed(0)
-    layers = {f"m.{each}_proj": SAVED[kind](192, 128) for each in ("gate", "up")} | {"m.o_proj": SAVED[kind](64, 384)}
+    layers, k = {f"m.{each}_proj": SAVED[kind](192, 128) for each in ("gate", "up")}, columns_of(kind)
+    layers["m.o_proj"] = SAVED[kind](64, k)
     config = saved(tmp_path, layers)
     with running(number, 2):
-        joined, cut = gate_up(config, 128, 192), row(config, 384, 64)
+        joined, cut = gate_up(config, 128, 192), row(config, k, 64)
         for part, name in enumerate(("gate", "up")):
             load(joined, layers[f"m.{name}_proj"].state_dict(), part)
         load(cut, layers["m.o_proj"].state_dict())

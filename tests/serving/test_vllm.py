@@ -1324,6 +1324,7 @@ SAVED = {
     "mxfp4": lambda n, k: W4A8Linear.from_linear_mxfp4(floats(n, k)),
     "nvfp4": lambda n, k: W4A8Linear(nvfp4.parts(n, n, k).packed),
     "two levels": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k)),
+    "two levels, rotated": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k), rotation=128),
     "corrected": lambda n, k: W4A8Linear(corrected(n, k), activation="int8"),
     "8 bits": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="int8"),
     "8 bits in blocks": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="e4m3_block", block=128),
@@ -1334,6 +1335,11 @@ def corrected(n, k):
     q, zero = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.randint(0, 16, (n, k // 32))
     scale = (torch.rand(n, k // 32) + 0.5).to(BF16) / 64
     return jitgemm.pack_w4(q, scale, zero, group_size=32, k=k, lhs_dtype=torch.int8, correction=True)
+
+
+def columns_of(kind):
+    """That ranks can have parts of."""
+    return 512 if "rotated" in kind else 384
 
 
 def floats(n, k):
@@ -1371,6 +1377,7 @@ def test_a_saved_models_joined_layers_hold_the_ranks_rows_of_each(monkeypatch, k
     assert torch.equal(dense_of(module), torch.cat(rows)) and not list(layer.parameters())
     assert module.activation == layers["m.q_proj"].activation
     assert (module.input_scale is None) == (kind != "static")
+    assert module.weight.rotation == layers["m.q_proj"].weight.rotation
     x = torch.randn(3, 128, dtype=BF16)
     own = torch.cat([part(x) for part in layers.values()], 1)
     if size == 1:
@@ -1380,20 +1387,31 @@ def test_a_saved_models_joined_layers_hold_the_ranks_rows_of_each(monkeypatch, k
 @pytest.mark.parametrize("kind", SAVED)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_saved_models_row_parallel_layers_hold_the_ranks_columns(monkeypatch, kind, size):
-    """Of 384 / 4 = 96 columns within groups of 128 and blocks, too."""
+    """Of 384 / 4 = 96 columns within groups of 128 and blocks, too; whole blocks of what is rotated."""
     torch.manual_seed(0)
-    whole = SAVED[kind](64, 384)
+    k = columns_of(kind)
+    whole = SAVED[kind](64, k)
     config, parts = saved(monkeypatch, {"m.o_proj": whole}, **{"m.gate.weight": "BF16"}), []
     for number in range(size):
         with rank(number, size):
-            layer = row(config, 384, 64)
+            layer = row(config, k, 64)
             load(layer, whole.state_dict())
-            assert type(row(config, 384, 64, prefix="m.gate").quant_method) is UnquantizedLinearMethod
+            assert type(row(config, k, 64, prefix="m.gate").quant_method) is UnquantizedLinearMethod
         parts.append(dense_of(process(layer)))
+        assert layer.jitgemm.weight.rotation == whole.weight.rotation
     assert torch.equal(torch.cat(parts, 1), dense_of(whole))
     if size == 1:
-        x = torch.randn(3, 384, dtype=BF16)
+        x = torch.randn(3, k, dtype=BF16)
         assert torch.equal(layer.quant_method.apply(layer, x), whole(x))
+
+
+def test_a_saved_layers_blocks_that_are_rotated_together_are_not_cut(monkeypatch):
+    whole = SAVED["two levels, rotated"](64, 384)
+    with rank(1, 2):
+        layer = row(saved(monkeypatch, {"m.o_proj": whole}), 384, 64)
+        load(layer, whole.state_dict())
+        with pytest.raises(ValueError, match="columns to be a multiple of 128, which are rotated together, got columns 192"):
+            process(layer)
 
 
 def test_a_saved_models_activation_order_is_kept_with_the_files_joined_rows(monkeypatch):
@@ -1513,6 +1531,7 @@ EXPERTS = {
     "mxfp4": lambda *size: jitgemm.quantize_mxfp4(torch.randn(size, dtype=BF16)),
     "nvfp4": lambda e, n, k: nvfp4.parts(n, n, k, experts=e).packed,
     "two levels": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16)),
+    "two levels, rotated": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16), rotation=128),
     "8 bits": lambda *size: jitgemm.quantize_w8(torch.randn(size, dtype=BF16), torch.float8_e4m3fn),
 }
 
@@ -1528,12 +1547,12 @@ def saved_experts(folder, module, **change):
 
 
 def packed_module(kind="4 bits", activation="e4m3", bias=True, gate=SILU_MUL):
-    """Experts of 4 x (hidden 128, intermediate 384)."""
+    """Experts of 4 x (hidden 128, intermediate 384, or 512)."""
     torch.manual_seed(0)
-    biases = [torch.randn(4, n) for n in (768, 128)] if bias else []
-    return packed_experts(
-        EXPERTS[kind](4, 768, 128), EXPERTS[kind](4, 128, 384), *biases, activation=activation, gate=gate
-    )
+    inter = columns_of(kind)
+    biases = [torch.randn(4, n) for n in (2 * inter, 128)] if bias else []
+    weights = EXPERTS[kind](4, 2 * inter, 128), EXPERTS[kind](4, 128, inter)
+    return packed_experts(*weights, *biases, activation=activation, gate=gate)
 
 
 @pytest.mark.parametrize(
@@ -1545,15 +1564,17 @@ def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, kind, order, ranks
     split, size = ranks
     gate = SILU_MUL if order == "gate_up" else Gate("swiglu_oai", order, 7.0, 1.702)
     more = {} if order == "gate_up" else {"activation": "swigluoai", "swiglu_limit": 7.0}
-    activation = "int8" if kind == "two levels" else "e4m3"
+    activation = "int8" if kind.startswith("two levels") else "e4m3"
     whole = packed_module(kind, activation, gate=gate)
     config, found = saved_experts(tmp_path, whole), []
     for number in range(size):
         with rank():
-            layer = experts(config, "m.experts", (4, 128, 384), 1, **{split: (number, size)}, **more)
+            sizes = 4, 128, columns_of(kind)
+            layer = experts(config, "m.experts", sizes, 1, **{split: (number, size)}, **more)
             layer.quant_method.process_weights_after_loading(layer)
         module = layer.jitgemm
         assert (module.gate, module.activation) == (gate, activation) and not list(layer.parameters())
+        assert module.w13.weight.rotation == module.w2.weight.rotation == whole.w2.weight.rotation
         found.append(module)
     w13, w2 = ([each.weight.dequantize() for each in halves] for halves in zip(*((m.w13, m.w2) for m in found)))
     expected13, expected2 = whole.w13.weight.dequantize(), whole.w2.weight.dequantize()
