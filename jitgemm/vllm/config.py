@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.formats import idle
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Layers
 from jitgemm.vllm.warm_graphs import GraphWarmer
@@ -66,8 +67,8 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
-        Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again. Raises
-        ValueError where it does so with LoRA on experts.
+        Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again. Drops
+        matrices of transforms, which kernels have. Raises ValueError where it does so with LoRA on experts.
         """
         if any(hasattr(layer.quant_method, "old_quant_method") for layer in self.adapted):
             raise ValueError(
@@ -81,7 +82,8 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             for name, suffixes in self._headers.items()
             if self.saved and "gate" in suffixes and f"{name}.w13" in self._headers
         }
-        if not packed:
+        matrices = {name.rpartition(".")[2] for name in self._headers if idle(self.checkpoint, f"{name}.weight")}
+        if not packed and not matrices:
             return found
         from vllm.model_executor.models.utils import WeightsMapper
 
@@ -89,8 +91,9 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
         for layer in self.from_files:
             read_again(layer)
-        names = re.compile(rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$")
-        dropped = WeightsMapper(orig_to_new_regex={names: None})
+        of_experts = rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$" if packed else "(?!)"
+        of_transforms = rf"(^|\.)({'|'.join(map(re.escape, matrices))})\.(weight|perm)$" if matrices else "(?!)"
+        dropped = WeightsMapper(orig_to_new_regex={re.compile(f"{of_experts}|{of_transforms}"): None})
         return dropped if found is None else found | dropped
 
     @property

@@ -1410,7 +1410,9 @@ def test_a_saved_layers_blocks_that_are_rotated_together_are_not_cut(monkeypatch
     with rank(1, 2):
         layer = row(saved(monkeypatch, {"m.o_proj": whole}), 384, 64)
         load(layer, whole.state_dict())
-        with pytest.raises(ValueError, match="columns to be a multiple of 128, which are rotated together, got columns 192"):
+        with pytest.raises(
+            ValueError, match="columns to be a multiple of 128, which are rotated together, got columns 192"
+        ):
             process(layer)
 
 

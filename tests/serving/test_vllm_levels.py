@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from test_vllm import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored
+from test_vllm import load_experts
 from test_vllm import vllm_is_there as vllm_is_there
 from test_vllm_mxfp4 import AUTOROUND, QUARK, with_headers
 from vllm_layers import experts, rank
 
+import jitgemm
+from jitgemm.checkpoint.compressed_tensors import FORMAT
+from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
+from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.vllm import config as configs
 from jitgemm.vllm.linear import JitGemmLinearMethod
 
@@ -212,3 +217,75 @@ def test_weights_that_are_loaded_again_are_corrected_as_the_first_were(first):
                 process(layer)
         else:
             assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(module), dense)
+
+
+# ---- rotated layers in files -----------------------------------------------------------------------------------------
+
+ROTATED = written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [], 128)
+"""What `jitgemm quantize --rotation 128 --scheme two-level` says."""
+
+
+def rotated_layer(seed, n, k):
+    """Tensors of a file, and the rotated weight."""
+    torch.manual_seed(seed)
+    weight = jitgemm.quantize_w4_two_level(torch.randn(n, k), rotation=128)
+    return FORMAT.write(unpacked(weight), FORMAT.scheme(ROTATED)), weight.dequantize().double()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_has_its_blocks_of_rotated_layers_in_two_levels(size, tmp_path):
+    gate, up, o = (rotated_layer(seed, n, k) for seed, n, k in ((1, 128, 128), (2, 128, 128), (3, 64, 512)))
+    config = with_headers(tmp_path, ROTATED, {"m.gate_proj": gate[0], "m.up_proj": up[0], "m.o_proj": o[0]})
+    for number in range(size):
+        with rank(number, size):
+            joined, cut = gate_up(config, 128, 128), row(config, 512, 64)
+            for part, (tensors, _) in enumerate((gate, up)):
+                load(joined, tensors, part)
+            load(cut, o[0])
+        joined, cut = process(joined), process(cut)
+        for layer in (joined, cut):
+            assert (layer.weight.rotation, layer.weight.format.code, layer.activation) == (128, "two_level", "int8")
+        assert torch.equal(dense_of(joined), torch.cat([dense.chunk(size)[number] for _, dense in (gate, up)]))
+        assert torch.equal(dense_of(cut), o[1].chunk(size, 1)[number])
+
+
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_a_rank_has_its_part_of_rotated_experts_in_two_levels(split, tmp_path):
+    shapes = {"gate_proj": (256, 128), "up_proj": (256, 128), "down_proj": (128, 256)}
+    found = {(e, proj): rotated_layer(10 * e, *shape) for e in range(4) for proj, shape in shapes.items()}
+    config = with_headers(tmp_path, ROTATED, {f"m.experts.{e}.{proj}": each[0] for (e, proj), each in found.items()})
+    dense, parts = {key: each[1] for key, each in found.items()}, []
+    for number in range(2):
+        with rank():
+            layer = experts(config, "m.experts", (4, 128, 256), 2, **{split: (number, 2)})
+            load_experts(layer, "m.experts", {key: each[0] for key, each in found.items()})
+            parts.append(process(layer))
+        assert parts[-1].w13.weight.rotation == parts[-1].w2.weight.rotation == 128
+        assert parts[-1].w13.weight.format.code == parts[-1].w2.weight.format.code == "two_level"
+    w13, w2 = ([dense_of(getattr(part, name)) for part in parts] for name in ("w13", "w2"))
+    for e in range(4):
+        gate, up, down = (dense[e, proj] for proj in shapes)
+        if split == "ep":
+            held = parts[e // 2]
+            assert torch.equal(dense_of(held.w13)[e % 2], torch.cat((gate, up)))
+            assert torch.equal(dense_of(held.w2)[e % 2], down)
+        else:
+            assert torch.equal(torch.cat([each[e][:128] for each in w13]), gate)
+            assert torch.equal(torch.cat([each[e][128:] for each in w13]), up)
+            assert torch.equal(torch.cat([each[e] for each in w2], 1), down)
+
+
+def test_rotated_layers_whose_blocks_ranks_cut_and_other_transforms_are_left_to_vllm():
+    (group,) = ROTATED["transform_config"]["config_groups"].values()
+    others = {"transform_config": {"config_groups": {"R4": group | {"head_dim": 64}}}}
+    for config, k, size, reason in (
+        (ROTATED, 384, 2, "expected rows in multiples of 8 and columns of 128 on each rank, got 64 and 192"),
+        (
+            ROTATED | others,
+            256,
+            1,
+            "transform R4 .hadamard. of blocks of 64 at the input; kernels rotate blocks of 128",
+        ),
+    ):
+        with rank(0, size), pytest.raises(ValueError, match=reason):  # vLLM's stand-in has no config of its own
+            row(config, k, 64)

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader import get_model  # noqa: E402
 
 import jitgemm.vllm  # noqa: E402
 from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_  # noqa: E402
+from jitgemm.weight.rotation import sylvester  # noqa: E402
 
 jitgemm.vllm.register()
 
@@ -306,6 +307,23 @@ def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, mixture
     said = CONFIGS["fp8"] | {"weight_block_size": None}
     dense = save(tmp_path, said, mixture, lambda layer: CONFIGS["fp8"], change)
     check(loaded(tmp_path), dense)
+
+
+def test_a_model_of_the_library_s_transforms_is_loaded_without_its_matrix(alone, tmp_path):
+    """As SpinQuant's R4, whose matrix the file has behind the first layer's name."""
+    apply = [
+        {"targets": ["re:.*down_proj$"], "location": place, "inverse": bool(i)}
+        for i, place in enumerate(("input", "weight_input"))
+    ]
+    said = scheme(size=128) | {
+        "transform_config": {"config_groups": {"R4": {"type": "hadamard", "head_dim": 128, "apply": apply}}}
+    }
+    matrix = {"model.layers.0.mlp.down_proj.R4_input.weight": sylvester(128, torch.device("cpu"))}
+    dense = save(tmp_path, said, False, change=lambda tensors: tensors | matrix)
+    model = loaded(tmp_path)
+    check(model, dense)
+    rotations = {name: each.weight.rotation for name, each in model.named_modules() if isinstance(each, PackedLinear)}
+    assert {name for name, rotation in rotations.items() if rotation} == {"model.layers.0.mlp.down_proj.jitgemm"}
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
