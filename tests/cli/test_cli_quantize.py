@@ -27,6 +27,7 @@ from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.save import export
 from jitgemm.nn.save import model_folder  # noqa: F401 - a test changes it by name
+from jitgemm.nn.warm.ahead import models_ahead
 from jitgemm.nn.save.resume import ResumableFolder
 
 transformers = pytest.importorskip("transformers")
@@ -255,6 +256,9 @@ def test_rotated_layers_are_written_as_compressed_tensors_says_them(run, tmp_pat
         assert mine.weight.rotation == 128 and mine.activation == other.activation
         assert (mine.weight.format.code, mine.weight.bits) == (other.weight.format.code, other.weight.bits)
         assert torch.equal(mine.weight.dequantize(), other.weight.dequantize())
+    ahead = [{n: (x.weight.format, x.weight.rotation, x.activation) for n, x in model.named_modules() if n in layers}
+             for model in (*models_ahead(out), loaded)]  # fmt: skip
+    assert ahead[0] == ahead[1]
     if "keep_8bit" in said:
         assert {loaded.get_submodule(name).weight.format.code for name in layers} == {"two_level", "int8"}
         return  # transformers does not read mixtures with zero points
