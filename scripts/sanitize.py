@@ -1,13 +1,15 @@
-"""Small GEMMs, grouped ones and expert layers that take every way through the kernels, for compute-sanitizer.
+"""Small GEMMs, grouped ones, expert layers and quantisers that take every way through the kernels, for compute-sanitizer.
 
-scripts/sanitize.sh runs them. Inputs and references are computed on the CPU, so that the tool watches little except our
+scripts/sanitize.sh runs them; with words, those alone whose names have one of the words. Inputs and references are computed on the CPU, so that the tool watches little except our
 kernels. Exits 1 on a wrong result. Needs a Hopper GPU.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 import builders  # noqa: E402
+import mxfp4  # noqa: E402
+import nvfp4  # noqa: E402
 import torch  # noqa: E402
+import two_level  # noqa: E402
 from moe_cases import Case  # noqa: E402
+from quantize_cases import assert_same_bits  # noqa: E402
 
-from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
+from jitgemm import fused_experts, fused_experts_reference, quantize_activations  # noqa: E402
+from jitgemm.activations.arguments import activation_of  # noqa: E402
 from jitgemm.weight.correction import with_sums  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
 from jitgemm.gemm.problem import Gemm  # noqa: E402
@@ -26,6 +33,9 @@ from jitgemm.gemm.launch import GemmLaunch  # noqa: E402
 from jitgemm.gemm.problem import Groups  # noqa: E402
 from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
+from jitgemm.moe.arguments import ExpertsCall, make_gate  # noqa: E402
+from jitgemm.moe.exchange import Buffer, run_exchanged  # noqa: E402
+from jitgemm.moe.layout import Layout  # noqa: E402
 from jitgemm.runtime import device as devices  # noqa: E402
 from jitgemm.select.devices import DeviceSpec  # noqa: E402
 from jitgemm.select.legal import legal_kernels  # noqa: E402
@@ -40,6 +50,9 @@ E8M0 = BLOCKS | {"lhs_e8m0": True}
 STRIPS, ROWS = (128, False, "fp32", "e4m3", False, "e4m3", True), {"tokens_as_m": True, **BLOCKS}
 CORRECTED = (128, True, "bf16", "s8", False, "int4", False, "fp16")
 F16, PARTS = {"sums": "f16"}, {"sums": "parts"}
+TWO_LEVEL = (0, False, "fp16", "two_level", False, "two_level")
+MXFP4, MXFP4_32 = (0, False, "bf16", "e2m1", False, "e2m1"), (32, False, "bf16", "e2m1", False, "e2m1")
+NEAR, TERMS = (0, False, "fp32", "near", False, "nvfp4"), (0, False, "fp32", "nvfp4", False, "nvfp4")
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
@@ -84,6 +97,14 @@ CASES = [
     ("sums by parts", {"block_m": 80, "split_k": 1, **PARTS}, S8_4, "s8", (100, 136, 1056)),
     ("sums by parts, split k", {"split_k": 2, **PARTS}, (256, False, "fp32", "s8"), "s8", (40, 136, 1056)),
     ("sums by parts, three warpgroups", {"block_n": 192, **PARTS}, S8_4, "s8", (150, 200, 544)),
+    ("two levels, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2}, TWO_LEVEL, "s8", (13, 136, 1056)),
+    ("two levels, three warpgroups", {"block_n": 192}, TWO_LEVEL, "s8", (150, 200, 544)),
+    ("near scales", {"block_m": 16, "warpgroups_k": 2, "split_k": 2}, NEAR, "e4m3", (13, 136, 1056)),
+    ("near scales, wide", {"block_m": 96, "split_k": 1}, NEAR, "e4m3", (100, 136, 544)),
+    ("two terms", {"block_m": 16, "warpgroups": 2}, TERMS, "e4m3", (21, 136, 544)),
+    ("MXFP4, a base a row", {"block_m": 112, "split_k": 1}, MXFP4, "e4m3", (130, 136, 672)),
+    ("MXFP4, a scale for 32", {"block_m": 32, "warpgroups_k": 1}, MXFP4_32, "e4m3", (25, 136, 544)),
+    ("MXFP4, sums in f16", {"split_k": 1, **F16}, MXFP4_32, "e4m3", (120, 136, 1312)),
 ]  # fmt: skip
 
 
@@ -103,6 +124,8 @@ GROUPED = [
     ("grouped, many experts", {"block_m": 8}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
     ("grouped, sums in f16", {"block_m": 112, **F16}, E4M3_4, "e4m3", (130, 0, 33, 71), (200, 1312), False),
     ("grouped, gathered, sums by parts", {"block_m": 80, **PARTS}, S8_4, "s8", (90, 0, 33, 71), (200, 544), True),
+    ("grouped, two levels", {"block_m": 24}, TWO_LEVEL, "s8", (3, 0, 9, 50), (136, 1056), False),
+    ("grouped, near scales", {"block_m": 64}, NEAR, "e4m3", (5, 0, 40, 17), (200, 544), True),
 ]  # fmt: skip
 
 MAPPED = torch.tensor([-1, 2, 0, -1, 1, 7], dtype=torch.int32)
@@ -115,6 +138,17 @@ LAYERS = {
 """One CTA routes while others quantise; a map, and skipped choices; a cluster routes."""
 
 
+QUANTISED = {
+    "rotated codes": ((9, 640), {"dtype": torch.int8, "rotation": 128}),
+    "rotated codes, CTAs share a row": ((3, 16384), {"dtype": torch.int8, "affine": True, "rotation": 128}),
+    "rotated codes, a scale for 128": ((5, 4224), {"dtype": torch.float8_e4m3fn, "scheme": "block", "rotation": 128}),
+    "codes and sums for corrections": ((9, 1056), {"dtype": torch.int8, "correction": ("bf16", 64)}),
+}
+
+EXCHANGE = Case(tokens=4, top_k=2, experts=3, k=160, inter=96, n=64, dtype=torch.bfloat16, mode="e4m3")
+"""Of one rank, which sends and collects by the same kernels as several."""
+
+
 def first(wanted: dict[str, Any], lhs: str, format: WeightFormat, device: DeviceSpec, experts: int = 0) -> KernelSpec:
     """The device's first legal kernel with these properties; StopIteration when there is none any more."""
     sums = "f16" if wanted.get("sums") == "f16" else "f32"
@@ -125,7 +159,14 @@ def first(wanted: dict[str, Any], lhs: str, format: WeightFormat, device: Device
 
 def weight_of(format: tuple[Any, ...], seed: int, n: int, k: int) -> AnyWeight:
     """A random weight of a format of `CASES` or `GROUPED`."""
-    fields = WeightFormat(*format).to_dict()
+    form = WeightFormat(*format)
+    if form.code == "two_level":
+        return two_level.parts(seed, n, k).packed
+    if form.code == "nvfp4":
+        return (nvfp4.parts if form.order == "near" else nvfp4.far)(seed, n, k).packed
+    if form.powers:  # few enough apart for sums in f16
+        return mxfp4.narrow(seed, n, k, "group" if form.group_size else "row").packed
+    fields = form.to_dict()
     fields["correction"] = bool(fields.get("correction"))
     return builders.weight_parts(seed, n, k, fields.pop("group_size"), **fields).packed
 
@@ -191,27 +232,56 @@ def dense(wanted: dict[str, Any], format: tuple[Any, ...], lhs_type: str, sizes:
     return bool(((out.cpu().double() - ref).abs() <= bound).all())
 
 
-def main() -> int:
+def layer(case: Case) -> bool:
+    """Whether a layer of experts is near the reference."""
+    expected = fused_experts_reference(*case.arguments, **case.options).double()
+    options = {key: value.cuda() if torch.is_tensor(value) else value for key, value in case.options.items()}
+    arguments = [each.to("cuda") for each in case.arguments]
+    for _ in range(3):
+        out = fused_experts(*arguments, **options)
+    return float((out.cpu().double() - expected).norm()) <= 0.02 * float(expected.norm())
+
+
+def quantised(sizes: tuple[int, int], options: dict[str, Any]) -> bool:
+    """Whether codes and scales are the CPU's."""
+    x = torch.randn(sizes, generator=builders.generator(1)).bfloat16()
+    for _ in range(3):
+        found = quantize_activations(x.cuda(), **options)
+    assert_same_bits(found, quantize_activations(x, **options))
+    return True
+
+
+def exchanged() -> bool:
+    """Whether a rank that sends its tokens to itself gets what the layer makes of them."""
+    arguments = [each.to("cuda") for each in EXCHANGE.arguments]
+    tokens = activation_of(torch.float8_e4m3fn, "token", False)
+    layout = Layout(0, 1, 6, EXCHANGE.k, EXCHANGE.n, EXCHANGE.top_k, EXCHANGE.dtype, tokens)
+    own = torch.empty(layout.offsets["end"], dtype=torch.uint8, device="cuda")
+    buffer = Buffer(layout, own, torch.tensor([own.data_ptr()], device="cuda"))
+    buffer.clear()
+    call = ExpertsCall(*arguments, make_gate("silu", "gate_up", None, None), tokens)
+    right = fused_experts(*arguments, **EXCHANGE.options)
+    return all(builders.same_bits(run_exchanged(call, buffer), right) for _ in range(3))
+
+
+def runs() -> list[tuple[str, Callable[[], bool]]]:
+    """All that there is to run, by name."""
+    gemms = [(name, partial(dense, *case)) for name, *case in CASES]
+    gemms += [(name, partial(grouped, *case)) for name, *case in GROUPED]
+    layers = [(name, partial(layer, case)) for name, case in LAYERS.items()]
+    rows = [(name, partial(quantised, *case)) for name, case in QUANTISED.items()]
+    return [*gemms, *layers, *rows, ("exchange", exchanged)]
+
+
+def main(words: list[str]) -> int:
     wrong = 0
-    for name, wanted, format, lhs_type, (m, n, k) in CASES:
-        good = dense(wanted, format, lhs_type, (m, n, k))
-        wrong += not good
-        print(f"{'ok   ' if good else 'WRONG'} {name}: {m} x {n} x {k}", flush=True)
-    for name, wanted, format, lhs_type, counts, sizes, gathers in GROUPED:
-        good = grouped(wanted, format, lhs_type, counts, sizes, gathers)
-        wrong += not good
-        print(f"{'ok   ' if good else 'WRONG'} {name}: {counts} rows", flush=True)
-    for name, case in LAYERS.items():
-        expected = fused_experts_reference(*case.arguments, **case.options).double()
-        options = {key: value.cuda() if torch.is_tensor(value) else value for key, value in case.options.items()}
-        arguments = [each.to("cuda") for each in case.arguments]
-        for _ in range(3):
-            out = fused_experts(*arguments, **options)
-        good = float((out.cpu().double() - expected).norm()) <= 0.02 * float(expected.norm())
-        wrong += not good
-        print(f"{'ok   ' if good else 'WRONG'} {name}: {tuple(case.arguments[3].shape)} choices", flush=True)
+    for name, run in runs():
+        if not words or any(word in name for word in words):
+            good = run()
+            wrong += not good
+            print(f"{'ok   ' if good else 'WRONG'} {name}", flush=True)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Runs the GEMMs of scripts/sanitize.py under compute-sanitizer: memcheck, then synccheck. Needs a Hopper GPU and
+# Runs what scripts/sanitize.py has, or what has one of the WORDs in its name, under compute-sanitizer: memcheck, then
+# synccheck.
+#   scripts/sanitize.sh [WORD ...]
+# Needs a Hopper GPU and
 # compute-sanitizer (CUDA toolkit); COMPUTE_SANITIZER says where, SANITIZE_LIMIT_S limits each tool (default 240).
 # Exits 0 when neither tool found anything.
 set -euo pipefail
@@ -23,10 +26,10 @@ sanitizer="$(find_sanitizer)"
 # Every tensor an allocation of its own: inside PyTorch's cached blocks an access out of bounds would look legal.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 
-say "The same GEMMs without a tool, which also fills the kernel cache"
-timeout "${SANITIZE_LIMIT_S:-240}" "$PYTHON" scripts/sanitize.py
+say "The same without a tool, which also fills the kernel cache"
+timeout "${SANITIZE_LIMIT_S:-240}" "$PYTHON" scripts/sanitize.py "$@"
 for tool in memcheck synccheck; do
     say "compute-sanitizer --tool $tool"
     timeout "${SANITIZE_LIMIT_S:-240}" "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 \
-        --print-limit 20 "$PYTHON" scripts/sanitize.py
+        --print-limit 20 "$PYTHON" scripts/sanitize.py "$@"
 done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,34 @@ def test_every_way_to_add_up_is_there():
 
 @emulated
 @pytest.mark.parametrize(
-    "name", ["sums in f16, any order, one run", "grouped, gathered, sums by parts", "zero points as corrections"]
+    ("name", "label"),
+    [
+        ("sums in f16, any order, one run", "-f16"),
+        ("grouped, gathered, sums by parts", "-parts"),
+        ("zero points as corrections", "-xfp16"),
+        ("two levels, copied by threads", "s8tl-"),
+        ("near scales", "e4m3nvnear-"),
+        ("two terms", "e4m3nv-"),
+        ("MXFP4, a scale for 32", "e4m3mx-g32"),
+        ("rotated codes", "rotated"),
+        ("codes and sums for corrections", "sums64bf16"),
+    ],
 )
-def test_what_it_runs_is_right(monkeypatch, name):
+def test_what_it_runs_is_right(monkeypatch, capsys, name, label):
     with cuda_is_cpu(monkeypatch) as emulator:
-        [case] = [case for case in (*sanitize.CASES, *sanitize.GROUPED) if case[0] == name]
-        run = sanitize.grouped if case in sanitize.GROUPED else sanitize.dense
-        assert run(*case[1:])
-    assert all(case[1].get("sums", "xfp16") in label for label in emulator.launched) and emulator.launched
+        monkeypatch.setattr(
+            sanitize, "runs", partial(lambda runs: [each for each in runs if each[0] == name], sanitize.runs())
+        )
+        assert sanitize.main(["nothing of this name"]) == 0 and not emulator.launched
+        assert sanitize.main([name]) == 0
+    assert capsys.readouterr().out == f"ok    {name}\n"
+    assert all(label in each for each in emulator.launched) and emulator.launched
+
+
+@emulated
+def test_a_rank_sends_its_tokens_to_itself(monkeypatch):
+    with cuda_is_cpu(monkeypatch) as emulator:
+        real = sanitize.Buffer
+        monkeypatch.setattr(sanitize, "Buffer", lambda *parts: emulator.others.append(parts[1]) or real(*parts))
+        assert sanitize.exchanged()
+    assert {label.partition("-")[0] for label in emulator.launched} >= {"dispatch", "collect"}
