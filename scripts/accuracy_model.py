@@ -127,7 +127,7 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
     """Prints and writes the rows one by one."""
     model = model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
     tests, calibration = texts(arguments, tokenizer)
-    base = {text: list(log_probabilities(model, test)) for text, test in tests.items()}
+    base = {text: [part.cpu() for part in log_probabilities(model, test)] for text, test in tests.items()}
     head |= {
         "dtype": arguments.dtype, "tokens evaluated": {text: test[:, 1:].numel() for text, test in tests.items()},
         "tokens that calibrate": calibration.numel(),
@@ -142,7 +142,7 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
         other, report = model, None
         if options is not None:
             other = copy.deepcopy(model)
-            given = options | ({"calibration": list(calibration.split(16))} if "calibration" in options else {})
+            given = options | ({"calibration": list(calibration.split(8))} if "calibration" in options else {})
             report = jitgemm.nn.quantize_(other, **given)
         row: dict[str, Any] = {"row": name, "seconds": round(time.monotonic() - started, 1)}
         if report is not None:
