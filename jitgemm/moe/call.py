@@ -15,17 +15,19 @@ import torch
 
 from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.reference import gated, quantize_reference
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import ANY, Lhs
+from jitgemm.gemm.problem import ANY, Gemm, Groups, Lhs, split_lhs
+from jitgemm.gemm.reference import round_fp64, write_reference
 from jitgemm.gemm.run import contiguous, weight_of_op
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import is_exact, make_gate, tokens_activation
 from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M
-from jitgemm.moe.route import combine, gather, route, route_and_quantize
+from jitgemm.moe.route import combine, combine_reference, gather, route, route_and_quantize, route_reference
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -126,13 +128,36 @@ def fused_experts_reference(
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 except for the documented roundings."""
-    from jitgemm.moe.reference import layer_reference
-
     gate = make_gate(activation, order, limit, alpha)
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     call = ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, expert_map, bias13, bias2, addend)
     call.check()
     return layer_reference(call)
+
+
+def layer_reference(call: ExpertsCall) -> torch.Tensor:
+    """`fused_experts` in plain PyTorch, for checked arguments.
+
+    Both GEMMs, gate and combination in fp64. Rounded to x's type: what each GEMM returns, and the result; to fp32: what
+    is quantised.
+    """
+    x = call.x
+    offsets, row_index, inverse = route_reference(call.topk_ids, call.experts, call.expert_map)
+    live = int(offsets[-1])
+
+    def quantize(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = quantize_reference(values, call.activation)
+        return tuple(result for result in results if result is not None)
+
+    def multiply(lhs: tuple[torch.Tensor, ...], weight: AnyWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        out = x.new_empty((live, weight.n))
+        write_reference(Gemm(*split_lhs(lhs), weight, out, bias, Groups(offsets, None, 0, live)))
+        return out
+
+    tokens = row_index[:live].long()
+    hidden = multiply(tuple(take_rows(part, tokens) for part in quantize(x)), call.w13, call.bias13)
+    rows = multiply(quantize(gated(hidden.double(), call.gate).float()), call.w2, call.bias2)
+    return round_fp64(combine_reference(rows, inverse, call.topk_weights, call.addend), x.dtype)
 
 
 def fused_experts_workspace_bytes(
@@ -184,8 +209,6 @@ def _run(call: ExpertsCall) -> torch.Tensor:
     if call.x.is_cuda and call.x.shape[0]:
         launch(call, out)
     elif call.x.shape[0]:
-        from jitgemm.moe.reference import layer_reference
-
         out.copy_(layer_reference(call))
     return out
 

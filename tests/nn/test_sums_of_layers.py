@@ -19,7 +19,7 @@ import jitgemm
 import jitgemm.nn
 from emulator.launch import emulate
 from jitgemm.gemm import launch, reference
-from jitgemm.moe import reference as moe_reference
+from jitgemm.moe import call as moe_call
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from jitgemm.nn.layers.by_width import empty_weight
 from jitgemm.nn.warm.warm import _command, kernels
@@ -221,13 +221,13 @@ def experts(activation: str = "e4m3", codes: str = "any") -> W4A8Experts:
 @pytest.fixture
 def asked(monkeypatch) -> list[tuple]:
     """Sums of the layers' calls, of w13 and of w2."""
-    found, run = [], moe_reference.layer_reference
+    found, run = [], moe_call.layer_reference
 
     def spied(call):
         found.append((call.w13.sums, call.w2.sums))
         return run(call)
 
-    monkeypatch.setattr(moe_reference, "layer_reference", spied)
+    monkeypatch.setattr(moe_call, "layer_reference", spied)
     return found
 
 
