@@ -64,6 +64,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         "e4m3_g128 e4m3_g128_f16 int8_g128 int8_ch w8_e4m3_ch w8_int8_ch", "--peer", "hum_fp8_g128", "--peer",
         "fp8row", "--peer", "fp8ten", "--sustained", "--shape", "4096,14336", "--m", "16,256,4096",
     ),
+    "sustained_two_level_h200": _benchmark(
+        "int8_2l e4m3_g128", "--peer", "fp8row", "--sustained", "--rounds", "1", "--shape", "4096,4096", "--shape",
+        "28672,4096", "--shape", "4096,14336", "--shape", "7168,18432", "--m", "512,4096",
+    ),
     "moe_h200": _benchmark(
         "e4m3_g128 e4m3_g128_f16 int8_g128 int8_ch", "--moe", "--peer", "none", "--rounds", "2",
         "--peers-from", "docs/performance/moe_peers_h200.json",
@@ -183,6 +187,20 @@ def held(columns: dict[str, str], document: Document) -> str:
 
     rows = [[label, *(text(cell, name) for cell in cells)] for name, label in columns.items()]
     return _rows([f"{cells[0]['n']} × {cells[0]['k']}, m =", *(f"{cell['m']:,}" for cell in cells)], rows)
+
+
+def energy(columns: dict[str, str], document: Document) -> str:
+    """A line a cell: microseconds, watts and millijoules of a call at the power limit."""
+
+    def text(cell: Document, name: str) -> str:
+        us, watts = cell["us"][name], cell["power_w"][name]
+        return f"{_us(us)} ({watts:.0f} W, {us * watts / 1000:.1f} mJ)"
+
+    rows = [
+        [f"{cell['n']} × {cell['k']}", f"{cell['m']:,}", *(text(cell, name) for name in columns)]
+        for cell in document["cells"]
+    ]
+    return _rows(["n × k", "m", *columns.values()], rows)
 
 
 def experts(columns: dict[str, str], document: Document) -> str:
@@ -395,6 +413,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "w8": ("w8_h200", partial(times, W8)),
     "sustained": ("sustained_h200", partial(
         held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"} | TORCH)),
+    "sustained-two-level": ("sustained_two_level_h200", partial(
+        energy, {"int8_2l": "int8, two levels", "e4m3_g128": "e4m3, groups of 128", "fp8row": "FP8, a scale a row"})),
     "layer": ("layer_h200", partial(layers, LAYER)),
     "experts-mxfp4": ("moe_mxfp4_h200", partial(
         experts, {"mxfp4_ch": "a base a row", "mxfp4_g128": "a base for 128 k", "mxfp4_g32": "a scale for 32 k",
