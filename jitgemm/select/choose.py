@@ -105,9 +105,14 @@ def _at_band_end(problem: Problem) -> Problem:
     return replace(problem, m=m, rows_vary=problem.rows_vary and m <= cost.DRAWN_ROWS * problem.experts)
 
 
+def _by_band(problem: Problem) -> bool:
+    """Whether all m of a band share a kernel."""
+    return problem.experts > 0 or problem.m <= EXACT_FROM
+
+
 def seen(problem: Problem) -> Problem:
     """As the selector sees it: at its own m, or at its band's end."""
-    return _at_band_end(problem) if problem.experts or problem.m <= EXACT_FROM else replace(problem, rows_vary=False)
+    return _at_band_end(problem) if _by_band(problem) else replace(problem, rows_vary=False)
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
@@ -172,7 +177,7 @@ def _of_layer(problem: Problem, device: DeviceSpec) -> KernelSpec:
 def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     """The kernel for a problem: a pure function of the problem and the device's figures, one of `kernels_for`."""
     problem = seen(problem)
-    return _choose(problem, device) if problem.experts or problem.m <= EXACT_FROM else _of_layer(problem, device)
+    return (_choose if _by_band(problem) else _of_layer)(problem, device)
 
 
 def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec:
