@@ -30,7 +30,8 @@ from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
-from jitgemm.nn.quantize.quantize import choose, quantised, warn_of_experts
+from jitgemm.nn.quantize.choose import choose, others
+from jitgemm.nn.quantize.quantize import quantised, warn_of_experts
 from jitgemm.nn.quantize.placeholder import Placeholder
 from jitgemm.nn.quantize.swap import SAVED, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.recipe import Recipe
@@ -232,7 +233,7 @@ class JitGemmQuantizer(HfQuantizer):
 
         {name: {parameter: its name in the plan}}.
         """
-        chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.recipe)
+        chosen, skipped = choose(plan.replaceable, None, self.quantization_config.recipe)
         origins = {}
         for name in [name for name in chosen if name not in plan.layers]:
             tensors = plan.model.get_submodule(name).named_parameters(recurse=False)
@@ -243,7 +244,7 @@ class JitGemmQuantizer(HfQuantizer):
                 skipped[name] = "not in the checkpoint"
             else:
                 origins[name] = found
-        self.report.skipped |= skipped | plan.replaceable.others()
+        self.report.skipped |= skipped | others(plan.replaceable)
         return origins
 
     def _size(self, name: str) -> int:

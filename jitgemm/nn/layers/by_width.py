@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from jitgemm.activations.scheme import activation_named
+from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
@@ -22,7 +23,26 @@ from jitgemm.weight.quantize import CLIP_STEPS
 T = TypeVar("T", bound=PackedLinear)
 
 
-class W4A8Linear(PackedLinear):
+class _OfWidth(PackedLinear):
+    """A layer of one width, which can be made of a Linear in floats."""
+
+    @classmethod
+    def by_recipe(
+        cls, linear: torch.nn.Linear, recipe: Recipe, *, device: Device = None, moments: torch.Tensor | None = None
+    ) -> Self:
+        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear`'s."""
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        if linear.weight.is_meta:
+            raise ValueError("linear: expected a weight with data, got one on the meta device")
+        device = linear.weight.device if device is None else target_device(device)
+        with torch.no_grad():
+            weight = recipe.apply(linear.weight.detach().to(device), None if moments is None else moments.to(device))
+            bias = None if linear.bias is None else linear.bias.detach().to(device, copy=True)
+        return cls(weight, bias, activation=recipe.inputs)
+
+
+class W4A8Linear(_OfWidth):
     """A linear layer with a packed 4-bit weight and activations quantised to 8 bits; see `PackedLinear`."""
 
     kind = W4Weight
@@ -94,7 +114,7 @@ class W4A8Linear(PackedLinear):
         return _empty(cls, in_features, out_features, *given, order="s8" if correction else "any", **more)
 
 
-class W8A8Linear(PackedLinear):
+class W8A8Linear(_OfWidth):
     """A linear layer with a packed 8-bit weight and activations quantised to its type; see `PackedLinear`.
 
     `activation` is "e4m3" or "e4m3_block" for weights of e4m3, one of the others for those of int8.

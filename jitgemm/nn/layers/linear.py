@@ -27,7 +27,6 @@ from jitgemm.weight.parts import check_packed
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
-    from jitgemm.nn.recipe import Recipe
 
 
 Device = torch.device | str | int | None
@@ -100,21 +99,6 @@ class PackedLinear(Packed):
     ) -> Self:  # fmt: skip
         """A layer over a packed weight; arguments and errors are the constructor's."""
         return cls(weight, bias, activation=activation, input_scale=input_scale)
-
-    @classmethod
-    def by_recipe(
-        cls, linear: torch.nn.Linear, recipe: Recipe, *, device: Device = None, moments: torch.Tensor | None = None
-    ) -> Self:
-        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear`'s."""
-        if not isinstance(linear, torch.nn.Linear):
-            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        if linear.weight.is_meta:
-            raise ValueError("linear: expected a weight with data, got one on the meta device")
-        device = linear.weight.device if device is None else target_device(device)
-        with torch.no_grad():
-            weight = recipe.apply(linear.weight.detach().to(device), None if moments is None else moments.to(device))
-            bias = None if linear.bias is None else linear.bias.detach().to(device, copy=True)
-        return cls(weight, bias, activation=recipe.inputs)
 
     @classmethod
     def from_checkpoint(
@@ -218,7 +202,7 @@ class PackedLinear(Packed):
         return ", ".join(parts + decoded)
 
 
-LINEARS: dict[int, type[PackedLinear]] = {}
+LINEARS: dict[int, Any] = {}
 """The layer's class by the width of its weight; `by_width.py` has them."""
 
 

@@ -5,7 +5,8 @@ folder       `quantize_folder`: what `jitgemm quantize` does
 calibration  what reaches the layers when the model runs
 evaluate     texts, perplexity and KL divergence
 error        what a layer's results lose
-replaceable  which modules can be replaced, which should not be, and why
+replaceable  which modules layers can stand for, and why not for others
+choose       which of them the call takes, and why not the others
 stacked      experts that a model stacks in two parameters
 swap         a layer in a module's place
 placeholder  what stands there while transformers loads the rest

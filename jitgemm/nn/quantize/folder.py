@@ -11,6 +11,7 @@ import torch
 
 from jitgemm.checkpoint import qserve
 from jitgemm.nn.quantize import evaluate
+from jitgemm.nn.quantize.choose import why_unwise
 from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.quantize.replaceable import Filter, Replaceable
 from jitgemm.nn.quantize.swap import bar
@@ -121,7 +122,7 @@ def filter_for(model: Any, recipe: Recipe, reasons: dict[str, str]) -> Filter:
     multiple = max(recipe.k_alignment, GROUPS[-1] if recipe.group else 1)
 
     def fits(name: str, module: torch.nn.Module) -> bool:
-        reason = found.why_unwise(name)
+        reason = why_unwise(found, name)
         if reason is None and decoder and not name.startswith(f"{decoder}."):
             reason = f"outside of {decoder}, which reads the text"
         if reason is None and any(k % multiple for _, k in _sizes(found, name, module)):

@@ -16,7 +16,8 @@ from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
-from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
+from jitgemm.nn.quantize.choose import STACKED, choose, others
+from jitgemm.nn.quantize.replaceable import Filter, Replaceable, check_model
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer
 from jitgemm.nn.recipe import Recipe
@@ -185,12 +186,12 @@ class Quantising:
             raise ValueError(f"device: expected none with calibration, which runs the model on {there}, got {device}")
         self.model, self.found, self.recipe, self.keep_8bit = model, Replaceable(model), recipe, keep_8bit
         self.device = device
-        self.chosen, skipped = choose(model, self.found, filter, recipe)
+        self.chosen, skipped = choose(self.found, filter, recipe)
         for name in self.chosen:
             weight = self.found.experts[name].parameters[0] if name in self.found.experts else "weight"
             if getattr(model.get_submodule(name), weight).is_meta:
                 raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
-        self.report = QuantisationReport(self.chosen, skipped | self.found.others(), calibration is not None)
+        self.report = QuantisationReport(self.chosen, skipped | others(self.found), calibration is not None)
 
     def stages(
         self, ready: Callable[[list[str]], dict[str, Any] | None] | None = None
@@ -273,39 +274,6 @@ class Quantising:
             return layers
         self.report.kept_8bit |= {name: self.report.errors[name] for name in names}
         return {name: layer_of(name, self.recipe.in_8_bits) for name in names}
-
-
-def choose(
-    model: torch.nn.Module, found: Replaceable, filter: Filter | None, recipe: Recipe
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """({name: all its places} of the modules to quantise, {name: why not} of the others), from sizes and types.
-
-    Raises:
-        ValueError: the filter chose a module that has no packed form, or there is no head to quantise as lm_head says.
-    """
-    lm_head = recipe.head
-    if lm_head is not None and found.head is None:
-        raise ValueError("lm_head: expected a model whose output embedding is a Linear, found none")
-    chosen, skipped = {}, {}
-    for name, places in found.places.items():
-        module = model.get_submodule(name)
-        reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.why_impossible(name)
-        if lm_head is not None and name == found.head:
-            if (problem := reason or found.why_unfit(name, recipe.k_alignment)) is not None:
-                raise ValueError(f"lm_head: {name}: {problem}")
-        elif reason is None and recipe.leaves(name):
-            reason = "left out by ignore"
-        elif reason is None and filter is None:
-            reason = found.why_unwise(name, recipe.k_alignment)
-        elif reason is None and not filter(name, module):
-            reason = "left out by the filter"
-        elif reason is None and (problem := found.why_unfit(name, recipe.k_alignment)) is not None:
-            raise ValueError(f"{name}: {problem}")
-        if reason is None:
-            chosen[name] = places
-        else:
-            skipped[name] = reason
-    return chosen, skipped
 
 
 def quantised(

@@ -1,4 +1,4 @@
-"""Which Linears and stacked experts of a model can be replaced, which should not be, and why."""
+"""Which Linears and stacked experts of a model layers can stand for, and what is in the way of others."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.quantize.stacked import ExpertsLayout, experts_layout
-from jitgemm.tensors import PLAIN, TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]
 """filter(name, module): whether to replace it, a Linear or the experts of a layer."""
@@ -31,9 +28,6 @@ READ_ANYWHERE = ("dt_proj",)
 """Linears whose weight every model reads that has them: Mamba's kinds."""
 ROUTERS = ("gate", "router", "gating", "wg", "shared_expert_gate")
 """What mixtures of experts call the small Linear that chooses experts, or the module around it."""
-STACKED = "stacked experts"  # with which the reasons of `experts_layout` begin, too
-_UNKNOWN = f"{STACKED} of an unknown kind, which stay in their type"
-MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
 
 PACKED = (PackedLinear, PackedExperts)
 
@@ -52,6 +46,7 @@ class Replaceable:
     Attributes:
         places: {first name: all names at which the module stands}.
         experts: {first name: how it holds its experts} of the modules of experts.
+        model: where they stand.
         head: first name of the output embedding, None where it is no such module.
     """
 
@@ -71,7 +66,7 @@ class Replaceable:
         self.experts = {
             names[module][0]: layout for module, layout in layouts.items() if isinstance(layout, ExpertsLayout)
         }
-        self._model = model
+        self.model = model
         self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
         output = getattr(model, "get_output_embeddings", lambda: None)()
         found = [name for name in self.places if name.rpartition(".")[2] == "lm_head"]
@@ -79,7 +74,7 @@ class Replaceable:
 
     def why_impossible(self, name: str) -> str | None:
         """Why no packed layer can stand for a Linear: something other than torch.nn.Linear's call uses its weight."""
-        linear = self._model.get_submodule(name)
+        linear = self.model.get_submodule(name)
         if isinstance(linear, PackedLinear) or name in self.experts:
             return None
         if type(linear).forward is not torch.nn.Linear.forward:
@@ -88,7 +83,7 @@ class Replaceable:
             return "its forward was replaced, as accelerate's hooks do"
         for place in self.places[name]:
             above, _, child = place.rpartition(".")
-            parent = self._model.get_submodule(above)
+            parent = self.model.get_submodule(above)
             kinds = [kind.__name__ for kind in type(parent).__mro__]
             reads = any(child in READS_WEIGHT.get(kind, "").split() for kind in kinds) or child in READ_ANYWHERE
             if kinds[0].startswith("Bloom"):
@@ -97,58 +92,6 @@ class Replaceable:
                 return f"{kinds[0]} reads this weight itself"
         return None
 
-    def why_unwise(self, name: str, k_alignment: int = K_ALIGNMENT) -> str | None:
-        """Why quantize_ leaves this module alone unless a filter asks for it; k_alignment: as for `why_unfit`."""
-        linear = self._model.get_submodule(name)
-        if name in self.experts:
-            return self.why_unfit(name, k_alignment)
-        if name.rpartition(".")[2] == "lm_head" or name == self.head:
-            return "output embedding"
-        if self.shared(name):
-            return "shares its weight with another module"
-        near = name.split(".")[-2:]
-        if any(part in ROUTERS for part in near) and linear.out_features < linear.in_features:
-            return "router"
-        return self.why_unfit(name, k_alignment)
-
     def shared(self, name: str) -> bool:
         """Whether another module holds the same weight, as a tied embedding does."""
-        return name not in self.experts and self._owners[id(self._model.get_submodule(name).weight)] > 1
-
-    def why_unfit(self, name: str, k_alignment: int = K_ALIGNMENT) -> str | None:
-        """Why a module has no packed form, whatever its values; k_alignment: what its columns are a multiple of."""
-        linear = self._model.get_submodule(name)
-        if (layout := self.experts.get(name)) is not None:
-            if layout.hidden % k_alignment or layout.inter % k_alignment:
-                wanted = f"expected hidden and intermediate sizes that are multiples of {k_alignment}"
-                return f"{wanted}, got {layout.hidden} and {layout.inter}"
-            problems = (_why_unfit_type(each, getattr(linear, each)) for each in layout.parameters)
-            return next(filter(None, problems), None)
-        n, k = linear.out_features, linear.in_features
-        if not n or not k or n % 8 or k % k_alignment:
-            wanted = f"expected out_features a multiple of 8 and in_features a multiple of {k_alignment}"
-            return f"{wanted}, got {n} and {k}"
-        return _why_unfit_type("a weight", linear.weight)
-
-    def others(self) -> dict[str, str]:
-        """What else holds matrices: layers of other classes, and stacked experts that stay as they are."""
-        found = {}
-        for name, module in self._model.named_modules():
-            kind = type(module)
-            if name in self.places or isinstance(module, torch.nn.Embedding) or kind.__module__.startswith("torch.nn"):
-                continue
-            reason = experts_layout(module)
-            for child, parameter in module.named_parameters(recurse=False):
-                if child == "weight" and parameter.dim() == 2:
-                    found[name] = f"{kind.__name__}, which is no torch.nn.Linear"
-                elif parameter.dim() == 3 and len(parameter) > 1 and min(parameter.shape[1:]) >= MIN_STACKED:
-                    found[f"{name}.{child}"] = reason if isinstance(reason, str) else _UNKNOWN
-        return found
-
-
-def _why_unfit_type(name: str, tensor: torch.Tensor) -> str | None:
-    plain = type(tensor) in PLAIN
-    if plain and TYPE_NAMES.get(tensor.dtype) in REAL_TYPES:
-        return None
-    got = dtype_name(tensor.dtype) if plain else type(tensor).__name__
-    return f"expected {name} of {one_of(REAL_TYPES)}, got {got}"
+        return name not in self.experts and self._owners[id(self.model.get_submodule(name).weight)] > 1

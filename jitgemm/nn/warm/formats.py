@@ -21,7 +21,7 @@ from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
 from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.load.plan import Plan
-from jitgemm.nn.quantize.quantize import choose
+from jitgemm.nn.quantize.choose import choose
 from jitgemm.nn.quantize.replaceable import Replaceable
 from jitgemm.nn.recipe import Recipe
 
@@ -186,7 +186,7 @@ class LayersOfFloats:
     def __init__(self, model: torch.nn.Module, recipe: Recipe, values: Mapping[str, Any], by_rank: bool = False):
         self.model, self.recipe, self.values, self.by_rank = model, recipe, values, by_rank
         self.found = Replaceable(model)
-        self.places, _ = choose(model, self.found, None, recipe)
+        self.places, _ = choose(self.found, None, recipe)
         self.experts = {name: self.found.experts[name] for name in self.places if name in self.found.experts}
 
     def look(self, name: str, cut: Cut | None) -> Look:
