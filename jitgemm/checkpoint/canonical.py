@@ -100,12 +100,7 @@ class CanonicalWeight:
                 f"row_scale: expected one with nvfp4, or perhaps with int4 without offsets, got {self.code!r}"
             )
         for name, shape, wanted, fits in (
-            (
-                "scale",
-                by_group,
-                one_of(REAL_TYPES),
-                lambda dtype: given_scales is not None or TYPE_NAMES.get(dtype) in REAL_TYPES,
-            ),
+            ("scale", by_group, one_of(REAL_TYPES), lambda dtype: given_scales or TYPE_NAMES.get(dtype) in REAL_TYPES),
             ("zero", by_group, "integers", lambda dtype: dtype in INTEGERS),
             ("offset", by_group, f"scale's {dtype_name(scale)}", lambda dtype: dtype == scale),
             ("permutation", (self.k,), "int32", lambda dtype: dtype == torch.int32),
@@ -349,12 +344,9 @@ class _Mixed(Exception):
 
 
 def pack_experts(
-    count: int,
-    read: Callable[[int], CanonicalWeight],
-    lhs_dtype: torch.dtype | None = None,
-    bits: int = 4,
+    count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: torch.dtype | None = None, bits: int = 4,
     together: int = 1,
-) -> Weight:
+) -> Weight:  # fmt: skip
     """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
     If some experts have zero points, all get zero points.
 

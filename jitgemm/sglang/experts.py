@@ -18,6 +18,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from jitgemm.activations.scheme import Gate
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.experts_matrix import ExpertsMatrix
@@ -127,7 +128,7 @@ def _deepep_low_latency(module: PackedExperts, config: Any, given: Any) -> Any:
     x, scale = given.hidden_states, given.hidden_states_scale
     out = torch.empty(x.shape, dtype=config.params_dtype if scale is not None else x.dtype, device=x.device)
     live, expected = given.masked_m[: module.num_experts].to(torch.int32), min(given.expected_m, x.shape[1])
-    module.run_batched(x if scale is None else (x, scale), out, live, expected)
+    run_batched(module, x if scale is None else (x, scale), out, live, expected)
     return DeepEPLLCombineInput(hidden_states=out, topk_ids=given.topk_ids, topk_weights=given.topk_weights)
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 
 from jitgemm.activations.scheme import Gate
+from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.layouts import BLOCK, Unsupported
@@ -252,7 +253,7 @@ class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
             live = expert_tokens_meta.expert_num_tokens[: self.module.num_experts].to(torch.int32)
             # As many tokens of every other rank: a CUDA graph is captured for its own number alone.
             expected = topk_ids.numel() * self.num_dispatchers / global_num_experts
-            self.module.run_batched(x, output, live, min(expected, hidden_states.shape[1]))
+            run_batched(self.module, x, output, live, min(expected, hidden_states.shape[1]))
             return
         if apply_router_weight_on_input:  # which vLLM has done
             topk_weights = torch.ones_like(topk_weights)

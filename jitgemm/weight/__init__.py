@@ -12,6 +12,7 @@ mxfp4      MXFP4: its numbers, from its codes and scales
 nvfp4      NVFP4: its two terms, from its codes and scales
 two_level  two levels: their integers, from codes with integer scales and zero points under a scale for a row
 rotation   a Hadamard matrix along k
+no_tensor  what packed weights cannot do where models expect a tensor
 packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
 stack      a weight of experts out of dense ones
 correction  factors for zero points and offsets in blocks behind those of codes, and back

@@ -17,6 +17,7 @@ from jitgemm.tensors import PLAIN, check_int
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS, CodeOps, RowParts, Unpacked
 from jitgemm.weight.f16_sums import powers_of
+from jitgemm.weight.no_tensor import NoTensor
 from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, check_part, check_permutation, check_rotation
 from jitgemm.weight.parts import check_sizes, count_experts, dequantize_groups, format_group, group_count
 from jitgemm.weight.stack import regrouped, stack
@@ -25,7 +26,7 @@ from jitgemm.weight.ready import ReadyAt, is_captured, note, now, wait
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Weight(WeightBase):
+class Weight(NoTensor, WeightBase):
     """A weight [n, k], or one of E experts [E, n, k], packed for the kernel.
 
     Weight (row, column) is (q - zero) * scale + offset, with the scale, zero point and offset of its group of
@@ -290,18 +291,9 @@ class Weight(WeightBase):
         """Sets the name of the layer that holds the weight."""
         object.__setattr__(self, "layer", layer)
 
-    # What a model may do to the weight of a torch.nn.Linear and cannot do to a packed one is an error that says so.
-
-    def _no_tensor(self, use: str) -> str:
-        return (
-            f"{self.layer or 'weight'}: expected a tensor for {use}, got a packed {self.bits}-bit weight "
-            f"({type(self).__name__}): something other than the layer's own call uses it; leave the layer out with "
-            "filter=..., or call dequantize()"
-        )
-
     def __getitem__(self, index: Any) -> Self:
         if (experts := self.experts) is None:
-            raise TypeError(self._no_tensor("[...]"))
+            raise TypeError(self.no_tensor("[...]"))
         if not -experts <= (e := check_int("expert", index)) < experts:
             raise IndexError(f"expert: expected -{experts}..{experts - 1}, got {e}")
         part = self.packed.expert(e)
@@ -314,7 +306,7 @@ class Weight(WeightBase):
 
     def __len__(self) -> int:
         if self.experts is None:
-            raise TypeError(self._no_tensor("len()"))
+            raise TypeError(self.no_tensor("len()"))
         return self.experts
 
     def __iter__(self) -> Iterator[Self]:
@@ -322,19 +314,6 @@ class Weight(WeightBase):
 
     def __bool__(self) -> bool:
         return True  # a dense one too, which has no length
-
-    def __matmul__(self, other: object) -> Any:
-        raise TypeError(self._no_tensor("@"))
-
-    __rmatmul__ = __matmul__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every function of PyTorch that is given the weight."""
-        given = [*args, *(kwargs or {}).values()]
-        nested = [each for value in given for each in (value if isinstance(value, (list, tuple)) else [value])]
-        weight = next(each for each in nested if isinstance(each, cls))
-        raise TypeError(weight._no_tensor(getattr(func, "__name__", str(func))))
 
     def rows(self, first_strip: int, end_strip: int) -> RowParts:
         """Unpack some strips of 64 rows: rows 64 * first_strip up to min(64 * end_strip, n)."""
@@ -432,19 +411,3 @@ _KINDS: dict[int, type[Weight]] = {4: W4Weight, 8: W8Weight}
 def kind_of(format: WeightFormat) -> type[Weight]:
     """The class of weights of this format."""
     return _KINDS[format.bits]
-
-
-def _of_tensors(name: str) -> property:
-    """An attribute of tensors that models use and a packed weight does not have; `__getattr__` would slow down all."""
-
-    def get(weight: Weight) -> Any:
-        raise AttributeError(weight._no_tensor(f".{name}"))
-
-    return property(get)
-
-
-for _name in (
-    "T", "bfloat16", "clone", "copy_", "data", "detach", "dim", "float", "half", "is_cuda", "numel", "requires_grad",
-    "reshape", "size", "squeeze", "t", "transpose", "type", "unsqueeze", "view",
-):  # fmt: skip
-    setattr(Weight, _name, _of_tensors(_name))

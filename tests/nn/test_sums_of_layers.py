@@ -21,6 +21,7 @@ from emulator.launch import emulate
 from jitgemm.gemm import launch, reference
 from jitgemm.moe import call as moe_call
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
+from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.by_width import empty_weight
 from jitgemm.nn.warm.warm import _command, kernels
 from jitgemm.kernel.formats import WeightFormat
@@ -258,7 +259,7 @@ def test_experts_of_sorted_tokens_are_added_up_as_they_are_set(given, activation
     made.sums = sums
     x, out = inputs(1, 4, 3, 128), torch.empty(4, 3, 128, dtype=torch.bfloat16)
     live = torch.tensor([3, 0, 1, 2], dtype=torch.int32)
-    made.run_batched(x, out, live, 2.0)
+    run_batched(made, x, out, live, 2.0)
     weights = [part.parts.weight.with_sums(sums) for part in (made.w13, made.w2)]
     jitgemm.fused_experts_masked(x, *weights, torch.empty_like(out), live, 2.0, lhs_dtype=made.w13.lhs_dtype)
     assert given == 4 * [sums]

@@ -20,8 +20,8 @@ CEILINGS = {
     "gemm_w4a8_nt: lines": 7_400,
     "fused_experts: files": 48,
     "fused_experts: lines": 10_100,
-    "load_: files": 81,
-    "load_: lines": 16_700,
+    "load_: files": 82,
+    "load_: lines": 16_500,
     "files above 450 lines": 0,
     "lines of the package": 31_600,
 }

@@ -3,6 +3,7 @@
 linear             PackedLinear: the call, state dicts, checkpoints
 by_width           W4A8Linear and W8A8Linear: from floats, and without values
 experts            W4A8Experts and W8A8Experts
+batched_experts    the same over tokens that come sorted by expert
 packed             what both are made of: a packed weight whose tensors are a module's buffers; its state dict
 gate               the gate between an expert's two GEMMs
 sums               what kernels of a model's layers may add up in

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from jitgemm.activations.scheme import SILU_MUL, Gate
-from jitgemm.gemm.problem import Lhs
 from jitgemm.moe.arguments import ExpertsCall, check_call_once
 from jitgemm.moe.call import Adapt, fused_experts, launch
-from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
 from jitgemm.nn.layers.linear import input_rows, is_dtensor, result_type
 from jitgemm.nn.layers.packed import Described, Packed, state_dict_parts
@@ -44,7 +42,7 @@ class PackedExperts(Described):
         activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
         sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
-        batched: False; set it to True where `run_batched` is called, whose kernels `warmup` then compiles, too.
+        batched: False; set it to True where `batched_experts.run_batched` is called, whose kernels `warmup` then compiles, too.
         split: which experts this rank has; None for all. See `jitgemm.nn.parallel.ExpertParallel`.
     """
 
@@ -148,7 +146,7 @@ class PackedExperts(Described):
             return exchange(self._call(rows, ids, weights), split)
         if split is not None:
             options["expert_map"] = split.expert_map(rows.device)
-        out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(w13, w2), **options)
+        out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self.call_options(w13, w2), **options)
         if split is not None:
             split.sum(out)
         return out
@@ -171,12 +169,8 @@ class PackedExperts(Described):
             bias2=w2.bias, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
-    def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
-        """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
-        w13, w2 = self.w13, self.w2
-        fused_experts_masked(x, w13.weight, w2.weight, out, masked_m, expected_m, **self._options(w13, w2))
-
-    def _options(self, w13: Packed, w2: Packed) -> dict[str, Any]:
+    def call_options(self, w13: Packed, w2: Packed) -> dict[str, Any]:
+        """Of `fused_experts` and `fused_experts_masked`; w13, w2: the layer's, which a module is slow to give."""
         biases = {"bias13": w13._buffers["bias"], "bias2": w2._buffers["bias"]}
         return {**self._keywords, **biases, "batch_invariant": self.batch_invariant}
 

@@ -76,13 +76,9 @@ class ExpertsSource:
 
     @classmethod
     def find(
-        cls,
-        checkpoint: Checkpoint,
-        prefix: str,
-        layout: ExpertsLayout,
-        activation: str | None = None,
+        cls, checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, activation: str | None = None,
         format: str | None = None,
-    ) -> ExpertsSource | None:
+    ) -> ExpertsSource | None:  # fmt: skip
         """The experts that the checkpoint has for the module `prefix`; None: none, or the module's own parameters.
 
         Raises:

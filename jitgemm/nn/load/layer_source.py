@@ -145,12 +145,9 @@ class LayerSource:
             return read_header(self.checkpoint, replace(self.header, names=self.names), device, self.expert, cut)
 
     def read(
-        self,
-        device: torch.device,
-        cut: Cut | None = None,
-        columns: tuple[int, int] | None = None,
+        self, device: torch.device, cut: Cut | None = None, columns: tuple[int, int] | None = None,
         correction: bool | None = None,
-    ) -> Parts:
+    ) -> Parts:  # fmt: skip
         """The layer's data, or a rank's part of it, or these columns: first, and one past the last.
 
         Args:
