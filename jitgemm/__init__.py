@@ -18,8 +18,8 @@ from jitgemm.errors import CacheMissError, CompileError, DriverError, JitGemmErr
 __version__ = "1.0.0"
 
 __all__ = [
-    "CacheMissError", "CompileError", "DriverError", "JitGemmError", "UnsupportedDeviceError", "W4Weight",
-    "W8Weight", "explain", "fused_experts", "fused_experts_masked", "fused_experts_reference", "fused_experts_workspace_bytes",
+    "CacheMissError", "CompileError", "DriverError", "JitGemmError", "Rotated", "UnsupportedDeviceError",
+    "W4Weight", "W8Weight", "explain", "fused_experts", "fused_experts_masked", "fused_experts_reference", "fused_experts_workspace_bytes",
     "gemm_w4a8_bf16_nt", "gemm_w4a8_int8_nt", "gemm_w4a8_nt", "gemm_w4a8_reference", "gemm_w8a8_bf16_nt",
     "gemm_w8a8_nt", "load", "m_grouped_gemm_w4a8_bf16_nt_contiguous", "m_grouped_gemm_w4a8_bf16_nt_masked",
     "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",
@@ -66,6 +66,7 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.weight.nvfp4 import pack_nvfp4
     from jitgemm.weight.pack import pack_w4, pack_w8
     from jitgemm.weight.packed import W4Weight, W8Weight
+    from jitgemm.weight.parts import Rotated
     from jitgemm.weight.quantize_two_level import quantize_w4_two_level
     from jitgemm.weight.two_level import pack_w4_two_level
     from jitgemm.weight.quantize_mxfp4 import quantize_mxfp4

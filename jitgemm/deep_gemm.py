@@ -32,6 +32,7 @@ from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
 from jitgemm.weight.pack import pack_w8
 from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import check_rotated
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Recipe = tuple[int, int, int]
@@ -285,6 +286,7 @@ def _weight(b: object, *recipes: object) -> Weight:
     if parts[0] != parts[1] or (whole and parts[0]):
         raise ValueError("recipe: expected it alone, recipe_a and recipe_b together, or none of the three")
     if isinstance(b, Weight):
+        check_rotated((), b.rotation, "a")  # which DeepGEMM's callers quantise
         return b
     w, scale = _pair("b", b, "a packed weight or a pair (w, scales)")
     if w.dtype in (torch.int8, torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)):

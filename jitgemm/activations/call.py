@@ -19,6 +19,7 @@ from jitgemm.kernel.formats import LHS_GROUP, Correction, ceil_div, lhs_columns
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import check_tensor
+from jitgemm.weight.parts import Rotated
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -139,7 +140,8 @@ def quantize_activations(
         is 128 (ceil(k / 128) + ceil(k / (32 group size))): codes, zeros up to a multiple of 128, and for each 32 groups
         32 digits of their sums, rounded to the type, and 32 of what that leaves out, as bytes. By block scale is
         [..., ceil(k / 128)], column-major: rows side by side, columns m elements apart, rounded up to 4. With residual
-        the sum comes last: `*lhs, hidden = quantize_activations(x, dtype, rms_norm=weight, residual=hidden)`.
+        the sum comes last: `*lhs, hidden = quantize_activations(x, dtype, rms_norm=weight, residual=hidden)`. With a
+        rotation they are a `Rotated`; with residual `Rotated(lhs)` makes them one.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or x, scale, rms_norm or residual requires grad and gradients are
@@ -185,7 +187,7 @@ def quantize_activations(
         lead = x.shape[:-1]
         results = tuple(each.view((*lead, *each.shape[1:])) for each in results)
     if total is None:
-        return results
+        return Rotated(results) if rotation else results
     return *results, residual_out if residual_out is not None else total if x.dim() == 2 else total.view(x.shape)
 
 

@@ -70,8 +70,8 @@ def gemm_w4a8_nt(
             Or unpacked, float8_e8m0fnu [m, ceil(k / 128)], which the call packs first unless rows are whole words.
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 16. Where it has a `correction`, x is int8
             with a scale per token, [m, k'] with sums of groups behind its codes, as `quantize_activations` writes them
-            for the weight's `correction`; x [m, k] works as well, and takes longer. Where it has a `rotation`, x holds
-            codes of rotated values (`quantize_activations(..., rotation=128)`): no call can tell whether it does. Its `sums`
+            for the weight's `correction`; x [m, k] works as well, and takes longer. Where it has a `rotation`, lhs
+            is a `Rotated`, as `quantize_activations(..., rotation=128)` returns it. Its `sums`
             say what kernels may add up in (`Weight.with_sums`); those of f16 and exact ones have activations of their own.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.

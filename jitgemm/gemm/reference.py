@@ -21,7 +21,7 @@ from jitgemm.gemm.problem import check_weight, experts_of, fp32_scales, lhs_grou
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div, lhs_columns
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
-from jitgemm.weight.parts import PackedWeight, check_packed, dequantize_groups, group_count
+from jitgemm.weight.parts import PackedWeight, check_packed, check_rotated, dequantize_groups, group_count
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import Weight
@@ -140,6 +140,7 @@ def _check(
 ) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
+    check_rotated(lhs, getattr(rhs, "rotation", 0))
     check_dtype(X, x.dtype, rhs.format.for_any_values.lhs_types)
     columns = rhs.k, lhs_columns(rhs.k, rhs.correction)
     if x.dim() != 2 or x.shape[1] not in columns:

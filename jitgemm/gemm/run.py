@@ -23,7 +23,7 @@ from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared, this_thread
 from jitgemm.tensors import check_tensor
 from jitgemm.weight.correction import with_late_sums
-from jitgemm.weight.parts import PackedWeight
+from jitgemm.weight.parts import PackedWeight, check_rotated
 
 if TYPE_CHECKING:
     from jitgemm.gemm.launch import GemmLaunch
@@ -52,8 +52,10 @@ def gemm(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any."""
-    if type(lhs) is tuple and len(lhs) == 2:
+    """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any, and for activations as a layer made them."""
+    if bits:
+        check_rotated(lhs, getattr(rhs, "rotation", 0))
+    if isinstance(lhs, tuple) and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None
     else:
@@ -105,9 +107,11 @@ def contiguous(
     bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
     batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any, as in `gemm`."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
+    if bits:
+        check_rotated(lhs, rhs.rotation)  # type: ignore[union-attr]
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
@@ -119,9 +123,11 @@ def masked(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any, as in `gemm`."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
+    if bits:
+        check_rotated(lhs, rhs.rotation)  # type: ignore[union-attr]
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")

@@ -17,6 +17,7 @@ from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
+from jitgemm.weight.parts import check_rotated
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import Weight
@@ -45,7 +46,7 @@ def fused_experts_masked(
         masked_m: int32 [E], contiguous: live rows of each expert, clamped to 0..max_m on the device.
         expected_m: live rows of an expert, as expected, by which kernels are chosen. Any value gives right results.
         activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant: as `fused_experts`.
-        rotation: as `fused_experts`; tokens that are quantised have been rotated before.
+        rotation: as `fused_experts`; tokens that are quantised are then `jitgemm.Rotated`.
 
     Raises: as `fused_experts`.
     """
@@ -54,7 +55,9 @@ def fused_experts_masked(
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
-    lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
+    if quantised := isinstance(x, (tuple, list)):
+        check_rotated(x, rotation, "x")
+    lhs = split_lhs(x, "x") if quantised else (x, None, None)
     if not needs_dispatcher(lhs[0], out):
         rest = gate, tokens, bias13, bias2, batch_invariant
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, *rest))

@@ -55,6 +55,22 @@ def check_rotation(rotation: object, k: int, name: str = "w") -> int:
     return rotation
 
 
+class Rotated(tuple[torch.Tensor, ...]):
+    """Rotated activations (q, scale), or with a zero point, as `quantize_activations(..., rotation=128)` returns them: what
+    rotated weights are multiplied by, and they alone. Of tensors that came by another way: `Rotated((q, scale))`."""
+
+    __slots__ = ()
+
+
+def check_rotated(lhs: object, rotation: int, name: str = "lhs") -> None:
+    """Raises ValueError unless activations are rotated as a weight of this rotation is."""
+    rotated = isinstance(lhs, Rotated)
+    if not rotated if rotation else rotated:  # a tracer may not compare a symbol with a bool
+        rotates = "jitgemm.Rotated for a rotated weight, as quantize_activations(..., rotation=128) returns it"
+        wanted = rotates if rotation else "activations that are not rotated for a weight that is not"
+        raise ValueError(f"{name}: expected {wanted}, got a {type(lhs).__name__}")
+
+
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
     """What picks each expert's part of a tensor; `...` for a dense weight, whose only part is all of it."""
     return (...,) if experts is None else range(experts)

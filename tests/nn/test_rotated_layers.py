@@ -204,6 +204,80 @@ def test_what_a_rotated_weight_was_before_packing_is_packed_again():
     assert builders.same_bits(whole.pack(torch.int8).blocks, weight.blocks)
 
 
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def grouped(call):
+    def of_one_expert(lhs, weight, out):
+        stacked = type(weight).stacked(1, lambda e: weight)
+        if "contiguous" in call.__name__ or "reference" in call.__name__:
+            rows = torch.tensor([0, len(out)], dtype=torch.int32)
+            more = {"out": out} if "reference" in call.__name__ else {}
+            return call(lhs, stacked, rows, **more) if more else call(lhs, stacked, out, rows)
+        lhs = type(lhs)(each[None] for each in lhs)
+        call(lhs, stacked, out[None], torch.tensor([len(out)], dtype=torch.int32), len(out))
+
+    return of_one_expert
+
+
+CALLS = {
+    name: grouped(getattr(jitgemm, name)) if "grouped" in name else getattr(jitgemm, name)
+    for name in jitgemm.__all__
+    if "gemm_w" in name and "int8" not in name
+} | {
+    "gemm_w4a8_reference": lambda lhs, weight, out: out.copy_(jitgemm.gemm_w4a8_reference(lhs, weight, out_dtype=out.dtype)),
+    "gemm_w4a8_int8_nt": lambda lhs, weight, out: jitgemm.gemm_w4a8_int8_nt(lhs, weight),
+    "compiled": torch.compile(lambda *given: jitgemm.gemm_w4a8_nt(*given), backend="aot_eager", fullgraph=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_takes_rotated_activations_with_a_rotated_weight_and_no_others(call):
+    """However often it is asked: what was checked before is no excuse."""
+    bits, x = 8 if "w8" in call else 4, inputs(256)
+    weights = {size: made(size, name="two levels" if bits == 4 else "int8") for size in (0, 128)}
+    lhs = {size: jitgemm.quantize_activations(x, torch.int8, rotation=size) for size in weights}
+    assert type(lhs[128]) is jitgemm.Rotated and type(lhs[0]) is tuple
+    for _ in range(2):
+        for size, weight in weights.items():
+            out = torch.zeros(len(x), 64, dtype=torch.bfloat16 if "bf16" in call else torch.float32)
+            CALLS[call](lhs[size], weight, out)
+            dense = weight.dequantize()
+            if "int8" not in call:  # plain int8 loses much of inputs with outliers
+                assert lost(out, x.double() @ (rotated(dense) if size else dense).double().T) < (
+                    0.012 if size else 0.05
+                )
+            wrong = tuple(lhs[128]), list(lhs[128]), lhs[0]
+            for given in wrong if size else (lhs[128],):
+                with pytest.raises(
+                    Exception,
+                    match="lhs: expected jitgemm.Rotated for a" if size else "lhs: expected activations that are not",
+                ):
+                    CALLS[call](given, weight, out)
+    torch._dynamo.reset()
+
+
+def test_a_residual_s_sum_is_taken_off_and_deep_gemm_and_its_layout_have_no_rotation():
+    x, weight = inputs(256), made(name="e4m3")
+    norm = torch.ones(256)
+    *lhs, total = jitgemm.quantize_activations(x, torch.float8_e4m3fn, rms_norm=norm, residual=x, rotation=128)
+    out = torch.empty(len(x), 64)
+    jitgemm.gemm_w8a8_nt(jitgemm.Rotated(lhs), weight, out)
+    normed = torch.nn.functional.rms_norm(total.double(), (256,), norm.double(), 1e-6)
+    assert lost(out, normed @ rotated(weight.dequantize()).double().T) < 0.05
+    codes = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme="block", rotation=128)
+    with pytest.raises(ValueError, match="a: expected jitgemm.Rotated for a rotated weight, .*, got a tuple"):
+        jitgemm.deep_gemm.fp8_gemm_nt(codes, weight, out)
+    experts = (
+        type(weight).stacked(2, lambda e: weight),
+        type(weight).stacked(2, lambda e: made(n=256, k=128, name="e4m3")),
+    )
+    sent = [each[None].expand(2, *each.shape).contiguous() for each in codes]
+    rows, result = torch.full((2,), len(x), dtype=torch.int32), torch.empty(2, len(x), 256)
+    with pytest.raises(ValueError, match="x: expected jitgemm.Rotated for a rotated weight, .*, got a list"):
+        jitgemm.fused_experts_masked(sent, *experts, result, rows, len(x), activation="relu2", rotation=128)
+
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
