@@ -9,14 +9,15 @@ import typer
 
 from jitgemm.cli import common
 from jitgemm.cli.common import layer_option
-from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Problem
-from jitgemm.kernel.legend import legend
+from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ROTATION, Problem
+from jitgemm.kernel.legend import ROTATED, legend
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import local_device, pick_device
 from jitgemm.select import cost
 from jitgemm.select.choose import Candidate, bands, candidates, faster_instead, seen, why
 
 _EXPERTS = "A grouped GEMM of E weights; M tokens choose experts."
+_ROTATION = "Of the weight, and of activations in their quantiser. Default: none."
 _TOP_K = "Experts that a token chooses."
 
 
@@ -32,6 +33,7 @@ def explain(
     block_scales: Annotated[bool, layer_option("--block-scales", metavar=None)] = False,
     e8m0: Annotated[bool, layer_option("--e8m0", metavar=None)] = False,
     sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
+    rotation: Annotated[int, typer.Option("--rotation", metavar="128", help=_ROTATION, show_default=False)] = 0,
     experts: Annotated[Optional[int], typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
     device: common.Device = None,
@@ -60,6 +62,8 @@ def explain(
     target = pick_device(device)
     format = common.weight_format(weight, k)
     kind = common.LHS_TYPES[lhs.value] if lhs else format.lhs_types[0]
+    if rotation not in (0, ROTATION) or k % (rotation or 1):
+        raise ValueError(f"--rotation: expected {ROTATION}, and K a multiple of it, got {rotation} and {k}")
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
@@ -73,7 +77,7 @@ def explain(
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         facts = {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict()
-        facts |= {"tier": format.tier} if format.tier else {}
+        facts |= ({"tier": format.tier} if format.tier else {}) | ({"rotation": rotation} if rotation else {})
         report = {"problem": facts, "band": [first, last], "device": asdict(target), "chosen": ranked[0].kernel.label}
         common.print_json(report | {"candidates_in_all": len(ranked), "candidates": found})
         return
@@ -98,8 +102,8 @@ def explain(
     if device is None and local_device() is None:
         common.note(f"no Hopper GPU is at hand: this is what an {target.name} would run; --device names another")
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{why(ranked)}")
-    if instead := faster_instead(problem):
-        common.note(instead)
+    for note in filter(None, (faster_instead(problem), rotation and ROTATED)):
+        common.note(note)
     parts = ", ".join(f"{part}: {text}" for part, text in legend(ranked[0].kernel.label))
     common.note(f"{ranked[0].kernel.label} is {parts}")
 

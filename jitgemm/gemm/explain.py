@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from jitgemm.gemm.problem import ANY, X, Gemm, Lhs, check_types, check_weight, pack_e8m0, split_lhs
+from jitgemm.weight.parts import check_rotated
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import AnyWeight
@@ -29,6 +30,7 @@ class Explanation:
         legend: (part, what it says) for each part of the label.
         on_cpu: the tensors are the CPU's: the exact reference multiplies them, and the kernel is the device's for such a
             call.
+        rotation: the weight's, which changes no kernel of a GEMM.
         faster_instead: what to take instead, where operands of another kind are faster in prefill; else "".
     """
 
@@ -43,6 +45,7 @@ class Explanation:
     legend: tuple[tuple[str, str], ...]
     on_cpu: bool = False
     faster_instead: str = ""
+    rotation: int = 0
 
     def __str__(self) -> str:
         width = max(len(part) for part, _ in self.legend)
@@ -53,7 +56,9 @@ class Explanation:
             f"m = {self.rows[0]}..{self.rows[1]} share it; predicted {self.predicted_us:.2f} us, bound by {self.bound_by}"
         )
         lines.append(f"of {self.candidates} candidates {self.why}")
-        return "\n".join([*lines, *filter(None, [self.faster_instead])])
+        from jitgemm.kernel.legend import ROTATED
+
+        return "\n".join([*lines, *filter(None, [self.faster_instead, self.rotation and ROTATED])])
 
 
 def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: bool = False) -> Explanation:
@@ -77,7 +82,7 @@ def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: boo
 
     x, x_scale, x_zero = split_lhs(lhs)
     gemm = Gemm(x, x_scale, x_zero, rhs, out, None, None, batch_invariant)
-    check_weight(rhs, ANY)
+    check_rotated(lhs, getattr(check_weight(rhs, ANY), "rotation", 0))
     check_types(gemm)
     if gemm.packs_scales:
         gemm = gemm._replace(x_scale=pack_e8m0(x_scale))
@@ -92,4 +97,5 @@ def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: boo
     return Explanation(
         label, function_name(label), device.name, bands(problem.m)[-1], best.predicted_us, best.bound_by, len(ranked),
         why(ranked), tuple(legend(label)), x.device.type == "cpu", faster_instead(problem),
+        getattr(rhs, "rotation", 0),
     )  # fmt: skip

@@ -64,6 +64,9 @@ OTHER = (
 """The same for quantisers, routing and combining."""
 
 
+ROTATED = "the weight is rotated: its kernels are those of others, and quantisers rotate activations by blocks of 128"
+
+
 def legend(label: str) -> list[tuple[str, str]]:
     """(part, what it says) for each part of a kernel's label, in its order.
 

@@ -316,6 +316,13 @@ def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, t
     assert common.weight_format(name, k) == common.weight_format(weight.format.name) == weight.format
 
 
+def test_a_rotation_is_explained(run):
+    shape = "explain", "16", "4096", "4096", "--weight", "tl-channel-bf16-two_level", "--device", "h200"
+    turned, plain = run(*shape, "--rotation", "128", "--json").json, run(*shape, "--json").json
+    assert turned["problem"].pop("rotation") == 128 and turned == plain
+    assert "quantisers rotate activations by blocks of 128" in run(*shape, "--rotation", "128").stderr
+
+
 @pytest.mark.parametrize("k", [16, 48, 496])
 def test_columns_in_multiples_of_16_are_explained_and_warmed_up(run, k):
     assert run("explain", "16", "72", str(k), "--device", "h200", "--json").json["chosen"]
@@ -564,6 +571,14 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         (
             ["explain", "1", "64", "128", "--weight", "g128-bf16-o-any"],
             "with k = 128: offset: expected none per channel",
+        ),
+        (
+            ["explain", "1", "64", "192", "--rotation", "128"],
+            "--rotation: expected 128, and K a multiple of it, got 128 and 192",
+        ),
+        (
+            ["explain", "1", "64", "128", "--rotation", "64"],
+            "--rotation: expected 128, and K a multiple of it, got 64 and 128",
         ),
         (["explain", "1", "64", "128", "--top-k", "2"], "--top-k: expected at most --experts (not given), got 2"),
         (["explain", "1", "64", "128", "--experts", "4", "--top-k", "5"], "at most --experts (4), got 5"),

@@ -35,6 +35,17 @@ def test_the_kernel_is_the_one_that_a_call_takes():
     assert found.predicted_us > 0 and found.candidates > 1 and found.kernel in found.why
 
 
+def test_a_weight_s_rotation_is_said_and_changes_no_kernel():
+    x, out = torch.randn(3, K), torch.empty(3, 64)
+    weights = [jitgemm.quantize_w4_two_level(torch.randn(64, K), rotation=size) for size in (0, 128)]
+    lhs = [jitgemm.quantize_activations(x, torch.int8, rotation=weight.rotation) for weight in weights]
+    found = [jitgemm.explain(*given, out) for given in zip(lhs, weights)]
+    assert found[0].kernel == found[1].kernel and [each.rotation for each in found] == [0, 128]
+    assert "rotated" not in str(found[0]) and str(found[1]).endswith("rotate activations by blocks of 128")
+    with pytest.raises(ValueError, match="lhs: expected jitgemm.Rotated for a rotated weight"):
+        jitgemm.explain(lhs[0], weights[1], out)
+
+
 def test_its_name_in_a_profile_is_the_functions_name_in_the_source():
     found = explained()
     assert f"\n{found.function}(" in render(KernelSpec.from_label(found.kernel))

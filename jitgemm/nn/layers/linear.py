@@ -23,7 +23,7 @@ from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.parts import check_packed
+from jitgemm.weight.parts import check_packed, check_rotated
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
@@ -184,6 +184,7 @@ class PackedLinear(Packed):
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
         bias = self._buffers["bias"] if bias is None else bias
+        check_rotated(lhs, self.scheme.rotation)
         gemm(ANY, lhs, self.weight, out, bias, self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
