@@ -73,6 +73,8 @@ MAKERS = {
     **{f"w8 {a}": functools.partial(W8A8Linear.from_linear, linear(), activation=a) for a in ACTIVATIONS},
     "w8 block": lambda: W8A8Linear.from_linear(linear(bias=False), activation="e4m3_block", block=128),
     "w8 static": lambda: W8A8Linear.from_weight(permuted_w8(), input_scale=torch.tensor([0.01]), activation="int8"),
+    "rotated": lambda: W4A8Linear.from_linear(linear(), activation="int8", group_size=128, rotation=128),
+    "rotated, w8": lambda: W8A8Linear.from_linear(linear(), activation="e4m3", rotation=128),
 }
 """One of every kind of buffers."""
 
@@ -123,6 +125,7 @@ def by_hand(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         affine=layer.activation == "int8_affine",
         scale=layer.input_scale,
         permutation=layer.weight.permutation,
+        rotation=layer.weight.rotation,
     )
     out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
     gemm = {4: jitgemm.gemm_w4a8_nt, 8: jitgemm.gemm_w8a8_nt}[layer.weight.bits]
@@ -483,6 +486,7 @@ def emptied(layer: PackedLinear, device: str | None = None) -> PackedLinear:
         permutation=weight.permutation is not None,
         input_scale=layer.input_scale is not None,
         device=device,
+        rotation=weight.rotation,
         **of_four,
     )
 

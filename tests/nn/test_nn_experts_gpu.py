@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 
+import builders
 import pytest
 import torch
 from small_models import same_state
 from test_nn_expert_models import COMPRESSED, MODELS, alike, build, file_of, logits, same_weights
-from test_nn_experts import GATES, E, close, experts, experts_of_8_bits, routed
+from test_nn_experts import GATES, TOP_K, E, close, experts, experts_of_8_bits, routed
 
 import jitgemm.nn
 from jitgemm.nn import ACTIVATIONS, W4A8Experts, load_
+from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.warm import warmup
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +44,33 @@ def test_the_gpu_gives_the_cpus_results_of_8_bits(widths, activation):
     for tokens in (1, 9, 300):
         arguments = routed(tokens, tokens, dtype=torch.bfloat16)
         assert close(copy.deepcopy(layer).cuda()(*on_gpu(arguments)).cpu(), layer(*arguments), 0.02)
+
+
+@pytest.mark.parametrize(
+    "scheme", [{"bits": 8, "activation": "int8"}, {"bits": 8}, {"scheme": "two-level"}, {"scheme": "mxfp4"}], ids=str
+)
+def test_rotated_experts_give_the_cpus_results_eager_compiled_and_in_a_graph(scheme):
+    recipe = Recipe(rotation=128, **scheme)
+    w13, w2 = (torch.randn(E, n, k, generator=builders.generator(k)) / 16 for n, k in ((512, 384), (384, 256)))
+    layer = packed_experts(recipe.apply(w13), recipe.apply(w2), activation=recipe.inputs, top_k=TOP_K)
+    there = copy.deepcopy(layer).cuda()
+    warmup(there, 64, dtype=torch.bfloat16)
+    _, ids, weights = routed(tokens=48)
+    x = torch.randn(48, 384, generator=builders.generator(3)).bfloat16()
+    x[:, 5::96] *= 60
+    held = on_gpu((x, ids, weights))
+    torch._dynamo.reset()
+    compiled, graph = torch.compile(there, fullgraph=True), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = there(*held)
+    for seed in (4, 5):
+        x = x.roll(seed, 0)
+        held[0].copy_(x)
+        graph.replay()
+        expected = there(*held)
+        assert torch.equal(out, expected) and close(expected.cpu(), layer(x, ids, weights), 0.02)
+        assert close(compiled(*held).cpu(), expected.cpu(), 0.02)
+    torch._dynamo.reset()
 
 
 def test_moves_and_state_dicts_cross_devices():

@@ -36,6 +36,7 @@ def assert_right(out: torch.Tensor, layer: W4A8Linear, x: torch.Tensor) -> None:
         affine=layer.activation == "int8_affine",
         scale=layer.input_scale,
         permutation=layer.weight.permutation,
+        rotation=layer.weight.rotation,
     )
     ref, bound = gemm_w4a8_bound(lhs, layer.weight, bias=layer.bias, out_dtype=out.dtype)
     error = (out.cpu().double().view_as(ref) - ref).abs()
@@ -103,7 +104,7 @@ def test_another_stream():
 # ---- graphs and compilers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "int8_affine", "permutation", "static", "per channel"])
+@pytest.mark.parametrize("kind", ["e4m3", "int8_affine", "permutation", "static", "per channel", "rotated"])
 def test_a_cuda_graph_right_after_the_warm_up(kind):
     """Nothing was called with these shapes before the capture."""
     layer = layer_of(kind).cuda()

@@ -11,6 +11,8 @@ from functools import partial
 import builders
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_model
 
 import jitgemm
@@ -24,7 +26,7 @@ from jitgemm.nn.quantize.quantize import quantize_
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.warm import kernels
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.rotation import rotated, rotated_moments
+from jitgemm.weight.rotation import FACTOR, rotated, rotated_moments, sylvester
 
 QUANTISERS = {
     "groups": partial(jitgemm.quantize_w4, group_size=128),
@@ -248,12 +250,12 @@ def test_a_call_takes_rotated_activations_with_a_rotated_weight_and_no_others(ca
                     0.012 if size else 0.05
                 )
             wrong = tuple(lhs[128]), list(lhs[128]), lhs[0]
-            for given in wrong if size else (lhs[128],):
+            for other in wrong if size else (lhs[128],):
                 with pytest.raises(
                     Exception,
                     match="lhs: expected jitgemm.Rotated for a" if size else "lhs: expected activations that are not",
                 ):
-                    CALLS[call](given, weight, out)
+                    CALLS[call](other, weight, out)
     torch._dynamo.reset()
 
 
@@ -276,6 +278,26 @@ def test_a_residual_s_sum_is_taken_off_and_deep_gemm_and_its_layout_have_no_rota
     rows, result = torch.full((2,), len(x), dtype=torch.int32), torch.empty(2, len(x), 256)
     with pytest.raises(ValueError, match="x: expected jitgemm.Rotated for a rotated weight, .*, got a list"):
         jitgemm.fused_experts_masked(sent, *experts, result, rows, len(x), activation="relu2", rotation=128)
+
+
+@given(
+    name=st.sampled_from(sorted(QUANTISERS)), n=st.integers(1, 9).map(lambda x: 8 * x), blocks=st.integers(1, 5),
+    seed=st.integers(0, 2**31), large=st.booleans(), data=st.data(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_rotated_weight_multiplies_as_its_dense_one_that_is_turned_back(name, n, blocks, seed, large, data):
+    """All rows of H are codes of 1 and -1 with a scale of 2^-3.5: the product is the weight itself, of any format."""
+    w = normal(n, 128 * blocks, seed=seed)
+    w[:, seed % len(w[0]) :: 300] *= 1000 if large else 1
+    weight = QUANTISERS[name](w, rotation=128)
+    dtype = LHS_DTYPES[data.draw(st.sampled_from(ACTIVATIONS[name]))]
+    codes = torch.block_diag(*[sylvester(128, torch.device("cpu"))] * blocks).to(dtype)
+    lhs = jitgemm.Rotated((codes, torch.full((len(codes),), FACTOR)))
+    found = jitgemm.gemm_w4a8_reference(lhs, weight, out_dtype=torch.float64).T
+    expected, held = unpacked(weight).dequantize().double(), weight.dequantize().double()
+    sizes = held.unflatten(1, (-1, 128)).abs().sum(2).repeat_interleave(128, 1)
+    assert bool(((found - expected).abs() <= 2**-20 * 2**-3.5 * sizes).all())
+    assert torch.equal(expected, rotated(weight.dequantize()).double())
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
