@@ -12,9 +12,12 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("helpers/*.py")))  # as tests' own are
 
 FAILURES = os.environ.get("GPU_TESTS_FAILURES")
 """A file that takes each failure as it happens: a run that is cut off has said by then what failed."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import layers
 import pytest
-import test_awq
-import test_gptq
+import files_awq
+import files_gptq
 import torch
 
 from jitgemm.checkpoint import read_layer
 from jitgemm.nn import PackedLinear
-
-CONFIG = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False, "data_type": "int"}
+from files_autoround import CONFIG
 
 
 def read(tensors: dict[str, torch.Tensor], **config) -> torch.Tensor:
@@ -38,26 +37,26 @@ def read(tensors: dict[str, torch.Tensor], **config) -> torch.Tensor:
 )
 def test_gptqs_tensors_are_read_with_the_zero_points_of_their_packing(config, minus_one):
     layer = layers.layer(0, zeros=(1, 15))
-    layers.assert_exactly(read(test_gptq.packed(layer, minus_one=minus_one), **config), layer.weight)
+    layers.assert_exactly(read(files_gptq.packed(layer, minus_one=minus_one), **config), layer.weight)
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_awq", "auto_round:awq", "auto_round:auto_awq:gemm"])
 def test_awqs_tensors_are_read(packing):
     layer = layers.layer(1)
-    layers.assert_exactly(read(test_awq.gemm(layer), packing_format=packing), layer.weight)
+    layers.assert_exactly(read(files_awq.gemm(layer), packing_format=packing), layer.weight)
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round", "auto_round:auto_awq"])
 def test_sym_means_q_minus_8(packing):
     layer = layers.layer(3, zeros=(8, 8))
-    tensors = test_awq.gemm(layer) if "awq" in packing else test_gptq.packed(layer, minus_one=False)
+    tensors = files_awq.gemm(layer) if "awq" in packing else files_gptq.packed(layer, minus_one=False)
     layers.assert_exactly(read(tensors, sym=True, packing_format=packing), layer.weight)
 
 
 @pytest.mark.parametrize("said", [{"bits": 8}, {"extra_config": {layers.PREFIX: {"bits": 8}}}])
 def test_layers_of_8_bits_are_read(said):
     layer = layers.layer(4, zeros=(128, 128), bits=8)
-    layers.assert_exactly(read(test_gptq.packed(layer, minus_one=True, bits=8), sym=True, **said), layer.weight)
+    layers.assert_exactly(read(files_gptq.packed(layer, minus_one=True, bits=8), sym=True, **said), layer.weight)
 
 
 FP8 = {"bits": 8, "group_size": -1, "sym": True, "data_type": "fp"}
@@ -91,7 +90,7 @@ def test_fp8_layers_are_read(said, shape, activation):
 @pytest.mark.parametrize("name", [layers.PREFIX, r"model\.layers\..*up_proj"])
 def test_settings_of_one_layer_replace_the_models(name):
     layer = layers.layer(2, zeros=(1, 15))
-    tensors = test_gptq.packed(layer, minus_one=True)
+    tensors = files_gptq.packed(layer, minus_one=True)
     layers.assert_exactly(read(tensors, group_size=32, extra_config={name: {"group_size": 64}}), layer.weight)
     with pytest.raises(ValueError, match="bits: expected 4 or 8, got 3"):
         read(tensors, extra_config={name: {"bits": 3}})
@@ -99,7 +98,7 @@ def test_settings_of_one_layer_replace_the_models(name):
 
 def test_expressions_of_extra_config_are_found_in_the_name_and_plain_names_are_the_whole():
     layer = layers.layer(6, zeros=(1, 15))
-    tensors = test_gptq.packed(layer, minus_one=True)
+    tensors = files_gptq.packed(layer, minus_one=True)
     for name in ("layers.0.mlp.up", "model.layers.0.mlp"):  # other layers' names
         layers.assert_exactly(read(tensors, extra_config={name: {"bits": 8}}), layer.weight)
     layers.assert_exactly(read(tensors, group_size=32, extra_config={r"\.up_proj": {"group_size": 64}}), layer.weight)
@@ -136,4 +135,4 @@ def test_expressions_of_extra_config_are_found_in_the_name_and_plain_names_are_t
 )
 def test_what_cannot_be_read_is_refused(config, text):
     with pytest.raises(ValueError, match=text):
-        read(test_gptq.packed(layers.layer(0), minus_one=True), **config)
+        read(files_gptq.packed(layers.layer(0), minus_one=True), **config)

@@ -12,16 +12,11 @@ import pytest
 import torch
 
 from jitgemm.checkpoint.bitblas import FORMAT
+from files_bitblas import qweight
 
 PLAIN = {"fast_decoding": False}
 INTERLEAVED = {"float16": (0, 2, 4, 6, 1, 3, 5, 7), "int8": (0, 4, 1, 5, 2, 6, 3, 7)}
 SAVED = {"quant_method": "gptq", "checkpoint_format": "bitblas", "bits": 4}
-
-
-def qweight(q: torch.Tensor, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    if order is None:
-        return checkpoints.words(q, 1, torch.int8)
-    return checkpoints.words(q, 1, torch.int32, order).view(torch.int8)
 
 
 def packed(layer: layers.Layer, zeros_mode: str, order: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import warnings
 
 import builders
-import checkpoints
 import layers
 import pytest
 import torch
 
 from jitgemm.checkpoint.executorch import FORMAT
-
-
-def high_first(q: torch.Tensor) -> torch.Tensor:
-    return checkpoints.words(q, 1, torch.uint8, order=(1, 0))
+from files_executorch import high_first
 
 
 def qta8a_qga4w(layer: layers.Layer) -> dict[str, torch.Tensor]:

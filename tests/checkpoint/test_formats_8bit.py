@@ -16,19 +16,9 @@ from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
 from jitgemm.weight.packed import W8Weight
+from files_8bit import DEEPSEEK, E4M3, codes, inputs, scales, scheme
 
-E4M3 = torch.float8_e4m3fn
 LAYER = layers.PREFIX
-
-
-def codes(seed: int, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value of the type."""
-    bits = torch.randint(0, 256, (n, k), generator=builders.generator(seed), dtype=torch.uint8)
-    return (torch.where((bits & 0x7F) == 0x7F, 0x38, bits) if dtype == E4M3 else bits).to(torch.uint8).view(dtype)
-
-
-def scales(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return ((torch.rand(shape, generator=builders.generator(seed)) + 0.5) * 0.01).to(dtype)
 
 
 def over(scale: torch.Tensor, n: int, k: int, rows: int, columns: int) -> torch.Tensor:
@@ -48,17 +38,6 @@ def assert_holds(folder, q: torch.Tensor, scale: torch.Tensor, layer: str = LAYE
     assert torch.equal(weight.dequantize(), expected)
     assert torch.equal(read_layer(folder, layer, device="cpu").dequantize(), expected)
     return weight
-
-
-def inputs(kind: str, *, dynamic: bool = True, strategy: str = "token", **more) -> dict:
-    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic} | more
-
-
-def scheme(kind: str, strategy: str, format: str, activations: dict | None = None, bits: int = 8, **more) -> dict:
-    """compressed-tensors' config of one group."""
-    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy} | more
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -241,8 +220,6 @@ def test_a_smoothquant_file_is_a_w8a8_one_with_its_factors_folded_in(tmp_path, d
 
 
 # ---- w8a8: other tools' ----------------------------------------------------------------------------------------------
-
-DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import builders
 import checkpoints
 import layers
 import pytest
-import test_autoround
-import test_awq
-import test_gptq
+import files_autoround
+import files_awq
+import files_gptq
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -420,7 +420,7 @@ def _settings_of(column: int) -> list[tuple[str, str]]:
 
 
 def _tensors(name: str) -> dict[str, torch.Tensor]:
-    tensors = test_awq.gemm(SAMPLE) if name == "AWQ" else test_gptq.packed(SAMPLE, minus_one=True)
+    tensors = files_awq.gemm(SAMPLE) if name == "AWQ" else files_gptq.packed(SAMPLE, minus_one=True)
     return {f"{layers.PREFIX}.{suffix}": tensor for suffix, tensor in tensors.items() if suffix != "g_idx"}
 
 
@@ -428,7 +428,7 @@ def _read(name: str, **said):
     return read_layer(_tensors(name), layers.PREFIX, device="cpu", config=SAMPLES[name] | said)
 
 
-SAMPLES = {"GPTQ": test_gptq.V1, "AWQ": test_awq.GEMM, "AutoRound": test_autoround.CONFIG}
+SAMPLES = {"GPTQ": files_gptq.V1, "AWQ": files_awq.GEMM, "AutoRound": files_autoround.CONFIG}
 """Rows of the table that are tested, and a config of each."""
 SAMPLE = layers.layer(0, zeros=(1, 15))
 

@@ -12,20 +12,9 @@ import torch
 
 import jitgemm.nn
 from jitgemm.checkpoint import read_layer
+from files_gptq import V1, V2, packed
 
-V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
-V2 = V1 | {"checkpoint_format": "gptq_v2"}
 BY_GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
-
-
-def packed(layer: layers.Layer, *, minus_one: bool, bits: int = 4) -> dict[str, torch.Tensor]:
-    """The layer's tensors; v1 stores each zero less one in its own nibble, of 8 bits in its own byte."""
-    return {
-        "qweight": checkpoints.words(layer.q.T, 0, bits=bits),
-        "qzeros": checkpoints.words(layer.zero.T - int(minus_one), 1, bits=bits),
-        "scales": layer.scale.T.contiguous(),
-        "g_idx": layer.group.to(torch.int32),
-    }
 
 
 def read(tensors: dict[str, torch.Tensor], config: dict[str, Any] | None, prefix: str = layers.PREFIX):

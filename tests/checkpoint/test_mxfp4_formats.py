@@ -11,7 +11,7 @@ import checkpoints
 import mxfp4
 import pytest
 import torch
-from test_nn_expert_models import IDS, E, alike, build, experts_of, logits
+from expert_models import IDS, E, alike, build, experts_of, logits
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint import compressed_tensors

@@ -7,10 +7,10 @@ from dataclasses import fields
 
 import builders
 import pytest
-import test_awq
-import test_compressed_tensors as ct
-import test_formats_8bit as eight
-import test_gptq
+import files_awq
+import files_compressed_tensors as ct
+import files_8bit as eight
+import files_gptq
 import torch
 from layers import PREFIX, layer
 from safetensors.torch import save_file
@@ -43,21 +43,21 @@ def fp8(scale, **config):
     return {"weight": eight.codes(1, N, K, E4M3), **scale}, {"quant_method": "fp8"} | config
 
 
-GPTQ = test_gptq.V2 | {"group_size": 128}
+GPTQ = files_gptq.V2 | {"group_size": 128}
 CASES = {
-    "gptq": (test_gptq.packed(w4(128), minus_one=False), GPTQ, "n"),
+    "gptq": (files_gptq.packed(w4(128), minus_one=False), GPTQ, "n"),
     "gptq without g_idx": (
-        {k: v for k, v in test_gptq.packed(w4(128), minus_one=False).items() if k != "g_idx"}, GPTQ, "nk",
+        {k: v for k, v in files_gptq.packed(w4(128), minus_one=False).items() if k != "g_idx"}, GPTQ, "nk",
     ),
     "gptq, act-order": (
-        test_gptq.packed(w4(128, act_order=True), minus_one=False), GPTQ | {"desc_act": True}, "n",
+        files_gptq.packed(w4(128, act_order=True), minus_one=False), GPTQ | {"desc_act": True}, "n",
     ),
     "gptq per channel": (
-        {k: v for k, v in test_gptq.packed(w4(K), minus_one=False).items() if k != "g_idx"},
-        test_gptq.V2 | {"group_size": -1}, "nk",
+        {k: v for k, v in files_gptq.packed(w4(K), minus_one=False).items() if k != "g_idx"},
+        files_gptq.V2 | {"group_size": -1}, "nk",
     ),
-    "awq": (test_awq.gemm(w4(64)), test_awq.GEMM | {"group_size": 64}, "nk"),
-    "awq gemv": (test_awq.gemv(w4(64), 2), test_awq.GEMV | {"group_size": 64}, ""),
+    "awq": (files_awq.gemm(w4(64)), files_awq.GEMM | {"group_size": 64}, "nk"),
+    "awq gemv": (files_awq.gemv(w4(64), 2), files_awq.GEMV | {"group_size": 64}, ""),
     "pack-quantized": (*ct_case(ct.pack_quantized, 128, False), "nk"),
     "pack-quantized, zeros": (*ct_case(ct.pack_quantized, 32, True), "nk"),
     "pack-quantized, zeros in bytes": (*ct_case(ct.pack_quantized, 32, True, zero="bytes"), "nk"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from contextlib import contextmanager
 
 import builders
 import pytest
@@ -16,6 +14,7 @@ from jitgemm.checkpoint.compressed_tensors import FORMAT
 from jitgemm.checkpoint.compressed_tensors_config import for_layer, written_config, written_group
 from jitgemm.checkpoint.load import read_layer
 from jitgemm.checkpoint.writing import stored_in, write_safetensors
+from disks import disk_of
 
 TENSORS = {
     "b.weight": torch.arange(15, dtype=torch.bfloat16).view(5, 3),
@@ -25,17 +24,6 @@ TENSORS = {
     "e.none": torch.empty(0, 4),
     "f.one": torch.tensor(2.5),
 }
-
-
-@contextmanager
-def disk_of(size: int):
-    """Files may grow to `size` bytes: a write beyond fails as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_file_holds_what_safetensors_would_write(tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cli_results import Result
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -52,15 +53,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
 FEW = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--weight", "g128-bf16-any")
 """A GEMM kernel and a quantiser."""
-
-
-class Result:
-    def __init__(self, code: int, stdout: str, stderr: str):
-        self.code, self.stdout, self.stderr = code, stdout, stderr
-
-    @property
-    def json(self):
-        return json.loads(self.stdout)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 import vllm_layers
 from emulator.launch import emulate
 from safetensors.torch import load_file, save_file
-from test_inductor import Graphs
+from compiled_graphs import Graphs
 from test_vllm import (
     CONFIGS,
     MergedColumnParallelLinear,

@@ -12,10 +12,10 @@ from builders import PER_CHANNEL, same_bits
 from moe_cases import Case
 from quantize_cases import X_DTYPES, assert_close, assert_same_bits, parameters
 from quantize_cases import activations as values
-from test_gemm_gpu import Guarded, assert_right
+from guarded_calls import Guarded, assert_right
 from builders import weight_of_experts
-from test_grouped_gpu import assert_right as assert_groups_right
-from test_grouped_gpu import assert_bits_of_the_dense_kernel, guarded, offsets_of
+from guarded_groups import assert_right as assert_groups_right
+from guarded_groups import assert_bits_of_the_dense_kernel, guarded, offsets_of
 
 import jitgemm
 from jitgemm.activations.arguments import activation_of

@@ -13,8 +13,8 @@ import torch
 from emulator.launch import emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
 from marks import emulated
-from test_compressed_tensors import config, pack_quantized
-from test_inductor import compiled
+from files_compressed_tensors import config, pack_quantized
+from compiled_graphs import compiled
 from builders import weight_of_experts
 
 import jitgemm

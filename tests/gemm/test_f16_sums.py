@@ -16,7 +16,7 @@ from emulator.launch import emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
 from marks import emulated
 from tensor_core import TensorCore
-from test_emulator import grouped_problem
+from emulated_groups import grouped_problem
 from builders import weight_of_experts
 
 import jitgemm

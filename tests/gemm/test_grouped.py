@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import weight_of_experts
 from prepared_calls import without_driver
-from test_driver import CODES, struct_of
+from arguments_of_kernels import CODES, struct_of
 
 import jitgemm
 from jitgemm.gemm import launch as gemms

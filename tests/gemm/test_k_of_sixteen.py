@@ -10,7 +10,7 @@ import torch
 from builders import PER_CHANNEL
 from moe_cases import Case, by_definition
 from small_models import config, stored
-from test_moe_masked import COUNTS, called, expected, sorted_tokens
+from masked_experts import COUNTS, called, expected, sorted_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm

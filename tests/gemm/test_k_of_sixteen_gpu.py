@@ -13,14 +13,14 @@ import torch
 from builders import PER_CHANNEL
 from moe_cases import MODES, Case
 from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
-from test_gemm_gpu import Guarded, assert_right
+from guarded_calls import Guarded, assert_right
 from builders import weight_of_experts
-from test_grouped_gpu import assert_right as assert_groups_right
-from test_grouped_gpu import guarded, offsets_of
-from test_moe_gpu import assert_layer
-from test_moe_masked import called as called_masked
-from test_moe_masked import sorted_tokens
-from test_quantize_gpu import run_both
+from guarded_groups import assert_right as assert_groups_right
+from guarded_groups import guarded, offsets_of
+from expert_layers_gpu import assert_layer
+from masked_experts import called as called_masked
+from masked_experts import sorted_tokens
+from quantised_on_both import run_both
 from w8 import BLOCK, experts_of
 from w8 import weight as weight_of_8_bits
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +22,10 @@ from fresh_python import fresh_python
 
 import jitgemm
 import jitgemm.nn
+from compiled_graphs import Graphs, K, compiled, inputs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 E4M3 = torch.float8_e4m3fn
-K = 64
 OPS = "quantize_activations", "add_quantize_activations", "gemm_w4a8_nt"
 
 
@@ -35,59 +34,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
     with torch.inference_mode():
         yield
-
-
-class Graphs:
-    """A backend of torch.compile that keeps the graphs as inductor's passes leave them."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.Graph] = []
-
-    def __call__(self, gm, inputs):
-        from torch._inductor.compile_fx import compile_fx
-
-        with torch._functorch.config.patch(enable_autograd_cache=False):  # else a graph compiled before is not passed
-            return compile_fx(gm, inputs, inner_compile=self.passed)
-
-    def passed(self, gm, inputs, **_):
-        from torch._dynamo.utils import detect_fake_mode
-        from torch._functorch.aot_autograd import make_boxed_func
-        from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
-        from torch._inductor.virtualized import V
-
-        with V.set_fake_mode(detect_fake_mode(inputs)):
-            view_to_reshape(gm)
-            post_grad_passes(gm, True)
-        gm.recompile()
-        self.graphs.append(gm.graph)
-        return make_boxed_func(gm.forward)
-
-    @property
-    def quantisers(self) -> Counter:
-        """How many quantisers there are of each kind, in the one graph."""
-        (graph,) = self.graphs
-        plain, add = torch.ops.jitgemm.quantize_activations.default, torch.ops.jitgemm.add_quantize_activations.default
-        return Counter(
-            "add"
-            if op is add
-            else "norm"
-            if node.args[7] is not None
-            else "silu"
-            if node.args[6]
-            else (dict(enumerate(node.args)).get(11) or "plain")
-            for op in (plain, add)
-            for node in graph.find_nodes(op="call_function", target=op)
-        )
-
-    def count(self, target) -> int:
-        (graph,) = self.graphs
-        return len(graph.find_nodes(op="call_function", target=target))
-
-
-def compiled(call, *inputs, **options):
-    """(what `call` compiled gives, its graph)."""
-    graphs = Graphs()
-    return torch.compile(call, backend=graphs, fullgraph=True, **options)(*inputs), graphs
 
 
 def norm(x, w, eps=1e-5):
@@ -106,11 +52,6 @@ def quantised(x, dtype=E4M3, **options):
 
 def same(a, b) -> bool:
     return len(a) == len(b) and all(map(builders.same_bits, a, b))
-
-
-def inputs(dtype=torch.bfloat16, columns=K):
-    torch.manual_seed(5)
-    return torch.randn(2, 3, columns).to(dtype), torch.randn(K).to(dtype)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -694,7 +635,7 @@ def test_a_program_that_is_loaded_in_a_new_process_is_compiled_with_the_pass(tmp
     code = f"""
 import torch, jitgemm
 layer = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
-from test_inductor import compiled, inputs
+from compiled_graphs import compiled, inputs
 print(compiled(layer, *inputs())[1].quantisers)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, *sys.path)))}

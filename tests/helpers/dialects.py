@@ -12,9 +12,9 @@ from typing import Any
 import builders
 import checkpoints
 import layers
-import test_awq
-import test_gptq
-import test_qserve
+import files_awq
+import files_gptq
+import files_qserve
 import torch
 
 N, K = 160, 256
@@ -116,13 +116,13 @@ def cases() -> dict[tuple[str, str, str], Case]:
     }
     of_mxfp4 = {"weight_packed": PAIRS, "weight_scale": E8M0}
     of_nvfp4 = {"weight_packed": PAIRS, "weight_scale": E4M3_SCALES, "weight_global_scale": 1 / ONE}
-    of_gptq = {suffix: each for suffix, each in test_gptq.packed(ZEROS, minus_one=True).items() if suffix != "g_idx"}
+    of_gptq = {suffix: each for suffix, each in files_gptq.packed(ZEROS, minus_one=True).items() if suffix != "g_idx"}
     of_gptq_v2 = {
-        suffix: each for suffix, each in test_gptq.packed(ZEROS, minus_one=False).items() if suffix != "g_idx"
+        suffix: each for suffix, each in files_gptq.packed(ZEROS, minus_one=False).items() if suffix != "g_idx"
     }
-    of_gptq_8 = test_gptq.packed(ZEROS_8, minus_one=True, bits=8)
-    two_levels, by_kernel = test_qserve.per_group(5, N, K)
-    by_rows, of_rows = test_qserve.per_channel(6, torch.zeros(N, dtype=torch.int64), N, K)
+    of_gptq_8 = files_gptq.packed(ZEROS_8, minus_one=True, bits=8)
+    two_levels, by_kernel = files_qserve.per_group(5, N, K)
+    by_rows, of_rows = files_qserve.per_channel(6, torch.zeros(N, dtype=torch.int64), N, K)
     mx, nv = {"group_size": 32}, {"group_size": 16, "strategy": "tensor_group"}
     in_8, mx_8 = {"num_bits": 8}, {"num_bits": 8, "group_size": 32}
     ints, ints_8 = {"type": "int", "group_size": 64}, {"type": "int", "num_bits": 8, "strategy": "channel"}
@@ -227,11 +227,11 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("INT4", "AutoRound", "as GPTQ"): (of_gptq, _autoround("int", 4, 64, "auto_round:auto_gptq", sym=False), ZEROS.weight),
         ("INT4", "AutoRound", "as GPTQ v2"): (of_gptq_v2, _autoround("int", 4, 64, "auto_round", sym=False), ZEROS.weight),
         ("INT4", "AutoRound", "as AWQ"): (
-            test_awq.gemm(ZEROS), _autoround("int", 4, 64, "auto_round:auto_awq", sym=False), ZEROS.weight
+            files_awq.gemm(ZEROS), _autoround("int", 4, 64, "auto_round:auto_awq", sym=False), ZEROS.weight
         ),
         ("INT4", "Quark", "int4"): (
-            {"weight": checkpoints.words((ZEROS.q - 8).T, 1, order=test_awq.ORDER), "weight_scale": ZEROS.scale.T,
-             "weight_zero_point": checkpoints.words((ZEROS.zero - 8).T, 1, order=test_awq.ORDER)},
+            {"weight": checkpoints.words((ZEROS.q - 8).T, 1, order=files_awq.ORDER), "weight_scale": ZEROS.scale.T,
+             "weight_zero_point": checkpoints.words((ZEROS.zero - 8).T, 1, order=files_awq.ORDER)},
             _quark("int4", "per_group", group_size=64), ZEROS.weight,
         ),
         ("INT4", "Quark", "uint4, in order"): (
@@ -240,13 +240,13 @@ def cases() -> dict[tuple[str, str, str], Case]:
             _quark("uint4", "per_group", group_size=64) | {"export": {"pack_method": "order"}}, ZEROS.weight,
         ),
         ("INT4", "Quark", "symmetric"): (
-            {"weight": checkpoints.words((CODES - 8).T, 1, order=test_awq.ORDER), "weight_scale": GROUPS.T},
+            {"weight": checkpoints.words((CODES - 8).T, 1, order=files_awq.ORDER), "weight_scale": GROUPS.T},
             _quark("int4", "per_group", group_size=64), int4 * over(GROUPS),
         ),
-        ("INT4", "GPTQ", "v1"): (of_gptq, test_gptq.V1 | more | {"group_size": 64}, ZEROS.weight),
-        ("INT4", "GPTQ", "v2"): (of_gptq_v2, test_gptq.V2 | {"group_size": 64}, ZEROS.weight),
-        ("INT4", "GPTQ", "AWQ gemm"): (test_awq.gemm(ZEROS), test_awq.GEMM | {"group_size": 64}, ZEROS.weight),
-        ("INT4", "GPTQ", "AWQ gemv"): (test_awq.gemv(ZEROS, 2), test_awq.GEMV | {"group_size": 64}, ZEROS.weight),
+        ("INT4", "GPTQ", "v1"): (of_gptq, files_gptq.V1 | more | {"group_size": 64}, ZEROS.weight),
+        ("INT4", "GPTQ", "v2"): (of_gptq_v2, files_gptq.V2 | {"group_size": 64}, ZEROS.weight),
+        ("INT4", "GPTQ", "AWQ gemm"): (files_awq.gemm(ZEROS), files_awq.GEMM | {"group_size": 64}, ZEROS.weight),
+        ("INT4", "GPTQ", "AWQ gemv"): (files_awq.gemv(ZEROS, 2), files_awq.GEMV | {"group_size": 64}, ZEROS.weight),
         ("INT4", "DeepSeek", "W4AFP8"): (
             {"weight": signed, "weight_scale_inv": GROUPS}, {"quant_method": "w4afp8", "group_size": 64}, int4 * over(GROUPS)
         ),
@@ -265,7 +265,7 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("INT8", "ModelOpt", ""): ({"weight": INT8, "weight_scale": ROWS[:, 0]}, _modelopt("W8A8_SQ_PER_CHANNEL"), int8 * over(ROWS)),
         ("INT8", "AutoRound", "as GPTQ"): (of_gptq_8, _autoround("int", 8, 64, "auto_round:auto_gptq"), ZEROS_8.weight),
         ("INT8", "Quark", "rows"): ({"weight": INT8, "weight_scale": ROWS[:, 0]}, _quark("int8", "per_channel"), int8 * over(ROWS)),
-        ("INT8", "GPTQ", "v1"): (of_gptq_8, test_gptq.V1 | {"group_size": 64, "bits": 8, "sym": True}, ZEROS_8.weight),
+        ("INT8", "GPTQ", "v1"): (of_gptq_8, files_gptq.V1 | {"group_size": 64, "bits": 8, "sym": True}, ZEROS_8.weight),
         ("INT8", "DeepSeek", "SGLang's blocks"): (
             {"weight": INT8, "weight_scale_inv": wide}, {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]},
             int8 * over(wide),

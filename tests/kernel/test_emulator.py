@@ -17,7 +17,6 @@ import torch
 from emulator import launch
 from emulator.launch import Emulator, emulate
 from emulator.problems import assert_within_the_bound, problem
-from builders import weight_of_experts
 from marks import emulated
 
 import jitgemm
@@ -37,6 +36,7 @@ from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.correction import with_sums
+from emulated_groups import grouped_problem
 
 pytestmark = emulated
 
@@ -129,28 +129,6 @@ GROUPED = {
     "e4m3w8-g128-bf16-b128-m256hn128-s3-ss-tr-e64": [9, 0, 260, 1, 70],
     "s8fast-g128-bf16-m80n128-s4-parts-e64": [9, 0, 90, 1, 33],
 }
-
-
-def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool, k: int = 416) -> tuple[Gemm, Groups]:
-    f, n = spec.format, 136
-    rows, tokens = sum(counts), sum(counts) // 3 if gathered else sum(counts)
-    if f.bits == 8:
-        parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.order, bits=8) for e in range(len(counts))]
-        stacks = (torch.stack([getattr(each, name) for each in parts]) for name in ("q", "scale"))
-        q, scale = stacks
-        scale = scale[:, ::128].contiguous() if spec.tokens_as_m else scale
-        weight = jitgemm.pack_w8(q, scale, group_size=None if spec.tokens_as_m else f.group_size)
-    else:
-        weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.order, scale_type=f.scale_type)
-    offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)
-    index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32)
-    if spec.lhs_group or spec.lhs == "e4m3":
-        lhs = (*(builders.block_lhs if spec.lhs_group else builders.lhs)(3, tokens, k, spec.lhs), None)
-    else:
-        lhs = builders.affine_lhs(3, tokens, k)
-    bias = torch.stack([builders.bias(e, n, torch.bfloat16 if gathered else torch.float32) for e in range(len(counts))])
-    operands = Gemm(*lhs, weight, torch.empty(rows, n).bfloat16(), bias)
-    return operands, Groups(offsets, index if gathered else None, 0, rows)
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -11,14 +11,14 @@ from pathlib import Path
 import checkpoints
 import layers
 import pytest
-import test_bitblas_format
-import test_executorch_format
-import test_qserve
+import files_bitblas
+import files_executorch
+import files_qserve
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
-from test_formats_8bit import DEEPSEEK, inputs, scheme
+from files_8bit import DEEPSEEK, inputs, scheme
 
 from jitgemm import quantize_mxfp4
 from jitgemm.checkpoint import formats
@@ -116,8 +116,8 @@ def qserve(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     s1 = scale.float().amax(1, keepdim=True).half() / 8
     s2 = (scale / s1).round().clamp(1, 8)
-    scales = {"s1_scales": s1[:, 0], "s2_scales": test_qserve.interleaved(s2)}
-    return {"qweight": test_qserve.tiled(q + 8), "s2_zeros": test_qserve.interleaved(-8 * s2), **scales}
+    scales = {"s1_scales": s1[:, 0], "s2_scales": files_qserve.interleaved(s2)}
+    return {"qweight": files_qserve.tiled(q + 8), "s2_zeros": files_qserve.interleaved(-8 * s2), **scales}
 
 
 def torchao(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -130,20 +130,20 @@ def torchao(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def tinygemm(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     scale = scale.T.bfloat16()
-    return {"weight": test_executorch_format.high_first(q + 8), "scales_and_zeros": torch.stack([scale, scale / 4], 2)}
+    return {"weight": files_executorch.high_first(q + 8), "scales_and_zeros": torch.stack([scale, scale / 4], 2)}
 
 
 def executorch(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     zeros = torch.full_like(scale.T, 1, dtype=torch.int32)
-    codes = test_executorch_format.high_first(q + 8)
+    codes = files_executorch.high_first(q + 8)
     return {"weight": codes, "weight_scales": scale.T.float(), "weight_zeros": zeros}
 
 
 def bitblas(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     zeros = checkpoints.words(torch.full_like(scale.T, 7), 1, torch.int8)
-    return {"qweight": test_bitblas_format.qweight(q + 8), "scales": scale, "zeros": zeros}
+    return {"qweight": files_bitblas.qweight(q + 8), "scales": scale, "zeros": zeros}
 
 
 def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_model
 from small_models import same_state
-from test_gptq_solver import inputs, lost, weights
+from moments import inputs, lost, weights
 
 import jitgemm
 import jitgemm.nn
@@ -129,7 +129,7 @@ def test_calibration_makes_the_models_error_small():
 @pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])
 def test_stacked_experts_of_a_model(tmp_path, kind, calibrated):
     pytest.importorskip("transformers", minversion="5")
-    from test_nn_expert_models import build, experts_of, logits
+    from expert_models import build, experts_of, logits
 
     model, dense = build(kind), build(kind)
     ids = torch.arange(64)[None] % 96
@@ -178,7 +178,7 @@ def test_options_that_do_not_go_with_mxfp4_are_named_before_anything_is_replaced
 @pytest.fixture
 def folder(tmp_path):
     pytest.importorskip("transformers")
-    from test_cli_quantize import SIZES, folder_of, model_of
+    from model_folders import SIZES, folder_of, model_of
 
     return folder_of(tmp_path / "model", model_of("Llama", **SIZES))
 
@@ -193,7 +193,7 @@ def run(capsys, *argv) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("more", [[], ["--keep-8bit", "0.003"]], ids=["4 bits", "some of 8"])
 def test_the_command_writes_compressed_tensors_mxfp4(capsys, folder, tmp_path, more):
-    from test_cli_quantize import LAYERS, emptied, logits, quantised
+    from model_folders import LAYERS, emptied, logits, quantised
 
     out = tmp_path / "out"
     code, text, problem = run(capsys, folder, out, "--tokens", 512, "--scheme", "mxfp4", "--json", *more)

@@ -6,7 +6,6 @@ import copy
 import pickle
 from dataclasses import replace
 
-import builders
 import pytest
 import torch
 from small_models import same_state
@@ -14,42 +13,17 @@ from small_models import same_state
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
 from jitgemm.moe.kernel import dispatch_spec, exchange_specs, layer_specs
-from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, W4A8Experts, W8A8Experts
-from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn import ACTIVATIONS, PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.nn.warm import warm
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.quantize import quantize_w4, quantize_w8
-
-E, HIDDEN, INTER, TOKENS, TOP_K = 4, 64, 96, 9, 2
-SILU = Gate()
+from nn_experts import E, GATES, HIDDEN, INTER, close, experts, experts_of_8_bits, routed, weight
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
-
-
-def weight(seed: int, n: int, k: int, group_size: int = 32, **kind):
-    parts = [builders.weight_parts(seed + e, n, k, group_size, **kind) for e in range(E)]
-    stacked = {name: torch.stack([getattr(p, name) for p in parts]) for name in ("q", "scale")}
-    zero = None if parts[0].zero is None else torch.stack([p.zero for p in parts])
-    return pack_w4(**stacked, zero=zero, group_size=group_size, k=k)
-
-
-def experts(gate: Gate = SILU, activation: str = "e4m3", bias: bool = False, **kind) -> W4A8Experts:
-    biases = [builders.bias(7, E * 2 * INTER).view(E, -1), builders.bias(8, E * HIDDEN).view(E, -1)] if bias else []
-    w13, w2 = weight(1, 2 * INTER, HIDDEN, **kind), weight(50, HIDDEN, INTER, **kind)
-    return W4A8Experts(w13, w2, *biases, gate=gate, activation=activation)
-
-
-def routed(seed: int = 1, tokens: int = TOKENS, count: int = E, dtype: torch.dtype = torch.float32):
-    g = builders.generator(seed)
-    x = torch.randn((tokens, HIDDEN), generator=g).to(dtype)
-    ids = torch.stack([torch.randperm(count, generator=g)[:TOP_K] for _ in range(tokens)])
-    return x, ids, torch.rand((tokens, TOP_K), generator=g)
 
 
 def by_definition(layer: W4A8Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -74,19 +48,6 @@ def by_definition(layer: W4A8Experts, x: torch.Tensor, ids: torch.Tensor, weight
     return out
 
 
-def close(a: torch.Tensor, b: torch.Tensor, at_most: float = 0.02) -> bool:
-    return float((a.double() - b.double()).norm() / b.double().norm()) < at_most
-
-
-GATES = {
-    "silu": Gate(),
-    "gelu": Gate("gelu"),
-    "gelu_tanh": Gate("gelu_tanh", "up_gate"),
-    "limit": Gate(limit=0.5),
-    "gpt-oss": Gate("swiglu_oai", "interleaved", 0.7, 1.702),
-}
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", GATES)
 def test_forward_is_what_the_definition_says(name, activation):
@@ -95,18 +56,6 @@ def test_forward_is_what_the_definition_says(name, activation):
     out = layer(x, ids, weights)
     assert out.shape == x.shape and out.dtype == x.dtype
     assert close(out, by_definition(layer, x, ids, weights))
-
-
-def experts_of_8_bits(activation: str, w13: int = 8, w2: int = 8, gate: Gate = SILU) -> PackedExperts:
-    """Of these widths, and a scale for each row."""
-    g = builders.generator(5)
-
-    def made(bits: int, n: int, k: int):
-        w = torch.randn((E, n, k), generator=g) / k**0.5
-        dtype = LHS_DTYPES[activation]
-        return quantize_w8(w, dtype) if bits == 8 else quantize_w4(w, 32, lhs_dtype=dtype, clip_steps=0)
-
-    return packed_experts(made(w13, 2 * INTER, HIDDEN), made(w2, HIDDEN, INTER), gate=gate, activation=activation)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -222,8 +171,8 @@ def test_it_prints_its_sizes_and_gate():
 
 def needed(layer: W4A8Experts, rows: int, x: str, lhs: str, affine: bool) -> set[str]:
     found = list(layer_specs(HIDDEN, INTER, x, lhs, layer.gate, affine=affine))
-    for weight in (layer.w13.weight, layer.w2.weight):
-        found += kernels_for(weight.n, weight.k, lhs, weight.format, device_spec("h200"), rows, out=x, experts=E)
+    for each in (layer.w13.weight, layer.w2.weight):
+        found += kernels_for(each.n, each.k, lhs, each.format, device_spec("h200"), rows, out=x, experts=E)
     return {spec.label for spec in found}
 
 

@@ -9,8 +9,8 @@ import builders
 import pytest
 import torch
 from small_models import same_state
-from test_nn_expert_models import COMPRESSED, MODELS, alike, build, file_of, logits, same_weights
-from test_nn_experts import GATES, TOP_K, E, close, experts, experts_of_8_bits, routed
+from expert_models import COMPRESSED, MODELS, alike, build, file_of, logits, same_weights
+from nn_experts import GATES, TOP_K, E, close, experts, experts_of_8_bits, routed
 
 import jitgemm.nn
 from jitgemm.nn import ACTIVATIONS, W4A8Experts, load_

@@ -10,7 +10,7 @@ import checkpoints
 import pytest
 import torch
 from moe_cases import activated
-from test_nn_expert_models import COMPRESSED, compressed, quantised
+from expert_models import COMPRESSED, compressed, quantised
 
 import jitgemm.nn
 from jitgemm.nn import Gate, W4A8Experts, load_

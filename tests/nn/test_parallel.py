@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import replace
 
 import builders
@@ -15,7 +14,6 @@ from fresh_python import fresh_python
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
-from test_nn_experts import experts, routed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -23,16 +21,29 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
+from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.quantize import quantize_w8
-
-N, K, M = 128, 512, 5
+from parallel_layers import (
+    EXPERTS,
+    K,
+    LAYERS,
+    M,
+    Model,
+    N,
+    PLAN,
+    apart,
+    columns_of,
+    layer_of_experts,
+    linear,
+    of_rank,
+    parts,
+    quantised,
+    x_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,69 +52,12 @@ def both(tmp_path_factory):
         yield run
 
 
-def linear(n: int = N, k: int = K, bias: bool = True) -> torch.nn.Linear:
-    torch.manual_seed(n + k)
-    return torch.nn.Linear(k, n, bias=bias)
-
-
-def parts(n: int, k: int, group_size: int, **more) -> builders.WeightParts:
-    return builders.weight_parts(n + k, n, k, group_size, **more)
-
-
 def permuted(n: int = N, k: int = K, within: int = 1) -> PackedLinear:
     """Act-order whose columns stay within as many equal parts of k."""
     given = parts(n, k, 64, zero_point=True)
     g = builders.generator(3)
     permutation = torch.cat([torch.randperm(k // within, generator=g) + i * k // within for i in range(within)])
     return W4A8Linear(pack_w4(given.q, given.scale, given.zero, permutation=permutation, group_size=64, k=k))
-
-
-def offset(n: int = N, k: int = K) -> PackedLinear:
-    given = parts(n, k, 32)
-    weight = pack_w4(given.q, given.scale, offset=given.scale * 0.7, group_size=32)
-    return W4A8Linear(weight, torch.randn(n, generator=builders.generator(1)), activation="int8")
-
-
-quantised = functools.partial(W4A8Linear.from_linear, clip_steps=0)
-LAYERS = {
-    "e4m3, groups of 128": lambda: quantised(linear()),
-    "int8, groups of 256": lambda: quantised(linear(k=1024), activation="int8", group_size=256),
-    "int8, per channel": lambda: quantised(linear(), activation="int8", group_size=K),
-    "zero points, affine": lambda: quantised(linear(), activation="int8_affine", group_size=32, symmetric=False),
-    "offsets": offset,
-    "by block": lambda: quantised(linear(), activation="int8_block"),
-    "static": lambda: W4A8Linear(quantised(linear()).weight, linear().bias.detach(), input_scale=torch.tensor([0.02])),
-    "8 bits": lambda: W8A8Linear.from_linear(linear()),
-    "8 bits, int8 by block": lambda: W8A8Linear.from_linear(linear(256), activation="int8_block", block=128),
-    "rows within strips": lambda: quantised(linear(n=144), activation="int8"),
-    "columns within records": lambda: quantised(linear(k=320), activation="int8", group_size=32),
-    "a group a rank": lambda: quantised(linear(k=256), activation="e4m3", group_size=128),
-    "columns within groups": lambda: quantised(linear(k=384), activation="int8", group_size=128),
-    "no bias": lambda: quantised(linear(bias=False)),
-    "rotated": lambda: quantised(linear(n=144), activation="int8", rotation=128),
-}
-
-
-def x_of(layer: PackedLinear, dtype: torch.dtype = torch.bfloat16, *lead: int) -> torch.Tensor:
-    x = torch.randn((*(lead or (M,)), layer.in_features), generator=builders.generator(9))
-    return (x * torch.logspace(-1, 1, layer.in_features)).to(dtype)  # a rank's largest value is not the row's
-
-
-def columns_of(x: torch.Tensor, rank: int) -> torch.Tensor:
-    return x.chunk(ranks.WORLD, -1)[rank]
-
-
-def apart(layer: PackedLinear, rank: int) -> PackedLinear:
-    """The rank's part along k as a layer of its own, from codes and scales."""
-    weight = layer.weight
-    q, scale, zero = weight.unpack()
-    whole = CanonicalWeight(
-        q, scale, zero, weight.unpack().offset, weight.group_size, weight.permutation, code=weight.format.code
-    )
-    part = whole.shard("k", rank, ranks.WORLD).pack(LHS_DTYPES[layer.activation])
-    weight = replace(part, rotation=weight.rotation)
-    bias = layer.bias if rank == 0 else None
-    return type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
 
 
 # ---- what runs on every rank -----------------------------------------------------------------------------------------
@@ -179,44 +133,6 @@ def refused(mesh) -> list[str]:
     return [*messages, str(error.value)]
 
 
-class MLP(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = linear(K, N, False), linear(K, N, False), linear(N, K)
-        torch.nn.init.normal_(self.up.weight)
-
-    def forward(self, x):
-        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = torch.nn.RMSNorm(N, eps=1e-6), MLP()
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = torch.nn.ModuleList([Block(), Block()])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-PLAN = {
-    "layers.*.mlp.gate": ColwiseParallel,
-    "layers.*.mlp.up": ColwiseParallel,
-    "layers.*.mlp.down": RowwiseParallel,
-}
-
-
 def divided_model(mesh, **options) -> Model:
     model = Model()
     jitgemm.nn.quantize_(model, activation="int8", clip_steps=0, **options)
@@ -248,23 +164,6 @@ def a_model(mesh) -> torch.Tensor:
     assert isinstance(mixed.layers[1].mlp.down, torch.nn.Linear)  # which goes to PyTorch's styles
     assert (mixed(x) - expected).norm() < 0.3 * expected.norm()  # codes of 4 bits make the difference
     return out
-
-
-EXPERTS = [*ACTIVATIONS, "8 bits"]
-
-
-def of_rank(rank: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    x, ids, weights = routed(seed=5 + rank, tokens=tokens, dtype=dtype)
-    ids[:2, 0], ids[3] = -1, 7  # a choice that is skipped, and a token without any
-    ids[4] = torch.tensor([0, 1])  # one whose experts are all rank 0's
-    return x, ids, weights
-
-
-def layer_of_experts(kind: str) -> PackedExperts:
-    if kind != "8 bits":
-        return experts(activation=kind, bias=True)
-    made = [torch.randn((4, *shape), generator=builders.generator(2)) / 8 for shape in ((192, 64), (64, 96))]
-    return W8A8Experts(*(quantize_w8(weight, lhs_dtype=torch.int8) for weight in made), activation="int8")
 
 
 def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
@@ -732,7 +631,7 @@ def packed(mesh, folder: str) -> None:
 
 def own_experts(mesh, kind: str) -> None:
     """Of experts one by one, in one tensor and with biases, each rank reads its own alone."""
-    import test_nn_expert_models as mixtures  # which need a newer transformers than the others here
+    import expert_models as mixtures  # which need a newer transformers than the others here
 
     name = "gpt-oss" if kind == "biases" else "qwen3"
     source, whole, divided = (mixtures.build(name, seed=seed) for seed in (0, 1, 1))

@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_parallel import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, layer_of_experts, of_rank, x_of
+from parallel_layers import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, layer_of_experts, of_rank, x_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 

@@ -13,7 +13,7 @@ import torch
 from marks import emulated
 from small_models import Model
 from builders import weight_of_experts
-from test_nn import inputs
+from nn_layers import inputs
 
 import jitgemm
 import jitgemm.nn

@@ -555,7 +555,7 @@ def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeyp
     """Every weight bit for bit, or within the rounding of scales to bf16, or an error, which later versions may mend."""
     pytest.importorskip("compressed_tensors", minversion="0.20.1")
     pytest.importorskip("transformers", minversion="5.23")
-    import test_cli_quantize as command
+    import model_folders as command
 
     kind, *options = case
     sizes = {"Llama": command.SIZES, "Qwen3Moe": command.MOE}[kind]
@@ -585,7 +585,7 @@ def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeyp
 
 def test_transformers_warns_that_it_does_not_know_two_levels(tmp_path, monkeypatch, quiet_transformers):
     """No setting of config.json makes it raise: it skips what it does not know, and draws the layers' weights."""
-    import test_cli_quantize as command
+    import model_folders as command
 
     folder, out = command.folder_of(tmp_path / "model", command.model_of("Llama", **command.SIZES)), tmp_path / "out"
     monkeypatch.setattr(command.evaluate, "help_texts", command.short_texts)

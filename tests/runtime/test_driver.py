@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import gc
-import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,13 +17,14 @@ from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
-from jitgemm.jit.source import function_name, headers
+from jitgemm.jit.source import function_name
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import device_of
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight import ready
+from arguments_of_kernels import CODES, struct_of
 
 pytest.importorskip("cuda.bindings")
 driver = pytest.importorskip("jitgemm.runtime.driver")
@@ -140,30 +140,6 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
 
 
 # ---- argument blocks, field by field --------------------------------------------------------------------------------
-
-SIZES = {"u64": 8, "u32": 4, "i32": 4, "float": 4}
-CODES = {"u64": "Q", "u32": "I", "i32": "i", "float": "f", "pointer": "Q"}
-
-
-def struct_of(header: str, name: str) -> dict[str, tuple[str, int]]:
-    """Field -> (type, offset) of a struct in a header, laid out as C++ does; checked against its own size."""
-    text = headers(header.removeprefix("jitgemm/").removesuffix(".cuh"))[header]
-    body = re.search(rf"struct {name} {{\n(.*?)\n}};", text, re.DOTALL)[1]
-    fields, offset = {}, 0
-    for line in body.splitlines():
-        declaration = line.split("//")[0].strip().rstrip(";")
-        if not declaration:
-            continue
-        type_, names = re.fullmatch(r"((?:const )?\w+\*?)\s+([\w, ]+)", declaration).groups()
-        kind = "pointer" if type_.endswith("*") else type_
-        size = 8 if kind == "pointer" else SIZES[kind]
-        for field in names.split(", "):
-            offset = -(-offset // size) * size
-            fields[field] = kind, offset
-            offset += size
-    asserted = re.search(rf"static_assert\(sizeof\({name}\) == (\d+)", text)
-    assert -(-offset // 8) * 8 == int(asserted[1])
-    return fields
 
 
 ARGUMENT_BLOCKS = [

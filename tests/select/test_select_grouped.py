@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_select import ALL_DEVICES, FORMATS_OF, assert_legal, lhs_and_format, order_of
+from selected import ALL_DEVICES, FORMATS_OF, assert_legal, lhs_and_format, order_of
 
 from jitgemm.dtypes import LHS_TYPES
 from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div, tuned_order

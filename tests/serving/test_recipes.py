@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from sglang_layers import experts as sglang_experts
 from sglang_layers import running
-from test_cli_quantize import MOE, emptied, folder_of, model_of
-from test_cli_quantize import SIZES as LLAMA
+from model_folders import MOE, emptied, folder_of, model_of
+from model_folders import SIZES as LLAMA
 from test_vllm import experts, load, load_experts, made, process, rank, row, vllm_is_there  # noqa: F401 - a fixture
 from test_sglang import made as sglang_made
 from test_sglang import row as sglang_row

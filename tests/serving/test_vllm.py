@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import mxfp4
 import nvfp4
 import pytest
-import test_qserve as qserve
+import files_qserve as qserve
 import torch
 from builders import two_thirds
 from checkpoints import dequantized, words

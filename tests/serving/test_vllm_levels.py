@@ -122,9 +122,9 @@ WIDE = CONFIGS["qserve"] | {"group_size": 128}
 
 
 def test_groups_of_128_are_served_in_two_levels(monkeypatch):
-    import test_qserve
+    import files_qserve
 
-    found = [test_qserve.per_group(seed, 64, 512) for seed in (1, 2)]
+    found = [files_qserve.per_group(seed, 64, 512) for seed in (1, 2)]
     with rank():
         layer = gate_up(WIDE, 512, 64)
         for part, (tensors, _) in enumerate(found):
@@ -139,9 +139,9 @@ def test_groups_of_128_are_served_in_two_levels(monkeypatch):
 
 
 def test_scales_per_channel_are_told_by_the_group_size():
-    import test_qserve
+    import files_qserve
 
-    tensors, expected = test_qserve.per_channel(3, torch.arange(64) % 16)
+    tensors, expected = files_qserve.per_channel(3, torch.arange(64) % 16)
     with rank():
         layer = row(CONFIGS["qserve"] | {"group_size": -1}, 256, 64)
         load(layer, tensors)
@@ -150,9 +150,9 @@ def test_scales_per_channel_are_told_by_the_group_size():
 
 @pytest.mark.filterwarnings("ignore:tp_size")
 def test_tiles_are_cut_along_both_dimensions_through_groups():
-    import test_qserve
+    import files_qserve
 
-    tensors, q = test_qserve.per_group(5, 64, 384)
+    tensors, q = files_qserve.per_group(5, 64, 384)
     found = []
     for number in range(2):
         with rank(number, 2):

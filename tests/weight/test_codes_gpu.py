@@ -17,9 +17,9 @@ from builders import same_bits
 from codes import KINDS, TIERS, kinds, modes
 from moe_cases import Case
 from tensor_core import OfEmulator, TensorCore
-from test_gemm_gpu import OUTPUTS, Guarded, assert_right, device_figures
-from test_grouped_gpu import ROUTINGS, assert_masked_right, assert_routing_right
-from test_moe_gpu import assert_layer
+from guarded_calls import OUTPUTS, Guarded, assert_right, device_figures
+from guarded_groups import ROUTINGS, assert_masked_right, assert_routing_right
+from expert_layers_gpu import assert_layer
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

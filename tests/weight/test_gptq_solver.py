@@ -8,17 +8,7 @@ import torch
 import jitgemm
 from jitgemm.weight.gptq import DAMPING, gptq
 from jitgemm.weight.search import Search
-
-
-def inputs(tokens: int, k: int, seed: int = 0) -> torch.Tensor:
-    """Rows whose columns go together and differ in size, as activations do."""
-    generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn((tokens, k), generator=generator) @ torch.randn((k, k), generator=generator)
-    return mixed * torch.rand(k, generator=generator).mul(4).exp() / k
-
-
-def weights(n: int, k: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn((n, k), generator=torch.Generator().manual_seed(seed))
+from moments import inputs, lost, weights
 
 
 def plain(w: torch.Tensor, moments: torch.Tensor, size: int, search: Search) -> torch.Tensor:
@@ -37,13 +27,6 @@ def plain(w: torch.Tensor, moments: torch.Tensor, size: int, search: Search) -> 
         w[:, column:] -= error[:, None] * inverse[0]
         inverse = (inverse - inverse[:, :1] @ inverse[:1] / inverse[0, 0])[1:, 1:]
     return codes
-
-
-def lost(w: torch.Tensor, weight: jitgemm.W4Weight, moments: torch.Tensor) -> float:
-    """The squared error of the results, as part of their squares."""
-    w, moments = w.double(), moments.double()
-    difference = w - weight.dequantize().double()
-    return float((difference @ moments * difference).sum() / (w @ moments * w).sum())
 
 
 @pytest.mark.parametrize("symmetric", (True, False))

@@ -12,7 +12,7 @@ from ahead import compile_ahead
 import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
-from test_gemm_gpu import Case, assert_right, device_figures, launched
+from guarded_calls import Case, assert_right, device_figures, launched
 from w8 import BLOCK, weight
 
 import jitgemm

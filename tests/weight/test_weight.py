@@ -24,17 +24,7 @@ from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.ready import capturing, note, now
-
-TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
-
-
-def same_weight(a: W4Weight, b: W4Weight) -> bool:
-    def same_tensor(name: str) -> bool:
-        pair = getattr(a, name), getattr(b, name)
-        return pair == (None, None) or (None not in pair and builders.same_bits(*pair))
-
-    described = ("shape", "group_size", "format", "layout_version")
-    return all(map(same_tensor, TENSORS)) and all(getattr(a, x) == getattr(b, x) for x in described)
+from same_weights import TENSORS, same_weight
 
 
 def plain_weight(n: int, k: int, **arguments) -> W4Weight:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from test_weight import TENSORS, same_weight
+from same_weights import TENSORS, same_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -1,0 +1,167 @@
+"""Small models of transformers whose layers stack their experts."""
+
+from __future__ import annotations
+
+import copy
+
+import checkpoints
+import pytest
+import torch
+from nn_experts import HIDDEN, INTER, TOP_K, E
+
+from jitgemm.nn import PackedExperts
+
+transformers = pytest.importorskip("transformers", minversion="5")
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTER,
+    "moe_intermediate_size": INTER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "num_experts": E,
+    "num_local_experts": E,
+    "num_experts_per_tok": TOP_K,
+    "pad_token_id": 0,
+}
+DEEPSEEK = {"n_routed_experts": E, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32}
+
+
+DEEPSEEK |= {"qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16, "num_key_value_heads": 4}
+
+
+DEEPSEEK |= {"first_k_dense_replace": 1}
+
+
+MODELS = {
+    "qwen3": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SIZES),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", SIZES),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", SIZES),
+    "deepseek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", SIZES | DEEPSEEK),
+}
+IDS = {"input_ids": torch.arange(16)[None]}
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+
+def build(name: str, seed: int = 0, **sizes) -> torch.nn.Module:
+    model, config, known = MODELS[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, model)(getattr(transformers, config)(**known | sizes)).eval()
+    for tensor in (p for p in model.parameters() if p.dim() == 3):  # not as tiny as a fresh model's
+        torch.nn.init.normal_(tensor, std=0.05)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(**IDS).logits
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of most tokens: a token on the edge between two experts may take the other."""
+    error = ((a - b).norm(dim=-1) / b.norm(dim=-1)).nanmedian()
+    return float(error) < 0.04
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {name: m for name, m in model.named_modules() if hasattr(m, "gate_up_proj") and m.gate_up_proj.dim() == 3}
+
+
+def each(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """{"….experts.3.up_proj": [n, k]} of a model without transposed or interleaved parameters."""
+    found = {}
+    for name, module in experts_of(model).items():
+        for e in range(E):
+            gate, up = module.gate_up_proj[e].detach().chunk(2)
+            found |= {f"{name}.{e}.{part}": w for part, w in zip(EXPERT, (gate, up, module.down_proj[e].detach()))}
+    return found
+
+
+def quantised(w: torch.Tensor, least: int = -8, group_size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 [n, k] and bf16 scales [n, G] of a weight."""
+    groups = w.reshape(w.shape[0], -1, group_size)
+    scale = (groups.abs().amax(-1) / -least).bfloat16()
+    return (groups / scale.float()[..., None]).round().clamp(least, 7).to(torch.int8).view(w.shape), scale
+
+
+def compressed(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    shape = torch.tensor(q.shape, dtype=torch.int64)
+    return {"weight_packed": checkpoints.words(q + 8, -1), "weight_scale": scale, "weight_shape": shape}
+
+
+def gptq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    zeros = torch.full_like(scale, 8, dtype=torch.int64)
+    g_idx = (torch.arange(q.shape[1]) // 32).int()
+    return {
+        "qweight": checkpoints.words(q.T + 8, 0),
+        "qzeros": checkpoints.words(zeros.T, 1),
+        "scales": scale.T,
+        "g_idx": g_idx,
+    }
+
+
+def gptq_of_8_bits(q: torch.Tensor, scale: torch.Tensor, zero: int = 128) -> dict[str, torch.Tensor]:
+    zeros = torch.full_like(scale, zero, dtype=torch.int64)
+    codes = checkpoints.words(q.T.long() + zero, 0, bits=8)
+    return {"qweight": codes, "qzeros": checkpoints.words(zeros.T, 1, bits=8), "scales": scale.T}
+
+
+def awq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    order, zeros = (0, 2, 4, 6, 1, 3, 5, 7), torch.full_like(scale, 8, dtype=torch.int64)
+    words = {"qweight": checkpoints.words(q.T + 8, 1, order=order), "scales": scale.T}
+    return words | {"qzeros": checkpoints.words(zeros.T, 1, order=order)}
+
+
+def w4afp8(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    words = {"weight": checkpoints.words(q, -1, torch.int8), "weight_scale_inv": scale.float()}
+    return words | {"input_scale": torch.tensor(0.5)}
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}
+FORMATS = {
+    "compressed-tensors": (
+        compressed,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}},
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
+    "gptq-int8": (
+        gptq_of_8_bits,
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2", "sym": True},
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "w4afp8": (w4afp8, {"quant_method": "w4afp8"}),
+}
+COMPRESSED = FORMATS["compressed-tensors"][1]
+
+
+def file_of(model: torch.nn.Module, form: str = "compressed-tensors", least: int = -8, **names: str):
+    """Tensors of a checkpoint that names each expert by itself, and the model with the weights that they stand for."""
+    store, _ = FORMATS[form]
+    dense, tensors = copy.deepcopy(model), {}
+    for name, w in each(model).items():
+        q, scale = quantised(w, least)
+        layer, _, part = name.rpartition(".")
+        tensors |= {f"{layer}.{names.get(part, part)}.{suffix}": tensor for suffix, tensor in store(q, scale).items()}
+        path, _, e = layer.rpartition(".")
+        module, value = dense.get_submodule(path), q.float() * scale.float().repeat_interleave(32, 1)
+        with torch.no_grad():
+            rows = {"gate_proj": slice(None, INTER), "up_proj": slice(INTER, None)}.get(part)
+            (module.down_proj[int(e)] if rows is None else module.gate_up_proj[int(e), rows]).copy_(value)
+    stacked = tuple(experts_of(model))
+    return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense
+
+
+def same_weights(model: torch.nn.Module, dense: torch.nn.Module) -> bool:
+    """Whether the experts are those of `dense`, bit for bit."""
+    pairs = [(model.get_submodule(name), module) for name, module in experts_of(dense).items()]
+    return len(pairs) > 0 and all(
+        isinstance(ours, PackedExperts)
+        and torch.equal(ours.w13.weight.dequantize(), module.gate_up_proj)
+        and torch.equal(ours.w2.weight.dequantize(), module.down_proj)
+        for ours, module in pairs
+    )
