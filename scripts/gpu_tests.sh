@@ -5,9 +5,9 @@
 #
 # Without arguments for pytest the files that have such tests are collected.
 #
-# Most of a test is the host's work, so GPU_TESTS_SHARDS processes (default: one for two CPUs, at most 8) run a part of
-# the tests each at the same time, with their share of the CPUs as threads. They share a kernel cache, empty at first
-# (GPU_TESTS_CACHE names another), and compile no kernel twice.
+# Most of a test is the host's work, so GPU_TESTS_SHARDS processes (default: one for two CPUs, at most 8 a GPU) run a part
+# of the tests each at the same time, with their share of the CPUs as threads. Of several GPUs each takes another first.
+# They share a kernel cache, empty at first (GPU_TESTS_CACHE names another), and compile no kernel twice.
 #
 # GPU_TESTS_LIMIT_S limits the run (default 540 seconds): processes then end as by Ctrl-C, with a summary of what ran.
 # A failure is printed when it happens. Exits as the pytest that did worst does; 124: the limit.
@@ -31,7 +31,8 @@ fi
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 cpus="$("$PYTHON" -c 'from jitgemm.jit.compile_many import default_threads; print(default_threads())')"
-shards=$((cpus < 4 ? 1 : cpus < 16 ? cpus / 2 : 8))
+gpus="$("$PYTHON" -c 'import torch; print(max(torch.cuda.device_count(), 1))')"
+shards=$((cpus < 4 ? 1 : cpus < 16 * gpus ? cpus / 2 : 8 * gpus))
 shards="${GPU_TESTS_SHARDS:-$shards}"
 threads=$((cpus > shards ? cpus / shards : 1))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}" # else each process takes all CPUs for its own
@@ -46,6 +47,10 @@ watch=$!
 
 processes=()
 for shard in $(seq "$shards"); do
+    if [ "$gpus" -gt 1 ]; then # device 0 of a process is another GPU in turn, and tests that need two see all
+        order="$(for i in $(seq "$gpus"); do echo $(((shard + i) % gpus)); done | paste -sd,)"
+        export CUDA_VISIBLE_DEVICES="$order"
+    fi
     timeout --kill-after=20 "${GPU_TESTS_LIMIT_S:-540}" "$PYTHON" -m pytest -m gpu --tb=short --durations=10 \
         --shard "$shard/$shards" "$@" >"$logs/shard-$shard" 2>&1 &
     processes+=($!)
