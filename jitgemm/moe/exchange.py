@@ -21,8 +21,9 @@ from jitgemm.gemm.problem import Lhs
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.moe.arguments import ExpertsCall, Routing
 from jitgemm.moe.call import multiply, sort_sent
-from jitgemm.moe.kernel import COMBINE_THREADS, ROUTE_QUANTIZE_THREADS, CollectSpec, DispatchSpec, combine_blocks
-from jitgemm.moe.kernel import dispatch_spec, route_smem_bytes
+from jitgemm.moe.kernel import COMBINE_THREADS, ONE_CTA_CHOICES, ROUTE_QUANTIZE_THREADS, GatherSpec, RouteQuantizeSpec
+from jitgemm.moe.kernel import RoutingSpec, combine_blocks, route_quantize_spec, route_smem_bytes, route_spec
+from jitgemm.moe.kernel import type_config
 from jitgemm.runtime.checks import ALIGNMENT, Pointer
 from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES
@@ -30,7 +31,6 @@ from jitgemm.weight.ready import is_captured
 
 MOST_CHOICES = 2**24
 """Of all ranks' tokens: words of ids and counts have 24 bits for a value, `kStampAt` in the same header."""
-
 
 DISPATCH_POINTERS = (
     Pointer("x", "x", ALIGNMENT),
@@ -59,6 +59,54 @@ COLLECT_ARGUMENTS = ArgumentBlock(
     top_k="I", n="I", experts="I", rank="I", world="I", limit_s="I", unused="I",
 )  # fmt: skip
 """`CollectArgs` in include/jitgemm/moe/collect.cuh."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSpec(RouteQuantizeSpec):
+    """A kernel that sends tokens to other ranks and routes theirs: also CTAs that share the routing, 1 or `CLUSTER`."""
+
+    family, function = "dispatch", ""
+
+    ctas: int
+
+    @property
+    def label(self) -> str:
+        return f"dispatch-{self.quantizer.label}-c{self.ctas}"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectSpec(RoutingSpec):
+    """A kernel that sums over ranks: the name of the type of rows and result."""
+
+    family = "collect"
+
+    row: str
+
+    @property
+    def label(self) -> str:
+        return f"collect-{self.row}"
+
+    @property
+    def config(self) -> str:
+        return type_config(Row=self.row)
+
+
+def dispatch_spec(
+    choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, rotated: bool = False
+) -> DispatchSpec | None:
+    """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
+    first = route_quantize_spec(1, k, x, q, affine, block, rotated)
+    return None if first is None else DispatchSpec(first.quantizer, route_spec(choices).ctas)
+
+
+def exchange_specs(
+    k: int, x: str, q: str, *, affine: bool = False, block: bool = False, rotated: bool = False
+) -> tuple[RoutingSpec, ...]:
+    """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
+    flags = {"affine": affine, "block": block, "rotated": rotated}
+    dispatches = (dispatch_spec(choices, k, x, q, **flags) for choices in (1, ONE_CTA_CHOICES + 1))
+    return *filter(None, dispatches), GatherSpec(), CollectSpec(x)
+
 
 HEAD_BYTES = 256
 """At the start of a buffer: `Head` in include/jitgemm/moe/ranks.cuh."""

@@ -80,36 +80,6 @@ class RouteQuantizeSpec(RoutingSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchSpec(RouteQuantizeSpec):
-    """A kernel that sends tokens to other ranks and routes theirs: also CTAs that share the routing, 1 or `CLUSTER`."""
-
-    family, function = "dispatch", ""
-
-    ctas: int
-
-    @property
-    def label(self) -> str:
-        return f"dispatch-{self.quantizer.label}-c{self.ctas}"
-
-
-@dataclass(frozen=True, slots=True)
-class CollectSpec(RoutingSpec):
-    """A kernel that sums over ranks: the name of the type of rows and result."""
-
-    family = "collect"
-
-    row: str
-
-    @property
-    def label(self) -> str:
-        return f"collect-{self.row}"
-
-    @property
-    def config(self) -> str:
-        return _types(Row=self.row)
-
-
-@dataclass(frozen=True, slots=True)
 class CombineSpec(RoutingSpec):
     """A kernel that combines: names of the types of rows and result."""
 
@@ -124,7 +94,7 @@ class CombineSpec(RoutingSpec):
 
     @property
     def config(self) -> str:
-        return _types(Row=self.row, Out=self.out)
+        return type_config(Row=self.row, Out=self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +110,8 @@ class GatherSpec(RoutingSpec):
         return str(self.threads)
 
 
-def _types(**types: str) -> str:
+def type_config(**types: str) -> str:
+    """The constants of a kernel that has types alone."""
     lines = [f"    static constexpr RealType k{part} = {DTYPES[name].cpp_name};\n" for part, name in types.items()]
     return f"struct Config {{\n{''.join(lines)}}};"
 
@@ -158,14 +129,6 @@ def route_quantize_spec(
     if choices > ONE_CTA_CHOICES or not vectors:
         return None
     return RouteQuantizeSpec(QuantizeSpec(x, q, vectors, affine, block=block, rotated=rotated))
-
-
-def dispatch_spec(
-    choices: int, k: int, x: str, q: str, *, affine: bool, block: bool, rotated: bool = False
-) -> DispatchSpec | None:
-    """The kernel that sends tokens of k values where ranks together have so many choices; None for a k too large."""
-    first = route_quantize_spec(1, k, x, q, affine, block, rotated)
-    return None if first is None else DispatchSpec(first.quantizer, route_spec(choices).ctas)
 
 
 def layer_specs(
@@ -192,15 +155,6 @@ def layer_specs(
         *(each for n, more in quantisers for each in quantize_specs(n, x, q, **flags, **more)),
         CombineSpec(x, x),
     )
-
-
-def exchange_specs(
-    k: int, x: str, q: str, *, affine: bool = False, block: bool = False, rotated: bool = False
-) -> tuple[RoutingSpec, ...]:
-    """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
-    flags = {"affine": affine, "block": block, "rotated": rotated}
-    dispatches = (dispatch_spec(choices, k, x, q, **flags) for choices in (1, ONE_CTA_CHOICES + 1))
-    return *filter(None, dispatches), GatherSpec(), CollectSpec(x)
 
 
 def route_launch(threads: int, ctas: int, choices: int, experts: int, global_experts: int) -> tuple[int, int]:

@@ -36,12 +36,11 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.legend import legend
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.exchange import CollectSpec, dispatch_spec
 from jitgemm.moe.kernel import (
-    CollectSpec,
     CombineSpec,
     GatherSpec,
     RouteSpec,
-    dispatch_spec,
     route_quantize_spec,
     source_of,
 )

@@ -26,16 +26,14 @@ from jitgemm.activations.scheme import GATE_KINDS, SILU_MUL, Gate, Prologue
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.arguments import ExpertsCall, check_combining
 from jitgemm.moe.call import launch
+from jitgemm.moe.exchange import CollectSpec, dispatch_spec, exchange_specs
 from jitgemm.moe.kernel import (
     CLUSTER,
     MAX_EXPERTS,
     MAX_GLOBAL_EXPERTS,
-    CollectSpec,
     CombineSpec,
     RouteQuantizeSpec,
     RouteSpec,
-    dispatch_spec,
-    exchange_specs,
     route_quantize_spec,
     layer_specs,
     route_launch,

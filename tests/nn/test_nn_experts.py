@@ -12,7 +12,8 @@ from small_models import same_state
 
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
-from jitgemm.moe.kernel import dispatch_spec, exchange_specs, layer_specs
+from jitgemm.moe.exchange import dispatch_spec, exchange_specs
+from jitgemm.moe.kernel import layer_specs
 from jitgemm.nn import ACTIVATIONS, PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.layers.sharding import ExpertSharding

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_model
 
 import jitgemm
-from jitgemm.moe.kernel import exchange_specs, layer_specs
+from jitgemm.moe.exchange import exchange_specs
+from jitgemm.moe.kernel import layer_specs
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.by_width import LINEARS, W4A8Linear
 from jitgemm.nn.layers.packed import LHS_DTYPES

@@ -19,8 +19,8 @@ from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.kernel import CollectSpec, CombineSpec, DispatchSpec, RouteQuantizeSpec, GatherSpec, RouteSpec
-from jitgemm.moe.kernel import exchange_specs, layer_specs, source_of
+from jitgemm.moe.exchange import CollectSpec, DispatchSpec, exchange_specs
+from jitgemm.moe.kernel import CombineSpec, RouteQuantizeSpec, GatherSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
