@@ -256,8 +256,8 @@ class JitGemmQuantizer(HfQuantizer):
         tensors = list(plan.model.get_submodule(name).parameters(recurse=False))
         if name in self._chosen:
             config = self.quantization_config
-            eighths = 9 if config.bits == 8 or (config.lm_head is not None and name == plan.replaceable.head) else 5
-            return sum(tensor.numel() * eighths // 8 for tensor in tensors)
+            head = config.recipe.head if name == plan.replaceable.head else None
+            return sum(tensor.numel() * ((head or config).bits + 1) // 8 for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _ties_without(self, modules: Collection[str]) -> dict[str, str]:

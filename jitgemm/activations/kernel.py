@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, GELU_MULS, SILU_MUL, UNGATED, Gate
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
@@ -42,6 +42,22 @@ SHARED_WARPS = 12
 """Warps that a row has at least where they share it."""
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
+
+
+class _Sums(NamedTuple):
+    """What sums behind a row's codes add to a kernel: to its label and template arguments, and its header."""
+
+    label: tuple[str, ...] = ()
+    arguments: str = ""
+    header: str = "quantize/kernel"
+
+    @classmethod
+    def of(cls, correction: Correction | None) -> _Sums:
+        if correction is None:
+            return cls()
+        type, size = correction
+        policy = f", jitgemm::GroupSums<jitgemm::{DTYPES[type].cpp_name}, {size}>"
+        return cls((f"sums{size}{type}",), policy, "quantize/sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +116,7 @@ class QuantizeSpec:
             parts += ["limited"] if self.limited else []
         flags = ("residual", "rms_norm", "permuted", "rotated", "block", "gathered", "masked")
         parts += [name.replace("_", "") for name in flags if getattr(self, name)]
-        parts += ["sums{1}{0}".format(*self.correction)] if self.correction else []
+        parts += _Sums.of(self.correction).label
         shape = f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}"
         parts.append(f"{shape}c{self.ctas}" if self.ctas > 1 else shape)
         return "-".join(parts)
@@ -282,12 +298,10 @@ def render_quantize(spec: QuantizeSpec) -> str:
     cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
     # erfc() and a row to rotate need more than the 32 registers of two CTAs.
     bounds = f"{threads}, 1" if spec.gate == "gelu" or spec.rotated else threads
-    sums = ""
-    if spec.correction is not None:
-        sums = ", jitgemm::GroupSums<jitgemm::{}, {}>".format(DTYPES[spec.correction[0]].cpp_name, spec.correction[1])
+    sums = _Sums.of(spec.correction)
     return f"""\
 // jitgemm quantiser {spec.label}
-#include <jitgemm/{_header(spec)}.cuh>
+#include <jitgemm/{sums.header}.cuh>
 
 namespace jitgemm {{
 {render_config(spec)}
@@ -295,13 +309,9 @@ namespace jitgemm {{
 
 extern "C" __global__ void {cluster}__launch_bounds__({bounds})
 {function_name(spec.label)}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
-    jitgemm::quantize_rows<jitgemm::Config{sums}>(args, blockIdx.x / {spec.ctas}, gridDim.x / {spec.ctas});
+    jitgemm::quantize_rows<jitgemm::Config{sums.arguments}>(args, blockIdx.x / {spec.ctas}, gridDim.x / {spec.ctas});
 }}
 """
-
-
-def _header(spec: QuantizeSpec) -> str:
-    return "quantize/kernel" if spec.correction is None else "quantize/sums"
 
 
 def quantize_source(spec: QuantizeSpec) -> KernelSource:
@@ -314,12 +324,13 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     variants += [gates[spec.gate]] if spec.gate in gates else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
     common = spec.gate in ("", *gates) and (spec.order, spec.limited) == ("gate_up", False)
-    named = common and not (spec.gathered or spec.masked or spec.correction)
+    sums = _Sums.of(spec.correction)
+    named = common and not (spec.gathered or spec.masked or sums.label)
     return KernelSource(
         spec.label,
         spec.to_dict(),
         render_quantize(spec),
-        headers(_header(spec)),
+        headers(sums.header),
         OPTIONS,
         warmup=f"jitgemm warmup --shape N,K {command}" if named else "",
     )

@@ -89,7 +89,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
 def _of_compressed_tensors(kind: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """A layer of mx_fp or nv_fp, in compressed-tensors' words; kind: a key of _TENSORS_OF."""
     (size, formats), bits, inputs = _TENSORS_OF[kind], settings["bits"], None
-    if settings["group_size"] != size or bits not in formats:
+    preset, format = formats.get(bits, ("", ""))
+    if settings["group_size"] != size or not preset:
         expected = f"{' or '.join(map(str, formats))} in groups of {size}"
         got = f"{bits!r} in {settings['group_size']!r}"
         raise ValueError(f"bits, group_size: expected {expected} with data_type {kind}, got {got}")
@@ -99,7 +100,6 @@ def _of_compressed_tensors(kind: str, settings: Mapping[str, Any]) -> Mapping[st
         if of is None:
             raise ValueError(f"act_data_type: expected mx_fp or nv_fp of act_bits 4 or 8, got {said!r} of {width!r}")
         inputs = PRESETS[_TENSORS_OF[of][1][width][0]][1]
-    preset, format = formats[bits]
     return {
         "quant_method": "compressed-tensors", "format": format, "weights": PRESETS[preset][0], "input_activations": inputs,
     }  # fmt: skip

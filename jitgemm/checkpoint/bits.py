@@ -70,8 +70,11 @@ def pack_words(codes: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """int32 words of uint8 codes of 4 or 8 bits along `dim`, the low one first: the inverse of `unpack_nibbles` and
     `unpack_bytes`. The last word is filled up with zeros."""
     codes = torch.nn.functional.pad(codes.movedim(dim, -1), (0, -codes.shape[dim] % (32 // bits)))
-    pairs = codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
-    words = pairs.clone(memory_format=torch.contiguous_format).view(torch.int32)  # little endian
+    per_byte = 8 // bits
+    packed = codes[..., 0::per_byte].clone(memory_format=torch.contiguous_format)
+    for i in range(1, per_byte):
+        packed |= codes[..., i::per_byte] << bits * i
+    words = packed.view(torch.int32)  # little endian
     return words.movedim(-1, dim).contiguous()
 
 

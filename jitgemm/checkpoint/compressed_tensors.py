@@ -32,7 +32,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,12 +51,42 @@ from jitgemm.weight.two_level import MOST, holds, levels_of
 
 _CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "float"): "e2m1"}
 """By num_bits and type."""
+
+
+class _Kind(NamedTuple):
+    """What files may say of weights of a code.
+
+    Attributes:
+        strategies: what may share a scale.
+        group_size: the only one; 0 for any.
+        words: the type of `weight_packed`; None for codes that are never packed.
+        zeros: the types of zero points that are not packed.
+        symmetric: there are no zero points.
+        zeros_by_file: where a config says nothing, the tensor says whether there are zero points.
+        scales: types.
+    """
+
+    strategies: tuple[str, ...] = ("group", "channel", "tensor", "block")
+    group_size: int = 0
+    words: torch.dtype | None = torch.int32
+    zeros: tuple[torch.dtype, ...] = (torch.int8,)
+    symmetric: bool = False
+    zeros_by_file: bool = False
+    scales: tuple[torch.dtype, ...] = FLOATS
+
+
 _SUPPORTED = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 )  # fmt: skip
 
 _ZEROS_OF_FLOATS = (torch.int8, torch.uint8, torch.float8_e4m3fn, *FLOATS)
 """Dtypes of the zero points of e4m3 codes, which mean nothing."""
+_KINDS = {
+    "int4": _Kind(("group", "channel", "tensor"), zeros_by_file=True),
+    "int8": _Kind(),
+    "e4m3": _Kind(words=None, zeros=_ZEROS_OF_FLOATS, symmetric=True, scales=(*FLOATS, *E8M0)),
+    "e2m1": _Kind(("group",), EXPONENT_GROUP, torch.uint8, symmetric=True),
+}
 _TWO_TOO_LOW = re.compile(r"0\.13\.0$|0\.12\.3\.?a202512(14|15)$|0\.13\.1\.?a(2025|20260108$)")
 """Versions of the library that stored the exponents of MXFP4 two too low, tried with each preview on PyPI; those of
 AutoRound's files, which names the version that is installed, are right."""
@@ -118,7 +148,8 @@ class _CompressedTensors(Format):
         transforms, config, names = self.transforms(config, prefix), for_layer(config, prefix), headers or {}
         weights, code, block = _weights_of(config)
         if not weights and config.get("format") in (None, MXFP4_FORMAT) and fits(names, _MXFP4_TENSORS):
-            weights, code = MXFP4, "e2m1"
+            weights, code = MXFP4, _CODES[4, "float"]
+        kind = _KINDS[code]
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
         packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
@@ -128,10 +159,11 @@ class _CompressedTensors(Format):
             -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
             strategy,
             block,
-            zero_points=symmetric is False or (symmetric is None and code == "int4" and "weight_zero_point" in names),
+            zero_points=symmetric is False
+            or (symmetric is None and kind.zeros_by_file and "weight_zero_point" in names),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
             inputs=inputs_of(config, code, headers),
-            form="fp4" if code == "e2m1" else "packed" if packed else "",
+            form="fp4" if kind.words is torch.uint8 else "packed" if packed else "",
             transforms=transforms,
             settings=config,
         )
@@ -144,7 +176,7 @@ class _CompressedTensors(Format):
         if words is not None and words.dtype == torch.uint8 and scheme.form != "fp4":
             found = describe(words)
             raise ValueError(f"weight_packed: expected int32, or num_bits 4 and type 'float' in a config, got {found}")
-        if words is not None and scheme.code == "e4m3":
+        if words is not None and _KINDS[scheme.code].words is None:
             raise ValueError(f"weight_packed: expected int32 of integers, got {describe(words)}")
         if zero is None and scheme.zero_points:
             raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
@@ -155,7 +187,7 @@ class _CompressedTensors(Format):
             wanted = "int32 {shape}, packed along n, got {got}"
             found["weight_zero_point"] = stored(INT32, N / scheme.per_word, G, wanted=wanted)
         elif zero is not None:
-            if zero.dtype not in ((torch.int8,) if scheme.code != "e4m3" else _ZEROS_OF_FLOATS):
+            if zero.dtype not in _KINDS[scheme.code].zeros:
                 raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
             found["weight_zero_point"] = stored(zero.dtype, *_dims(zero), wanted="{shape} as weight_scale, got {got}")
         return found
@@ -295,7 +327,7 @@ def _dims(values: Any) -> tuple[Dim | int, ...]:
 
 def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     """Of the scales, by the config's blocks or with these dimensions."""
-    types = (*FLOATS, *(E8M0 if scheme.code == "e4m3" else ()))
+    types = _KINDS[scheme.code].scales
     if scheme.settings.get("format") == _MXFP8_FORMAT:
         types = E8M0[::-1]
     if scheme.block is not None:
@@ -321,15 +353,15 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
     if code is None:
         expected = "num_bits 4 or 8 and type 'int' or 'float'"
         raise ValueError(f"weights: expected {expected}, got {width} and {kind!r}")
-    if code == "e2m1" and (strategy, weights.get("group_size")) != ("group", EXPONENT_GROUP):
+    may = _KINDS[code]
+    if may.group_size and (strategy, weights.get("group_size")) != ("group", may.group_size):
         raise ValueError(
             f"weights: expected strategy group and group_size {EXPONENT_GROUP}, as MXFP4 has, of num_bits 4 and type "
             f"'float', got {strategy!r} and {weights.get('group_size')} (NVFP4's tensors are others)"
         )
-    known = ("group", "channel", "tensor", *(("block",) if code not in ("int4", "e2m1") else ()))
-    if strategy not in (None, *known):
-        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {strategy!r}")
-    if code in ("e4m3", "e2m1") and weights.get("symmetric") is False:
+    if strategy not in (None, *may.strategies):
+        raise ValueError(f"weights: expected strategy {', '.join(may.strategies)}, got {strategy!r}")
+    if may.symmetric and weights.get("symmetric") is False:
         raise ValueError("weights: expected symmetric: true with type 'float', got false")
     return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None
 

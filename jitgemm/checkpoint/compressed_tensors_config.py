@@ -110,19 +110,18 @@ def written_group(
         group_size, symmetric: of 4 bits.
         scheme: "mxfp4" for MXFP4; "two-level" for groups whose scales in fp32 are integers times a row's (`in_levels`).
     """
-    if scheme == "mxfp4":
-        weights = MXFP4
-    elif scheme == "two-level":
-        weights = args_of(4, "int", "group", group_size=FACTOR_GROUP, symmetric=False, scale_dtype="torch.float32")
-    elif bits == 4:
-        weights = args_of(4, "int", "group", group_size=group_size, symmetric=symmetric)
-    else:
-        weights = args_of(8, inputs, "channel")
+    levels = {"group_size": FACTOR_GROUP, "symmetric": False, "scale_dtype": "torch.float32"}
+    weights, format = {
+        4: (args_of(4, "int", "group", group_size=group_size, symmetric=symmetric), "pack-quantized"),
+        8: (args_of(8, inputs, "channel"), f"{inputs}-quantized"),
+        "mxfp4": (MXFP4, MXFP4_FORMAT),
+        "two-level": (args_of(4, "int", "group", **levels), "pack-quantized"),
+    }[scheme or bits]
     return {
         "targets": list(targets),
         "weights": weights,
         "input_activations": args_of(8, inputs, "token", dynamic=True),
-        "format": MXFP4_FORMAT if scheme == "mxfp4" else "pack-quantized" if bits == 4 else f"{inputs}-quantized",
+        "format": format,
     }
 
 

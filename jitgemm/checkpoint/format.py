@@ -14,17 +14,8 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.layouts import (
-    CODE_TYPES,
-    E8M0,
-    FLOATS,
-    PARTS,
-    Layout,
-    TensorLayout,
-    check_single,
-    measure,
-    stored,
-)
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Layout, TensorLayout, check_single, measure
+from jitgemm.checkpoint.layouts import stored
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ROTATION, ceil_div
 from jitgemm.tensors import describe
@@ -414,13 +405,17 @@ def group_size_of(k: int, groups: int, given: Any, name: str, what: str = "group
     return size
 
 
+_INPUTS_SAID = {"int8": ("int", "activation_scheme"), "int4": ("float", "")}
+"""By code: the type of activations that go with it, and which setting says how they are scaled. Others are as e4m3."""
+
+
 def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
     """The inputs by compressed-tensors' `input_activations`, by `activation_scheme` for 8 bits, or by a static scale's
     presence; blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
-    config, headers, type = config or {}, headers or (), "int" if code == "int8" else "float"
+    config, headers, (type, key) = config or {}, headers or (), _INPUTS_SAID.get(code, ("float", "activation_scheme"))
     if "input_activations" in config:
         return Inputs.of(setting(config, "input_activations"))
-    named = None if code == "int4" else setting(config, "activation_scheme")
+    named = setting(config, key)
     if str(named).lower() == "static" or (named is None and any(name in headers for name in INPUT_SCALES)):
         return Inputs(type, strategy="tensor", dynamic=False)
     return Inputs(type, strategy="group", group_size=128) if blocks else None

@@ -90,13 +90,13 @@ class _Quark(Format):
         return packed and setting(config, "quant_method") == METHOD
 
     def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        dtype, order = setting(config, "dtype"), setting(config, "pack_method", default="reorder")
+        dtype, method = setting(config, "dtype"), setting(config, "pack_method", default="reorder")
         if dtype not in ("int4", "uint4"):
             raise ValueError(f"weight: expected dtype 'int4' or 'uint4' in the config of one in int32, got {dtype!r}")
-        if order not in ("reorder", "order"):
-            raise ValueError(f"pack_method: expected reorder or order, got {order!r}")
+        if method not in ("reorder", "order"):
+            raise ValueError(f"pack_method: expected reorder or order, got {method!r}")
         inputs, settings = inputs_of(config, "int4", headers), config or {}
-        return Scheme(self.name, zero_points=True, form=f"{dtype} {order}", inputs=inputs, settings=settings)
+        return Scheme(self.name, zero_points=True, form=f"{dtype} {method}", inputs=inputs, settings=settings)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {

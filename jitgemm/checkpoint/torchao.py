@@ -116,7 +116,7 @@ class _TorchAo(Format):
             tiles = form == _TILES
             found = _tinygemm(_QDATA, headers, _BOTH) if tiles else _LAYOUTS.get(form) or _blocks(headers, _EIGHT[form])
         code = _EIGHT.get(form, "int4")
-        inputs, zeros = inputs_of(config, code, headers), code == "int4"
+        inputs, zeros = inputs_of(config, code, headers), form not in _EIGHT
         return Scheme(self.name, code, size, zero_points=zeros, inputs=inputs, form=form, found=found, settings=config)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:

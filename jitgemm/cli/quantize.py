@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import time
+from collections import Counter
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -252,7 +253,7 @@ def _report(facts: dict[str, Any], as_json: bool) -> None:
         }
         common.out().print()
         common.print_facts(shown)
-    counts = [sum(layer["bits"] == bits for layer in facts["layers"]) for bits in (4, 8)]
+    counts = Counter(layer["bits"] for layer in facts["layers"])
     sizes = f"{common.show_size(facts['bytes_before'])} before, {common.show_size(facts['bytes_after'])} after"
-    common.note(f"{counts[0]} layers of 4 bits, {counts[1]} of 8; {sizes}; {facts['seconds']:.0f} s")
+    common.note(f"{counts[4]} layers of 4 bits, {counts[8]} of 8; {sizes}; {facts['seconds']:.0f} s")
     common.note(f"load it with: vllm serve {facts['out']} --quantization jitgemm")

@@ -124,7 +124,7 @@ def gemm_w4a8_bound(
     m, k = x.shape
     run = BLOCK_K if rhs.groups == 1 else min(rhs.group_size, BLOCK_K)
     runs = ceil_div(k, run)
-    pairs = rhs.format.long_runs and not lhs_group_of(x_scale)
+    longer = rhs.format.longer_runs(lhs_group_of(x_scale) > 0)
     zero = torch.zeros((m, 1)) if x_zero is None else x_zero.reshape(-1, 1)
     zero = zero.to(ref).expand(m, 1).abs()
     token = x_scale.to(ref).abs()
@@ -159,9 +159,10 @@ def gemm_w4a8_bound(
             code = None if x.dtype == torch.int8 else CODES[rhs.format.code]
             f16 = None if powers is None else token[:, rows] * powers[columns]
             size, loss = _scaled(x_rows, operands, scale * token[:, rows], code, f16)
-            if pairs:  # one scale a row
-                twice = _scaled(_in_pairs(x_rows), [*map(_in_pairs, operands)], scale[:1] * token[:, rows], code)
-                size, loss = torch.maximum(size, twice[0]), torch.maximum(loss, twice[1])
+            for count in longer:  # with one scale a row
+                joined = _joined(x_rows, count), [_joined(each, count) for each in operands]
+                found = _scaled(*joined, scale[:1] * token[:, rows], code)
+                size, loss = torch.maximum(size, found[0]), torch.maximum(loss, found[1])
             if offset is not None:
                 added = _scaled(x_rows, [counts], offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1] + (CORRECTION * added[0] if corrects else 0)
@@ -180,10 +181,10 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, missing)).unflatten(1, (runs, run)).transpose(0, 1)
 
 
-def _in_pairs(runs: torch.Tensor) -> torch.Tensor:
-    """[runs, rows, run] -> [half of them, rows, 2 * run]."""
-    padded = torch.nn.functional.pad(runs, (0, 0, 0, 0, 0, runs.shape[0] % 2))
-    return padded.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+def _joined(runs: torch.Tensor, count: int) -> torch.Tensor:
+    """[runs, rows, run] -> [runs / count, rows, count * run]."""
+    padded = torch.nn.functional.pad(runs, (0, 0, 0, 0, 0, -runs.shape[0] % count))
+    return padded.unflatten(0, (-1, count)).transpose(1, 2).flatten(2)
 
 
 def _scaled(

@@ -147,7 +147,7 @@ class Gemm(NamedTuple):
             raise ValueError(f"{X}: expected k of at most {most} for {why}, got {k}")
         if lhs_type not in format.lhs_types:
             expected = DTYPES[format.lhs_types[0]].torch_name
-            raise TypeError(f"{X}: expected {expected}, {format.why_lhs}, got {dtype_name(x.dtype)}")
+            raise TypeError(f"{X}: expected {expected}, {format.why_lhs('rhs')}, got {dtype_name(x.dtype)}")
         check_sums_with(weight, lhs_type, lhs_group_of(x_scale) > 0, "rhs")
         # Those per token and 128 k of masked calls have a dimension for the experts.
         masked = groups is not None and groups.masked

@@ -20,7 +20,7 @@ from jitgemm.gemm.problem import ANY, X, X_SCALE, X_ZERO, Gemm, Groups, as_rows,
 from jitgemm.gemm.problem import check_weight, expected_rows_of, experts_of, pack_e8m0, split_lhs
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.runtime.launch import prepare, run_prepared, this_thread
+from jitgemm.runtime.launch import prepare, this_thread
 from jitgemm.tensors import check_tensor
 from jitgemm.weight.correction import with_late_sums
 from jitgemm.weight.parts import PackedWeight, check_rotated
@@ -36,6 +36,16 @@ class _Call(Gemm):
     """As `run_prepared` takes it."""
 
     __slots__ = ()
+
+    def amended(self) -> _Call:
+        """The checked call itself, or, still to be checked, with packed exponents for others, or with sums that x lacks."""
+        if self.packs_scales:
+            return self._replace(x_scale=pack_e8m0(self.x_scale))
+        self.check()
+        if not self.lacks_sums or not self.x.is_cuda:
+            return self
+        weight = self.weight
+        return self._replace(x=with_late_sums(self.x, weight.format.lhs_sums, getattr(weight, "layer", "")))
 
     def run_reference(self, operands: Sequence[torch.Tensor | None]) -> None:
         from jitgemm.gemm.reference import write_reference
@@ -87,12 +97,8 @@ def _run(
         if bits:
             check_weight(weight, bits)
         call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
-        if call.packs_scales:
-            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel, bits)
-        call.check()
-        if call.lacks_sums and x.is_cuda:
-            x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
-            return _run(x, x_scale, x_zero, weight, out, bias, batch_invariant, kernel, bits)
+        if (other := call.amended()) is not call:
+            return _run(*other[:6], *other[7:], bits)
         launch = prepare(key, tensors, call, call.operands())
         if launch is None:
             return
@@ -158,15 +164,16 @@ def _run_grouped(gemm: _Call) -> None:
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
-    if x_scale.dtype is torch.float8_e8m0fnu and gemm.packs_scales:
-        return _run_grouped(gemm._replace(x_scale=pack_e8m0(x_scale)))
-    if weight.format.correction and x.is_cuda and gemm.lacks_sums:
-        gemm.check()
-        x = with_late_sums(x, weight.format.lhs_sums, getattr(weight, "layer", ""))
-        return _run_grouped(gemm._replace(x=x))
+    launch = this_thread.cache.find_plan(key, tensors)
+    if launch is None and (other := gemm.amended()) is not gemm:
+        return _run_grouped(other)
     if weight.sums == "f16":
         weight.follow_writes()
-    run_prepared(key, tensors, gemm)
+    operands = gemm.operands()
+    if launch is None:
+        launch = prepare(key, tensors, gemm, operands)
+    if launch is not None:
+        launch.run_tensors(*operands)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Code:
         inner: numbers that records hold behind the codes: MXFP4's exponents, NVFP4's scales, factors with zero points of
             two levels. None for none.
         f16_sums: groups may be added up in f16 with e4m3 activations.
+        faster: by the type of activations, what is faster in prefill than groups of these codes with it.
         why_lhs: why its values go with one type of activations alone, for messages; "" where orders decide.
     """
 
@@ -132,6 +133,7 @@ class Code:
     scale_types: tuple[str, ...] = REAL_TYPES
     inner: Inner | None = None
     f16_sums: bool = False
+    faster: Mapping[str, str] = field(default_factory=dict)
     why_lhs: str = ""
 
     @property
@@ -228,7 +230,9 @@ _TWO_LEVEL = Order(
     "two_level", 7, {"s8": Decoder("TwoLevelCodec", "any")}, mark="tl", max_channel_k=2**17 - 16, slow=True
 )
 
-register(Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True, f16_sums=True))
+_FASTER = {"s8": "int8 with float scales in groups: two levels or e4m3 are faster in prefill"}
+_INT4 = _INT4_ANY, _INT4_E4M3, _INT4_S8
+register(Code("int4", 4, _INT4, largest=16.0, offsets=True, f16_sums=True, faster=_FASTER))
 register(
     Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, uniform_strip_scale=True)
 )

@@ -182,6 +182,11 @@ class WeightFormat:
         """Whether kernels may add up 256 k in the tensor cores (`promote_records`): e4m3 times codes with a base a row."""
         return not self.group_size and self._any_decoder.long_runs
 
+    def longer_runs(self, block: bool) -> tuple[int, ...]:
+        """Records that kernels may add up in one run of the tensor cores besides one; block: activations have a scale for
+        128 k."""
+        return (2,) if self.long_runs and not block else ()
+
     @property
     def decodes_slowly(self) -> bool:
         """Whether decoding a record takes about as long as memory takes to bring it."""
@@ -211,16 +216,10 @@ class WeightFormat:
         """Types of activations that the codes meet."""
         return tuple(self._order.decoders)
 
-    @property
-    def why_lhs(self) -> str:
-        """Why the codes meet no other activations than `lhs_types`, for messages."""
-        orders = "as rhs is" if self.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+    def why_lhs(self, name: str = "it") -> str:
+        """Why the codes of a weight of this name meet no other activations than `lhs_types`, for messages."""
+        orders = f"as {name} is" if self.typed else f"for which {name} was packed (lhs_dtype of pack_w4)"
         return CODES[self.code].why_lhs or orders
-
-    @property
-    def one_type(self) -> bool:
-        """Whether no order of its codes meets activations of the other type, for `why_lhs`."""
-        return bool(CODES[self.code].why_lhs)
 
     @property
     def max_int8_k(self) -> int:

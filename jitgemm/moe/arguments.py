@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from jitgemm.activations.arguments import CODES, activation_of, check_runs
+from jitgemm.activations.arguments import activation_of, check_runs
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Activation, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows, check_sums_with
@@ -349,15 +349,10 @@ def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate) -> int:
     """`check_weights`, and that they multiply these activations, and add up so."""
     experts = check_weights(w13, w2, gate.inputs, activation.rotation)
     for name, weight in (("w13", w13), ("w2", w2)):
-        if activation.dtype not in weight.format.lhs_types and weight.format.one_type:
-            expected, got = (torch_dtype(name) for name in (weight.format.lhs_types[0], activation.dtype))
-            why = weight.format.why_lhs
-            raise TypeError(f"{name}: expected lhs_dtype {dtype_name(expected)}, {why}, got {dtype_name(got)}")
         if activation.dtype not in weight.format.lhs_types:
-            raise TypeError(
-                f"{name}: expected a weight packed for lhs_dtype {dtype_name(CODES[activation.dtype])}, got one for "
-                f"{weight.format.order}"
-            )
+            expected, got = (torch_dtype(name) for name in (weight.format.lhs_types[0], activation.dtype))
+            why = weight.format.why_lhs(name)
+            raise TypeError(f"{name}: expected lhs_dtype {dtype_name(expected)}, {why}, got {dtype_name(got)}")
         check_sums_with(weight, activation.dtype, activation.block, name)
         if activation.rotation and weight.k % ROTATION:
             raise ValueError(f"{name}: expected k to be a multiple of {ROTATION} with a rotation, got {weight.k}")

@@ -15,11 +15,9 @@ import torch
 
 from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
-from jitgemm.activations.reference import gated, quantize_reference
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY, Gemm, Groups, Lhs, split_lhs
-from jitgemm.gemm.reference import round_fp64, write_reference
 from jitgemm.gemm.run import contiguous, weight_of_op
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
@@ -141,6 +139,9 @@ def layer_reference(call: ExpertsCall) -> torch.Tensor:
     Both GEMMs, gate and combination in fp64. Rounded to x's type: what each GEMM returns, and the result; to fp32: what
     is quantised.
     """
+    from jitgemm.activations.reference import gated, quantize_reference
+    from jitgemm.gemm.reference import round_fp64, write_reference
+
     x = call.x
     offsets, row_index, inverse = route_reference(call.topk_ids, call.experts, call.expert_map)
     live = int(offsets[-1])

@@ -33,6 +33,7 @@ class Quantiser(NamedTuple):
         activation: what its weights meet where a recipe says none.
         group: columns that share a scale where a recipe says none; None for a row or block.
         check_lhs: raises TypeError for a type of activations that its weights do not meet; None: they meet both.
+        code: what users call its codes; "" for their scheme, or the activations' type.
     """
 
     kind: type[Weight]
@@ -41,11 +42,12 @@ class Quantiser(NamedTuple):
     activation: str = "e4m3"
     group: int | None = None
     check_lhs: Callable[[str, str], None] | None = None
+    code: str = ""
 
 
 _INT4_OPTIONS = ("group_size", "symmetric", "scale_dtype", "full_range", "positive_scales", "clip_steps", "act_order")
 INTEGERS = {
-    4: Quantiser(W4Weight, quantize_w4, _INT4_OPTIONS, group=128),
+    4: Quantiser(W4Weight, quantize_w4, _INT4_OPTIONS, group=128, code="int4"),
     8: Quantiser(W8Weight, quantize_w8, ("block",)),
 }
 """By bits, where a recipe has no scheme; those of 8 have the activations' type, so they may be e4m3."""
@@ -100,8 +102,8 @@ class Recipe:
             raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}")
         if self.scheme not in (None, *SCHEMES):
             raise ValueError(f"scheme: expected None or one of {', '.join(SCHEMES)}, got {self.scheme!r}")
-        if self.scheme is not None and self.bits != 4:
-            raise ValueError(f"bits: expected 4 with scheme={self.scheme!r}, got {self.bits}")
+        if (width := self.quantiser.kind.bits) != self.bits:
+            raise ValueError(f"bits: expected {width} with scheme={self.scheme!r}, got {self.bits}")
         for name in (*_INT4_OPTIONS, "block"):
             value = getattr(self, name)
             if value is not None and name not in self.quantiser.options:
@@ -123,8 +125,8 @@ class Recipe:
         if self.rotation is not None and (type(self.rotation) is not int or self.rotation != ROTATION):
             raise ValueError(f"rotation: expected None or {ROTATION}, got {self.rotation!r}")
         check_sums(self.sums)
-        if self.activation is not None and self.bits == 4:
-            check_sums_of(self.sums, self.activation)
+        if self.activation is not None:
+            self.check_sums()
         if self.lm_head not in (None, *ACTIVATIONS):
             raise ValueError(f"lm_head: expected None or one of {', '.join(ACTIVATIONS)}, got {self.lm_head!r}")
         patterns("ignore", self.ignore)
@@ -167,7 +169,12 @@ class Recipe:
     @property
     def code(self) -> str:
         """What users call the weights' codes: int4, e4m3, int8, or a scheme."""
-        return self.scheme or ("int4" if self.bits == 4 else typed_code(activation_named(self.inputs).dtype))
+        return self.scheme or self.quantiser.code or typed_code(activation_named(self.inputs).dtype)
+
+    def check_sums(self) -> None:
+        """Raises TypeError or ValueError unless layers with 4-bit weights can be added up so."""
+        if self.bits == 4:
+            check_sums_of(self.sums, self.inputs)
 
     @property
     def inputs(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
@@ -147,10 +148,7 @@ def why(ranked: list[Candidate]) -> str:
 
 def faster_instead(problem: Problem) -> str:
     """What is faster in prefill than int8 times a float scale for each group of 4-bit codes; "" for other problems."""
-    fmt = problem.format
-    if problem.lhs != "s8" or fmt.bits != 4 or not fmt.group_size:
-        return ""
-    return "int8 with float scales in groups: two levels or e4m3 are faster in prefill"
+    return CODES[problem.format.code].faster.get(problem.lhs, "") if problem.format.group_size else ""
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,8 @@ that nothing is rounded and nothing else is kept. Sums of at most 256 codes have
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import EllipsisType
 
@@ -87,6 +88,18 @@ def uncorrected(stored: Stored, blocks: torch.Tensor, n: int, k: int, format: We
         codes = (stored.q + SHIFT).view(torch.uint8)
         return stored._replace(q=codes, zero=zeros_of(factor, stored.scale))
     return stored._replace(offset=offsets_of(factor, stored.scale))
+
+
+def check_corrected(format: WeightFormat, name: str) -> None:
+    """Raises ValueError for corrections that stand for nothing, as those of a kernel's format do."""
+    if format.correction and not (format.zero_point or format.offset):
+        raise ValueError(f"{name}: expected zero points or offsets with a correction, got {format.name}")
+
+
+def of_parts(formats: Sequence[WeightFormat]) -> list[WeightFormat]:
+    """Formats of a joined layer's parts, as the layer has them: without corrections unless one type holds all factors."""
+    several = len({format.correction for format in formats}) > 1
+    return [replace(format, correction="") if several else format for format in formats]
 
 
 def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:

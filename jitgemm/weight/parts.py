@@ -17,7 +17,7 @@ from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION, STRIP_ROW
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS, RowParts, Stored, Unpacked
-from jitgemm.weight.correction import uncorrected
+from jitgemm.weight.correction import check_corrected, uncorrected
 from jitgemm.weight.ready import ReadyAt, is_captured, noted
 
 T = TypeVar("T")
@@ -250,8 +250,7 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) ->
     lead = () if count is None else (count,)
     rows = (*lead, layout.strips_of(n) * STRIP_ROWS)
     shape = (*lead, layout.strips_of(n), fmt.kblocks(k), fmt.record_bytes)
-    if fmt.correction and not (fmt.zero_point or fmt.offset):
-        raise ValueError(f"{name}format: expected zero points or offsets with a correction, got {fmt.name}")
+    check_corrected(fmt, f"{name}format")
     check_part(weight, name, "blocks", shape, torch.uint8)
     if weight.sums == "f16" and fmt.f16_sums:
         check_part(weight, name, "channel_scale", rows, torch.float32)

@@ -74,7 +74,7 @@ def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:
     form = format_of(EXPONENT_GROUP, 2 * EXPONENT_GROUP)
     if lhs_type not in (None, *form.lhs_types):
         got = dtype_name(torch_dtype(str(lhs_type)))
-        raise TypeError(f"{name}: expected float8_e4m3fn, {form.why_lhs}, got {got}")
+        raise TypeError(f"{name}: expected float8_e4m3fn, {form.why_lhs()}, got {got}")
 
 
 def codes_of(values: torch.Tensor) -> torch.Tensor:

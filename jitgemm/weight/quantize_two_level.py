@@ -82,7 +82,7 @@ def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:
     """Raises TypeError for a type of activations that two levels do not meet; name: the argument's."""
     form = format_of("bf16")
     if lhs_type not in (None, *form.lhs_types):
-        raise TypeError(f"{name}: expected int8, {form.why_lhs}, got {dtype_name(torch_dtype(str(lhs_type)))}")
+        raise TypeError(f"{name}: expected int8, {form.why_lhs()}, got {dtype_name(torch_dtype(str(lhs_type)))}")
 
 
 class Levels:

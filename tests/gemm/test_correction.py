@@ -365,7 +365,7 @@ def test_a_linear_quantises_for_its_weight(kind, activation):
     empty.load_state_dict(layers[1].state_dict())
     for other in (again, empty, copy.deepcopy(layers[1])):
         assert torch.equal(other(x), layers[0](x)) and other.weight.format == weight.format
-    with pytest.raises(ValueError, match="weight: expected one packed without correction for int8_block"):
+    with pytest.raises(ValueError, match="correction: expected None unless for int8 with a scale for each token"):
         jitgemm.nn.W4A8Linear(weight, activation="int8_block")
 
 

@@ -394,7 +394,7 @@ def test_import_loads_no_more_than_what_a_call_checks_and_describes(imported):
         "moe": "arguments call kernel masked route",
         "runtime": "checks dispatch launch torch_private",
         "weight": "codes correction f16_sums given gptq layout mxfp4 nvfp4 pack packed parts quantize quantize_mxfp4 "
-        "quantize_two_level ready rotation search state two_level",
+        "quantize_two_level ready rotation search stack state two_level",
     }
     allowed = {
         f"jitgemm.{package}{name and '.' + name}" for package, names in parts.items() for name in ("", *names.split())

@@ -291,7 +291,7 @@ def test_quantize_names_an_option_of_the_other_number_of_bits():
             (quantize_w4(linear().weight, 64, lhs_dtype=torch.int8),),
             {"activation": "e4m3"},
             ValueError,
-            "weight: expected one packed for e4m3 or for any activations, got one for int8",
+            "weight: expected activation int8 or int8_affine or int8_block, for which it was packed (lhs_dtype of pack_w4), got e4m3",
         ),
         ((permuted_w8(),), {"activation": "int8"}, TypeError, "weight: expected a W4Weight, got W8Weight"),
     ],
@@ -302,7 +302,9 @@ def test_wrong_arguments_of_from_weight_are_named(arguments, options, error, tex
 
 
 def test_an_8_bit_weight_meets_activations_of_its_type():
-    with pytest.raises(ValueError, match="weight: expected one packed for e4m3, got one for int8"):
+    with pytest.raises(
+        ValueError, match="weight: expected activation int8 or int8_affine or int8_block, as it is, got e4m3"
+    ):
         W8A8Linear.from_weight(permuted_w8())
     with pytest.raises(TypeError, match="weight: expected a W8Weight, got W4Weight"):
         W8A8Linear.from_weight(permuted_weight())

@@ -107,8 +107,8 @@ def test_wrong_inputs_are_named():
     "change, message",
     [
         ({"w13": weight(1, 2 * INTER, HIDDEN)[0]}, "w13: expected a weight of several experts, got W4Weight"),
-        ({"w13": weight(1, INTER, HIDDEN)}, r"w13: expected n = 2 \* k of w2 = 192, got 96"),
-        ({"w2": weight(1, 2 * HIDDEN, INTER)}, "w2: expected 4 experts with n = 64, got 4 with n = 128"),
+        ({"w13": weight(1, INTER, HIDDEN)}, "w13: expected n = 192, twice the k of w2, got 96"),
+        ({"w2": weight(1, 2 * HIDDEN, INTER)}, "w2: expected n = 64, as w13 has columns, got 128"),
         ({"bias13": torch.zeros(E, INTER)}, r"bias: expected shape \[4, 192\], got \[4, 96\]"),
         (
             {"activation": "fp8"},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from jitgemm.activations.scheme import SILU_MUL, Gate
-from jitgemm.moe.arguments import ExpertsCall, check_call_once
+from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_weights
 from jitgemm.moe.call import Adapt, fused_experts, launch
 from jitgemm.nn.layers.gate import decoded, encoded
 from jitgemm.nn.layers.linear import input_rows, is_dtensor, result_type
@@ -75,17 +75,13 @@ class PackedExperts(Described):
                 raise TypeError(f"{name}: expected a {self.kind.__name__}, got {type(weight).__name__}")
             if weight.experts is None:
                 raise ValueError(f"{name}: expected a weight of several experts, got {weight!r}")
-            if weight.correction is not None:
-                raise ValueError(f"{name}: expected a weight packed without correction, got {weight!r}")
             if weight.permutation is not None:
                 raise ValueError(f"{name}: expected no permutation, as experts share their quantised input, got one")
         if w2.rotation != w13.rotation:
             raise ValueError(f"w2: expected rotation {w13.rotation}, as w13 has, got {w2.rotation}")
-        experts, hidden, inter = w13.experts, w13.k, w2.k
-        if w13.n != gate.inputs * inter:
-            raise ValueError(f"w13: expected n = {gate.inputs} * k of w2 = {gate.inputs * inter}, got {w13.n}")
-        if w2.n != hidden or w2.experts != experts:
-            raise ValueError(f"w2: expected {experts} experts with n = {hidden}, got {w2.experts} with n = {w2.n}")
+        experts, hidden, inter = check_weights(w13, w2, gate.inputs), w13.k, w2.k
+        if w2.n != hidden:
+            raise ValueError(f"w2: expected n = {hidden}, as w13 has columns, got {w2.n}")
         if w2.device != w13.device:
             raise ValueError(f"w2: expected w13's device {w13.device}, got {w2.device}")
         self.num_experts, self.hidden_dim, self.intermediate_dim = experts, hidden, inter

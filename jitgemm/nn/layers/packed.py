@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_name, activation_named
+from jitgemm.activations.kernel import check_correction
+from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import check_sums
 from jitgemm.runtime.dispatch import needs_dispatcher
@@ -153,7 +154,7 @@ class Packed(Described):
     def prefer_sums(self, sums: str) -> str | None:
         """Sets `sums`, also where f16 cannot be had for the weight: it is added up in fp32 then, and this says why."""
         self._sums = check_sums_of(sums, self.activation)
-        return self._hold(self.weight)
+        return self._hold(self.weight, self._sums)
 
     @property
     def call_sums(self) -> str:
@@ -161,12 +162,12 @@ class Packed(Described):
         sums: str = self._weight.sums
         return sums
 
-    def _hold(self, weight: Weight) -> str | None:
-        """Takes the weight with the layer's sums, its tensors as buffers: powers in the memory of those before, which CUDA
+    def _hold(self, weight: Weight, sums: str) -> str | None:
+        """Takes the weight with such sums, its tensors as buffers: powers in the memory of those before, which CUDA
         graphs may hold. Why they cannot be had: the weight is added up in fp32 then."""
         problem, before, buffers = None, self._powers, self._buffers
         try:
-            weight = weight.with_sums(self._sums)
+            weight = weight.with_sums(sums)
         except ValueError as error:
             problem, weight = str(error), weight.with_sums("f32")
         powers = weight.channel_scale if weight.sums == "f16" else None
@@ -224,14 +225,12 @@ class Packed(Described):
         if filled or weight.blocks.is_meta:
             self._fill(weight, powers is not None and not powers.is_meta)
         else:
-            sums, self._sums = self._sums, "f32"
-            self._hold(weight)
-            self._sums = sums
+            self._hold(weight, "f32")
         return self._weight  # type: ignore[no-any-return]
 
     def _fill(self, weight: Weight, held: bool) -> None:
         """Takes a weight of other values; held: whether f16 held those before, whose powers CUDA graphs then have."""
-        if (problem := self._hold(weight)) is None:
+        if (problem := self._hold(weight, self._sums)) is None:
             return
         if held:
             raise ValueError(f"{problem}; sums='f16' was set for values that it holds")
@@ -331,15 +330,10 @@ def _checked(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """input_scale and bias as the calls take them: a bias of fp16 is widened to fp32, which is exact."""
     scheme, types = NAMED[activation], weight.format.lhs_types
-    if scheme.dtype not in types and weight.format.one_type:
-        expected = " or ".join(name for name, each in NAMED.items() if each.dtype in types)
-        raise ValueError(f"weight: expected activation {expected}, {weight.format.why_lhs}, got {activation}")
     if scheme.dtype not in types:
-        either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
-        got = activation_name(types[0])
-        raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {got}")
-    if scheme.block and weight.format.correction:
-        raise ValueError(f"weight: expected one packed without correction for {activation}, got {weight!r}")
+        expected = " or ".join(name for name, each in NAMED.items() if each.dtype in types)
+        raise ValueError(f"weight: expected activation {expected}, {weight.format.why_lhs()}, got {activation}")
+    check_correction(weight.correction, scheme.dtype, scheme.block)
     if scheme.affine and weight.row_sum is None:
         raise ValueError(f"weight: expected row sums, which {activation} needs, got a weight without; pack it again")
     for name, tensor in (("input_scale", input_scale), ("bias", bias)):

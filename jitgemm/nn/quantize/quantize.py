@@ -12,7 +12,6 @@ import torch
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.error import relative_error
@@ -102,8 +101,7 @@ def quantize_(
         "block": block, "sums": sums, "lm_head": lm_head, "rotation": rotation,
     }  # fmt: skip
     recipe = Recipe.of(said, calibrated=calibration is not None)
-    if bits == 4:
-        check_sums_of(sums, recipe.inputs)
+    recipe.check_sums()
     job = Quantising(model, recipe, filter, calibration=calibration, keep_8bit=keep_8bit, device=device)
     for _ in job.stages():
         pass

@@ -91,10 +91,9 @@ def write_checkpoint(
                 tensors[name] = each
             for layer in tensor_map.replaces.get(name, ()):
                 weight = tensor_map.canonical(model, layer)
-                if weight.bits not in schemes:
-                    schemes[weight.bits] = format.scheme(config, layer)
+                scheme = schemes.get(weight.bits) or schemes.setdefault(weight.bits, format.scheme(config, layer))
                 sizes[layer] = weight.n, weight.k, weight.bits
-                made = format.write(weight, schemes[weight.bits])
+                made = format.write(weight, scheme)
                 if weight.bias is not None:
                     made["bias"] = weight.bias
                 tensors |= {f"{layer}.{suffix}": value.cpu() for suffix, value in made.items()}

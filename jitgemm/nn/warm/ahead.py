@@ -33,6 +33,7 @@ from jitgemm.nn.save.model_folder import config_of, import_transformers, naming_
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, decided_by_values, in_common
 from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
+from jitgemm.weight.correction import of_parts
 
 # vLLM's models: which Linears are one layer there, and how layers are cut, by the last part of their names.
 JOINED = {
@@ -234,9 +235,7 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
             if isinstance(look, Look):
                 static = look.static and last != "kv_b_proj"  # whose weight MLA reads
                 n, formats = look.n + sum(each.n for each in others), [look.format, *(x.format for x in others)]
-                if len({each.correction for each in formats}) > 1:  # no type holds the factors of all
-                    formats = [replace(each, correction="") for each in formats]
-                format = in_common(formats)
+                format = in_common(of_parts(formats))
                 size = format.group_size or look.group_size
                 look = replace(look, n=n, format=format, group_size=size, static=static)
             layer: Any = look.module()

@@ -227,5 +227,4 @@ def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, A
     format = recipe.apply(torch.zeros(8, recipe.k_alignment, device="cpu")).format
     if recipe.scheme is not None:
         return [{"group_size": size} for size in CODES[format.code].group_sizes]
-    open = format.bits == 4 and not format.zero_point and recipe.lhs_dtype is torch.float8_e4m3fn
-    return [{"order": order} for order in orders] if open else [{}]
+    return [{}] if format.complete else [{"order": order} for order in orders]
