@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -84,8 +84,9 @@ class LayerSource:
             chosen, why_not_static = _activation(header, activation)
             if activation is None and header.scheme.inputs is not None and header.scheme.inputs.instead:
                 checkpoint.warn(header.scheme.inputs.replaced_by(chosen))
-        bits, sizes = CODES[header.scheme.code].bits, astuple(header.sizes)
-        layer = cls(checkpoint, prefix, header.names, *sizes, chosen, bits, header, expert)
+        sizes, bits = header.sizes, CODES[header.scheme.code].bits
+        size = sizes.n, sizes.k, sizes.group_size
+        layer = cls(checkpoint, prefix, header.names, *size, chosen, bits, header, expert)
         layer = layer.without([name for name in layer.names if re.fullmatch(BESIDE, name)], OF_BESIDE)
         layer = layer.without(("input_global_scale",), "scale of input activations of 4 bits, which have 8 here")
         return layer.without(INPUT_TENSORS, f"static input scale, {why_not_static}") if why_not_static else layer

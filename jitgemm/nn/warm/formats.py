@@ -160,8 +160,8 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
 
 
 def _tells(layer: LayerSource, format: WeightFormat) -> bool:
-    """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8, a later
-    row's powers of two may be further apart, a later factor of corrections have more bits."""
+    """Whether the first rows determine the format of all rows. They do not where it depends on values: a code -8, zero points
+    other than 8, the spread of MXFP4's scales, the bits of a correction's factors."""
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)
     by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())

@@ -192,7 +192,7 @@ def _over_nvlink(layer: PackedExperts) -> bool:
 
 
 def _sums_of(part: Packed, sums: str | None) -> tuple[str, ...]:
-    """What a weight's kernels may add up in. Without values it may turn out that f16 does not hold its scales."""
+    """Types of sums to compile for. The scales of a weight without values may turn out not to fit f16: then both."""
     fmt, scheme = part.weight.format, part.scheme
     if sums is None:
         return ("f16", "f32") if part.call_sums == "f16" and part.blocks.is_meta else (part.call_sums,)
