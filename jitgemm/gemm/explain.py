@@ -58,7 +58,7 @@ class Explanation:
         lines.append(f"of {self.candidates} candidates {self.why}")
         from jitgemm.kernel.legend import ROTATED
 
-        return "\n".join([*lines, *filter(None, [self.faster_instead, self.rotation and ROTATED])])
+        return "\n".join([*lines, *filter(None, [self.faster_instead, ROTATED if self.rotation else ""])])
 
 
 def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: bool = False) -> Explanation:

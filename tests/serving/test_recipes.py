@@ -70,6 +70,9 @@ def by_hf(folder, said, tmp_path):
     hf = pytest.importorskip("jitgemm.hf")
     config = hf.JitGemmConfig(**said)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
+    if "rotation" in said:  # and what it saves
+        model.save_pretrained(tmp_path / "saved")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
 
 
@@ -246,6 +249,36 @@ def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_
         assert (found.k, found.format) in there
         assert len(there) == {None: 2, "mxfp4": 3, "two-level": 1}[recipe.scheme]  # as values decide
         assert torch.equal(found.blocks, recipe.apply(weight.chunk(2, 1)[number]).blocks)
+
+
+@pytest.mark.parametrize("recipe", ["two-level", "two-level, rotated", "mxfp4", "mxfp4, rotated"])
+@pytest.mark.parametrize("split", ["tp", "ep"])
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_a_rank_quantises_its_experts_or_its_part_of_each(engine, split, recipe):
+    """With files in floats; w2's columns are the rank's own, of whole blocks."""
+    recipe, sizes = Recipe.of(RECIPES[recipe]), (4, 128, 256)
+    said = {name: value for name, value in (("scheme", recipe.scheme), ("rotation", recipe.rotation)) if value}
+    torch.manual_seed(3)
+    w13, w2 = torch.randn(4, 512, 128).bfloat16(), torch.randn(4, 128, 256).bfloat16()
+    tensors = {(e, proj): {"weight": each} for e in range(4) for proj, each in
+               zip(("gate_proj", "up_proj", "down_proj"), (*w13[e].chunk(2), w2[e]))}  # fmt: skip
+    for number in range(2):
+        if engine == "vLLM":
+            with rank():
+                layer = experts(made(None, said), EXPERTS, sizes, 2, **{split: (number, 2)})
+                load_experts(layer, EXPERTS, tensors)
+        else:
+            with running(number, 2, ep=split == "ep"):
+                layer = sglang_experts(sglang_made(None, **said), sizes, 2, prefix=EXPERTS)
+                load_experts(layer, EXPERTS, tensors)
+        module = process(layer)
+        if split == "ep":
+            mine = [each.chunk(2)[number] for each in (w13, w2)]
+        else:
+            gate, up = (half.chunk(2, 1)[number] for half in w13.chunk(2, 1))
+            mine = [torch.cat((gate, up), 1), w2.chunk(2, 2)[number]]
+        for part, weight in zip((module.w13, module.w2), mine):
+            assert same(part, weight, recipe, engine) and part.weight.rotation == (recipe.rotation or 0)
 
 
 def test_layers_whose_columns_on_a_rank_are_no_whole_blocks_are_left_and_not_warmed_up(tmp_path):
