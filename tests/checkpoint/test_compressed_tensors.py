@@ -10,16 +10,19 @@ import builders
 import checkpoints
 import pytest
 import torch
+import two_level
 from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 import jitgemm.checkpoint.compressed_tensors as module
-from jitgemm.checkpoint.compressed_tensors_config import for_layer
+from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.checkpoint.compressed_tensors_config import for_layer, written_config, written_group
 import jitgemm.nn
 from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import PackedLinear, load_
+from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.weight.rotation import rotated, sylvester
 from files_compressed_tensors import LAYER, config, int_quantized, pack_quantized, scheme
 
@@ -303,6 +306,51 @@ def test_an_activation_order_and_a_rotation_are_dequantised():
         read_layer(tensors, LAYER, device="cpu", config=turned()).dequantize(), rotated(expected), atol=1e-6
     )
     assert "expected no matrix that kernels do not multiply" in refused(tensors, turned())
+
+
+LEVELS = written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [])
+
+
+@given(seed=st.integers(0, 2**31), n=st.integers(1, 6).map(lambda x: 8 * x), k=st.sampled_from((64, 128, 256, 384)),
+       most=st.sampled_from((1, 17, 127)), zeros=st.booleans())  # fmt: skip
+@settings_of(max_examples=40, deadline=None)
+def test_two_levels_are_found_again_in_groups_with_fp32_scales(seed, n, k, most, zeros):
+    parts = two_level.parts(seed, n, k, most=most, dtype=torch.bfloat16)
+    zero = parts.zero.clamp(max=15)
+    q = two_level.fitting(parts.q, *(parts.over_k(each).to(torch.uint8) for each in (parts.factor, zero)))
+    scale = parts.scale.clone()
+    scale[:: 5 if zeros else n + 1] = 0  # rows of zeros
+    weight = jitgemm.pack_w4_two_level(q, parts.factor, zero, scale)
+    tensors = module.FORMAT.write(unpacked(weight), module.FORMAT.scheme(LEVELS))
+    tensors = {f"{LAYER}.{suffix}": each for suffix, each in tensors.items()}
+    for dtype, code in ((torch.int8, "two_level"), (torch.float8_e4m3fn, "int4")):
+        found = load(tensors, LAYER, device="cpu", config=LEVELS, lhs_dtype=dtype)
+        assert found.format.code == code and torch.equal(found.dequantize(), weight.dequantize())
+    part = load(
+        tensors, LAYER, device="cpu", config=LEVELS, lhs_dtype=torch.int8, tp_dim="n", tp_rank=0, tp_size=n // 8
+    )
+    assert torch.equal(part.dequantize(), weight.dequantize()[:8])
+
+
+@pytest.mark.parametrize(
+    "change", ["a mantissa of 24 bits", "a factor of 128", "integers of 9 bits", "a negative scale"]
+)
+def test_groups_that_two_levels_do_not_hold_stay_groups(change):
+    q, zero = torch.randint(0, 16, (8, 256), dtype=torch.uint8), torch.full((8, 2), 4, dtype=torch.uint8)
+    factor = torch.tensor([[3.0, 5.0]]).repeat(8, 1)
+    factor[3, 1] = {"a mantissa of 24 bits": 5.000001, "a factor of 128": 384.0, "integers of 9 bits": 90.0}.get(
+        change, -5.0
+    )
+    parts = CanonicalWeight(q, factor / 64, zero)
+    tensors = module.FORMAT.write(parts, module.FORMAT.scheme(LEVELS))
+    found = load(
+        {f"{LAYER}.{name}": each for name, each in tensors.items()},
+        LAYER,
+        device="cpu",
+        config=LEVELS,
+        lhs_dtype=torch.int8,
+    )
+    assert found.format.code == "int4" and torch.equal(found.dequantize(), parts.dequantize())
 
 
 @pytest.mark.parametrize("bias", [False, True])
