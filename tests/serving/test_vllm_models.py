@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from vllm.model_executor.model_loader import get_model  # noqa: E402
 
 import jitgemm.vllm  # noqa: E402
 from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_  # noqa: E402
+from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group  # noqa: E402
 from jitgemm.weight.rotation import sylvester  # noqa: E402
 
 jitgemm.vllm.register()
@@ -324,6 +326,29 @@ def test_a_model_of_the_library_s_transforms_is_loaded_without_its_matrix(alone,
     check(model, dense)
     rotations = {name: each.weight.rotation for name, each in model.named_modules() if isinstance(each, PackedLinear)}
     assert {name for name, rotation in rotations.items() if rotation} == {"model.layers.0.mlp.down_proj.jitgemm"}
+
+
+def test_vllm_s_own_layers_rotate_the_inputs_of_linears_on_one_rank_and_not_of_experts(alone, monkeypatch):
+    """As docs/quantize.md says of files that jitgemm quantize --rotation 128 writes."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.quantization import compressed_tensors
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.transform import linear, module
+
+    theirs = CompressedTensorsConfig.from_config(written_config([written_group(["Linear"], 8, "int")], [], 128))
+    theirs.packed_modules_mapping = {}
+
+    def made():
+        return RowParallelLinear(
+            256, 64, bias=False, params_dtype=torch.bfloat16, quant_config=theirs, prefix="m.o_proj"
+        )
+
+    assert type(made().quant_method) is linear.CompressedTensorsLinearTransformMethod
+    monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
+    with pytest.raises(NotImplementedError, match="transforms with tensor parallelism"):
+        made()
+    of_experts = list((Path(compressed_tensors.__file__).parent / "compressed_tensors_moe").glob("*.py"))
+    assert of_experts and not any("transform" in file.read_text() for file in of_experts)
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
