@@ -1,4 +1,4 @@
-"""Where the `jitgemm` command starts: outside of the package, which imports torch unless it finds this module loaded."""
+"""Where the `jitgemm` command starts: outside of the package, which imports torch unless this module is loaded."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
         self.sums, self.scheme = sums, scheme
         self.full_range, self.clip_steps, self.block, self.rotation = full_range, clip_steps, block, rotation
-        self.recipe  # which checks it
+        _ = self.recipe  # which checks it
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into a config.json: of a loaded model, that jitgemm reads its files, whose tensors say the rest."""

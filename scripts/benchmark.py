@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,10 +27,10 @@ app = common.command_line()
 @common.guarded
 def benchmark(
     shape: Annotated[
-        Optional[list[str]], typer.Option("--shape", metavar="N,K", help="A weight's shape; may be repeated.")
+        list[str] | None, typer.Option("--shape", metavar="N,K", help="A weight's shape; may be repeated.")
     ] = None,
     m: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             "--m",
             metavar="LIST",
@@ -39,7 +39,7 @@ def benchmark(
         ),
     ] = None,
     preset: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             "--preset",
             metavar="|".join(cells_lib.PRESETS),
@@ -48,24 +48,25 @@ def benchmark(
         ),
     ] = None,
     model: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--model", metavar="CONFIG", help="A Hugging Face config.json, or its folder; may be repeated."),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
     formats: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             "--format",
             metavar="NAME",
-            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points or o for offsets, then "
-            "_any for codes that any activations decode, _x for int8's corrections, _b128 for activations with a scale per token and 128 k, "
-            "_b128e for the same in packed e8m0, _bi for batch-invariant; w8_e4m3_ch, w8_int8_ch, w8_e4m3_block for 8-bit weights; 'all' for the usual ones; "
-            "may be repeated.",
+            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points or o "
+            "for offsets, then _any for codes that any activations decode, _x for int8's corrections, _b128 for "
+            "activations with a scale per token and 128 k, _b128e for the same in packed e8m0, _bi for "
+            "batch-invariant; w8_e4m3_ch, w8_int8_ch, w8_e4m3_block for 8-bit weights; 'all' for the usual ones; may "
+            "be repeated.",
             show_default="e4m3_g128, int8_g128, int8_ch, e4m3_g128_any",
         ),
     ] = None,
     peer: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             "--peer",
             metavar="NAME",
@@ -104,17 +105,17 @@ def benchmark(
         bool, typer.Option("--host", help="Instead: host microseconds a call, ours and the peers'.")
     ] = False,
     rounds: Annotated[
-        Optional[int],
+        int | None,
         typer.Option("--rounds", min=1, help="Turns each contestant gets in a cell.", show_default=str(ROUNDS)),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare results with the reference before timing.")
     ] = True,
     json_file: Annotated[
-        Optional[Path], typer.Option("--json", metavar="FILE", help="Write all results; - for stdout.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results; - for stdout.")
     ] = None,
     baseline: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             "--compare", metavar="BASELINE.json", help="Exit 1 if a cell is slower than there by more than noise."
         ),
@@ -124,13 +125,13 @@ def benchmark(
         typer.Option("--noise-floor", min=0.0, help="--compare: part by which two runs on one machine differ anyway."),
     ] = NOISE_FLOOR,
     recorded: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             "--from", metavar="RESULT.json", help="Measure nothing: table and --compare from a recorded file."
         ),
     ] = None,
     peers_from: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             "--peers-from",
             metavar="FILE.json",

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmark_lib.timing import REPLAYS, ROUNDS  # noqa: E402
+from benchmark_lib.timing import REPLAYS, ROUNDS
 
 MODELS = {
     "deepseek-v3-ep8": {"experts": 32, "everywhere": 256, "top_k": 8, "k": 7168, "inter": 2048, "tokens": (8, 128)},

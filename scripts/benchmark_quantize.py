@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmark_lib.timing import REPLAYS, ROUNDS  # noqa: E402
+from benchmark_lib.timing import REPLAYS, ROUNDS
 
 COLD_BYTES = 300e6
 """What all buffers of a graph hold together at least: five times an H200's L2."""
@@ -178,7 +178,8 @@ def main() -> None:
                 if table:
                     print(
                         f"| {mode} | {m} | {k} | {row['us']:.2f} | {row['spread']:.0%} | {row['tb_per_s']:.2f} "
-                        f"| {row['floor_us']:.2f} | {row['copy_us']:.2f} | {row['copy_tb_per_s']:.2f} | {row['of_copy']:.0%} |",
+                        f"| {row['floor_us']:.2f} | {row['copy_us']:.2f} | {row['copy_tb_per_s']:.2f} "
+                        f"| {row['of_copy']:.0%} |",
                         flush=True,
                     )
     document = {"environment": environment(), "rows": rows}

@@ -26,7 +26,7 @@ LIBRARIES = ["accelerate", "compressed_tensors", "torchao", "transformers"]
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - a Python on the path may be any
         print(f"Python {sys.version.split()[0]} is older than 3.11", file=sys.stderr)
         return 1
     tests = TESTS if "--tests" in sys.argv[1:] else []

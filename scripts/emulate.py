@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a kernel on the CPU, in tests/emulator: `python scripts/emulate.py --help` teaches, docs/emulator.md explains."""
+"""Runs a kernel on the CPU, in tests/emulator: `python scripts/emulate.py --help`, docs/emulator.md."""
 
 from __future__ import annotations
 

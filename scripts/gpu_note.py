@@ -1,4 +1,5 @@
-"""Prints the row that scripts/gpu_tests.sh appends to docs/notes/log/gpu-tests.md: what ran where, and the worst errors.
+"""Prints the row that scripts/gpu_tests.sh appends to docs/notes/log/gpu-tests.md: what ran where, and the worst
+errors.
 
 Arguments: the commit, pytest's exit status, a file with the failures as they happened, and files with pytest's output,
 one of each process. A process that was killed has no result in its output: what it did is counted from its progress.

@@ -6,9 +6,9 @@
 CHECKOUT is another checkout to measure, such as a `git worktree` of an older commit. --list shows the places of one
 kind of branch, or the files of a call's closure with their lines.
 
-A branch is counted once for each line and word, where the word stands in a condition: of `if`, `while` and a conditional
-expression, in operands of `and` and `or`, and in a comprehension's filter. A code's home is not counted: jitgemm/kernel,
-which describes codes, and the modules of jitgemm/weight that have a class for each.
+A branch is counted once for each line and word, where the word stands in a condition: of `if`, `while` and a
+conditional expression, in operands of `and` and `or`, and in a comprehension's filter. A code's home is not counted:
+jitgemm/kernel, which describes codes, and the modules of jitgemm/weight that have a class for each.
 
     capabilities  attributes that stand for one code: CAPABILITIES
     correction    whether a weight has corrections, by attribute
@@ -17,8 +17,8 @@ which describes codes, and the modules of jitgemm/weight that have a class for e
     formats       in engines' folders, comparisons with names of checkpoints' formats, or of files' types and strategies
 
 A call's closure is every module that the call's module imports, at its top or in a function, and what those import; a
-module that is imported from its package counts, and not the package, as in test_rooms.py. Imports for type checkers alone
-do not count. Lines are lines of files, with comments and empty ones.
+module that is imported from its package counts, and not the package, as in test_rooms.py. Imports for type checkers
+alone do not count. Lines are lines of files, with comments and empty ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pathlib import Path
 
 CLOSURES = ("gemm_w4a8_nt", "fused_experts", "load_")
 CAPABILITIES = {
-    "powers", "exponents", "inner_scales", "factors", "near", "of_e2m1", "one_type", "nvfp4", "long_runs", "terms", "inner",
+    "powers", "exponents", "inner_scales", "factors", "near", "of_e2m1", "one_type", "nvfp4", "long_runs", "terms",
+    "inner",
 }  # fmt: skip
 FIELDS = {"bits", "codes", "order"}
 GATE_ORDERS = {"gate_up", "up_gate", "interleaved"}
@@ -41,7 +42,8 @@ NAMES = {"e2m1", "mxfp4", "nvfp4", "two_level", "two-level"}
 CODE_NAMES = {"int4", "int8", "e4m3"}
 """Of types too: they count where they are compared with a `code`."""
 FORMATS = {
-    "compressed-tensors", "gptq", "awq", "w4afp8", "w8a8", "mxfp4", "nvfp4", "qserve", "torchao", "executorch", "bitblas",
+    "compressed-tensors", "gptq", "awq", "w4afp8", "w8a8", "mxfp4", "nvfp4", "qserve", "torchao", "executorch",
+    "bitblas",
     "fp8", "auto-round", "I8", "U8", "F8_E4M3", "F8_E8M0", "block", "token", "tensor", "channel",
 }  # fmt: skip
 ENGINES = ("serving", "vllm", "sglang")

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures what the documentation's tables of times say, and writes the tables: `python scripts/performance.py --help`."""
+"""Measures what the documentation's tables of times say, and writes the tables: `python scripts/performance.py
+--help`."""
 
 from __future__ import annotations
 
@@ -11,14 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import typer
-
 import pictures
+import typer
 
 from jitgemm.cli import common
 
@@ -53,7 +53,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "formats_h200": _benchmark(
         "e4m3_g128 e4m3_g128_f16 e4m3_g64 e4m3_g64_f16 e4m3_g32 e4m3_g32_f16 e4m3_g128z e4m3_g128z_f16 e4m3_g128_bi "
         "e4m3_g128_b128 e4m3_g128_b128e mxfp4_ch mxfp4_g128 mxfp4_g128_f16 mxfp4_g32 mxfp4_g32_f16 nvfp4_g16 "
-        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128z_x int8_g128o int8_g128o_x int8_2l int8_g128_b128 int8_ch", "--peer", "none", "--rounds", "2", *LAYERS,
+        "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128z_x int8_g128o int8_g128o_x int8_2l int8_g128_b128 int8_ch",
+        "--peer", "none", "--rounds", "2", *LAYERS,
         "--m", "1,16,32,64,128,512,1024,4096",
     ),
     "w8_h200": _benchmark(
@@ -83,16 +84,16 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "moe_mxfp4_h200": _benchmark(
         "mxfp4_ch mxfp4_g128 mxfp4_g32 e4m3_g128", "--moe", "--peer", "hum_mxfp4", "--peer", "hum_mxfp4_b128", "--peer",
-        "hum_mxfp4_a16", "--rounds", "2", "--preset", "dsv4-flash", "--preset", "kimi-k3-ep16", "--preset", "dsv4-pro-ep8",
-        "--preset", "gpt-oss-120b", "--m", "1,6,16,48,128,1024,4096",
+        "hum_mxfp4_a16", "--rounds", "2", "--preset", "dsv4-flash", "--preset", "kimi-k3-ep16", "--preset",
+        "dsv4-pro-ep8", "--preset", "gpt-oss-120b", "--m", "1,6,16,48,128,1024,4096",
     ),
     "moe_layer_w8_h200": (
         "scripts/benchmark_moe_layer.py", "--mode", "e4m3", "--mode", "w8-e4m3", "--mode", "w8-int8", "--mode",
         "w8-e4m3-block", "--tokens", "8,128",
     ),
 }  # fmt: skip
-"""File of results, and the command that writes it. Files of engines come from `collect`; layer_h200 and experts_h100 from
-`scripts/end_to_end.py layer` and `ep` of the tag `research`."""
+"""File of results, and the command that writes it. Files of engines come from `collect`; layer_h200 and experts_h100
+from `scripts/end_to_end.py layer` and `ep` of the tag `research`."""
 
 
 def shown(document: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +166,8 @@ def times(columns: dict[str, str], document: Document, only: Callable[[Document]
 
 
 def ratios(base: str, rows: dict[str, str], layer: tuple[int, int], document: Document) -> str:
-    """A line a contestant and a column an m of one layer: times over those of `base`, whose microseconds stand first."""
+    """A line a contestant and a column an m of one layer: times over those of `base`, whose microseconds stand
+    first."""
     cells = [cell for cell in document["cells"] if (cell["n"], cell["k"]) == layer]
 
     def over(cell: Document, name: str) -> str:
@@ -213,7 +215,8 @@ def experts(columns: dict[str, str], document: Document) -> str:
 
 
 def layers(rows: dict[str, str], document: Document) -> str:
-    """A line a contestant, microseconds of a layer for each number of tokens; first what its weights take at 4.5 TB/s."""
+    """A line a contestant, microseconds of a layer for each number of tokens; first what its weights take at 4.5
+    TB/s."""
     measured = {(row["contestant"], row["tokens"]): row["us"] for row in document["rows"]}
     tokens = sorted({count for _, count in measured})
     lines = [[label, *(_us(measured.get((name, count))) for count in tokens)] for name, label in rows.items()]
@@ -289,12 +292,14 @@ def whole_layers(columns: dict[str, str], document: Document) -> str:
 
 
 SERVED_MODELS = {
-    "llama8b": "Llama-3-8B", "gpt-oss-120b": "gpt-oss-120b, MXFP4", "v4-flash-moe": "DeepSeek-V4-Flash's experts, MXFP4",
+    "llama8b": "Llama-3-8B", "gpt-oss-120b": "gpt-oss-120b, MXFP4",
+    "v4-flash-moe": "DeepSeek-V4-Flash's experts, MXFP4",
     "qwen3-30b": "Qwen3-30B-A3B",
 }  # fmt: skip
 VLLM_ENGINES = {
     "fp8": "FP8, per tensor", "humming": "humming, e4m3 activations", "marlin": "Marlin, bf16 activations",
-    "vllm": "vLLM's choice", "jitgemm": "jitgemm", "jitgemm-w4a8": "jitgemm", 'jitgemm:{"sums": "f16"}': "jitgemm, sums in f16",
+    "vllm": "vLLM's choice", "jitgemm": "jitgemm", "jitgemm-w4a8": "jitgemm",
+    'jitgemm:{"sums": "f16"}': "jitgemm, sums in f16",
     'jitgemm:{"group_size": -1}': "jitgemm, a scale per row",
     'jitgemm:{"group_size":128}': "jitgemm, e4m3, groups of 128",
     'jitgemm:{"scheme":"two-level","rotation":128}': "jitgemm, int8, two levels, rotated",
@@ -412,7 +417,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "formats-square": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (4096, 4096))),
     "w8": ("w8_h200", partial(times, W8)),
     "sustained": ("sustained_h200", partial(
-        held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"} | TORCH)),
+        held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"}
+        | TORCH)),
     "sustained-two-level": ("sustained_two_level_h200", partial(
         energy, {"int8_2l": "int8, two levels", "e4m3_g128": "e4m3, groups of 128", "fp8row": "FP8, a scale a row"})),
     "layer": ("layer_h200", partial(layers, LAYER)),
@@ -428,8 +434,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
     "experts-divided": ("experts_h100", partial(
-        divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us": "collectives",
-                  "nvlink_us": "nvlink", "any_us": "any number"})),
+        divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us":
+                  "collectives", "nvlink_us": "nvlink", "any_us": "any number"})),
     "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
     "vllm-two-level": ("vllm_two_level_h200", partial(engines, VLLM_ENGINES)),
     "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
@@ -467,14 +473,13 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 @common.guarded
 def measure(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the files go.")] = RESULTS,
-    only: Annotated[
-        Optional[list[str]], typer.Option("--only", metavar="|".join(RUNS), help="May be repeated.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="|".join(RUNS), help="May be repeated.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
     """Run every benchmark that a table of the documentation shows; needs an H200 to itself, and 15 minutes.
 
-    A run that fails is named, and the others go on. What the benchmark wrote stays in build/performance, for its --compare.
+    A run that fails is named, and the others go on. What the benchmark wrote stays in build/performance, for its
+    --compare.
     """
     unknown = set(only or ()) - set(RUNS)
     if unknown:

@@ -15,7 +15,8 @@ STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 11px } .soft { fill: #59636e } .head { font-weight: 600 }
 .card { fill: #ffffff; stroke: #d1d9e0 } .ours { fill: #1a7f37 } .theirs { fill: #8c959f }
-.box { fill: #f6f8fa; stroke: #59636e } .load { fill: #b6e3ff; stroke: #0969da } .math { fill: #aceebb; stroke: #1a7f37 }
+.box { fill: #f6f8fa; stroke: #59636e } .load { fill: #b6e3ff; stroke: #0969da }
+.math { fill: #aceebb; stroke: #1a7f37 }
 .wait { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 } .other { fill: #eff2f5; stroke: #8c959f }
 .line { stroke: #59636e; fill: none } .mark { stroke: #cf222e; fill: none; stroke-dasharray: 4 3 }
 @media (prefers-color-scheme: dark) {
@@ -59,7 +60,8 @@ class Picture:
     def svg(self) -> str:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
-            f'height="{self.height}" role="img">\n<title>{escape(self.title, quote=False)}</title>\n<style>\n{STYLE}\n</style>\n'
+            f'height="{self.height}" role="img">\n<title>{escape(self.title, quote=False)}</title>\n'
+            f"<style>\n{STYLE}\n</style>\n"
         )
         end = (
             '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'

@@ -66,7 +66,8 @@ class Fault:
         return "/".join(folders[1:3]) or Path(self.file).stem
 
     def applied(self, text: str) -> str:
-        """The file's text with the fault. Raises ValueError unless `old` stands there exactly once, and `new` is another."""
+        """The file's text with the fault. Raises ValueError unless `old` stands there exactly once, and `new` is
+        another."""
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"{self.name}: expected old once in {self.file}, found it {count} times: {self.old!r}")
         if self.old == self.new:

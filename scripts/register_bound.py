@@ -25,7 +25,7 @@ from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.devices import DeviceSpec, device_spec
-from jitgemm.select.legal import legal_kernels, illegal_kernels, registers_needed
+from jitgemm.select.legal import illegal_kernels, legal_kernels, registers_needed
 
 FORMATS = (
     "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",

@@ -4,22 +4,22 @@
     python scripts/sglang_engine.py logprobs KIND OUT.jsonl           small checkpoints with real weights, all engines
 
 MODEL: llama8b or qwen3-30b, whose experts get uniform routing. QUANT: bf16; fp8 (a file with a scale per weight, from
-which SGLang makes one per row); w4a16 (a compressed-tensors file in 4 bits, by SGLang's Marlin, which it compiles); w4a8
-(the same with e4m3 activations of experts, by SGLang's CUTLASS kernels; its linears in bf16, as SGLang has no kernel for
-them, so for qwen3-30b alone); jitgemm (quantised from bf16) with options or without, such as
+which SGLang makes one per row); w4a16 (a compressed-tensors file in 4 bits, by SGLang's Marlin, which it compiles);
+w4a8 (the same with e4m3 activations of experts, by SGLang's CUTLASS kernels; its linears in bf16, as SGLang has no
+kernel for them, so for qwen3-30b alone); jitgemm (quantised from bf16) with options or without, such as
 'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (a file of 4 bits with e4m3 activations of all layers). "+sync" behind a
-QUANT switches SGLang's overlapped scheduling off. SGLang's own humming needs a package that SGLang does not install, and
-its w4afp8 needs FP8 linears in blocks by DeepGEMM.
+QUANT switches SGLang's overlapped scheduling off. SGLang's own humming needs a package that SGLang does not install,
+and its w4afp8 needs FP8 linears in blocks by DeepGEMM.
 
-MODEL: gpt-oss-120b, its experts in MXFP4, see engine_lib/made_up.py. QUANT: sglang (the kernels that SGLang picks), one that
-its moe_runner_backend names (marlin, triton_kernel); jitgemm, with options or without.
+MODEL: gpt-oss-120b, its experts in MXFP4, see engine_lib/made_up.py. QUANT: sglang (the kernels that SGLang picks), one
+that its moe_runner_backend names (marlin, triton_kernel); jitgemm, with options or without.
 
-KIND: dense, moe or gpt-oss. Weights are stored in bf16 and as the files that engine_lib/checkpoints.py lists. Each file is served by
-jitgemm, and by SGLang's own kernels where it has some.
+KIND: dense, moe or gpt-oss. Weights are stored in bf16 and as the files that engine_lib/checkpoints.py lists. Each file
+is served by jitgemm, and by SGLang's own kernels where it has some.
 
-The plug-in is found from this checkout, installed or not. --more takes more arguments of `sglang.Engine` as JSON, for all
-engines. How engines start and take turns: `vllm_engine.py --help`. A step is timed over a stretch in which all sequences are
-in it, by when an engine's process hands over its first token and its last.
+The plug-in is found from this checkout, installed or not. --more takes more arguments of `sglang.Engine` as JSON, for
+all engines. How engines start and take turns: `vllm_engine.py --help`. A step is timed over a stretch in which all
+sequences are in it, by when an engine's process hands over its first token and its last.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ FIELDS = (
     "block_m", "block_n", "stages", "token_halves", "warpgroups_k", "split_k", "reduce_scatter", "multicast_lhs",
     "ctas_per_sm", "consumers_copy_lhs", "tokens_as_m", "sums",
 )  # fmt: skip
-"""Of a kernel, as the file lists them; its other fields follow from the problem. Files from before a field have its default."""
+"""Of a kernel, as the file lists them; its other fields follow from the problem. Files from before a field have its
+default."""
 
 
 @dataclass
@@ -351,8 +352,8 @@ class Bench:
         """Calls of a kernel, one a routing."""
         from benchmark_lib.data import offsets_of
 
-        from jitgemm.gemm.problem import Groups
         from jitgemm.gemm.launch import GemmLaunch
+        from jitgemm.gemm.problem import Groups
 
         cell = GroupedCell(self.n, self.k, tokens, "", experts)
         (operands,) = self._operands(cell.most_rows, self.weights)
@@ -443,7 +444,8 @@ NEAR = 1.35
 """Kernels slower than the best by more than this factor do not count in the error of predictions."""
 LIMITS = {"PAIRED_STREAM": (1.0, 1.6)}
 LATER = ("DECODE_TIMES", "FLUSH_CYCLES", "F16_WAITS", "f16", "parts")
-"""Constants of the model, and keys, that only some formats have: a fit changes them where it is told to, and no others."""
+"""Constants of the model, and keys, that only some formats have: a fit changes them where it is told to, and no
+others."""
 
 
 def constants(only: Iterable[str] = ()) -> list[tuple[str, Any]]:

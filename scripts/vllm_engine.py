@@ -10,14 +10,14 @@ own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16
 installed or not. Qwen3's experts get uniform routing: with weights of no meaning routers route alike.
 
 MODEL: gpt-oss-120b or v4-flash-moe, DeepSeek-V4-Flash's experts in layers of Qwen3-MoE, whose attention needs no
-libraries next to vLLM; their experts in MXFP4, see engine_lib/made_up.py. QUANT: vllm (the kernels that vLLM picks for the
-format), one that its moe_backend names (marlin, triton, triton_unfused), humming (e4m3 activations), humming-a16;
+libraries next to vLLM; their experts in MXFP4, see engine_lib/made_up.py. QUANT: vllm (the kernels that vLLM picks for
+the format), one that its moe_backend names (marlin, triton, triton_unfused), humming (e4m3 activations), humming-a16;
 jitgemm, with options or without.
 
 "+sync" behind a QUANT switches vLLM's asynchronous scheduling off, which it has by default.
 
-KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that engine_lib/checkpoints.py lists;
-of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
+KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that engine_lib/checkpoints.py
+lists; of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
@@ -59,7 +59,8 @@ MXFP4: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gpt-oss-120b": (NO_FILE, {}, NO_FILE),
     "v4-flash-moe": (FP8, {"quantization": "deepseek_v4_fp8"}, FP4_SCHEME),
 }
-"""Models whose experts are in MXFP4: vLLM's quantization_config and arguments, and jitgemm's config of the same bytes."""
+"""Models whose experts are in MXFP4: vLLM's quantization_config and arguments, and jitgemm's config of the same
+bytes."""
 SETS = 3
 """Of experts, which the layers of such a model take in turn."""
 

@@ -1,4 +1,5 @@
-"""What all tests share. Where there is no Hopper GPU, one `gpu` test of a file skips with the reason, for all of them."""
+"""What all tests share. Where there is no Hopper GPU, one `gpu` test of a file skips with the reason, for all of
+them."""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def compiles_without_warnings() -> Callable[[Any], None]:
-    """compiles_without_warnings(entry): what the cache has of a kernel says that ptxas spilled nothing and warned of nothing."""
+    """compiles_without_warnings(entry): what the cache has of a kernel says that ptxas spilled nothing and warned of
+    nothing."""
 
     def check(entry: Any) -> None:
         log = entry.metadata["log"]

@@ -324,7 +324,8 @@ class Format:
         )  # fmt: skip
 
     def weight_bytes(self, n: int, k: int) -> float:
-        """Bytes of codes, scales, zero points and offsets, or of factors in their place; padding of tiles, and copies of a block's scale, are not counted."""
+        """Bytes of codes, scales, zero points and offsets, or of factors in their place; padding of tiles, and copies
+        of a block's scale, are not counted."""
         if self.bits == 8:
             return n * k + 4 * (ceil_div(n, 128) * ceil_div(k, 128) if self.group_size else n)
         if self.mxfp4:
@@ -339,8 +340,8 @@ class Format:
 
 
 SWITCHES = ("any", "f16", "x", "b128", "b128e", "bi")
-"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `corrects`, `lhs_blocks`, that
-with `lhs_e8m0`, `batch_invariant`."""
+"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `corrects`, `lhs_blocks`,
+that with `lhs_e8m0`, `batch_invariant`."""
 DEFAULT_FORMATS = (Format("e4m3", 128), Format("s8", 128), Format("s8", 0), Format("e4m3", 128, any_codes=True))
 MOE_FORMATS = DEFAULT_FORMATS[:3]
 MORE_FORMATS = (
@@ -404,9 +405,11 @@ def parse_format(text: str) -> Format:
     if lhs not in types or group not in sizes or wrong:
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
-            f"zero points or o for offsets (groups alone), _any for codes of any activations, _f16 for e4m3's sums in f16, _x for int8's corrections, _b128 for activations' "
-            f"scales per 128 k, or _b128e for packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
-            f"weights, mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4, int8_2l for scales in two levels; got {text!r}"
+            f"zero points or o for offsets (groups alone), _any for codes of any activations, _f16 for e4m3's "
+            f"sums in f16, _x for int8's corrections, _b128 for activations' scales per 128 k, or _b128e for packed "
+            f"e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit weights, "
+            f"mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4, int8_2l for scales in two levels; "
+            f"got {text!r}"
         )
     invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
     return Format(
@@ -476,8 +479,8 @@ def make_cells(
         preset_shapes, preset_ms = PRESETS[preset]
         layers += [(n, k, "") for n, k in preset_shapes]
     for path in models:
-        from jitgemm.nn.warm.ahead import models_ahead  # with torch and transformers
         from jitgemm.nn.layers.linear import PackedLinear
+        from jitgemm.nn.warm.ahead import models_ahead  # with torch and transformers
 
         model = next(models_ahead(path, "vllm", tp=tp))
         found = {name: layer for name, layer in model.named_children() if isinstance(layer, PackedLinear)}

@@ -20,7 +20,6 @@ import torch
 from .contestant import CHANNEL, EXACT, ROUNDED, WIDER, Contestant, Refused, Run, short
 from .data import Source, quantise_blocks, quantise_rows
 
-
 HUMMING_MXFP4 = (
     ("hum_mxfp4", "humming MXFP4 x e4m3, per token", ROUNDED, "float4e2m1", "float8e4m3", 32, False),
     ("hum_mxfp4_b128", "humming MXFP4 x e4m3, per token and 128 k", ROUNDED, "float4e2m1", "float8e4m3", 32, True),

@@ -57,7 +57,7 @@ def new_document(
         "schema": SCHEMA,
         "tool": "jitgemm scripts/benchmark.py",
         "mode": mode,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": environment(),
         "settings": settings,
         "unit": "us: median microseconds a call over replays of one CUDA graph that holds one call per weight copy; "

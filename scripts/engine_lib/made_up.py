@@ -6,8 +6,8 @@ drawn wide enough that each token has experts of its own: routing is uniform.
 
 A model in MXFP4, with all layers, is larger than what several engines have of one GPU. So layer i computes with the
 experts of layer i % MADE_UP_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
-layer's own. Without that variable layers have their own experts, and vLLM's codes stay as they are. For vLLM 0.26, whose
-FusedMoE is a function, and SGLang's gpt-oss.
+layer's own. Without that variable layers have their own experts, and vLLM's codes stay as they are. For vLLM 0.26,
+whose FusedMoE is a function, and SGLang's gpt-oss.
 """
 
 from __future__ import annotations

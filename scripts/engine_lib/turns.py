@@ -1,7 +1,7 @@
 """Engines that start together, each a process of its own, and are timed in turns.
 
-An engine is what `SCRIPT engine MODEL QUANT OUT` runs. It says `STARTED`, then measures what each line of its input names:
-a decode step of so many sequences, or prefill. At the end of its input it writes a row of results.
+An engine is what `SCRIPT engine MODEL QUANT OUT` runs. It says `STARTED`, then measures what each line of its input
+names: a decode step of so many sequences, or prefill. At the end of its input it writes a row of results.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def command_line(doc: str | None, kinds: Iterable[str]) -> tuple[argparse.Argume
 
 
 def report(out: str, row: dict[str, Any]) -> None:
-    """Appends a row of results to a file, with the run it is of: `scripts/performance.py collect` makes a table's file of
-    them."""
+    """Appends a row of results to a file, with the run it is of: `scripts/performance.py collect` makes a table's file
+    of them."""
     from benchmark_lib.results import environment
 
     found = environment()

@@ -16,7 +16,7 @@ from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spe
 from jitgemm.activations.reference import LARGEST
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.jit.cache import KernelCache
-from jitgemm.moe.kernel import route_quantize_spec, layer_specs, source_of
+from jitgemm.moe.kernel import layer_specs, route_quantize_spec, source_of
 
 DTYPES = list(LARGEST)
 K = 416

@@ -10,6 +10,7 @@ import threading
 import builders
 import pytest
 import torch
+from quantised_on_both import on_cpu, run_both
 from quantize_cases import MODES, X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
 
 import jitgemm
@@ -18,7 +19,6 @@ from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.formats import CORRECTION_TYPES
 from jitgemm.weight.correction import with_sums
-from quantised_on_both import on_cpu, run_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
@@ -97,7 +97,8 @@ def test_a_permutation_of_columns(k, x_dtype, mode):
 
 
 ROTATED_KS = (128, 256, 384, 512, 1024, 1152, 4096, 8192, 8320, 14336, 16384, 16512, 28672)
-"""At, just below and just above where kernels for a rotation change; 14336 and 16384 with few rows have several CTAs."""
+"""At, just below and just above where kernels for a rotation change; 14336 and 16384 with few rows have several
+CTAs."""
 
 
 @pytest.mark.parametrize("k, x_dtype, mode", builders.two_thirds(ROTATED_KS, X_DTYPES, MODES), ids=str)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import layers
-import pytest
 import files_awq
 import files_gptq
+import layers
+import pytest
 import torch
+from files_autoround import CONFIG
 
 from jitgemm.checkpoint import read_layer
 from jitgemm.nn import PackedLinear
-from files_autoround import CONFIG
 
 
 def read(tensors: dict[str, torch.Tensor], **config) -> torch.Tensor:

@@ -6,10 +6,10 @@ import builders
 import layers
 import pytest
 import torch
+from files_awq import GEMM, GEMV, gemm, gemv
 
 from jitgemm.checkpoint import read_layer
 from jitgemm.checkpoint.awq import FORMAT
-from files_awq import GEMM, GEMV, gemm, gemv
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,9 +10,9 @@ import checkpoints
 import layers
 import pytest
 import torch
+from files_bitblas import qweight
 
 from jitgemm.checkpoint.bitblas import FORMAT
-from files_bitblas import qweight
 
 PLAIN = {"fast_decoding": False}
 INTERLEAVED = {"float16": (0, 2, 4, 6, 1, 3, 5, 7), "int8": (0, 4, 1, 5, 2, 6, 3, 7)}

@@ -11,21 +11,20 @@ import checkpoints
 import pytest
 import torch
 import two_level
+from files_compressed_tensors import LAYER, config, int_quantized, pack_quantized, scheme
 from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 import jitgemm.checkpoint.compressed_tensors as module
+import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.compressed_tensors_config import for_layer, written_config, written_group
-import jitgemm.nn
-from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.nn import PackedLinear, load_
 from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.weight.rotation import rotated, sylvester
-from files_compressed_tensors import LAYER, config, int_quantized, pack_quantized, scheme
-
 
 FORMATS = {"pack-quantized": pack_quantized, "int-quantized": int_quantized}
 

@@ -1,5 +1,5 @@
-"""A small DeepSeek-V3 from disk, as published: FP8 attention, MLPs and shared experts in blocks of 128 x 128, router and
-embeddings in bf16, and experts in W4AFP8 or in FP8."""
+"""A small DeepSeek-V3 from disk, as published: FP8 attention, MLPs and shared experts in blocks of 128 x 128, router
+and embeddings in bf16, and experts in W4AFP8 or in FP8."""
 
 from __future__ import annotations
 

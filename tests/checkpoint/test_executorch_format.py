@@ -8,9 +8,9 @@ import builders
 import layers
 import pytest
 import torch
+from files_executorch import high_first
 
 from jitgemm.checkpoint.executorch import FORMAT
-from files_executorch import high_first
 
 
 def qta8a_qga4w(layer: layers.Layer) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Checkpoints of 8-bit layers: FP8 and INT8 as compressed-tensors, DeepSeek, vLLM and SGLang have them, and mixtures."""
+"""Checkpoints of 8-bit layers: FP8 and INT8 as compressed-tensors, DeepSeek, vLLM and SGLang have them, and
+mixtures."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import checkpoints
 import layers
 import pytest
 import torch
+from files_8bit import DEEPSEEK, E4M3, codes, inputs, scales, scheme
 from small_models import BLOCKS, Model, checkpoint_tensors, quantised_names, same_state
 
 import jitgemm.nn
@@ -16,7 +18,6 @@ from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
 from jitgemm.weight.packed import W8Weight
-from files_8bit import DEEPSEEK, E4M3, codes, inputs, scales, scheme
 
 LAYER = layers.PREFIX
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import builders
 import checkpoints
-import layers
-import pytest
 import files_autoround
 import files_awq
 import files_gptq
+import layers
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from jitgemm.checkpoint import Checkpoint, formats, read_layer
 from jitgemm.checkpoint.bits import AWQ_ORDER, HIGH_FIRST, WORD_DTYPES, minus, twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, concat
-from jitgemm.weight.given import activation_order
 from jitgemm.checkpoint.format import Format
+from jitgemm.weight.given import activation_order
 
 # --- nibbles ---
 

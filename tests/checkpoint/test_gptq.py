@@ -9,10 +9,10 @@ import checkpoints
 import layers
 import pytest
 import torch
+from files_gptq import V1, V2, packed
 
 import jitgemm.nn
 from jitgemm.checkpoint import read_layer
-from files_gptq import V1, V2, packed
 
 BY_GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 

@@ -6,11 +6,11 @@ import functools
 from dataclasses import fields
 
 import builders
-import pytest
+import files_8bit as eight
 import files_awq
 import files_compressed_tensors as ct
-import files_8bit as eight
 import files_gptq
+import pytest
 import torch
 from layers import PREFIX, layer
 from safetensors.torch import save_file

@@ -6,10 +6,10 @@ import builders
 import layers
 import pytest
 import torch
+from files_qserve import per_channel, per_group
 
 from jitgemm.checkpoint.canonical import concat
 from jitgemm.checkpoint.qserve import FORMAT
-from files_qserve import per_channel, per_group
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256])

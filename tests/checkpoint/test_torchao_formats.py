@@ -379,8 +379,13 @@ E4M3 = torch.float8_e4m3fn
 
 
 def int8_configs():
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, PerGroup, PerRow
-    from torchao.quantization import PerTensor
+    from torchao.quantization import (
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        PerGroup,
+        PerRow,
+        PerTensor,
+    )
 
     return {
         "per row, dynamic": (Int8DynamicActivationInt8WeightConfig(), "int8"),
@@ -498,7 +503,8 @@ def test_other_classes_of_torchao_are_named_before_the_model_is_changed(torchao,
 
 
 def test_a_class_of_older_releases_is_named():
-    """AffineQuantizedTensor and LinearActivationQuantizedTensor of state dicts up to 0.12: no tensors by known names."""
+    """AffineQuantizedTensor and LinearActivationQuantizedTensor of state dicts up to 0.12: no tensors by known
+    names."""
     kind = type("AffineQuantizedTensor", (torch.Tensor,), {"__module__": "torchao.dtypes.affine_quantized_tensor"})
     weight = torch.zeros(64, 64).as_subclass(kind)
     with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got AffineQuantizedTensor"):

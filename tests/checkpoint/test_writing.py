@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-
 import builders
 import pytest
 import torch
+from disks import disk_of
 from safetensors.torch import load_file, save_file
 
 from jitgemm.checkpoint.bits import pack_words, unpack_bytes, unpack_nibbles
@@ -14,7 +14,6 @@ from jitgemm.checkpoint.compressed_tensors import FORMAT
 from jitgemm.checkpoint.compressed_tensors_config import for_layer, written_config, written_group
 from jitgemm.checkpoint.load import read_layer
 from jitgemm.checkpoint.writing import stored_in, write_safetensors
-from disks import disk_of
 
 TENSORS = {
     "b.weight": torch.arange(15, dtype=torch.bfloat16).view(5, 3),

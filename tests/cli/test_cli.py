@@ -1100,7 +1100,8 @@ def test_ages_and_sizes_for_people():
 
 
 def check_warmup_compiles(run, label, *flags):
-    """A warm-up with these flags, and the one that the kernel's source names, compile the kernel of a 4096 x 4096 layer."""
+    """A warm-up with these flags, and the one that the kernel's source names, compile the kernel of a 4096 x 4096
+    layer."""
     named = kernel_source(KernelSpec.from_label(label)).warmup.replace("N,K", "4096,4096").partition(" [")[0]
     for command in (["warmup", "--shape", "4096,4096", *flags], named.split()[1:]):
         found = run(*command, "--max-m", "16", "--dry-run", "--json")

@@ -1,4 +1,5 @@
-"""jitgemm quantize: what it writes is what quantize_ makes, every reader reads it, and an interruption changes nothing."""
+"""jitgemm quantize: what it writes is what quantize_ makes, every reader reads it, and an interruption changes
+nothing."""
 
 from __future__ import annotations
 
@@ -14,20 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from small_models import quantised_names, same_state
 from cli_results import Result
 from disks import disk_of
-
-import jitgemm.nn
-from jitgemm.nn.quantize import evaluate
-from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
-from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save import export
-from jitgemm.nn.save import model_folder  # noqa: F401 - a test changes it by name
-from jitgemm.nn.warm.ahead import models_ahead
-from jitgemm.nn.save.resume import ResumableFolder
 from model_folders import (
     LAYERS,
     MOE,
@@ -41,10 +30,24 @@ from model_folders import (
     short_texts,
     transformers,
 )
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_models import quantised_names, same_state
+
+import jitgemm.nn
+from jitgemm.nn.quantize import evaluate
+from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
+from jitgemm.nn.recipe import Recipe
+from jitgemm.nn.save import (
+    export,
+    model_folder,  # noqa: F401 - a test changes it by name
+)
+from jitgemm.nn.save.resume import ResumableFolder
+from jitgemm.nn.warm.ahead import models_ahead
 
 pytest.importorskip("tokenizers")
 
-from jitgemm.cli import main  # noqa: E402
+from jitgemm.cli import main
 
 FEW = ("--tokens", "512")
 """Two windows of calibration."""
@@ -356,7 +359,8 @@ def converted(monkeypatch, *rules) -> None:
     """transformers makes the model's tensors of those of files by these rules: (names there, names here, operation)."""
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("transformers 4 joins and cuts none")
-    from transformers import conversion_mapping, core_model_loading as loading, modeling_utils
+    from transformers import conversion_mapping, modeling_utils
+    from transformers import core_model_loading as loading
 
     made = [
         loading.WeightConverter(there, here, operations=[getattr(loading, name)(dim=0)]) for there, here, name in rules
@@ -549,7 +553,8 @@ def test_text_comes_from_a_file_whose_first_eighth_is_held_back(run, llama, tmp_
 
 
 def test_lines_of_json_end_where_their_format_says(tmp_path):
-    """Not at what `str.splitlines` and `open` take for ends of lines, which JSON allows in strings and between tokens."""
+    """Not at what `str.splitlines` and `open` take for ends of lines, which JSON allows in strings and between
+    tokens."""
     file = tmp_path / "a.jsonl"
     texts = [f"{end}x" for end in "\u2028\u2029\x85\x1c\x0b\x0c\u00a0"] + ["half \ud800 whole \U0001f600"]
     rows = [json.dumps({"text": text}, ensure_ascii="\ud800" in text) for text in texts]

@@ -1,4 +1,5 @@
-"""`jitgemm warmup --model`: what it makes is what the model asks for, in every use; no kernel is missing, few are in vain.
+"""`jitgemm warmup --model`: what it makes is what the model asks for, in every use; no kernel is missing, few are in
+vain.
 
 What a model asks for is recorded on a device whose launches do nothing. Nothing is compiled.
 """
@@ -14,9 +15,9 @@ import builders
 import pytest
 import torch
 import vllm_layers
+from compiled_graphs import Graphs
 from emulator.launch import emulate
 from safetensors.torch import load_file, save_file
-from compiled_graphs import Graphs
 from test_vllm import (
     CONFIGS,
     MergedColumnParallelLinear,

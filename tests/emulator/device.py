@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulator.launch import Emulator, emulate
 from torch.overrides import TorchFunctionMode
+
+from emulator.launch import Emulator, emulate
 
 
 def _on_cpu(value: Any) -> Any:

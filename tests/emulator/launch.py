@@ -20,8 +20,8 @@ import torch
 
 from emulator import ptx
 from jitgemm.activations import plan as quantizers
-from jitgemm.gemm import launch as gemms
 from jitgemm.errors import CompileError
+from jitgemm.gemm import launch as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
@@ -34,7 +34,7 @@ _ELEMENT_BYTES = {"u8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 _MAGIC = 0x70616D656C6974
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def machine() -> ctypes.CDLL:
     """machine.cpp and its headers, compiled once a machine."""
     source = Path(__file__).with_name("machine.cpp")

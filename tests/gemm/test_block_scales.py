@@ -1,4 +1,5 @@
-"""Activations with a scale per token and 128 k on the CPU: what calls take and refuse, references, kernels' constants."""
+"""Activations with a scale per token and 128 k on the CPU: what calls take and refuse, references, kernels'
+constants."""
 
 from __future__ import annotations
 
@@ -8,15 +9,12 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from builders import same_bits
+from builders import same_bits, weight_of_experts
 from prepared_calls import K, N, gemm_operands, without_driver
-from builders import weight_of_experts
 
 import jitgemm
 from jitgemm.gemm import launch as gemms
-from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.problem import fp32_scales, pack_e8m0
-from jitgemm.gemm.problem import Groups
+from jitgemm.gemm.problem import Gemm, Groups, fp32_scales, pack_e8m0
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec, smem_bytes

@@ -1,4 +1,5 @@
-"""Activations with a scale per token and 128 k on a GPU: the stated bound, bits of the per-token kernel, all strides."""
+"""Activations with a scale per token and 128 k on a GPU: the stated bound, bits of the per-token kernel, all
+strides."""
 
 from __future__ import annotations
 
@@ -8,22 +9,19 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from builders import PER_CHANNEL, same_bits
+from builders import PER_CHANNEL, same_bits, weight_of_experts
+from guarded_calls import Guarded, assert_right
+from guarded_groups import assert_bits_of_the_dense_kernel, guarded, offsets_of
+from guarded_groups import assert_right as assert_groups_right
 from moe_cases import Case
 from quantize_cases import X_DTYPES, assert_close, assert_same_bits, parameters
 from quantize_cases import activations as values
-from guarded_calls import Guarded, assert_right
-from builders import weight_of_experts
-from guarded_groups import assert_right as assert_groups_right
-from guarded_groups import assert_bits_of_the_dense_kernel, guarded, offsets_of
 
 import jitgemm
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
-from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.problem import fp32_scales
 from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Groups
+from jitgemm.gemm.problem import Gemm, Groups, fp32_scales
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.route import route_and_quantize

@@ -10,12 +10,12 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
+from builders import weight_of_experts
+from compiled_graphs import compiled
 from emulator.launch import emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
-from marks import emulated
 from files_compressed_tensors import config, pack_quantized
-from compiled_graphs import compiled
-from builders import weight_of_experts
+from marks import emulated
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

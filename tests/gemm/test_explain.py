@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+import builders
 import pytest
 import torch
 
-import builders
 import jitgemm
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.jit.source import function_name

@@ -1,4 +1,5 @@
-"""Sums in f16 without a GPU: the arithmetic within its bound, kernels in the emulator, and what calls and choices say."""
+"""Sums in f16 without a GPU: the arithmetic within its bound, kernels in the emulator, and what calls and choices
+say."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import builders
 import mxfp4
 import pytest
 import torch
+from builders import weight_of_experts
+from emulated_groups import grouped_problem
 from emulator.launch import emulate, plant
 from emulator.problems import assert_within_the_bound, problem, share_of_bound
 from marks import emulated
 from tensor_core import TensorCore
-from emulated_groups import grouped_problem
-from builders import weight_of_experts
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

@@ -22,6 +22,19 @@ import torch
 import w8
 from ahead import compile_ahead
 from builders import PER_CHANNEL
+from guarded_calls import (
+    GROUP_128,
+    OUTPUTS,
+    WORST,
+    Case,
+    Guarded,
+    activations,
+    assert_right,
+    call,
+    device_figures,
+    launched,
+    weight,
+)
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
@@ -35,19 +48,6 @@ from jitgemm.select.choose import candidates, choose, kernels_for
 from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
-from guarded_calls import (
-    Case,
-    GROUP_128,
-    Guarded,
-    OUTPUTS,
-    WORST,
-    activations,
-    assert_right,
-    call,
-    device_figures,
-    launched,
-    weight,
-)
 
 pytestmark = pytest.mark.gpu
 

@@ -8,15 +8,14 @@ import builders
 import numpy as np
 import pytest
 import torch
+from arguments_of_kernels import CODES, struct_of
 from builders import weight_of_experts
 from prepared_calls import without_driver
-from arguments_of_kernels import CODES, struct_of
 
 import jitgemm
 from jitgemm.gemm import launch as gemms
-from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.grouped import rows_of_m_indices
-from jitgemm.gemm.problem import Groups
+from jitgemm.gemm.problem import Gemm, Groups
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec

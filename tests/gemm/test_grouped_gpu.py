@@ -1,5 +1,5 @@
-"""The grouped kernels on a GPU, weights of 4 and of 8 bits: bits of the dense kernel, the stated bound, guard bands, graphs
-with other routings."""
+"""The grouped kernels on a GPU, weights of 4 and of 8 bits: bits of the dense kernel, the stated bound, guard bands,
+graphs with other routings."""
 
 from __future__ import annotations
 
@@ -10,22 +10,7 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from builders import PER_CHANNEL, same_bits
-from builders import weight_of_experts
-from w8 import BLOCK
-from w8 import experts_of as w8_experts
-
-import jitgemm
-from jitgemm.dtypes import LHS_TYPES
-from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.grouped import rows_of_m_indices
-from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Groups
-from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.formats import Problem
-from jitgemm.select.choose import choose, kernels_for
-from jitgemm.select.devices import device_spec
+from builders import PER_CHANNEL, same_bits, weight_of_experts
 from guarded_groups import (
     ROUTINGS,
     assert_bits_of_the_dense_kernel,
@@ -35,6 +20,19 @@ from guarded_groups import (
     guarded,
     offsets_of,
 )
+from w8 import BLOCK
+from w8 import experts_of as w8_experts
+
+import jitgemm
+from jitgemm.dtypes import LHS_TYPES
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.grouped import rows_of_m_indices
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Gemm, Groups
+from jitgemm.kernel.formats import Problem
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select.choose import choose, kernels_for
+from jitgemm.select.devices import device_spec
 
 pytestmark = pytest.mark.gpu
 

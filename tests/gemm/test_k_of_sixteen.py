@@ -8,9 +8,9 @@ import layers
 import pytest
 import torch
 from builders import PER_CHANNEL
+from masked_experts import COUNTS, called, expected, sorted_tokens
 from moe_cases import Case, by_definition
 from small_models import config, stored
-from masked_experts import COUNTS, called, expected, sorted_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm

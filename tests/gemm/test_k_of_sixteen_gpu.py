@@ -1,4 +1,5 @@
-"""k a multiple of 16 and not of 32 on a GPU: every kind of GEMM, quantiser and layer, with NaNs or 127 behind each row."""
+"""k a multiple of 16 and not of 32 on a GPU: every kind of GEMM, quantiser and layer, with NaNs or 127 behind each
+row."""
 
 from __future__ import annotations
 
@@ -10,17 +11,16 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from builders import PER_CHANNEL
-from moe_cases import MODES, Case
-from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
+from builders import PER_CHANNEL, weight_of_experts
+from expert_layers_gpu import assert_layer
 from guarded_calls import Guarded, assert_right
-from builders import weight_of_experts
 from guarded_groups import assert_right as assert_groups_right
 from guarded_groups import guarded, offsets_of
-from expert_layers_gpu import assert_layer
 from masked_experts import called as called_masked
 from masked_experts import sorted_tokens
+from moe_cases import MODES, Case
 from quantised_on_both import run_both
+from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
 from w8 import BLOCK, experts_of
 from w8 import weight as weight_of_8_bits
 

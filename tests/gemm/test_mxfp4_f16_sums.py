@@ -1,8 +1,7 @@
-"""MXFP4 with sums in f16 without a GPU: which weights it holds, and the arithmetic within its bound. Kernels in the emulator
-are in test_f16_sums.py."""
+"""MXFP4 with sums in f16 without a GPU: which weights it holds, and the arithmetic within its bound. Kernels in the
+emulator are in test_f16_sums.py."""
 
 from __future__ import annotations
-
 
 import builders
 import mxfp4

@@ -1,6 +1,7 @@
 """Which calls through the `torch.library` ops start before the kernel before them ends: those behind a ready weight.
 
-The rule itself, on tensors: tests/runtime/test_driver.py. Here it meets compilers, which decide what tensors an op is given.
+The rule itself, on tensors: tests/runtime/test_driver.py. Here it meets compilers, which decide what tensors an op is
+given.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from pathlib import Path
 import builders
 import pytest
 import torch
+from compiled_graphs import Graphs, K, compiled, inputs
 from fresh_python import fresh_python
 
 import jitgemm
 import jitgemm.nn
-from compiled_graphs import Graphs, K, compiled, inputs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 E4M3 = torch.float8_e4m3fn
@@ -532,7 +532,8 @@ def test_generation_has_a_graph_for_prompts_and_one_for_tokens(dynamic, expected
         for m, tokens, count in zip(lengths, eager, expected):
             assert torch.equal(generated(m), tokens) and tokens.shape == (1, m + 5)
             assert len(graphs.graphs) == count
-    for graphs.graphs in [[graph] for graph in graphs.graphs]:
+    for graph in [*graphs.graphs]:
+        graphs.graphs = [graph]
         assert graphs.quantisers == {"norm": 1, "add": 3, "plain": 2, "silu": 2}
 
 

@@ -29,7 +29,8 @@ from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
 from jitgemm.moe.masked import fused_experts_masked
 
 E, K, N = 4, 128, 256
-"""Experts, and widths of the calls, which m takes in turn: a comparison of m with one of them must put no guard on it."""
+"""Experts, and widths of the calls, which m takes in turn: a comparison of m with one of them must put no guard on
+it."""
 E4M3 = torch.float8_e4m3fn
 
 

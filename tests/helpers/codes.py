@@ -1,5 +1,5 @@
-"""Random weights by seed of the 4-bit codes that are not int4: MXFP4, NVFP4 and two levels, in every form that kernels know
-apart."""
+"""Random weights by seed of the 4-bit codes that are not int4: MXFP4, NVFP4 and two levels, in every form that kernels
+know apart."""
 
 from __future__ import annotations
 

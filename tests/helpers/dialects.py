@@ -11,10 +11,10 @@ from typing import Any
 
 import builders
 import checkpoints
-import layers
 import files_awq
 import files_gptq
 import files_qserve
+import layers
 import torch
 
 N, K = 160, 256

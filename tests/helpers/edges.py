@@ -1,5 +1,5 @@
-"""Weights of every code and form whose scales are 0, subnormal and the largest, with codes that are not 0 beside them, and
-what they are by definition."""
+"""Weights of every code and form whose scales are 0, subnormal and the largest, with codes that are not 0 beside them,
+and what they are by definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Code in a Python that has imported torch and nothing else: a fork of one that waits, as to import torch takes a second."""
+"""Code in a Python that has imported torch and nothing else: a fork of one that waits, as to import torch takes a
+second."""
 
 from __future__ import annotations
 

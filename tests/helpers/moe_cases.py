@@ -121,7 +121,8 @@ def dequantized(values: torch.Tensor, mode: str, scheme: str = "token", rotation
 
 
 def activated(hidden: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """What an expert makes of its first projection's result, [2 * inter] or without gates [inter], by a call's options."""
+    """What an expert makes of its first projection's result, [2 * inter] or without gates [inter], by a call's
+    options."""
     activation, order, limit = (options.get(name) for name in ("activation", "order", "limit"))
     if activation == "relu2":
         return torch.relu(hidden) ** 2

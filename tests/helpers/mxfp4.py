@@ -59,8 +59,8 @@ def parts(
 
 
 def narrow(seed: int, n: int, k: int, tier: str = "row", *, device: str = "cpu", experts: int | None = None) -> Parts:
-    """The same with scales that sums in f16 hold: groups that share a base within 2^6, bases within 2^20, groups of zeros
-    with any scale among them."""
+    """The same with scales that sums in f16 hold: groups that share a base within 2^6, bases within 2^20, groups of
+    zeros with any scale among them."""
     made, g = parts(seed, n, k, tier, experts=experts), torch.Generator().manual_seed(seed + 1)
     lead, groups = made.scales.shape[:-1], made.scales.shape[-1]
 

@@ -64,7 +64,8 @@ def far(seed: int, n: int, k: int, **options) -> Parts:
 
 
 def near_pairs(device: str = "cpu") -> Parts:
-    """Every code with every scale that stands by another within 2^10: [16, 1264], of row r from the scale 1 + 3 r on."""
+    """Every code with every scale that stands by another within 2^10: [16, 1264], of row r from the scale 1 + 3 r
+    on."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(16, 79)
     values = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     rows = []

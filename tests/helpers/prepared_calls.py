@@ -17,7 +17,8 @@ from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
 from jitgemm.moe import plan as moe
-from jitgemm.runtime import driver, launch as launching
+from jitgemm.runtime import driver
+from jitgemm.runtime import launch as launching
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -56,7 +57,8 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
 
 
 def remembered(monkeypatch) -> tuple[launching.LaunchCache, list[tuple[bool, list[bytes]]]]:
-    """Public calls of CPU tensors, as if on a GPU: what this thread remembers of them, from nothing on, and launches."""
+    """Public calls of CPU tensors, as if on a GPU: what this thread remembers of them, from nothing on, and
+    launches."""
     launches = without_driver(monkeypatch)
     cache = launching.LaunchCache()
     monkeypatch.setattr(launching.this_thread, "cache", cache)

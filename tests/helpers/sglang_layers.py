@@ -119,7 +119,8 @@ if not REAL:
 def running(rank=0, size=1, ep=False, deepep=False, runner="auto", **arguments):
     """Layers that are made inside are those of a rank, of tensor or of expert parallelism, under SGLang's arguments.
 
-    deepep, runner: what jitgemm's experts see of the all-to-all backend and the runner; the dispatcher is the standard one.
+    deepep, runner: what jitgemm's experts see of the all-to-all backend and the runner; the dispatcher is the standard
+        one.
     """
     place = {"moe_ep_rank": rank if ep else 0, "moe_ep_size": size if ep else 1}
     place |= {"moe_tp_rank": 0 if ep else rank, "moe_tp_size": 1 if ep else size}

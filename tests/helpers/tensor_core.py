@@ -61,7 +61,8 @@ class TensorCore:
     def gemm_in_f16(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32, first: int = 8) -> torch.Tensor:
         """The same with sums in f16 of at most eight records, the first of so many.
 
-        A step's sum, cut off as in fp32, is rounded to f16; so is each sum of scaled ones. Kernels' units are 2^-9 / unit.
+        A step's sum, cut off as in fp32, is rounded to f16; so is each sum of scaled ones. Kernels' units are 2^-9 /
+        unit.
         """
         unit, codes = 2 if parts.lhs_dtype is None and parts.zero is None else 1, parts.q.double()
         if parts.zero is not None:
@@ -73,7 +74,8 @@ class TensorCore:
     def mxfp4_gemm_in_f16(
         self, lhs: tuple, weight, out_dtype: torch.dtype = torch.float32, first: int = 8
     ) -> torch.Tensor:
-        """The same of an MXFP4 weight: e4m3s that are 2^-8 of codes times exponents, an eighth of whose sums goes to a run."""
+        """The same of an MXFP4 weight: e4m3s that are 2^-8 of codes times exponents, an eighth of whose sums goes to a
+        run."""
         values, scale, _, _ = weight.rows(0, weight.blocks.shape[0])
         scale = scale.double()
         power = torch.exp2(torch.frexp(scale.abs().amax(1)).exponent.double())

@@ -59,7 +59,8 @@ def parts(
 
 
 def all_triples(device: str = "cpu") -> Parts:
-    """Every code, factor and zero point that fit one another, one a column: row r has them shifted by r of eight groups."""
+    """Every code, factor and zero point that fit one another, one a column: row r has them shifted by r of eight
+    groups."""
     pairs = [(f, z) for f in range(1, 128) for z in range(17) if f * z <= 255 and z <= 15 + 128 // f]
     rows = 8
     pairs += [(1, 0)] * (-len(pairs) % rows)

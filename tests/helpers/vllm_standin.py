@@ -1,9 +1,9 @@
 """A stand-in for vLLM where it is not installed: what jitgemm.vllm derives from and calls, and layers that use it.
 
 It stands for one version, the newest unless JITGEMM_TEST_VLLM names another. The base classes are made from that one's
-signatures in vllm_signatures.json (scripts/vllm_signatures.py): a method that vLLM lacks cannot be called, an abstract one
-must be there; functions and parameters take what vLLM's take. What those do, and layers, are written here, as little of them
-as cutting and joining a layer's tensors takes. The tests that use it also run against the real package
+signatures in vllm_signatures.json (scripts/vllm_signatures.py): a method that vLLM lacks cannot be called, an abstract
+one must be there; functions and parameters take what vLLM's take. What those do, and layers, are written here, as
+little of them as cutting and joining a layer's tensors takes. The tests that use it also run against the real package
 (scripts/vllm_contract.sh), which shows that both do the same.
 """
 

@@ -24,8 +24,8 @@ import pytest
 from tiny_kernel import OPTIONS, SPILLING, serialised_kernel, spilling_kernel, stacked_kernel, tiny_kernel
 
 from jitgemm import settings
-from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.checkpoint.writing import written
+from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.jit import compile_many
 from jitgemm.jit import entry as entries
 from jitgemm.jit.cache import STALE_AFTER_S, KernelCache

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -204,7 +204,7 @@ def nvdisasm() -> str | None:
     return shutil.which("nvdisasm", path=folders)
 
 
-@lru_cache(maxsize=None)
+@cache
 def disassembled(cubin: bytes) -> list[str]:
     """The instructions of its only function, without .reuse, which is a hint."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

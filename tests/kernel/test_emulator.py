@@ -14,6 +14,7 @@ import moe_cases
 import pytest
 import quantize_cases
 import torch
+from emulated_groups import grouped_problem
 from emulator import launch
 from emulator.launch import Emulator, emulate
 from emulator.problems import assert_within_the_bound, problem
@@ -25,10 +26,9 @@ from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize, quantize_activations
 from jitgemm.activations.reference import gated
 from jitgemm.activations.scheme import Gate, Prologue
-from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Groups
+from jitgemm.gemm.problem import Gemm, Groups
 from jitgemm.kernel import render
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.spec import KernelSpec
@@ -36,7 +36,6 @@ from jitgemm.runtime import driver
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.correction import with_sums
-from emulated_groups import grouped_problem
 
 pytestmark = emulated
 
@@ -191,7 +190,8 @@ def test_sizes_of_experts_that_cannot_be_are_clamped_and_no_other_row_is_touched
     ],
 )  # fmt: skip
 def test_a_cta_has_several_tiles_of_experts(monkeypatch, label, k):
-    """Tiles of one CTA follow one another, with records that no warpgroup, one or all of them have of a tile's last stage."""
+    """Tiles of one CTA follow one another, with records that no warpgroup, one or all of them have of a tile's last
+    stage."""
     spec, counts = KernelSpec.from_label(label), [9, 0, 3, 20]
     emulate(monkeypatch)
     monkeypatch.setattr("jitgemm.gemm.launch.device_of", lambda _: replace(DEVICES["h200"], num_sms=2))

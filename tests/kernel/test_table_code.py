@@ -1,5 +1,6 @@
-"""A code with numbers inside its records, out of the package: NVFP4's frame, e4m3 scales for 16 k under an fp32 one, around
-sixteen other values. Its description, its codec, what it needs of torch and its reader stand here, and nowhere else.
+"""A code with numbers inside its records, out of the package: NVFP4's frame, e4m3 scales for 16 k under an fp32 one,
+around sixteen other values. Its description, its codec, what it needs of torch and its reader stand here, and nowhere
+else.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from jitgemm import settings
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.moe.arguments import ExpertsCall, make_gate
-from jitgemm.moe.exchange import Buffer, collect, dispatch, run_exchanged
-from jitgemm.moe.exchange import Layout
+from jitgemm.moe.exchange import Buffer, Layout, collect, dispatch, run_exchanged
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.moe.route import combine_reference, gather, route_reference
 from jitgemm.nn.layers.expert_nvlink import _new_buffer

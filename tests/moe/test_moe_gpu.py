@@ -8,6 +8,7 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
+from expert_layers_gpu import assert_layer, assert_near
 from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, choices
 from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits
 
@@ -21,7 +22,6 @@ from jitgemm.moe.arguments import Routing
 from jitgemm.moe.route import combine, combine_reference, route, route_and_quantize, route_reference
 from jitgemm.tensors import take_rows
 from jitgemm.weight.packed import W4Weight
-from expert_layers_gpu import assert_layer, assert_near
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,5 @@
-"""fused_experts_masked, the layer over tokens sorted by expert: by its definition, its checks, its kernels, on a GPU."""
+"""fused_experts_masked, the layer over tokens sorted by expert: by its definition, its checks, its kernels, on a
+GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
+from masked_experts import COUNTS, called, expected, sorted_tokens
 from moe_cases import MODES, Case
 
 import jitgemm
@@ -17,7 +19,6 @@ from jitgemm.activations.scheme import SILU_MUL, Prologue
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import layer_specs
 from jitgemm.moe.masked import fused_experts_masked
-from masked_experts import COUNTS, called, expected, sorted_tokens
 
 E4M3 = torch.float8_e4m3fn
 

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 
 import checkpoints
-import layers
-import pytest
 import files_bitblas
 import files_executorch
 import files_qserve
+import layers
+import pytest
 import torch
+from files_8bit import DEEPSEEK, inputs, scheme
 from safetensors.torch import load_file, save_file
 from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
-from files_8bit import DEEPSEEK, inputs, scheme
 
 from jitgemm import quantize_mxfp4
 from jitgemm.checkpoint import formats

@@ -7,9 +7,9 @@ import json
 import mxfp4
 import pytest
 import torch
+from moments import inputs, lost, weights
 from safetensors.torch import load_file, save_model
 from small_models import same_state
-from moments import inputs, lost, weights
 
 import jitgemm
 import jitgemm.nn

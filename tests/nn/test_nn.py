@@ -10,6 +10,8 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
+from nn_layers import CODES, K, N, inputs, layer_of, linear, permuted_w8, permuted_weight, scheme_of
+from nn_layers import layer as layer
 from safetensors.torch import load_file, save_file
 from small_models import Model
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,7 +26,6 @@ from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
-from nn_layers import CODES, K, N, inputs, layer as layer, layer_of, linear, permuted_w8, permuted_weight, scheme_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -10,14 +10,6 @@ import builders
 import checkpoints
 import pytest
 import torch
-from safetensors.torch import save_file, save_model
-from small_models import same_state
-from nn_experts import HIDDEN, INTER, TOP_K, E
-
-import jitgemm
-import jitgemm.nn
-from jitgemm.nn import Gate, PackedLinear, W4A8Experts, W8A8Experts, load_
-from jitgemm.nn.layers.gate import gate_of
 from expert_models import (
     COMPRESSED,
     EXPERT,
@@ -39,7 +31,14 @@ from expert_models import (
     same_weights,
     transformers,
 )
+from nn_experts import HIDDEN, INTER, TOP_K, E
+from safetensors.torch import save_file, save_model
+from small_models import same_state
 
+import jitgemm
+import jitgemm.nn
+from jitgemm.nn import Gate, PackedLinear, W4A8Experts, W8A8Experts, load_
+from jitgemm.nn.layers.gate import gate_of
 
 GATE_OF = {"gpt-oss": Gate("swiglu_oai", "interleaved", 7.0, 1.702)}
 

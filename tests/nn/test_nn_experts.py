@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nn_experts import GATES, HIDDEN, INTER, E, close, experts, experts_of_8_bits, routed, weight
 from small_models import same_state
 
 from jitgemm.activations.call import quantize_activations
@@ -21,8 +22,6 @@ from jitgemm.nn.warm import warm
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
-from nn_experts import E, GATES, HIDDEN, INTER, close, experts, experts_of_8_bits, routed, weight
-
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import builders
 import checkpoints
 import pytest
 import torch
-from moe_cases import activated
 from expert_models import COMPRESSED, compressed, quantised
+from moe_cases import activated
 
 import jitgemm.nn
 from jitgemm.nn import Gate, W4A8Experts, load_
@@ -134,8 +134,8 @@ def test_experts_without_gates_are_quantised_saved_and_loaded(tmp_path, calibrat
 
 
 def test_layers_of_experts_without_gates_are_written_expert_by_expert(tmp_path):
-    from jitgemm.nn.save.tensor_map import map_tensors
     from jitgemm.nn.save.model_folder import open_model_folder
+    from jitgemm.nn.save.tensor_map import map_tensors
 
     model = nemotron()
     model.save_pretrained(tmp_path)

@@ -7,8 +7,8 @@ import copy
 import builders
 import pytest
 import torch
-from small_models import Block, Model, checkpoint_tensors, opened, same_state
 from nn_layers import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear, scheme_of
+from small_models import Block, Model, checkpoint_tensors, opened, same_state
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations

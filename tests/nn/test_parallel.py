@@ -11,6 +11,23 @@ import ranks
 import torch
 import torch._dynamo
 from fresh_python import fresh_python
+from parallel_layers import (
+    EXPERTS,
+    LAYERS,
+    PLAN,
+    K,
+    M,
+    Model,
+    N,
+    apart,
+    columns_of,
+    layer_of_experts,
+    linear,
+    of_rank,
+    parts,
+    quantised,
+    x_of,
+)
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
@@ -23,27 +40,10 @@ import jitgemm
 import jitgemm.nn
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear
+from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
-from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.weight.pack import pack_w4
-from parallel_layers import (
-    EXPERTS,
-    K,
-    LAYERS,
-    M,
-    Model,
-    N,
-    PLAN,
-    apart,
-    columns_of,
-    layer_of_experts,
-    linear,
-    of_rank,
-    parts,
-    quantised,
-    x_of,
-)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from safetensors.torch import save_model
 import jitgemm
 from jitgemm.moe.exchange import exchange_specs
 from jitgemm.moe.kernel import layer_specs
-from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.by_width import LINEARS, W4A8Linear
+from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.layers.shard_weight import part_of_weight, unpacked
 from jitgemm.nn.layers.sharding import ExpertSharding

@@ -10,21 +10,21 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from marks import emulated
-from small_models import Model
 from builders import weight_of_experts
+from emulator.launch import emulate
+from marks import emulated
 from nn_layers import inputs
+from small_models import Model
 
 import jitgemm
 import jitgemm.nn
-from emulator.launch import emulate
 from jitgemm.gemm import launch, reference
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.moe import call as moe_call
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
 from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.by_width import empty_weight
 from jitgemm.nn.warm.warm import _command, kernels
-from jitgemm.kernel.formats import WeightFormat
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.f16_sums import row_powers

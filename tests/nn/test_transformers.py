@@ -414,7 +414,8 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 def test_layers_that_transformers_joins_or_cuts_are_read(monkeypatch, cut, store, format):
     """Phi-3 has q, k and v in one Linear, gate and up in another; Llama has them apart."""
     pytest.importorskip("transformers", minversion="5")  # 4 joins and cuts none
-    from transformers import conversion_mapping as mapping, core_model_loading as loading
+    from transformers import conversion_mapping as mapping
+    from transformers import core_model_loading as loading
 
     if not hasattr(loading, "Split"):
         pytest.skip("needs transformers that splits rows into parts of several sizes")
@@ -451,7 +452,8 @@ def test_layers_that_transformers_joins_or_cuts_are_read(monkeypatch, cut, store
 
 def test_layers_that_are_joined_have_one_scheme_of_activations(monkeypatch):
     pytest.importorskip("transformers", minversion="5")  # 4 joins and cuts none
-    from transformers import conversion_mapping as mapping, core_model_loading as loading
+    from transformers import conversion_mapping as mapping
+    from transformers import core_model_loading as loading
 
     each, one = [f"{part}_proj.weight" for part in ("gate", "up")], ["gate_up_proj.weight"]
     rule = loading.WeightConverter(each, one, operations=[loading.Concatenate(dim=0)])
@@ -477,7 +479,8 @@ def test_layers_that_are_joined_have_one_scheme_of_activations(monkeypatch):
 def test_layers_in_blocks_are_joined_and_cut_between_blocks(monkeypatch, cut, n):
     """The scale of a block that holds rows of both parts is of neither."""
     pytest.importorskip("transformers", minversion="5")  # 4 joins and cuts none
-    from transformers import conversion_mapping as mapping, core_model_loading as loading
+    from transformers import conversion_mapping as mapping
+    from transformers import core_model_loading as loading
 
     each, one = [f"{part}_proj.weight" for part in ("gate", "up")], ["gate_up_proj.weight"]
     rule = loading.WeightConverter(one, each, operations=[loading.Chunk(dim=0)])
@@ -546,13 +549,14 @@ READ = {
     ("Qwen3Moe", *CALIBRATED, *EIGHT, *INT8): ("error", "error"),
     ("Qwen3Moe", *CALIBRATED, *SOME): ("error", "error"),
 }
-"""{model and options of `jitgemm quantize`: what transformers' own reader makes of OUT, by default and dequantised}: the table
-of docs/quantize.md."""
+"""{model and options of `jitgemm quantize`: what transformers' own reader makes of OUT, by default and dequantised}:
+the table of docs/quantize.md."""
 
 
 @pytest.mark.parametrize("case", READ, ids=" ".join)
 def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeypatch, quiet_transformers, case):
-    """Every weight bit for bit, or within the rounding of scales to bf16, or an error, which later versions may mend."""
+    """Every weight bit for bit, or within the rounding of scales to bf16, or an error, which later versions may
+    mend."""
     pytest.importorskip("compressed_tensors", minversion="0.20.1")
     pytest.importorskip("transformers", minversion="5.23")
     import model_folders as command

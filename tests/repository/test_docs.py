@@ -246,7 +246,8 @@ def test_links_lead_somewhere():
 
 
 def named_functions() -> list[tuple[str, str]]:
-    """(file of the package, function) of every `file.py:function` on the architecture page, and of its pictures' lines."""
+    """(file of the package, function) of every `file.py:function` on the architecture page, and of its pictures'
+    lines."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = re.findall(r"((?:\w+/)*\w+\.py):(\w+(?:\.\w+)*)", text)
     return sorted({*found, *((file, name) for name, file in re.findall(r"(\w+(?:\.\w+)*)  +((?:\w+/)*\w+\.py)", text))})

@@ -1,5 +1,5 @@
-"""What stands in two languages: types, with one name, one size and one number in Python, PyTorch and the kernels' headers, and
-constants of Python and of the headers."""
+"""What stands in two languages: types, with one name, one size and one number in Python, PyTorch and the kernels'
+headers, and constants of Python and of the headers."""
 
 import ast
 import re
@@ -15,7 +15,8 @@ from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm import bound, launch
 from jitgemm.jit.source import headers
 from jitgemm.kernel import formats, render
-from jitgemm.moe import exchange, kernel as moe
+from jitgemm.moe import exchange
+from jitgemm.moe import kernel as moe
 from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, one_of
 from jitgemm.weight import correction
 
@@ -46,8 +47,8 @@ CONSTANTS = {
     "moe/ranks.cuh kStampAt": exchange.MOST_CHOICES.bit_length() - 1,
     "moe/combine.cuh kCombineThreads": moe.COMBINE_THREADS,
 }
-"""Header, its struct where several have the name, and the constant, to what Python has for it. Sizes of records and of shared
-memory, and registers, are static assertions of every kernel."""
+"""Header, its struct where several have the name, and the constant, to what Python has for it. Sizes of records and of
+shared memory, and registers, are static assertions of every kernel."""
 
 
 @pytest.mark.parametrize("where", CONSTANTS)

@@ -1,5 +1,5 @@
-"""The layers of the package: imports go downwards only, at the top of a module and inside functions alike, and so do the
-names of ops."""
+"""The layers of the package: imports go downwards only, at the top of a module and inside functions alike, and so do
+the names of ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What docs/stability.md promises, against tests/repository/stable.json, which `python tests/repository/test_stable.py` writes
+"""What docs/stability.md promises, against tests/repository/stable.json, which `python tests/repository/test_stable.py`
+writes
 for a release: a minor version may add to it, and take nothing from it."""
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from arguments_of_kernels import CODES, struct_of
 
 from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall
@@ -24,7 +25,6 @@ from jitgemm.runtime.device import device_of
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight import ready
-from arguments_of_kernels import CODES, struct_of
 
 pytest.importorskip("cuda.bindings")
 driver = pytest.importorskip("jitgemm.runtime.driver")
@@ -34,8 +34,9 @@ loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
 launching = pytest.importorskip("jitgemm.runtime.launch")
 experts = pytest.importorskip("jitgemm.moe.plan")
-from prepared_calls import gemm_operands, quantizer_inputs, without_driver  # noqa: E402
-from jitgemm.moe import exchange  # noqa: E402
+from prepared_calls import gemm_operands, quantizer_inputs, without_driver
+
+from jitgemm.moe import exchange
 
 
 @pytest.mark.parametrize("nvrtc", [(12, 8), (12, 9), (13, 0)])

@@ -1,5 +1,5 @@
-"""What a thread remembers of calls is for calls like them: whatever no tensor's layout shows is part of a plan's key, and
-whatever a kernel reads is part of what its parameters are found by. Without a GPU: nothing is compiled or run."""
+"""What a thread remembers of calls is for calls like them: whatever no tensor's layout shows is part of a plan's key,
+and whatever a kernel reads is part of what its parameters are found by. Without a GPU: nothing is compiled or run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm.problem import ANY, W4
 from jitgemm.gemm.run import gemm
-from jitgemm.moe.exchange import Buffer, collect, dispatch
-from jitgemm.moe.exchange import Layout
+from jitgemm.moe.exchange import Buffer, Layout, collect, dispatch
 from jitgemm.moe.route import combine, gather, route, route_and_quantize
 
 M, N, K, E = 6, 80, 256, 3

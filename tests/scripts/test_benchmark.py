@@ -22,8 +22,17 @@ import benchmark
 from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
 from benchmark_lib import run as run_lib
-from benchmark_lib.cells import Cell, Experts, Format, GroupedCell
-from benchmark_lib.cells import from_record, make_cells, make_moe_cells, parse_format, to_record
+from benchmark_lib.cells import (
+    Cell,
+    Experts,
+    Format,
+    GroupedCell,
+    from_record,
+    make_cells,
+    make_moe_cells,
+    parse_format,
+    to_record,
+)
 from benchmark_lib.compare import compare
 from benchmark_lib.contestant import EXACT, WIDER, Contestant, Run
 from benchmark_lib.timing import relative_spread

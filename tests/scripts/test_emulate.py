@@ -1,4 +1,5 @@
-"""scripts/emulate.py: kernels of a CUDA file and of jitgemm's, right ones and wrong ones, and what it says of wrong arguments."""
+"""scripts/emulate.py: kernels of a CUDA file and of jitgemm's, right ones and wrong ones, and what it says of wrong
+arguments."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import builders
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import gpu_note  # noqa: E402
+import gpu_note
 
 WHOLE = "collected 90 items / 40 deselected / 50 selected\n\ntests/test_a.py ...F\n"
 ENDED = "= 1 failed, 47 passed, 2 skipped, 40 deselected, 3 warnings in 61.50s (0:01:01) =\n"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-import planted_faults  # noqa: E402
+import planted_faults
 
 FAULTS = planted_faults.read_faults()
 PACKAGES = {"headers", *(path.parent.name for path in ROOT.glob("jitgemm/*/__init__.py"))}

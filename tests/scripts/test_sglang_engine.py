@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-import sglang_engine  # noqa: E402
-from engine_lib import checkpoints, turns  # noqa: E402
+import sglang_engine
+from engine_lib import checkpoints, turns
 
 STANDIN = '''
 import json

@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,13 @@ H200 = ROOT / "scripts" / "data" / "sweep_h200.json"
 MOE_H200 = H200.with_name("sweep_moe_h200.json")
 
 
-@lru_cache(maxsize=None)
+@cache
 def read(path: Path) -> Sweep:
     """Tests that change it read a file of their own."""
     return Sweep.read(path)
 
 
-@lru_cache(maxsize=None)
+@cache
 def regrets_of(path: Path) -> list[sweep.Regret]:
     return regrets(read(path).timings(), read(path).device)
 
@@ -82,7 +82,8 @@ def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
 
 
 def test_experts_lose_least_with_what_the_selector_counts_of_them():
-    """Rows that vary on a rank, and barriers of clusters between narrow tiles, took them from 1.6 to 0.8 % in the mean."""
+    """Rows that vary on a rank, and barriers of clusters between narrow tiles, took them from 1.6 to 0.8 % in the
+    mean."""
     mxfp4 = [each.regret for each in regrets_of(MOE_H200) if each.cell[0].startswith("mxfp4")]
     mean, p99, _ = summary(mxfp4)
     assert len(mxfp4) == 168 and mean <= 0.01 and p99 <= 0.07

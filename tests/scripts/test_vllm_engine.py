@@ -20,8 +20,8 @@ import jitgemm.nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-import vllm_engine  # noqa: E402
-from engine_lib import checkpoints, made_up, turns  # noqa: E402
+import vllm_engine
+from engine_lib import checkpoints, made_up, turns
 
 STANDIN = '''
 import json

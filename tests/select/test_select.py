@@ -18,6 +18,7 @@ import builders
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from selected import ALL_DEVICES, FORMATS, FORMATS_OF, SMALLER, assert_legal, formats_of, lhs_and_format, order_of
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
@@ -32,10 +33,9 @@ from jitgemm.kernel.tactics import prefetch_stages, promote_records
 from jitgemm.select import choose as choice
 from jitgemm.select import cost, legal
 from jitgemm.select.choose import bands, candidates, choose, kernels_for
-from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
 from jitgemm.select.cost import predict
-from jitgemm.select.legal import illegal, launched_clusters, legal_kernels, cluster_tiles
-from selected import ALL_DEVICES, FORMATS, FORMATS_OF, SMALLER, assert_legal, formats_of, lhs_and_format, order_of
+from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
+from jitgemm.select.legal import cluster_tiles, illegal, launched_clusters, legal_kernels
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -248,7 +248,8 @@ def test_of_many_rows_the_fastest_of_the_layer_s_kernels_at_their_number_is_take
 
 @pytest.mark.parametrize("kind", ["e4m3 g128", "int8 per channel"])
 def test_what_choosing_of_a_layer_s_kernels_loses(kind):
-    """Beside the fastest kernel of all at each m: by the ends of bands alone it was 2.3 % in the mean and 40 at most."""
+    """Beside the fastest kernel of all at each m: by the ends of bands alone it was 2.3 % in the mean and 40 at
+    most."""
     lhs, format = {"e4m3 g128": ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
                    "int8 per channel": ("s8", WeightFormat(0, False, "bf16", "s8"))}[kind]  # fmt: skip
     losses = []

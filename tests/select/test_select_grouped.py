@@ -18,8 +18,8 @@ from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import direct_lhs, multiply_widths, prefetch_stages
 from jitgemm.select import cost, legal
 from jitgemm.select.choose import band_end, bands, candidates, choose, kernels_for
-from jitgemm.select.devices import DEVICES
 from jitgemm.select.cost import predict
+from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, legal_kernels, max_cluster_tiles
 
 H200 = DEVICES["h200"]

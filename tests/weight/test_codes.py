@@ -1,5 +1,5 @@
-"""What MXFP4, NVFP4 and two levels have in common: files and parts, what they cannot meet, the specification, and kernels
-that multiply them, on the emulator."""
+"""What MXFP4, NVFP4 and two levels have in common: files and parts, what they cannot meet, the specification, and
+kernels that multiply them, on the emulator."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_every_packer_names_a_scale_that_is_no_finite_number(name, value):
     wrong = getattr(parts, field).clone()
     wrong.flatten()[-1] = 255 if argument == "scales" else value
     with pytest.raises(ValueError, match=rf"{argument}: expected (finite )?numbers, got (nan|-inf|255).* at \["):
-        dataclasses.replace(parts, **{field: wrong}).packed
+        _ = dataclasses.replace(parts, **{field: wrong}).packed
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

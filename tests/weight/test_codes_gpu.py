@@ -1,5 +1,5 @@
-"""MXFP4, NVFP4 and two levels on a GPU: every product of a code, a scale and an activation exactly; every form within the
-bound, dense, grouped and in a layer of experts; the bytes that the CPU packs."""
+"""MXFP4, NVFP4 and two levels on a GPU: every product of a code, a scale and an activation exactly; every form within
+the bound, dense, grouped and in a layer of experts; the bytes that the CPU packs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 import two_level
 from builders import same_bits
 from codes import KINDS, TIERS, kinds, modes
-from moe_cases import Case
-from tensor_core import OfEmulator, TensorCore
+from expert_layers_gpu import assert_layer
 from guarded_calls import OUTPUTS, Guarded, assert_right, device_figures
 from guarded_groups import ROUTINGS, assert_masked_right, assert_routing_right
-from expert_layers_gpu import assert_layer
+from moe_cases import Case
+from tensor_core import OfEmulator, TensorCore
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -94,7 +94,8 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("m", [1, 8, 17, 64, 200, 480, 4096])
 def test_every_code_with_every_scale(m, name):
-    """One product a result, over all kinds of tiles: of e4m3s, subnormals included, or of what several wgmmas make of it."""
+    """One product a result, over all kinds of tiles: of e4m3s, subnormals included, or of what several wgmmas make of
+    it."""
     parts, exact = PRODUCTS[name]()
     weight, k, dtype = parts.packed, exact.shape[1], KINDS[name].lhs_dtype
     for first in range(0, k, 37 * m if name == "two levels" and m <= 64 else m):

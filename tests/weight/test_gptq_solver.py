@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from moments import inputs, lost, weights
 
 import jitgemm
 from jitgemm.weight.gptq import DAMPING, gptq
 from jitgemm.weight.search import Search
-from moments import inputs, lost, weights
 
 
 def plain(w: torch.Tensor, moments: torch.Tensor, size: int, search: Search) -> torch.Tensor:

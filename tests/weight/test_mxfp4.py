@@ -1,5 +1,5 @@
-"""MXFP4 weights: their bytes, the three ways to share scales, runs of 256 k. What they have in common with NVFP4's is in
-test_codes.py."""
+"""MXFP4 weights: their bytes, the three ways to share scales, runs of 256 k. What they have in common with NVFP4's is
+in test_codes.py."""
 
 from __future__ import annotations
 
@@ -284,7 +284,8 @@ def test_the_bound_covers_kernels_that_promote_every_128_k():
     ],
 )
 def test_runs_are_as_long_as_a_warpgroup_s_own_records_allow(monkeypatch, label, run):
-    """Of eleven records. Two warpgroups along k, or CTAs, add up in fp32 what they have: the second one nothing here."""
+    """Of eleven records. Two warpgroups along k, or CTAs, add up in fp32 what they have: the second one nothing
+    here."""
     spec, k = KernelSpec.from_label(label), 1312
     weight, (x, scale) = mxfp4.parts(4, 72, k).packed, builders.lhs(1, 20, k, "e4m3")
     records = torch.arange(k) // RUN

@@ -3,7 +3,6 @@ common with MXFP4's is in test_codes.py."""
 
 from __future__ import annotations
 
-
 import builders
 import nvfp4
 import pytest
@@ -17,8 +16,8 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.weight import layout
-from jitgemm.weight.nvfp4 import FORMAT, LARGE, NEAR, from_bytes, terms, to_bytes, upper
 from jitgemm.weight.codes import CODE_OPS
+from jitgemm.weight.nvfp4 import FORMAT, LARGE, NEAR, from_bytes, terms, to_bytes, upper
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -82,7 +81,8 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k):
 
 
 def assert_the_same_numbers(parts, weight):
-    """Codes, but for -0 and those of the scale 0, and scales times the row's, which a power of two may have moved between."""
+    """Codes, but for -0 and those of the scale 0, and scales times the row's, which a power of two may have moved
+    between."""
     codes, scales, whole = *weight.unpack()[:2], weight.unpack().row_scale
     expected = torch.where((parts.codes == 8) | (parts.products() == 0), 0, parts.codes)
     assert weight.format == NEAR and torch.equal(codes, expected)

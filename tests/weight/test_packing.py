@@ -19,8 +19,8 @@ import jitgemm
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat, ceil_div
-from jitgemm.weight.codes import CODE_OPS, UNSIGNED
 from jitgemm.weight import layout
+from jitgemm.weight.codes import CODE_OPS, UNSIGNED
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF

@@ -1,5 +1,5 @@
-"""Weights in two levels: packing and its bytes, what raises, and a kernel on the emulator with every code, factor and zero
-point. What they have in common with MXFP4 and NVFP4 is in test_codes.py."""
+"""Weights in two levels: packing and its bytes, what raises, and a kernel on the emulator with every code, factor and
+zero point. What they have in common with MXFP4 and NVFP4 is in test_codes.py."""
 
 from __future__ import annotations
 

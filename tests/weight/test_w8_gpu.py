@@ -8,9 +8,9 @@ import random
 from functools import lru_cache
 
 import builders
-from ahead import compile_ahead
 import pytest
 import torch
+from ahead import compile_ahead
 from builders import PER_CHANNEL, same_bits
 from guarded_calls import Case, assert_right, device_figures, launched
 from w8 import BLOCK, weight

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_weights import TENSORS, same_weight
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.codes import CODES
@@ -24,7 +25,6 @@ from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.ready import capturing, note, now
-from same_weights import TENSORS, same_weight
 
 
 def plain_weight(n: int, k: int, **arguments) -> W4Weight:
@@ -1006,4 +1006,4 @@ def test_an_attribute_of_tensors_that_models_use_raises_by_name():
         with pytest.raises(AttributeError, match=rf"weight: expected a tensor for \.{name}, got a packed 4-bit weight"):
             getattr(weight, name)
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
-        weight.no_such_name
+        _ = weight.no_such_name

@@ -24,9 +24,9 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn import W4A8Linear
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import check_packed
+from jitgemm.weight.quantize import quantize_w4
 
 GROUPED = "m_grouped_gemm_w4a8_nt_contiguous"
 
