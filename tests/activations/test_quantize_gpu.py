@@ -22,8 +22,10 @@ from jitgemm.weight.correction import with_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
-KS = (32, 96, 256, 288, 512, 1024, 1056, 4096, 4128, 14336, 16384, 16416, 32768, 32800, 65536)
-"""At, just below and just above where kernels change; 32800 and more are read twice."""
+KS = (
+    16, 32, 48, 96, 240, 256, 272, 512, 1024, 1040, 2064, 4096, 4128, 8208, 14336, 16384, 16400, 16416, 32768, 32784, 65536,
+)  # fmt: skip
+"""At, just below and just above where kernels change, by 16 and by 32; 32784 and more are read twice."""
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -44,7 +46,7 @@ def test_any_number_of_rows(m, k, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
-@pytest.mark.parametrize("k", [256, 4096, 65536])
+@pytest.mark.parametrize("k", [48, 256, 4096, 32784])
 def test_static_scales(k, x_dtype, mode):
     x = activations(k, 20, k, x_dtype, "cuda")
     for scale in (0.01, 1e-30, 3e30):

@@ -11,20 +11,17 @@ import pytest
 import torch
 from builders import PER_CHANNEL, same_bits, weight_of_experts
 from guarded_calls import Guarded, assert_right
-from guarded_groups import assert_bits_of_the_dense_kernel, guarded, offsets_of
+from guarded_groups import assert_bits_of_the_dense_kernel, offsets_of
 from guarded_groups import assert_right as assert_groups_right
 from moe_cases import Case
 from quantize_cases import X_DTYPES, assert_close, assert_same_bits, parameters
 from quantize_cases import activations as values
 
 import jitgemm
-from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm, Groups, fp32_scales
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.route import route_and_quantize
 from jitgemm.select.choose import candidates, choose
 from jitgemm.select.devices import device_spec
 from jitgemm.select.legal import illegal, legal_kernels
@@ -182,38 +179,6 @@ def test_each_call_reads_the_scales_of_its_time():
         x_scale.copy_(lhs[i % 4][1])
         jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
     assert all(same_bits(out, expected[i % 4]) for i, out in enumerate(outs))
-
-
-def test_batch_invariant_rows():
-    n, k = 264, 4096
-    weight = builders.weight_parts(1, n, k, device="cuda").packed
-    x, x_scale = builders.block_lhs(2, 700, k, device="cuda")
-    whole = torch.empty(700, n, dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
-    for m in (1, 17, 130):
-        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-        jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
-        assert same_bits(out, whole[:m])
-
-
-@pytest.mark.parametrize("uniform_strip_scale", [False, True])
-@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
-def test_batch_invariant_rows_of_8_bit_weights(lhs_type, uniform_strip_scale):
-    """Where strips share scales, many tokens are wgmma's rows and few are not."""
-    most, n, k = 700, 1160, 416
-    form = dict(codes=lhs_type, bits=8, scale_type="fp32", uniform_strip_scale=uniform_strip_scale)
-    weight = builders.weight_parts(1, n, k, **form, device="cuda").packed
-    problem = Problem(most, n, k, lhs_type, weight.format, batch_invariant=True, lhs_group=128)
-    assert choose(problem, device_spec("h200")).tokens_as_m == uniform_strip_scale
-    assert not choose(replace(problem, m=17), device_spec("h200")).tokens_as_m
-    x, x_scale = builders.block_lhs(2, most, k, lhs_type, device="cuda")
-    whole = torch.empty(most, n, dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w8a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
-    assert_right(whole, (x, x_scale), weight, has_rms=False)
-    for m in (1, 17, 130, 300):
-        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-        jitgemm.gemm_w8a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
-        assert same_bits(out, whole[:m]), m
 
 
 # ---- powers of two ---------------------------------------------------------------------------------------------------
@@ -423,25 +388,6 @@ def test_groups_take_packed_exponents(form, column_major):
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("name, lhs_type", CASES)
-def test_contiguous_groups(name, lhs_type, gathers):
-    experts, n, k = 20, 264, 1056
-    weight = weight_of_experts(experts, n, k, device="cuda", **FORMATS[name])
-    draw = random.Random(4)
-    counts = [draw.choice((0, 0, 1, 5, 17, 64, 150)) for _ in range(experts)]
-    rows = sum(counts) + 5
-    lhs = builders.block_lhs(2, 31 if gathers else rows, k, lhs_type, column_major=gathers, device="cuda")
-    index = torch.randint(0, 31, (rows,), dtype=torch.int32, device="cuda") if gathers else None
-    bias = torch.randn(experts, n, device="cuda")
-    whole, out = guarded(rows, n)
-    kept, before = whole.clone(), out.clone()
-    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets_of(counts, 2), bias=bias, row_index=index)
-    assert_groups_right(lhs, weight, out, before, counts, first=2, bias=bias, row_index=index)
-    whole[3 : rows + 3, 16 : n + 16] = before
-    assert same_bits(whole, kept)
-
-
 @pytest.mark.parametrize("layout", ["rows", "columns", "columns of each expert"])
 @pytest.mark.parametrize("max_m", [1, 40, 200])
 def test_masked_groups(max_m, layout):
@@ -578,16 +524,6 @@ def test_a_quantiser_and_a_gemm_in_a_graph():
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [32, 2048, 7168, 16416])
-@pytest.mark.parametrize("tokens", [1, 9, 257])
-def test_routing_and_quantising_at_once_are_both(tokens, k):
-    ids = torch.randint(0, 64, (tokens, 8), generator=builders.generator(k)).cuda()
-    x = values(1, tokens, k, device="cuda")
-    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block", False))
-    _, outputs = route_and_quantize(inputs, ids, 64, None)
-    assert_same_bits(outputs[:2], quantize(inputs)[:2])
 
 
 @pytest.mark.parametrize("mode", ["e4m3", "s8"])

