@@ -35,7 +35,7 @@ from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.moe.arguments import ExpertsCall, make_gate  # noqa: E402
 from jitgemm.moe.exchange import Buffer, run_exchanged  # noqa: E402
-from jitgemm.moe.layout import Layout  # noqa: E402
+from jitgemm.moe.exchange import Layout  # noqa: E402
 from jitgemm.runtime import device as devices  # noqa: E402
 from jitgemm.select.devices import DeviceSpec  # noqa: E402
 from jitgemm.select.legal import legal_kernels  # noqa: E402
