@@ -16,14 +16,14 @@ import house
 CEILINGS = {
     "branches on a code": 16,
     "formats": 18,
-    "gemm_w4a8_nt: files": 36,
-    "gemm_w4a8_nt: lines": 7_400,
-    "fused_experts: files": 48,
-    "fused_experts: lines": 10_100,
-    "load_: files": 82,
-    "load_: lines": 16_500,
+    "gemm_w4a8_nt: files": 35,
+    "gemm_w4a8_nt: lines": 7_260,
+    "fused_experts: files": 46,
+    "fused_experts: lines": 9_800,
+    "load_: files": 81,
+    "load_: lines": 16_510,
     "files above 450 lines": 0,
-    "lines of the package": 31_600,
+    "lines of the package": 31_690,
 }
 
 
