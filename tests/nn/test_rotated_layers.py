@@ -374,6 +374,56 @@ def test_recipes_and_their_models_refuse_what_cannot_be_rotated():
     assert Recipe(rotation=128, lm_head="int8").head.rotation == 128
 
 
+@pytest.mark.parametrize("kind, head_dim", [("hadamard", 128), ("hadamard", 64), ("random-hadamard", None)])
+def test_a_model_that_the_library_of_transforms_wrote_is_read_by_load_and_by_hf(tmp_path, kind, head_dim):
+    """SpinQuant's R4 and QuIP's u by compressed-tensors itself: transformed, quantised, compressed, saved."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    transform, hf = pytest.importorskip("compressed_tensors.transform"), pytest.importorskip("jitgemm.hf")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(hidden_size=128, intermediate_size=256, **sizes)
+    torch.manual_seed(0)
+    theirs, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(20)[None]
+    parts = {"R4": ("down", "input", "weight_input"), "u": ("up", "weight_output", "output")}
+    groups = {
+        name: {"type": kind, "head_dim": head_dim, "apply": [
+            {"targets": [f"re:.*{target}_proj$"], "location": place, "inverse": place == places[1]} for place in places]}
+        for name, (target, *places) in parts.items() if name == "R4" or head_dim != 128
+    }  # fmt: skip
+    transform.apply_transform_config(theirs, transform.TransformConfig(config_groups=groups))
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    said = {"config_groups": {"g": scheme}, "ignore": ["lm_head"], "format": "int-quantized"}
+    apply_quantization_config(theirs, QuantizationConfig(**said))
+    for each in theirs.modules():
+        if hasattr(each, "weight_scale"):
+            each.weight_scale.data.copy_(each.weight.abs().amax(1, keepdim=True) / 127)
+            each.quantization_status = QuantizationStatus.FROZEN
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        compressor = ModelCompressor.from_pretrained_model(theirs, "int-quantized")
+        compressor.compress_model(theirs)
+        theirs.save_pretrained(tmp_path)
+        compressor.update_config(tmp_path)
+        torch.manual_seed(9)
+        model = transformers.LlamaForCausalLM(config).eval()
+        if head_dim == 128:
+            jitgemm.nn.load_(model, tmp_path)
+        else:
+            with pytest.warns(UserWarning, match="4 quantised layers are dequantised"):
+                jitgemm.nn.load_(model, tmp_path)
+        assert lost(model(ids).logits, expected.double()) < 0.03
+        by_hf = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float32, config=hf.config(tmp_path)
+        )
+        assert torch.equal(by_hf(ids).logits, model(ids).logits)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        assert lost(plain(ids).logits, expected.double()) > 0.2  # it drops transforms
+
+
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
