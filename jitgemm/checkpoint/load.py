@@ -40,7 +40,7 @@ def load(
 
     Returns:
         The packed weight: a `W4Weight`, or a `W8Weight` for a layer of 8 bits. With activation order, `permutation`
-        says which input columns its columns are.
+        says which input columns its columns are; of a layer whose input the file has rotated `rotation` is 128.
 
     Raises:
         FileNotFoundError: source is not there.
