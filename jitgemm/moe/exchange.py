@@ -299,12 +299,24 @@ class _Dispatch(NamedTuple):
         raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
-        layout, tokens = self.buffer.layout, max(self.x.shape[0], 1)
-        choices, activation = layout.world * tokens * layout.top_k, layout.activation
+        """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
+        from jitgemm.moe.plan import FAMILIES, resident, row_bytes
+
+        layout, (m, k), device = self.buffer.layout, self.x.shape, self.x.get_device()
+        choices, activation = layout.world * max(m, 1) * layout.top_k, layout.activation
         flags = {name: activation.flags[name] for name in ("affine", "block", "rotated")}
         spec = dispatch_spec(choices, layout.k, TYPE_NAMES[self.x.dtype], activation.dtype, **flags)
         assert isinstance(spec, DispatchSpec)
-        return _prepare_dispatch(spec, self.x, self.topk_ids, self.topk_weights, layout, self.experts)
+        kernel = FAMILIES["dispatch"].load(spec, device)
+        threads, smem = ROUTE_QUANTIZE_THREADS, route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, self.experts, 0)
+        held = resident(kernel, device, threads, smem, spec.ctas)
+        senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), held - spec.ctas)
+        values = _of_ranks(layout, self.experts, "codes", "scale", "zero", "ids", "weights") | {
+            "x_row_bytes": row_bytes(self.x), "scale_block_stride": layout.scale_block_stride, "m": m, "k": k,
+            "id_bytes": self.topk_ids.element_size(), "weights_type": DTYPES[TYPE_NAMES[self.topk_weights.dtype]].number,
+        }  # fmt: skip
+        grid = senders + spec.ctas
+        return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=grid, threads=(threads, 1), smem_bytes=smem)
 
 
 class _Collect(NamedTuple):
@@ -329,60 +341,20 @@ class _Collect(NamedTuple):
         raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
-        spec = CollectSpec(TYPE_NAMES[self.rows.dtype])
-        return _prepare_collect(spec, self.rows, self.out, self.buffer.layout, self.experts)
+        """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
+        from jitgemm.moe.plan import FAMILIES, resident, row_bytes
+
+        layout, tokens, device = self.buffer.layout, self.out.shape[0], self.rows.get_device()
+        kernel = FAMILIES["collect"].load(CollectSpec(TYPE_NAMES[self.rows.dtype]), device)
+        values = _of_ranks(layout, self.experts, "ids", "weights", "results")
+        values |= {"out_row_bytes": row_bytes(self.out), "tokens": tokens, "n": layout.n}
+        grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
+        grid = min(grid, resident(kernel, device, COMBINE_THREADS))
+        return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
 
 
-def _prepare_dispatch(
-    spec: DispatchSpec, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layout: Layout, experts: int
-) -> Launch:  # fmt: skip
-    """For tokens of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
-    from jitgemm.moe.plan import FAMILIES, resident, row_bytes
-
-    (m, k), device = x.shape, x.get_device()
-    kernel = FAMILIES["dispatch"].load(spec, device)
-    smem = route_smem_bytes(ROUTE_QUANTIZE_THREADS // 32, experts, 0)
-    held = resident(kernel, device, ROUTE_QUANTIZE_THREADS, smem, spec.ctas)
-    senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), held - spec.ctas)
-    values = {
-        "x_row_bytes": row_bytes(x),
-        **{f"{name}_at": layout.offsets[name] for name in ("codes", "scale", "zero", "ids", "weights")},
-        "scale_block_stride": layout.scale_block_stride,
-        "id_bytes": topk_ids.element_size(),
-        "m": m,
-        "k": k,
-        "top_k": layout.top_k,
-        "experts": experts,
-        "max_tokens": layout.max_tokens,
-        "weights_type": DTYPES[TYPE_NAMES[topk_weights.dtype]].number,
-        **_among_ranks(layout),
-    }
-    threads = ROUTE_QUANTIZE_THREADS, 1
-    return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=senders + spec.ctas, threads=threads, smem_bytes=smem)
-
-
-def _prepare_collect(spec: CollectSpec, rows: torch.Tensor, out: torch.Tensor, layout: Layout, experts: int) -> Launch:
-    """For results of one shape. Its grid is resident as a whole; it waits for the kernel before it, as does the next."""
-    from jitgemm.moe.plan import FAMILIES, resident, row_bytes
-
-    tokens, device = out.shape[0], rows.get_device()
-    kernel = FAMILIES["collect"].load(spec, device)
-    values = {
-        "out_row_bytes": row_bytes(out),
-        **{f"{name}_at": layout.offsets[name] for name in ("ids", "weights", "results")},
-        "max_tokens": layout.max_tokens,
-        "tokens": tokens,
-        "top_k": layout.top_k,
-        "n": layout.n,
-        "experts": experts,
-        **_among_ranks(layout),
-    }
-    grid = combine_blocks(layout.world * max(tokens, 1), layout.n)
-    grid = min(grid, resident(kernel, device, COMBINE_THREADS))
-    return Launch(kernel, COLLECT_ARGUMENTS, values, grid=grid, threads=(COMBINE_THREADS, 1), smem_bytes=0)
-
-
-def _among_ranks(layout: Layout) -> dict[str, int]:
-    """What both kernels are told of the ranks. unused: fills up their structs."""
-    waits = {"limit_s": settings.exchange_timeout_s(), "unused": 0}
-    return {"rank": layout.rank, "world": layout.world} | waits
+def _of_ranks(layout: Layout, experts: int, *parts: str) -> dict[str, int]:
+    """What both kernels are told of the ranks, and where these parts of a buffer begin. unused: fills up their structs."""
+    found = {name: getattr(layout, name) for name in ("rank", "world", "max_tokens", "top_k")}
+    found |= {f"{name}_at": layout.offsets[name] for name in parts}
+    return found | {"experts": experts, "limit_s": settings.exchange_timeout_s(), "unused": 0}
