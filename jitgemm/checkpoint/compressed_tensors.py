@@ -54,39 +54,30 @@ _CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3", (4, "flo
 
 
 class _Kind(NamedTuple):
-    """What files may say of weights of a code.
-
-    Attributes:
-        strategies: what may share a scale.
-        group_size: the only one; 0 for any.
-        words: the type of `weight_packed`; None for codes that are never packed.
-        zeros: the types of zero points that are not packed.
-        symmetric: there are no zero points.
-        zeros_by_file: where a config says nothing, the tensor says whether there are zero points.
-        scales: types.
-    """
+    """What files may say of weights of a code: what may share a scale; the only group size, 0 for any; the types of
+    `weight_packed`, of zero points that are not packed, and of scales; that there are no zero points; and whether the
+    tensor says if there are, where a config says nothing."""
 
     strategies: tuple[str, ...] = ("group", "channel", "tensor", "block")
     group_size: int = 0
     words: torch.dtype | None = torch.int32
     zeros: tuple[torch.dtype, ...] = (torch.int8,)
+    scales: tuple[torch.dtype, ...] = FLOATS
     symmetric: bool = False
     zeros_by_file: bool = False
-    scales: tuple[torch.dtype, ...] = FLOATS
 
 
+_ANY = (torch.int8, torch.uint8, torch.float8_e4m3fn, *FLOATS)  # zero points of e4m3 mean nothing
+_KINDS = {
+    "int4": _Kind(("group", "channel", "tensor"), zeros_by_file=True),
+    "int8": _Kind(),
+    "e4m3": _Kind(words=None, zeros=_ANY, scales=(*FLOATS, *E8M0), symmetric=True),
+    "e2m1": _Kind(("group",), EXPONENT_GROUP, torch.uint8, symmetric=True),
+}
 _SUPPORTED = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 )  # fmt: skip
 
-_ZEROS_OF_FLOATS = (torch.int8, torch.uint8, torch.float8_e4m3fn, *FLOATS)
-"""Dtypes of the zero points of e4m3 codes, which mean nothing."""
-_KINDS = {
-    "int4": _Kind(("group", "channel", "tensor"), zeros_by_file=True),
-    "int8": _Kind(),
-    "e4m3": _Kind(words=None, zeros=_ZEROS_OF_FLOATS, symmetric=True, scales=(*FLOATS, *E8M0)),
-    "e2m1": _Kind(("group",), EXPONENT_GROUP, torch.uint8, symmetric=True),
-}
 _TWO_TOO_LOW = re.compile(r"0\.13\.0$|0\.12\.3\.?a202512(14|15)$|0\.13\.1\.?a(2025|20260108$)")
 """Versions of the library that stored the exponents of MXFP4 two too low, tried with each preview on PyPI; those of
 AutoRound's files, which names the version that is installed, are right."""

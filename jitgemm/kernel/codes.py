@@ -231,8 +231,8 @@ _TWO_LEVEL = Order(
 )
 
 _FASTER = {"s8": "int8 with float scales in groups: two levels or e4m3 are faster in prefill"}
-_INT4 = _INT4_ANY, _INT4_E4M3, _INT4_S8
-register(Code("int4", 4, _INT4, largest=16.0, offsets=True, f16_sums=True, faster=_FASTER))
+_INT4 = Code("int4", 4, (_INT4_ANY, _INT4_E4M3, _INT4_S8), largest=16.0, offsets=True, f16_sums=True, faster=_FASTER)
+register(_INT4)
 register(
     Code("e4m3", 8, (_E4M3,), largest=None, prefix="w8", lhs_type="e4m3", row_sums=False, uniform_strip_scale=True)
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import F16_OPERANDS, STRIP_ROWS, WeightFormat
+from jitgemm.kernel.formats import F16_OPERANDS, STRIP_ROWS
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.codes import CODE_OPS
@@ -31,7 +31,8 @@ def powers_of(packed: PackedWeight, weight: Any) -> torch.Tensor:
     Raises:
         ValueError: f16 does not hold the weight's scales, the weight is of another format, or a CUDA graph is being captured.
     """
-    check_format(packed.format)
+    if not packed.format.f16_sums:
+        raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' for {packed.format.name}")
     if type(packed.blocks) not in PLAIN or packed.blocks.is_meta:
         return packed.blocks.new_empty(_shape_of(packed), dtype=torch.float32)
     if is_captured(packed.blocks):
@@ -47,12 +48,6 @@ def powers_of(packed: PackedWeight, weight: Any) -> torch.Tensor:
     return powers
 
 
-def check_format(format: WeightFormat) -> None:
-    """Raises ValueError for weights of a format that is not added up in f16."""
-    if not format.f16_sums:
-        raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' for {format.name}")
-
-
 def _shape_of(packed: PackedWeight) -> tuple[int, ...]:
     *lead, strips, _, _ = packed.blocks.shape
     return (*lead, strips * STRIP_ROWS)
@@ -62,7 +57,6 @@ def row_powers(packed: PackedWeight) -> tuple[torch.Tensor, list[int]]:
     """2^E of each row, fp32 [*lead, 64 * strips], and how many rows of each expert have scales that f16 does not hold;
     waits for the device."""
     fmt, n, blocks, ops = packed.format, packed.n, packed.blocks, CODE_OPS[packed.format.code]
-    check_format(fmt)
     powers = torch.ones(_shape_of(packed), dtype=torch.float32, device=blocks.device)
     lost = []
     for index in expert_indices(packed.experts):
