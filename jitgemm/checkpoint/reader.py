@@ -126,12 +126,9 @@ def scheme_of(
 
 
 def read_header(
-    checkpoint: Checkpoint,
-    header: LayerHeader,
-    device: torch.device,
-    expert: int | None = None,
+    checkpoint: Checkpoint, header: LayerHeader, device: torch.device, expert: int | None = None,
     cut: tuple[str, int, int] | None = None,
-) -> CanonicalWeight:
+) -> CanonicalWeight:  # fmt: skip
     """The layer that the header describes, or its part of (dim, rank, world), as `CanonicalWeight.shard` cuts it. Where
     that is a part of each of its tensors, no more of them is read. Raises ValueError for values that cannot be, or a
     layer that cannot be cut so."""

@@ -230,17 +230,15 @@ def verify(as_json: common.Json = False) -> None:
         raise typer.Exit(common.FOUND)
 
 
+_OLDER = "Drop kernels not used for this long: 30d, 12h, 90m."
+_LARGER = "Drop the least recently used down to this much: 500M, 2G."
+
+
 @cache_app.command("prune")
 @common.guarded
 def prune(
-    older_than: Annotated[
-        Optional[str],
-        typer.Option("--older-than", metavar="AGE", help="Drop kernels not used for this long: 30d, 12h, 90m."),
-    ] = None,
-    max_size: Annotated[
-        Optional[str],
-        typer.Option("--max-size", metavar="SIZE", help="Drop the least recently used down to this much: 500M, 2G."),
-    ] = None,
+    older_than: Annotated[Optional[str], typer.Option("--older-than", metavar="AGE", help=_OLDER)] = None,
+    max_size: Annotated[Optional[str], typer.Option("--max-size", metavar="SIZE", help=_LARGER)] = None,
     dry_run: _DryRun = False,
     as_json: common.Json = False,
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -36,36 +37,27 @@ _BITS = "Of weights: 4, or 8 with a scale per row. Default: 4."
 _GROUP = "Columns that share a scale. Default: 128, or 32 and zero points without calibration."
 _ROTATION = "128: a Hadamard matrix along weights and inputs, which spreads outliers. Default: none."
 _KEEP = f"Layers with a larger relative squared error get 8 bits. AUTO: {AUTO_KEEP_8BIT}. Default: none."
+_RESTART = "Drop what an interrupted run left in OUT, instead of going on."
 _ON = "Where the model runs. Default: the Hopper GPU at hand, else cpu, which takes long."
+
+_option = partial(typer.Option, show_default=False)
 
 
 @common.guarded
 def quantize(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The model: config.json and safetensors in floats.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.")],
-    data: Annotated[Optional[str], typer.Option("--data", metavar="FILE|none", help=_DATA, show_default=False)] = None,
+    data: Annotated[Optional[str], _option("--data", metavar="FILE|none", help=_DATA)] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=256, metavar="N", help=_TOKENS)] = 16384,
-    activation: Annotated[
-        Optional[Activation], typer.Option("--activation", metavar="TYPE", help=_ACTIVATION, show_default=False)
-    ] = None,
-    scheme: Annotated[
-        Optional[Scheme], typer.Option("--scheme", metavar="SCHEME", help=_SCHEME, show_default=False)
-    ] = None,
-    bits: Annotated[int, typer.Option("--bits", metavar="4|8", help=_BITS, show_default=False)] = 4,
-    group_size: Annotated[
-        Optional[int], typer.Option("--group-size", metavar="128|64|32", help=_GROUP, show_default=False)
-    ] = None,
+    activation: Annotated[Optional[Activation], _option("--activation", metavar="TYPE", help=_ACTIVATION)] = None,
+    scheme: Annotated[Optional[Scheme], _option("--scheme", metavar="SCHEME", help=_SCHEME)] = None,
+    bits: Annotated[int, _option("--bits", metavar="4|8", help=_BITS)] = 4,
+    group_size: Annotated[Optional[int], _option("--group-size", metavar="128|64|32", help=_GROUP)] = None,
     zero_point: Annotated[bool, typer.Option("--zero-point", help="Codes 0..15 with integer zero points.")] = False,
-    rotation: Annotated[
-        Optional[int], typer.Option("--rotation", metavar="128", help=_ROTATION, show_default=False)
-    ] = None,
-    keep_8bit: Annotated[
-        Optional[str], typer.Option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP, show_default=False)
-    ] = None,
-    device: Annotated[Optional[str], typer.Option("--device", metavar="cuda|cpu", help=_ON, show_default=False)] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Drop what an interrupted run left in OUT, instead of going on.")
-    ] = False,
+    rotation: Annotated[Optional[int], _option("--rotation", metavar="128", help=_ROTATION)] = None,
+    keep_8bit: Annotated[Optional[str], _option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP)] = None,
+    device: Annotated[Optional[str], _option("--device", metavar="cuda|cpu", help=_ON)] = None,
+    restart: Annotated[bool, typer.Option("--restart", help=_RESTART)] = False,
     as_json: common.Json = False,
 ) -> None:
     """Quantise a model's Linears and experts to 4 bits, and write a checkpoint that vLLM and jitgemm.nn load.

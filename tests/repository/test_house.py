@@ -21,9 +21,9 @@ CEILINGS = {
     "fused_experts: files": 46,
     "fused_experts: lines": 9_800,
     "load_: files": 81,
-    "load_: lines": 16_510,
+    "load_: lines": 16_500,
     "files above 450 lines": 0,
-    "lines of the package": 31_690,
+    "lines of the package": 31_660,
 }
 
 

@@ -81,7 +81,9 @@ def find_layers(
     weights = checkpoint.hiding(hidden)
     for name, names in (replaceable.places | others).items():
         module, layout = model.get_submodule(name), replaceable.experts.get(name)
-        reason = _why_no_linear(module) if name in others else replaceable.why_impossible(name)
+        kind = type(module).__name__
+        reason = "an Embedding" if kind == "Embedding" else f"{kind}, which is no torch.nn.Linear"
+        reason = reason if name in others else replaceable.why_impossible(name)
         chosen = reason is None and (filter is None or filter(name, module))
         prefix = _quantised_name(checkpoint, weights, names, module, name not in others) if layout is None else name
         if prefix is None:
@@ -131,11 +133,6 @@ def _other_matrices(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[s
             tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             hidden |= {f"{name}.{child}" for child, _ in tensors if child != "weight"}
     return {names[0]: names for names in found.values()}, hidden
-
-
-def _why_no_linear(module: torch.nn.Module) -> str:
-    kind = type(module).__name__
-    return "an Embedding" if kind == "Embedding" else f"{kind}, which is no torch.nn.Linear"
 
 
 def _quantised_name(

@@ -3,8 +3,7 @@
 quantize     the call, and what it returns
 folder       `quantize_folder`: what `jitgemm quantize` does
 calibration  what reaches the layers when the model runs
-evaluate     texts, perplexity and KL divergence
-error        what a layer's results lose
+evaluate     what a layer's results lose, and a model's predictions: texts, perplexity, KL divergence
 replaceable  which modules layers can stand for, and why not for others
 choose       which of them the call takes, and why not the others
 stacked      experts that a model stacks in two parameters

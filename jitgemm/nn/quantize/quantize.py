@@ -14,7 +14,7 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
-from jitgemm.nn.quantize.error import relative_error
+from jitgemm.nn.quantize.evaluate import relative_error
 from jitgemm.nn.quantize.choose import STACKED, choose, others
 from jitgemm.nn.quantize.replaceable import Filter, Replaceable, check_model
 from jitgemm.nn.quantize.stacked import ExpertsLayout

@@ -1,7 +1,4 @@
-"""Experts that a model of transformers 5 stacks in two parameters: how its module holds them, and what cannot be read.
-
-Knows no checkpoints.
-"""
+"""Experts that a model of transformers 5 stacks in two parameters: how its module holds them, and what cannot be read."""
 
 from __future__ import annotations
 
