@@ -559,23 +559,25 @@ def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeyp
     mend."""
     pytest.importorskip("compressed_tensors", minversion="0.20.1")
     pytest.importorskip("transformers", minversion="5.23")
-    import model_folders as command
+    import model_folders as folders
+
+    from jitgemm.cli import main
 
     kind, *options = case
-    sizes = {"Llama": command.SIZES, "Qwen3Moe": command.MOE}[kind]
-    folder, out = command.folder_of(tmp_path / "model", command.model_of(kind, **sizes)), tmp_path / "out"
-    monkeypatch.setattr(command.evaluate, "help_texts", command.short_texts)
+    sizes = {"Llama": folders.SIZES, "Qwen3Moe": folders.MOE}[kind]
+    folder, out = folders.folder_of(tmp_path / "model", folders.model_of(kind, **sizes)), tmp_path / "out"
+    monkeypatch.setattr("jitgemm.nn.quantize.evaluate.help_texts", folders.short_texts)
     with pytest.raises(SystemExit) as exit:
-        command.main(["quantize", "--device", "cpu", str(folder), str(out), *options])
+        main(["quantize", "--device", "cpu", str(folder), str(out), *options])
     assert not exit.value.code
-    expected = dict(load_in_floats(command.emptied(out), out).named_parameters())
+    expected = dict(load_in_floats(folders.emptied(out), out).named_parameters())
     for dequantize, promised in zip((False, True), READ[case]):
         how = transformers.CompressedTensorsConfig(dequantize=dequantize)
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 out, dtype=torch.bfloat16, **({"quantization_config": how} if dequantize else {})
             )
-            command.logits(model)  # which decompresses
+            folders.logits(model)  # which decompresses
         except (AttributeError, RuntimeError):
             assert promised == "error"
             continue
@@ -589,19 +591,21 @@ def test_transformers_own_reader_reads_what_the_command_writes(tmp_path, monkeyp
 
 def test_transformers_warns_that_it_does_not_know_two_levels(tmp_path, monkeypatch, quiet_transformers):
     """No setting of config.json makes it raise: it skips what it does not know, and draws the layers' weights."""
-    import model_folders as command
+    import model_folders as folders
 
-    folder, out = command.folder_of(tmp_path / "model", command.model_of("Llama", **command.SIZES)), tmp_path / "out"
-    monkeypatch.setattr(command.evaluate, "help_texts", command.short_texts)
+    from jitgemm.cli import main
+
+    folder, out = folders.folder_of(tmp_path / "model", folders.model_of("Llama", **folders.SIZES)), tmp_path / "out"
+    monkeypatch.setattr("jitgemm.nn.quantize.evaluate.help_texts", folders.short_texts)
     with pytest.raises(SystemExit) as exit:
-        command.main(["quantize", "--device", "cpu", str(folder), str(out), "--data", "none", "--scheme", "two-level"])
+        main(["quantize", "--device", "cpu", str(folder), str(out), "--data", "none", "--scheme", "two-level"])
     assert not exit.value.code
     said = []
     monkeypatch.setattr("transformers.quantizers.auto.logger.warning", lambda text, *_: said.append(text))
     _, loaded = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert len(said) == 1 and "Unknown quantization type, got qoq" in said[0]
     drawn = {name.removesuffix(".weight") for name in loaded["missing_keys"]}
-    assert drawn == set(command.LAYERS)
+    assert drawn == set(folders.LAYERS)
 
 
 def load_in_floats(model, folder):
