@@ -108,7 +108,7 @@ def check_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name}: expected a float, got an int of {value.bit_length()} bits") from None
+        raise ValueError(f"{name}: expected a float, got an int of {int(value).bit_length()} bits") from None
 
 
 def check_int(name: str, value: Any) -> int:

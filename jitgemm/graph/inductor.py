@@ -53,7 +53,7 @@ def register() -> None:
     behalf. Between them caches of compiled graphs are looked up, whose keys must tell passes of different versions
     apart: inductor hashes its configuration, and that has one entry that is there to say what else a graph depends on.
     """
-    config = sys.modules.get(_CONFIG)
+    config: Any = sys.modules.get(_CONFIG)
     if config is not None and _State.key is None:
         modules = {each.__module__ for each in (fuse, Fold, Prologue, *itertools.chain(*PRODUCERS.values()))}
         files = sorted(str(sys.modules[module].__file__) for module in modules)
@@ -168,7 +168,7 @@ def _fold(value: Node) -> Fold | None:
 def _fused(quantiser: Node, fold: Fold) -> Node | None:
     """A quantiser with that fold, ahead of this one; None if the op takes no such arguments."""
     arguments = _arguments(quantiser) | fold.prologue.keywords
-    outs = [_gemm_out(root_of(part)) for part in fold.x] if isinstance(fold.x, tuple) else None
+    outs: Any = [_gemm_out(root_of(part)) for part in fold.x] if isinstance(fold.x, tuple) else None
     if any(_region(node) != _region(quantiser) for node in fold.reads):
         return None
     if outs:
@@ -181,7 +181,7 @@ def _fused(quantiser: Node, fold: Fold) -> Node | None:
             return None
     arguments["x"] = None if outs else root_of(fold.x)
     wide = [name for name in ("x", "residual") if isinstance(arguments.get(name), Node)]
-    values = {name: value_of(argument) for name, argument in arguments.items()}
+    values: dict[str, Any] = {name: value_of(argument) for name, argument in arguments.items()}
     op = torch.ops.jitgemm.add_quantize_activations if "residual" in wide else torch.ops.jitgemm.quantize_activations
     taken = [argument.name for argument in op.default._schema.arguments]
     arguments, values = ({name: each[name] for name in taken} for each in (arguments, values))
@@ -220,8 +220,10 @@ def _note_inputs(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def _gemm_out(result: Node) -> Node | None:
     """The empty tensor that a GEMM alone writes to, and all of it, if `result` is that."""
     args = call_of(result, operator.getitem)
-    gemm = args[0] if args else None
-    if not args or args[1] != 1 or gemm.target is not torch.ops.higher_order.auto_functionalized_v2:
+    if not args or args[1] != 1:
+        return None
+    gemm: Any = args[0]
+    if gemm.target is not torch.ops.higher_order.auto_functionalized_v2:
         return None
     extra = {name: value for name, value in gemm.kwargs.items() if name.startswith("_")}
     out = (extra.pop("_all_bases", None) or [None])[0]
@@ -231,7 +233,7 @@ def _gemm_out(result: Node) -> Node | None:
     return out if alone and len(out.args[0]) == 2 else None
 
 
-def _side_by_side(outs: list[Node], fake: torch.Tensor) -> Node:
+def _side_by_side(outs: list[Node], fake: Any) -> Node:
     """One tensor, which the GEMMs that wrote to these two write to, the first into its left half."""
     gemms = [next(iter(out.users)) for out in outs]
     first = min(gemms)

@@ -355,7 +355,7 @@ def check_sums(sums: object) -> str:
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
     match = re.fullmatch(r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-x(bf16|fp16))?(?:-(\w+))?", name)
-    parts = match.groups() if match else 8 * [None]
+    parts: tuple[Any, ...] = match.groups() if match else 8 * (None,)
     prefix, group_size, scale_type, zero_point, offset, strip, correction, order = parts
     code = next((c for c, o in every_order() if c.prefix == (prefix or "") and o.name == (order or "any")), None)
     if match is None or (zero_point is None) == (order is None) or code is None:

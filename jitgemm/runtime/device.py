@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from typing import Any
 
 from jitgemm.errors import UnsupportedDeviceError
 from jitgemm.select.devices import DeviceSpec, device_from_properties, device_spec
@@ -14,7 +15,7 @@ def device_of(index: int) -> DeviceSpec:
     """The figures of a GPU of this machine. UnsupportedDeviceError if it is no Hopper."""
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     if (properties.major, properties.minor) != (9, 0):
         raise UnsupportedDeviceError(
             f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "

@@ -33,14 +33,14 @@ class _Missing:
 cu: Any
 _SUCCESS: Any
 try:
-    from cuda.bindings import driver as cu
+    from cuda.bindings import driver as cu  # type: ignore[no-redef]
 
     _SUCCESS = cu.CUresult.CUDA_SUCCESS
 except ImportError as error:
     cu, _SUCCESS = _Missing(error), None
 
 
-def check(result: tuple, what: str) -> object:
+def check(result: tuple, what: str) -> Any:
     """The value of a driver call's result tuple, or DriverError with the code's name and the driver's own words."""
     code = result[0]
     if code != _SUCCESS:

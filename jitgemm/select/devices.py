@@ -133,5 +133,5 @@ def device_from_properties(
         base = replace(_H200, name=name, clock_mhz=_H200.clock_mhz * clock_mhz / 1980)
         hbm = _H200.hbm_bytes_per_us * (memory_mhz * memory_bits) / (3201 * 6144)
         tensor = _H200.tensor_ops_per_us * (num_sms * clock_mhz) / (132 * 1980)
-    sizes = {"num_sms": num_sms, "smem_per_block": smem_per_block, "smem_per_sm": smem_per_sm}
-    return replace(base, hbm_bytes_per_us=hbm, tensor_ops_per_us=tensor, **sizes)
+    rates = replace(base, hbm_bytes_per_us=hbm, tensor_ops_per_us=tensor)
+    return replace(rates, num_sms=num_sms, smem_per_block=smem_per_block, smem_per_sm=smem_per_sm)
