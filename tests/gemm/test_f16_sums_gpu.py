@@ -7,7 +7,7 @@ import mxfp4
 import pytest
 import torch
 from builders import weight_of_experts
-from test_f16_sums import F16_TIERS, extreme, largest_mx
+from f16_values import F16_TIERS, extreme, largest_mx
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound

@@ -7,8 +7,8 @@ import builders
 import mxfp4
 import pytest
 import torch
+from f16_values import F16_TIERS, largest_mx, used
 from tensor_core import TensorCore
-from test_f16_sums import F16_TIERS, largest_mx, used
 
 import jitgemm
 from jitgemm.kernel.formats import Problem

@@ -52,7 +52,8 @@ class Kind:
 
     @property
     def schemes(self) -> tuple[str, str, str]:
-        return ("token", "block" if self.blocks else "token", "affine" if self.lhs == "s8" else "e8m0")
+        blocks = ("block", "e8m0") if self.blocks else ("token", "token")
+        return ("token", blocks[0], "affine" if self.lhs == "s8" else blocks[1])
 
     def lhs_of(self, scheme: str, seed: int, m: int, k: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
         if scheme == "affine":
@@ -94,15 +95,19 @@ class Packed:
     packed: Any
 
 
-def _plain(seed: int, n: int, k: int, experts: int | None = None, device: str = "cpu", group: int = 128, **form: Any):
+def _plain(
+    seed: int, n: int, k: int, experts: int | None = None, device: str = "cpu", group: int = 128, sums: str = "f32",
+    **form: Any,
+):  # fmt: skip
     """int4, or 8 bits of a type: as `builders.weight_parts` makes them."""
     if group >= k or not group:  # offsets and corrections need groups, which a short row does not have
         form = {name: value for name, value in form.items() if name not in ("offset", "correction")}
     make = partial(builders.weight_parts, n=n, k=k, group_size=group, device=device, **form)
-    if experts is None:
+    if experts is None and sums == "f32":
         return make(seed)
-    each = [make(seed + e).packed for e in range(experts)]
-    return Packed(type(each[0]).stacked(experts, each.__getitem__))
+    each = [make(seed + e).packed for e in range(experts or 1)]
+    weight = type(each[0]).stacked(experts, each.__getitem__) if experts else each[0]
+    return Packed(weight.with_sums(sums) if weight.format.group_size else weight)
 
 
 def _form(label: str, lhs: str = "e4m3", blocks: bool = True, **form: Any) -> Kind:
@@ -118,6 +123,8 @@ FORMS = KINDS | {
     "zero points, int8": _form("s8-g64-", "s8", zero_point=True, max_zero=16, group=64, scale_type="fp16"),
     "offsets": _form("e4m3-g64-", offset=True, group=64),
     "corrections": _form("s8x-g128-", "s8", False, codes="s8", zero_point=True, max_zero=16, correction=True),
+    "sums in f16": _form("e4m3-g64-", blocks=False, zero_point=True, group=64, sums="f16"),
+    "exact sums": _form("s8-g32-", "s8", group=32, sums="exact"),
     "8 bits per row": _form("e4m3w8-channel-", codes="e4m3", bits=8, scale_type="fp32", group=0),
     "8 bits in groups": _form("s8w8-g32-", "s8", codes="s8", bits=8, group=32, scales="negative"),
     "8 bits in strips": _form(

@@ -118,8 +118,6 @@ def test_choosing_rendering_compiling_and_the_commands_need_no_torch():
 TESTS = Path(__file__).resolve().parents[1]
 LEFT = {
     "test_warm.py",
-    "test_mxfp4_f16_sums.py",
-    "test_f16_sums_gpu.py",
     *(path.name for path in (TESTS / "serving").glob("test_*.py")),
 }
 """Which still do."""
