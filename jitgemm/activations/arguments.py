@@ -128,11 +128,13 @@ def check_arguments(
     if row_count is not None and check_tensor("row_count", row_count).dim() != 1:
         raise ValueError(f"row_count: expected shape [1] or [parts], got {list(row_count.shape)}")
     parts = 1 if row_count is None else max(1, row_count.numel())
+    of_rows = isinstance(scale, torch.Tensor) and statically_true(scale.numel() == rows)
+    given = rows if of_rows else 1
     if statically_true(rows % parts != 0):
         raise ValueError(f"row_count: expected as many elements as {rows} rows have equal parts, got {parts}")
     for name, value, types, elements in (
-        ("scale", scale, ("fp32",), 1),
-        ("zero", zero, ("s32",), 1),
+        ("scale", scale, ("fp32",), given),
+        ("zero", zero, ("s32",), given),
         ("rms_norm", norm, REAL_TYPES, k),
         ("permutation", permutation, ("s32",), k),
         ("row_count", row_count, ("s32",), parts),

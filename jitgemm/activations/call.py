@@ -112,8 +112,8 @@ def quantize_activations(
         scheme: "token", a scale for each row, "tensor", the scale that is given, or "block", one for each row and 128
             codes; not affine.
         affine: int8 with a zero point.
-        scale: "tensor": fp32, one element, positive.
-        zero: "tensor" and affine: int32, one element, -128..127.
+        scale: "tensor": fp32, one element or [m], one for each row, positive.
+        zero: "tensor" and affine: int32, as many, -128..127.
         silu_mul: y = silu(gate) * up; not with rms_norm.
         gelu_mul: "tanh" or "none", as PyTorch names gelu's approximations: y = gelu(gate) * up; with neither of both.
         rms_norm: weight [k], bfloat16, float16 or float32, contiguous, 16-byte aligned.

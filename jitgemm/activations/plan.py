@@ -19,7 +19,7 @@ from jitgemm.tensors import TYPE_NAMES
 ARGUMENTS = ArgumentBlock(
     POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f",
     gate_alpha="f", scale_row_stride="Q", scale_block_stride="Q", residual_row_bytes="Q", sum_row_bytes="Q",
-    rows_of_count="Q",
+    rows_of_count="Q", given_stride="Q",
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize/types.cuh."""
 
@@ -36,7 +36,7 @@ def prepare(
 
     The kernel may start while the kernel before it still runs: it reads and writes nothing before that has ended.
     """
-    x, q, scale, _, _, _, norm, _, row_count, row_index, residual, total = operands
+    x, q, scale, _, given, _, norm, _, row_count, row_index, residual, total = operands
     assert x is not None and q is not None and scale is not None
     device, block, gate = x.get_device(), activation.block, prologue.gate or SILU_MUL
     m, k = q.shape[0], x.shape[1] // (prologue.gate.inputs if prologue.gate else 1)
@@ -65,6 +65,7 @@ def prepare(
         "residual_row_bytes": row_bytes(residual),
         "sum_row_bytes": row_bytes(total),
         "rows_of_count": 0 if row_count is None else m // row_count.shape[0],
+        "given_stride": 0 if given is None or given.numel() == 1 else 1,
     }
     grid = min(ceil_div(m, rows), resident * sms) * spec.ctas
     return Launch(kernel, ARGUMENTS, values, grid=grid, threads=(threads, rows), smem_bytes=smem)

@@ -77,8 +77,8 @@ def _quantize_rows(
         y, high, low = y * norm[:, None], high * norm, low * norm
     row_zero: torch.Tensor | None
     if scale is not None:
-        row_scale = scale.reshape(1).repeat(y.shape[0])
-        row_zero = None if zero is None else zero.reshape(1).repeat(y.shape[0])
+        row_scale = scale.reshape(-1).expand(y.shape[0])
+        row_zero = None if zero is None else zero.reshape(-1).expand(y.shape[0])
         inverse = torch.full_like(row_scale, factor) / row_scale
         row_scale = torch.where(high.isnan(), nonfinite, row_scale)
     else:

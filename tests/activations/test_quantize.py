@@ -493,7 +493,7 @@ NORM = {"rms_norm": torch.ones(K)}
         (ValueError, "scale: expected None unless for scheme 'tensor', got a Tensor", {"scale": ONE}),
         (TypeError, "scale: expected float32, got float64", {"scheme": "tensor", "scale": ONE.double()}),
         (TypeError, "scale: expected a torch.Tensor, got float", {"scheme": "tensor", "scale": 1.0}),
-        (ValueError, r"scale: expected one element, got shape \[4\]", {"scheme": "tensor", "scale": torch.ones(4)}),
+        (ValueError, r"scale: expected one element, got shape \[3\]", {"scheme": "tensor", "scale": torch.ones(3)}),
         (ValueError, "zero: expected None unless", {"scheme": "tensor", "scale": ONE, "zero": ONE.int()}),
         (ValueError, "zero: expected one element", {"scheme": "tensor", "scale": ONE, "affine": True}),
         (TypeError, "zero: expected int32", {"scheme": "tensor", "scale": ONE, "affine": True, "zero": ONE}),

@@ -232,6 +232,8 @@ QUANTIZERS = {
     "per token": ("e4m3", 288, {}),
     "affine": ("s8z", 288, {}),
     "static": ("s8", 288, quantize_cases.given("s8", 0.02)),
+    "a given scale a row": ("e4m3", 288, {"scheme": "tensor", "scale": torch.linspace(0.01, 0.05, 11)}),
+    "given scales, long": ("s8", 40960, {"scheme": "tensor", "scale": torch.tensor([0.02, torch.nan, 0.3])}),
     "by block": ("e4m3", 416, {"scheme": "block"}),
     "permuted": ("s8", 288, {"permutation": True}),
     "permuted by block": ("s8", 416, {"permutation": True, "scheme": "block"}),

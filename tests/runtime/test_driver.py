@@ -335,6 +335,7 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
         "residual_row_bytes": 4 * k,
         "sum_row_bytes": 6 * k,
         "rows_of_count": 0,
+        "given_stride": 0,
     }
     given = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
     assert given == list(fields.values())[: len(given)]

@@ -17,7 +17,7 @@ struct Quantizer {
     float inverse;  // 1 / scale
     i32 zero;
 
-    __device__ __forceinline__ Quantizer(const QuantizeArgs& args, const Range<Config>& range) {
+    __device__ __forceinline__ Quantizer(const QuantizeArgs& args, const Range<Config>& range, u32 row = 0) {
         const float nan = __uint_as_float(0x7fffffffu);
         float high = __uint_as_float(range.high), low = __uint_as_float(range.low);
         norm = 1.0f;
@@ -31,8 +31,8 @@ struct Quantizer {
         }
         zero = 0;
         if constexpr (Config::kStatic) {
-            scale = *args.given_scale;
-            if constexpr (Config::kAffine) zero = *args.given_zero;
+            scale = args.given_scale[row * args.given_stride];
+            if constexpr (Config::kAffine) zero = args.given_zero[row * args.given_stride];
             inverse = __fdiv_rn(kRotation, scale);
             if (high != high) scale = nan;
         } else {

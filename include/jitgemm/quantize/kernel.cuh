@@ -104,7 +104,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
         next = live_row<Config>(args, row + step, step);
         if (next < m) load_row(next);
         combine_threads(team, range, slots, round);
-        const Quantizer<Config> quantizer(args, range);
+        const Quantizer<Config> quantizer(args, range, row);
         store_scale(args, team, row, quantizer);
 
         u8* const out = args.q + row * args.q_row_bytes;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, con
             if (live(vector)) range.include(y);
         }
         combine_threads(team, range, slots, round);
-        const Quantizer<Config> quantizer(args, range);
+        const Quantizer<Config> quantizer(args, range, row);
         store_scale(args, team, row, quantizer);
 
         u8* const out = args.q + row * args.q_row_bytes;

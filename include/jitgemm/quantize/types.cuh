@@ -11,8 +11,8 @@ struct QuantizeArgs {
     u8* q;                     // [m][k], with sums more columns
     float* scale;              // [m]; kBlocks: [m][blocks of 128 k] with the strides below
     i32* zero;                 // [m], affine only
-    const float* given_scale;  // one element, static only
-    const i32* given_zero;     // one element, static affine only
+    const float* given_scale;  // static only: of row i at i * given_stride, as the zero point
+    const i32* given_zero;     // static affine only
     const u8* norm_weight;     // [k] of norm_weight_type, RMSNorm only
     const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
     const u32* row_count;      // one element, kActivated or gathered only: rows from there on are left; null: none.
@@ -32,8 +32,9 @@ struct QuantizeArgs {
     u64 residual_row_bytes;  // kResidual only
     u64 sum_row_bytes;
     u64 rows_of_count;  // kMasked only
+    u64 given_stride;   // kStatic only, in elements: 0 for one that all rows share
 };
-static_assert(sizeof(QuantizeArgs) == 176, "jitgemm/activations/plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 184, "jitgemm/activations/plan.py packs this struct");
 
 // What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
 enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai, kSwigluStep, kSitu, kRelu2 };
