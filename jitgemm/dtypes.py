@@ -39,7 +39,7 @@ DTYPES = {
         DType("e4m3", "float8_e4m3fn", 1),
         DType("e8m0", "float8_e8m0fnu", 1),
         DType("s8", "int8", 1),
-        DType("s32", "int32", 4),
+        DType("s32", "int32", 4, 3),
     )
 }
 """By name."""

@@ -17,10 +17,10 @@ struct alignas(64) TensorMap {
     u8 opaque[128];
 };
 
-// Storage type of a value that is read through load_real().
-enum RealType : i32 { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
+// Storage type of a value that is read through load_real(); kS32 of results alone.
+enum RealType : i32 { kFp32 = 0, kBf16 = 1, kFp16 = 2, kS32 = 3 };
 
-__host__ __device__ constexpr u32 real_bytes(RealType type) { return type == kFp32 ? 4 : 2; }
+__host__ __device__ constexpr u32 real_bytes(RealType type) { return type == kFp32 || type == kS32 ? 4 : 2; }
 __host__ __device__ constexpr u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
 // min(), which is no constant.
 __host__ __device__ constexpr u32 smaller(u32 a, u32 b) { return a < b ? a : b; }

@@ -16,7 +16,7 @@ import torch
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import GROUPED_POINTERS, POINTERS, Gemm, lhs_group_of
-from jitgemm.kernel.formats import Problem, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, Problem, ceil_div
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
 from jitgemm.runtime import driver
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 VALUES = dict(
     lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
-    bias_type="i", last_rows="I",
+    bias_type="i", last_rows="I", chunk_blocks="I", chunk_rows="I",
 )  # fmt: skip
 GROUP_VALUES = dict(
     experts="I", rows_of_expert="I", expected_rows="I", tokens="I", sizes_step="I", wide_sizes="I",
@@ -54,7 +54,7 @@ class GemmLaunch(Launch):
     """A prepared GEMM, for tensors of the shapes, strides, dtypes and device that it was made for.
 
     Args:
-        gemm: checked, on a GPU, with rows.
+        gemm: checked, on a GPU, with rows. Of chunks out has three dimensions (`jitgemm.gemm.partial`).
         spec: the kernel; None for the one that is asked for, or else chosen.
     """
 
@@ -62,7 +62,9 @@ class GemmLaunch(Launch):
 
     def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
         x, _, _, weight, out, _, groups, _, label = gemm
-        (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
+        (tokens, k), (rows, n), experts = x.shape, out.shape[-2:], weight.experts or 0
+        chunks, out_rows = (out.shape[0], out.shape[0] * rows) if out.dim() == 3 else (1, rows)
+        rows = tokens if out.dim() == 3 else rows
         device = device_of(x.get_device())
         if spec is None:
             problem = problem_of(gemm)
@@ -74,7 +76,7 @@ class GemmLaunch(Launch):
             # The only tile is the last one, too.
             x_boxes: tuple[int, ...] = (copied if rows > spec.block_m else last_rows, last_rows)
             out_boxes: tuple[int, ...] = (slice_tokens(spec),)
-            tiles = cluster_tiles(spec, rows, n)
+            tiles = chunks * cluster_tiles(spec, rows, n)
         else:
             last_rows = 0
             x_boxes = spec.block_m // spec.multicast_lhs, SWIZZLE_ROWS if groups.row_index is None else 1
@@ -82,10 +84,10 @@ class GemmLaunch(Launch):
             tiles = max_cluster_tiles(spec, experts, rows, n)
         # One row's stride is never walked, and torch may report any value for it.
         x_row_bytes = x.stride(0) if tokens > 1 else k
-        out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else n)
+        out_row_bytes = out.element_size() * (out.stride(-2) if out_rows > 1 else n)
         x_map = partial(TileMap, "u8", columns=k, rows=tokens, row_bytes=x_row_bytes)
         x_maps = {box: x_map(box=(128, box)) for box in set(x_boxes)}
-        out_map = partial(TileMap, spec.out, columns=n, rows=rows, row_bytes=out_row_bytes)
+        out_map = partial(TileMap, spec.out, columns=n, rows=out_rows, row_bytes=out_row_bytes)
         out_maps = [out_map(box=(128 // out.element_size(), box)) for box in out_boxes]
         loaded = KERNELS.load(spec, x.get_device())
         block = ARGUMENTS if groups is None else GROUPED_ARGUMENTS
@@ -161,8 +163,9 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
         lhs_stride=x_row_bytes,
         lhs_scale_stride=x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
         lhs_zero_stride=x_scale.stride(-1) if per_block else _per_token_stride(x_zero),
-        m=out.shape[0], n=weight.n, k=x.shape[1], channel_scale_type=scale_type,
+        m=out.shape[0] if out.dim() == 2 else x.shape[0], n=weight.n, k=x.shape[1], channel_scale_type=scale_type,
         bias_type=0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number, last_rows=last_rows,
+        **dict(zip(("chunk_blocks", "chunk_rows"), _chunks(gemm), strict=True)),
     )  # fmt: skip
     if groups is None:
         return values
@@ -174,6 +177,12 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
         expected_rows=ceil_div(gemm.expected_rows, weight.experts), tokens=x.shape[0],
         sizes_step=2 if sizes.dim() == 2 else 1, wide_sizes=sizes.element_size() == 8, scale_expert_step=step,
     )  # fmt: skip
+
+
+def _chunks(gemm: Gemm) -> tuple[int, int]:
+    """(blocks of k that a sum has, rows of out for each chunk) where out [chunks, rows, n] has sums of chunks."""
+    out = gemm.out
+    return (gemm.x.shape[1] // BLOCK_K // out.shape[0], out.shape[1]) if out.dim() == 3 else (0, 0)
 
 
 def _per_token_stride(tensor: torch.Tensor | None) -> int:

@@ -202,6 +202,14 @@ def _write(
             out[rows, columns] = round_fp64(ref, out.dtype)
 
 
+def integer_sums(x: torch.Tensor, rhs: PackedWeight) -> torch.Tensor:
+    """int32 [m, n], the sums of x, int8 [m, k], times codes without their zero points, of a weight with a scale a row."""
+    strips = ceil_div(rhs.n, STRIP_ROWS)
+    step = max(1, _BUDGET // (rhs.k * STRIP_ROWS))
+    parts = [integers(rhs, first, min(first + step, strips))[0] for first in range(0, strips, step)]
+    return torch.cat([x.double() @ part.T for part in parts], 1)[:, : rhs.n].to(torch.int32)
+
+
 def integers(rhs: PackedWeight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q - zero (e4m3: no integers), scale and offset of some strips, in fp64: [rows, k], twice [rows, groups]."""
     q, scale, zero, offset = rhs.rows(strip, end)

@@ -377,7 +377,7 @@ class Problem:
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
     exponents (`jitgemm.gemm.problem`). `sums` is "f16" where kernels may add up in f16, "exact" where they may
     not add up int8's groups by parts (`KernelSpec.sums`), else "f32". `rows_vary` tells that m is what one rank's experts
-    get on average, of tokens that choose among more.
+    get on average, of tokens that choose among more. With `in_order` a warpgroup adds up k alone, in its order, in fp32.
     """
 
     m: int
@@ -392,6 +392,7 @@ class Problem:
     lhs_e8m0: bool = False
     sums: str = "f32"
     rows_vary: bool = False
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         check_sums(self.sums)
@@ -405,8 +406,9 @@ class Problem:
             raise ValueError(f"lhs_e8m0: expected lhs_group {LHS_GROUP} with it, got {self.lhs_group}")
         if not 0 <= self.experts <= TABLE_SIZES[-1]:
             raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, or 0 for a dense GEMM, got {self.experts}")
-        if self.out not in REAL_TYPES:
-            raise ValueError(f"out: expected one of {REAL_TYPES}, got {self.out!r}")
+        integers = self.lhs == "s8" and not self.lhs_group and not self.format.group_size
+        if self.out not in (types := (*REAL_TYPES, "s32") if integers else REAL_TYPES):
+            raise ValueError(f"out: expected one of {types}, got {self.out!r}")
         if not 1 <= self.m <= MAX_ROWS:
             raise ValueError(f"m: expected 1 to {MAX_ROWS}, got {self.m}")
         if not 8 <= self.n <= MAX_ROWS or self.n % 8:

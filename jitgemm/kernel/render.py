@@ -95,7 +95,7 @@ _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
     "bool kTokensAsM": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
-    "bool kCorrects": False, "bool kDebug": False, "u32 kInFlight": 1,
+    "bool kCorrects": False, "bool kChunks": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
 }  # fmt: skip
@@ -124,6 +124,7 @@ def _config(spec: KernelSpec, smem_bytes: int, sets: int) -> str:
         "bool kF16Sums": spec.sums == "f16",
         "bool kByParts": spec.sums == "parts",
         "bool kCorrects": bool(spec.format.correction),
+        "bool kChunks": spec.chunks,
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kInFlight": units_in_flight(spec),

@@ -52,6 +52,7 @@ class KernelSpec:
         sums: how groups' scaled sums are added up (include/jitgemm/gemm/scaling.cuh): "f32"; "f16" over a run of eight
             records, which then goes to fp32, for e4m3 and weights with `WeightFormat.f16_sums`; "parts", in fp32 and
             unconverted, for int8 and weights with `WeightFormat.sums_by_parts`.
+        chunks: sums of runs of k are stored apart, and not added up (`jitgemm.gemm.partial`).
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -76,6 +77,7 @@ class KernelSpec:
     lhs_group: int = 0
     lhs_e8m0: bool = False
     sums: str = "f32"
+    chunks: bool = False
 
     @property
     def shared_weights(self) -> bool:
@@ -163,6 +165,8 @@ class KernelSpec:
             parts.append(f"x{fmt.correction}")
         if self.experts:
             parts.append(f"e{self.experts}")
+        if self.chunks:
+            parts.append("ch")
         if self.debug:
             parts.append("debug")
         return "-".join(parts)
@@ -197,7 +201,7 @@ class KernelSpec:
             multicast_lhs=number("shares"), ctas_per_sm=number("ctas"),
             consumers_copy_lhs=flag("direct"), tokens_as_m=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
-            sums=found["sums"] or "f32",
+            sums=found["sums"] or "f32", chunks=flag("chunks"),
         )  # fmt: skip
         if spec.label != label:
             raise ValueError(f"kernel: expected {spec.label}, got {label}")
@@ -215,11 +219,11 @@ _LABELLED = "e4m3-g128-bf16-m16n64-k2x2-s8-c2"
 
 _LABEL = re.compile(
     r"(?P<lhs>e4m3|s8)(?P<mark>[a-z]\w*)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
-    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
+    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16|s32))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<shares>\d+)lhs)?"
     r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-(?P<sums>f16|parts))?"
-    r"(?:-x(?P<correction>bf16|fp16))?(?:-e(?P<experts>\d+))?"
+    r"(?:-x(?P<correction>bf16|fp16))?(?:-e(?P<experts>\d+))?(?P<chunks>-ch)?"
     r"(?P<debug>-debug)?"
 )
 

@@ -146,7 +146,7 @@ def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
 
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
 
-_ELEMENTS = {"u8": "UINT8", "bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}
+_ELEMENTS = {"u8": "UINT8", "bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32", "s32": "INT32"}
 """By type, how the driver calls it."""
 
 
@@ -166,7 +166,7 @@ class TileMap:
     """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
 
     Args:
-        element: "u8", "bf16", "fp16" or "fp32".
+        element: "u8", "bf16", "fp16", "fp32" or "s32".
         columns, rows: extent in elements, columns contiguous.
         row_bytes: distance between rows, a multiple of 16.
         box: (columns, rows) of a tile; a tile row is 128 bytes, swizzled.

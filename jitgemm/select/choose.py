@@ -73,7 +73,7 @@ def _costed(
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
-    asked = _order_of(problem, device) if problem.batch_invariant else None
+    asked = IN_ORDER if problem.in_order else _order_of(problem, device) if problem.batch_invariant else None
     rows = cost.most_rows(problem.experts, problem.m, problem.rows_vary)
     for block_m in legal.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
@@ -211,18 +211,21 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
 def kernels_for(
     n: int, k: int, lhs: str, format: WeightFormat, device: DeviceSpec, max_m: int, *, out: str = "bf16",
     batch_invariant: bool = False, experts: int = 0, lhs_group: int = 0, lhs_e8m0: bool = False, sums: str = "f32",
+    in_order: bool = False,
 ) -> list[KernelSpec]:  # fmt: skip
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing, whether rows vary or not.
     """
-    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums)
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums, in_order=in_order)
     both = (replace(layer, m=last, rows_vary=vary) for _, last in bands(max_m, experts) for vary in (False, True))
     return list(dict.fromkeys(_choose(_at_band_end(each), device) for each in both))
 
 
 # ---- batch-invariant calls -------------------------------------------------------------------------------------------
 
+IN_ORDER = 1, 1, "f32"
+"""What `_order` is of kernels for `Problem.in_order`."""
 ORDER_MS = (1, 16, 64, 256, 1024, 4096)
 """Values of m over which orders of summation are compared; times the experts of a token, about, where there are any."""
 EXPERTS_PER_TOKEN = 1 / 16

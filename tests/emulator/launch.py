@@ -30,7 +30,7 @@ from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-_ELEMENT_BYTES = {"u8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+_ELEMENT_BYTES = {"u8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "s32": 4}
 _MAGIC = 0x70616D656C6974
 
 

@@ -12,7 +12,7 @@ import torch
 
 from jitgemm.activations import kernel as quantizers
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.gemm import bound, launch
+from jitgemm.gemm import bound, launch, partial
 from jitgemm.jit.source import headers
 from jitgemm.kernel import formats, render
 from jitgemm.moe import exchange
@@ -24,7 +24,7 @@ from jitgemm.weight import correction
 def test_numbers_are_those_of_the_headers():
     enum = re.search(r"enum RealType : i32 \{(.*?)\}", headers()["jitgemm/types.cuh"])
     numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", enum[1])}
-    assert numbers == {DTYPES[name].cpp_name: DTYPES[name].number for name in REAL_TYPES}
+    assert numbers == {each.cpp_name: each.number for each in DTYPES.values() if each.number is not None}
 
 
 CONSTANTS = {
@@ -36,6 +36,7 @@ CONSTANTS = {
     "gemm/ahead.cuh kPartsRun": bound.PARTS_RECORDS,
     "gemm/scaling.cuh kBegin": bound.PARTS,
     "gemm/scaling.cuh kFloatOfSums": int.from_bytes(struct.pack(">f", bound.PARTS), "big"),
+    "gemm/finish.cuh kFinishThreads": partial.FINISH_THREADS,
     "gemm/correction.cuh kCorrected": formats.CORRECTION_GROUPS,
     "gemm/codec.cuh S8TwosComplementCodes kOutputScale": 1 / correction.TIMES,
     "quantize/vector.cuh kVector": quantizers.VECTOR,

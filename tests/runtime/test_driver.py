@@ -30,6 +30,7 @@ pytest.importorskip("cuda.bindings")
 driver = pytest.importorskip("jitgemm.runtime.driver")
 gemm_run = pytest.importorskip("jitgemm.gemm.run")
 gemms = pytest.importorskip("jitgemm.gemm.launch")
+partial = pytest.importorskip("jitgemm.gemm.partial")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
 launching = pytest.importorskip("jitgemm.runtime.launch")
@@ -145,6 +146,7 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
 
 ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/gemm/types.cuh", "Args", gemms.ARGUMENTS, id="gemm"),
+    pytest.param("jitgemm/gemm/finish.cuh", "FinishArgs", partial.FINISH_ARGUMENTS, id="finish"),
     pytest.param("jitgemm/quantize/types.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
     pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),
     pytest.param(
@@ -197,6 +199,8 @@ def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch)
         "channel_scale_type": DTYPES["fp16"].number,
         "bias_type": DTYPES["bf16"].number,
         "last_rows": x.shape[0],
+        "chunk_blocks": 0,
+        "chunk_rows": 0,
     }
     mapped = [int.from_bytes(each, "little") for each in (x_map, last_x_map, out_map)]
     assert mapped == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
@@ -210,7 +214,7 @@ def test_what_a_gemm_does_without_is_null(monkeypatch):
     gemms.GemmLaunch(operands).launch(operands)
     fields = fields_in(launches[0][1][-1], struct_of("jitgemm/gemm/types.cuh", "Args"))
     assert [name for name, value in fields.items() if not value] == [
-        "channel_scale", "bias", "lhs_zero", "row_sum", "lhs_zero_stride", "bias_type",
+        "channel_scale", "bias", "lhs_zero", "row_sum", "lhs_zero_stride", "bias_type", "chunk_blocks", "chunk_rows",
     ]  # fmt: skip
 
 

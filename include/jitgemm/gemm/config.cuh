@@ -12,7 +12,7 @@ struct Defaults {
     static constexpr u32 kHalves = 1, kWarpgroupsK = 1, kSplitK = 1, kMulticastLhs = 1, kCtasPerSm = 1;
     static constexpr u32 kExperts = 0, kLhsGroup = 0;
     static constexpr bool kScatter = false, kTokensAsM = false, kOffset = false, kLhsE8m0 = false, kDebug = false;
-    static constexpr bool kF16Sums = false, kByParts = false, kCorrects = false;
+    static constexpr bool kF16Sums = false, kByParts = false, kCorrects = false, kChunks = false;
     // Rules by measurement, jitgemm/kernel/tactics.py.
     static constexpr u32 kInFlight = 1, kFragmentSets = 2, kPromoteRecords = 1, kWidths = 1;
     static constexpr bool kDirectLhs = false, kPinSharedBase = false;
@@ -30,6 +30,9 @@ struct Derived : Chosen {
     static constexpr u32 kSums = kFullN / 2;
     // Whether the epilogue multiplies by a number of each row: of f16 sums that is 2^E, by which scales are divided.
     static constexpr bool kRowScales = Chosen::kGroupSize == 0 || Chosen::kF16Sums;
+
+    // Whether sums are stored as the integers that they are.
+    static constexpr bool kIntegers = Chosen::kOutType == kS32;
 
     // Tokens that one split of k reduces and stores: all, or with a scatter multiples of 8, as many for each.
     static constexpr u32 slice() {

@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_panels(const Consumer<Config>& consumer, c
 #pragma unroll
         for (u32 column = 0; column < kColumns; column += kPanelColumns) {
             u32 source = panel + column / kPanelColumns * kPanelBytes + row * kSwizzledRow;
-            tile_store(map, source, first_row + column, first_token + row);
+            tile_store(map, source, first_row + column, tile.out_row + first_token + row);
         }
     };
     if (Scheduler<Config>::kClippedByMap || first_token + Config::kSliceTokens <= tile.end_token()) {
@@ -192,10 +192,17 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kSums], const C
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const float* sum = sums + (first + i) * 4 + half * 2;
+                if constexpr (Config::kIntegers) {
+                    // The codes are kOutputScale times what was multiplied, a power of two of at most 1.
+                    constexpr i32 kTimes = i32(1.0f / Config::Codec::kOutputScale);
+                    value[half][0] = __int_as_float(__float_as_int(sum[0]) / kTimes);
+                    value[half][1] = __int_as_float(__float_as_int(sum[1]) / kTimes);
+                    continue;
+                }
                 value[half][0] = fmaf(sum[0] * terms.scale[half], token_scales[i].x, terms.bias[half]);
                 value[half][1] = fmaf(sum[1] * terms.scale[half], token_scales[i].y, terms.bias[half]);
             }
-            if constexpr (Config::kOutType == kFp32) {
+            if constexpr (real_bytes(Config::kOutType) == 4) {
                 // Two panels of 32 columns; the thread's first row is column 16 * warp + lane / 4.
                 const u32 column = position.warp * 16 + position.lane / 4;
 #pragma unroll
@@ -212,7 +219,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kSums], const C
                     packed[i * 2 + half] = pack_halves<Config::kOutType>(value[half][0], value[half][1]);
             }
         }
-        if constexpr (Config::kOutType != kFp32) {
+        if constexpr (real_bytes(Config::kOutType) == 2) {
             // The matrices of stmatrix are {rows 0-7, rows 8-15} of n for 8 tokens or 16.
             const u32 token = position.lane % 8;
             const u32 chunk = position.warp * 2 + (position.lane / 8) % 2;

@@ -76,7 +76,10 @@ struct TileSums {
 #pragma unroll
             for (u32 h = 0; h < Config::kHalves; ++h)
 #pragma unroll
-                for (u32 i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
+                for (u32 i = 0; i < kPartials; ++i) {
+                    if constexpr (Config::kIntegers) acc[h * kPartials + i] = __int_as_float(partial[h][i]);
+                    else acc[h * kPartials + i] = float(partial[h][i]);
+                }
         }
     }
 };

@@ -19,8 +19,9 @@ struct Tile {
     u32 first_row;     // of the weight
     BlockRange range;  // this CTA's k-blocks
     u32 expert, end;   // of grouped kernels: whose tile it is, and one past that expert's last row
+    u32 out_row;       // kChunks: of the chunk's first token in out
 
-    __device__ __forceinline__ explicit Tile(const Args& args) : args(args), expert(0), end(0) {}
+    __device__ __forceinline__ explicit Tile(const Args& args) : args(args), expert(0), end(0), out_row(0) {}
 
     static constexpr bool kGrouped = Config::kExperts > 0;
     __device__ __forceinline__ const GroupedArgs& groups() const { return static_cast<const GroupedArgs&>(args); }
@@ -132,7 +133,8 @@ struct Units {
     }
 };
 
-// Persistent clusters walk the units in static strides.
+// Persistent clusters walk the units in static strides; with kChunks those of one chunk of k after the other, each of
+// which has rows of its own in out.
 template <typename Config, bool kGrouped = (Config::kExperts > 0)>
 struct Scheduler : Units<Config> {
     using Units<Config>::kClusterSize;
@@ -142,13 +144,17 @@ struct Scheduler : Units<Config> {
     // Tokens of a tile that are not its own lie outside of out, so that the tile store, which clips there, is right.
     static constexpr bool kClippedByMap = true;
 
-    u32 units_m, units_n, unit, blocks;
+    u32 units_m, units_n, unit, blocks;  // blocks of a tile
+    u32 chunks;
 
     __device__ __forceinline__ Scheduler(const Args& args, const Shared<Config>&)
         : units_m(this->along_m(args.m)),
           units_n(this->along_n(args)),
           unit(blockIdx.x / kClusterSize),
-          blocks(ceil_div(args.k, kBlockK)) {}
+          blocks(ceil_div(args.k, kBlockK)) {
+        chunks = 1;
+        if constexpr (Config::kChunks) chunks = blocks / args.chunk_blocks, blocks = args.chunk_blocks;
+    }
 
     __device__ __forceinline__ static void prepare(const Args&, const Shared<Config>&) {}
 
@@ -158,13 +164,19 @@ struct Scheduler : Units<Config> {
     }
 
     // Whether the tile that next() gave was the last.
-    __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
+    __device__ __forceinline__ bool done() const { return unit >= units_m * units_n * chunks; }
 
     // The tile of the CTA of this rank, or false when the cluster is done.
     template <bool kBranch = false>
     __device__ __forceinline__ bool next(Tile<Config>& tile, u32 rank) {
         if (done()) return false;
-        this->template find_tile<kBranch>(tile, rank, unit, units_m, units_n, 0, blocks);
+        u32 chunk = 0, inside = unit;
+        if constexpr (Config::kChunks) chunk = unit / (units_m * units_n), inside -= chunk * units_m * units_n;
+        this->template find_tile<kBranch>(tile, rank, inside, units_m, units_n, 0, blocks);
+        if constexpr (Config::kChunks) {
+            tile.range = {tile.range.begin + chunk * blocks, tile.range.end + chunk * blocks};
+            tile.out_row = chunk * tile.args.chunk_rows;
+        }
         unit += gridDim.x / kClusterSize;
         return true;
     }

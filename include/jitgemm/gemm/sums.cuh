@@ -92,9 +92,15 @@ __device__ __forceinline__ void send_to_ctas(const float (&acc)[Config::kSums], 
     }
 }
 
+// a + b, as they are.
+template <bool kIntegers>
+__device__ __forceinline__ float sum_of(float a, float b) {
+    return kIntegers ? __int_as_float(__float_as_int(a) + __float_as_int(b)) : a + b;
+}
+
 // sums[kTokens / 2] += the sums of kCount - 1 others, in slots of kSlot bytes; the thread's own are the kOwn-th in
 // order.
-template <u32 kTokens, u32 kCount, u32 kOwn, u32 kSlot>
+template <bool kIntegers, u32 kTokens, u32 kCount, u32 kOwn, u32 kSlot>
 __device__ __forceinline__ void add_in_order(float* sums, u32 slots, const Position& position) {
 #pragma unroll
     for (u32 i = 0; i < kTokens / 8; ++i) {
@@ -106,10 +112,10 @@ __device__ __forceinline__ void add_in_order(float* sums, u32 slots, const Posit
         for (u32 other = 1; other < kCount; ++other) {
             float4 addend = make_float4(own[0], own[1], own[2], own[3]);
             if (other != kOwn) addend = load_shared_float4(slot + (other - (other > kOwn)) * kSlot);
-            sum.x += addend.x;
-            sum.y += addend.y;
-            sum.z += addend.z;
-            sum.w += addend.w;
+            sum.x = sum_of<kIntegers>(sum.x, addend.x);
+            sum.y = sum_of<kIntegers>(sum.y, addend.y);
+            sum.z = sum_of<kIntegers>(sum.z, addend.z);
+            sum.w = sum_of<kIntegers>(sum.w, addend.w);
         }
         own[0] = sum.x;
         own[1] = sum.y;
@@ -129,7 +135,7 @@ __device__ __forceinline__ void reduce_span(float (&acc)[Config::kSums], const C
     constexpr u32 kTokens = smaller(Layout::kSpanTokens, Config::kBlockM - kFirst);
     barrier_wait<Config::kDebug>(shared.span_full(position.warpgroup), parity);
     const u32 slots = shared.span_slot(position.warpgroup, 0);
-    add_in_order<kTokens, Config::kWarpgroupsK, kSpan, Layout::kSpanSlot>(acc + kFirst / 2, slots, position);
+    add_in_order<Config::kIntegers, kTokens, Config::kWarpgroupsK, kSpan, Layout::kSpanSlot>(acc + kFirst / 2, slots, position);
     // After the last tile nobody writes the slots again.
     if (last_tile) return;
     loads_done();
@@ -148,7 +154,7 @@ __device__ __forceinline__ void reduce_slice(float (&acc)[Config::kSums], const 
     constexpr u32 kTokens = Config::kSliceTokens, kRank = kSlice % Config::kSplitK;
     barrier_wait_for_cluster<Config::kDebug>(shared.slice_full(position.warpgroup), parity);
     const u32 slots = shared.slice_slot(position.warpgroup, 0);
-    add_in_order<kTokens, Config::kSplitK, kRank, Shared<Config>::kSlot>(acc + kSlice * kTokens / 2, slots, position);
+    add_in_order<Config::kIntegers, kTokens, Config::kSplitK, kRank, Shared<Config>::kSlot>(acc + kSlice * kTokens / 2, slots, position);
     // After the last tile nobody writes the slots again; and the other CTAs may have ended.
     if (last_tile) return;
     loads_done();

@@ -30,8 +30,10 @@ struct Args {
     i32 channel_scale_type;
     i32 bias_type;
     u32 last_rows;  // tokens of a copy of the last tile along m
+    u32 chunk_blocks;  // kChunks: k-blocks that one sum has
+    u32 chunk_rows;    // kChunks: rows of out from one chunk's sums to the next one's
 };
-static_assert(sizeof(Args) == 104, "jitgemm/gemm/launch.py packs this struct");
+static_assert(sizeof(Args) == 112, "jitgemm/gemm/launch.py packs this struct");
 
 // The arguments that a grouped GEMM adds; jitgemm/gemm/launch.py fills the same layout. The weight's tensors and the
 // bias have the experts as their first dimension.
@@ -48,7 +50,7 @@ struct GroupedArgs : GroupPointers, Args {
     u32 wide_sizes;      // 64-bit ones
     u64 scale_expert_step;  // kLhsGroup: elements, mod 2^64, from one expert's scales to the next, beyond rows * stride
 };
-static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/launch.py packs this struct");
+static_assert(sizeof(GroupedArgs) == 160, "jitgemm/gemm/launch.py packs this struct");
 
 // The kernel's tensor maps: of activations by tiles and of the last tile or of single rows, of the result by tiles, and
 // in grouped kernels of kSwizzleRows rows and of one.

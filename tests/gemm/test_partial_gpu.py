@@ -1,0 +1,64 @@
+"""Sums that are stored apart, on a GPU: integers against the reference, chunks against themselves for other m."""
+
+from __future__ import annotations
+
+import builders
+import pytest
+import torch
+import two_level
+
+from jitgemm.gemm import partial
+from jitgemm.nn.layers.shard_weight import part_of_weight
+
+pytestmark = pytest.mark.gpu
+
+N, K = 576, 2048
+ROWS = (1, 7, 33, 130, 300, 700)
+
+
+@pytest.mark.parametrize("kind", ["fast", "any", "two levels", "8 bits"])
+def test_integers_are_the_reference_s(kind):
+    if kind == "two levels":
+        weight = two_level.parts(3, N, K).packed
+    else:
+        codes, bits = {"fast": ("s8", 4), "any": ("any", 4), "8 bits": ("s8", 8)}[kind]
+        weight = builders.weight_parts(3, N, K, 0, codes=codes, bits=bits).packed
+    x = torch.randint(-128, 128, (max(ROWS), K), dtype=torch.int8, generator=builders.generator(1))
+    x[1] = 127
+    ones = torch.ones(max(ROWS))
+    expected = partial.partial_sums((x, ones), weight, 0)
+    on_gpu = weight.to("cuda")
+    for m in ROWS:
+        found = partial.partial_sums((x[:m].cuda(), ones[:m].cuda()), on_gpu, 0)
+        assert torch.equal(found.cpu(), expected[:m])
+
+
+@pytest.mark.parametrize(("lhs", "group", "codes"), [("e4m3", 128, "e4m3"), ("e4m3", 0, "any"), ("s8", 32, "s8")])
+def test_chunks_have_the_same_bits_for_any_m_and_any_number_of_them(lhs, group, codes):
+    weight = builders.weight_parts(3, N, K, group, codes=codes).packed
+    x, scale = (each.cuda() for each in builders.lhs(1, max(ROWS), K, lhs))
+    whole = weight.to("cuda")
+    expected = partial.partial_sums((x, scale), whole, 8)[:, : max(ROWS)]
+    dtype = torch.int8 if lhs == "s8" else torch.float8_e4m3fn
+    for m in ROWS:
+        assert builders.same_bits(partial.partial_sums((x[:m], scale[:m]), whole, 8)[:, :m], expected[:, :m])
+        for world in (2, 4):
+            part, chunks = part_of_weight(whole, "k", 1, world, dtype), 8 // world
+            columns = x[:m, K // world : 2 * K // world].contiguous()
+            found = partial.partial_sums((columns, scale[:m]), part, chunks)[:, :m]
+            assert builders.same_bits(found, expected[chunks : 2 * chunks, :m])
+
+
+@pytest.mark.parametrize("of", [torch.int32, torch.float32])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_last_step_has_the_reference_s_bits(of, into):
+    g, m, n = builders.generator(4), 37, 136
+    weight = builders.weight_parts(3, n, 256, 0).packed
+    for count in (1, 2, 4, 8):
+        parts = torch.randn((count, m + 3, n), generator=g) * 1e3
+        parts = (parts * 1e5).int() if of == torch.int32 else parts
+        x_scale, bias = torch.rand(m, generator=g) + 0.01, torch.randn(n, generator=g)
+        expected = partial.finish(parts, torch.empty(m, n, dtype=into), x_scale, weight, bias)
+        out = torch.empty(m, n, dtype=into, device="cuda")
+        found = partial.finish(parts.cuda(), out, x_scale.cuda(), weight.to("cuda"), bias.cuda())
+        assert builders.same_bits(found.cpu(), expected)
