@@ -29,6 +29,14 @@ def parts(n: int, k: int, group_size: int, **more) -> builders.WeightParts:
     return builders.weight_parts(n + k, n, k, group_size, **more)
 
 
+def permuted(n: int = N, k: int = K, within: int = 1) -> PackedLinear:
+    """Act-order whose columns stay within as many equal parts of k."""
+    given = parts(n, k, 64, zero_point=True)
+    g = builders.generator(3)
+    permutation = torch.cat([torch.randperm(k // within, generator=g) + i * k // within for i in range(within)])
+    return W4A8Linear(pack_w4(given.q, given.scale, given.zero, permutation=permutation, group_size=64, k=k))
+
+
 def offset(n: int = N, k: int = K) -> PackedLinear:
     given = parts(n, k, 32)
     weight = pack_w4(given.q, given.scale, offset=given.scale * 0.7, group_size=32)
@@ -128,3 +136,18 @@ def layer_of_experts(kind: str) -> PackedExperts:
         return experts(activation=kind, bias=True)
     made = [torch.randn((4, *shape), generator=builders.generator(2)) / 8 for shape in ((192, 64), (64, 96))]
     return W8A8Experts(*(quantize_w8(weight, lhs_dtype=torch.int8) for weight in made), activation="int8")
+
+
+def in_a_graph(layer: torch.nn.Module, *given: torch.Tensor) -> torch.Tensor:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            layer(*given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*given)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out

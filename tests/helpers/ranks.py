@@ -1,4 +1,4 @@
-"""Two processes that run the same function: gloo on the CPU, NCCL where each has a GPU of its own."""
+"""Processes that run the same function, two or more: gloo on the CPU, NCCL where each has a GPU of its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LIMIT_S = 60
 """After which a rank that does not answer counts as hung."""
 
 
-def _serve(rank: int, folder: str, backend: str, pipe: Any) -> None:
+def _serve(rank: int, folder: str, backend: str, pipe: Any, world: int) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD,
-        timeout=datetime.timedelta(seconds=LIMIT_S), device_id=None if device.type == "cpu" else device,
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=LIMIT_S * world // WORLD), device_id=None if device.type == "cpu" else device,
     )  # fmt: skip
-    mesh = dist.device_mesh.init_device_mesh(device.type, (WORLD,), mesh_dim_names=("tp",))
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
     while (job := pipe.recv()) is not None:
         run, arguments = job
         try:
@@ -42,16 +42,16 @@ def _serve(rank: int, folder: str, backend: str, pipe: Any) -> None:
 
 
 @contextmanager
-def two_ranks(folder: Path, backend: str = "gloo") -> Iterator[Callable[..., list[Any]]]:
-    """run(function, *arguments): what function(mesh, *arguments) returned on rank 0 and on rank 1.
+def two_ranks(folder: Path, backend: str = "gloo", world: int = WORLD) -> Iterator[Callable[..., list[Any]]]:
+    """run(function, *arguments): what function(mesh, *arguments) returned on each rank, of two, or of `world`.
 
     The function is one of a module; what it returns goes through pickle. A failure on any rank is raised.
     """
-    context = mp.get_context("spawn")
+    context, limit_s = mp.get_context("spawn"), LIMIT_S * world // WORLD
     pipes, processes = [], []
-    for rank in range(WORLD):
+    for rank in range(world):
         mine, theirs = context.Pipe()
-        processes.append(context.Process(target=_serve, args=(rank, str(folder), backend, theirs), daemon=True))
+        processes.append(context.Process(target=_serve, args=(rank, str(folder), backend, theirs, world), daemon=True))
         processes[-1].start()
         pipes.append(mine)
 
@@ -59,17 +59,17 @@ def two_ranks(folder: Path, backend: str = "gloo") -> Iterator[Callable[..., lis
         for pipe in pipes:
             pipe.send((function, arguments))
         answers: dict[int, Any] = {}
-        while len(answers) < WORLD:
+        while len(answers) < world:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-            ready = connection.wait(waiting, LIMIT_S)
+            ready = connection.wait(waiting, limit_s)
             if not ready:
-                raise TimeoutError(f"ranks did not answer within {LIMIT_S} s; those that did: {answers}")
+                raise TimeoutError(f"ranks did not answer within {limit_s} s; those that did: {answers}")
             for pipe in ready:
                 answers[pipes.index(pipe)] = pipe.recv()
         errors = [f"rank {rank}: {error}" for rank, (_, error) in sorted(answers.items()) if error is not None]
         if errors:
             raise AssertionError("\n".join(errors))
-        return [answers[rank][0] for rank in range(WORLD)]
+        return [answers[rank][0] for rank in range(world)]
 
     try:
         yield run

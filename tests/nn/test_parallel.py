@@ -24,7 +24,7 @@ from parallel_layers import (
     layer_of_experts,
     linear,
     of_rank,
-    parts,
+    permuted,
     quantised,
     x_of,
 )
@@ -39,25 +39,16 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import jitgemm
 import jitgemm.nn
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear
+from jitgemm.nn import PackedExperts, PackedLinear
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
-from jitgemm.weight.pack import pack_w4
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     with ranks.two_ranks(tmp_path_factory.mktemp("ranks")) as run:
         yield run
-
-
-def permuted(n: int = N, k: int = K, within: int = 1) -> PackedLinear:
-    """Act-order whose columns stay within as many equal parts of k."""
-    given = parts(n, k, 64, zero_point=True)
-    g = builders.generator(3)
-    permutation = torch.cat([torch.randperm(k // within, generator=g) + i * k // within for i in range(within)])
-    return W4A8Linear(pack_w4(given.q, given.scale, given.zero, permutation=permutation, group_size=64, k=k))
 
 
 # ---- what runs on every rank -----------------------------------------------------------------------------------------

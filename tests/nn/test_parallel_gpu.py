@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from parallel_layers import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, layer_of_experts, of_rank, x_of
+from parallel_layers import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, in_a_graph, layer_of_experts, of_rank, x_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -36,21 +36,6 @@ def both(tmp_path_factory):
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same but for the order of additions and the rounding to bf16."""
     return bool((a.float() - b.float()).abs().max() <= 2**-7 * b.float().abs().max())
-
-
-def in_a_graph(layer: torch.nn.Module, *given: torch.Tensor) -> torch.Tensor:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            layer(*given)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(*given)
-    out.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    return out
 
 
 def layers(mesh, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY
 from jitgemm.gemm.run import gemm
+from jitgemm.nn.layers.invariant import make_invariant, multiply_invariantly
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
@@ -60,11 +61,16 @@ class PackedLinear(Packed):
         in_features, out_features: k and n, those of this rank's part where the layer is divided among ranks.
         activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        tp_invariant: None; set it to "k" or "n" for results that do not depend on how many ranks share the layer along k,
+            as `RowwiseParallel(tp_invariant=True)` has them, or along n, as `ColwiseParallel`, nor on the other tokens
+            (docs/parallel.md). ValueError for a layer that has none; along k a weight with corrections gets zero points
+            again.
         sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
         split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
 
     batch_invariant = False
+    _tp_invariant: str | None = None
     split: LinearSharding | None = None
     prologues: Sequence[Prologue] = (NO_PROLOGUE,)
     """What the layer's quantiser may compute first."""
@@ -89,6 +95,18 @@ class PackedLinear(Packed):
         super().__init__(weight, bias, activation=activation, input_scale=input_scale)
         check_packed(weight, "weight.", experts=False)
         self.in_features, self.out_features = weight.k, weight.n
+
+    @property
+    def tp_invariant(self) -> str | None:
+        return self._tp_invariant
+
+    @tp_invariant.setter
+    def tp_invariant(self, dim: str | None) -> None:
+        if dim not in (None, "k", "n"):
+            raise ValueError(f"tp_invariant: expected None, 'k' or 'n', got {dim!r}")
+        if dim is not None:
+            make_invariant(self, dim)
+        self._tp_invariant = dim
 
     # ---- constructors ------------------------------------------------------------------------------------------------
 
@@ -163,9 +181,13 @@ class PackedLinear(Packed):
         elif is_dtensor(x):
             return on_parts(self.forward, x)
         rows, dtype = input_rows(x, self.in_features), result_type(x)
-        out = torch.empty((rows.shape[0], self.out_features), dtype=dtype, device=x.device)
         # A call of PyTorch's that changes nothing takes half a microsecond.
-        self.multiply(self.quantise(rows if rows.dtype is dtype else rows.to(dtype)), out)
+        rows = rows if rows.dtype is dtype else rows.to(dtype)
+        if self._tp_invariant is not None:
+            out = multiply_invariantly(self, rows)
+        else:
+            out = torch.empty((rows.shape[0], self.out_features), dtype=dtype, device=x.device)
+            self.multiply(self.quantise(rows), out)
         out = out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
         return out if split is None else split.leave(out)
 

@@ -24,12 +24,15 @@ class Cut(NamedTuple):
     world: int
 
 
-def part_of(parts: Parts, cut: Cut) -> Parts:
-    """A rank's part, in memory of its own: rows of the bias, or along k all of it for rank 0."""
+def part_of(parts: Parts, cut: Cut, summed_first: bool = False) -> Parts:
+    """A rank's part, in memory of its own: rows of the bias, or along k all of it for rank 0.
+
+    summed_first: along k every rank adds the bias, to the sum over all ranks.
+    """
     bias, (dim, rank, world) = parts.bias, cut
     if bias is not None and dim == "n":
         bias = bias.chunk(world)[rank].clone()
-    elif rank:
+    elif rank and not summed_first:
         bias = None
     return parts._replace(weight=part_of_weight(parts.weight, *cut, LHS_DTYPES[parts.activation]), bias=bias)
 

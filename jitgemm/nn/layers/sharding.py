@@ -46,6 +46,8 @@ class LinearSharding(Sharding):
         mesh: of one dimension.
         input_layout, output_layout: of plain tensors that go in, and of what comes out.
         local_output: whether a plain tensor comes out, or a DTensor.
+        tp_invariant: the same bits on any number of ranks; along k the layer itself sums up over them then
+            (`jitgemm.nn.layers.invariant`).
     """
 
     dim: str
@@ -53,6 +55,7 @@ class LinearSharding(Sharding):
     input_layout: Placement
     output_layout: Placement
     local_output: bool = True
+    tp_invariant: bool = False
 
     @property
     def wanted(self) -> Placement:
@@ -62,12 +65,12 @@ class LinearSharding(Sharding):
     @property
     def sums(self) -> bool:
         """Whether the GEMM's output is summed in place, as an output on all ranks needs it."""
-        return self.dim == "k" and self.output_layout == Replicate()
+        return self.dim == "k" and self.output_layout == Replicate() and not self.tp_invariant
 
     @property
     def given(self) -> Placement:
         """The layout of what the layer computes."""
-        return Shard(-1) if self.dim == "n" else Replicate() if self.sums else Partial()
+        return Shard(-1) if self.dim == "n" else Replicate() if self.sums or self.tp_invariant else Partial()
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input of the layer's, a plain tensor."""

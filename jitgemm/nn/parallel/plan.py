@@ -97,15 +97,20 @@ class ShardingPlan:
         return True
 
     def cut(self, name: str) -> Cut | None:
-        """Which part of a Linear this rank has; None for all of it."""
+        """Which part of a Linear this rank has as it is read; None for all of it."""
         style = self.style(name)
-        return None if style is None else Cut(style.dim, *rank_of(self.mesh))
+        return (
+            None if style is None or (style.tp_invariant and style.dim == "k") else Cut(style.dim, *rank_of(self.mesh))
+        )
 
     def mark(self, layer: PackedLinear, name: str) -> None:
-        """Says of a layer that was cut when it was read how it is divided."""
+        """Says of a layer that was cut when it was read how it is divided; cuts one that is to have parts of the whole's
+        records."""
         style = self.style(name)
-        if style is not None:
-            layer.split = style.sharding(self.mesh)
+        if style is not None and style.tp_invariant and style.dim == "k":
+            parallelize_module(layer, self.mesh, style, src_data_rank=None)
+        elif style is not None:
+            layer.split, layer.tp_invariant = style.sharding(self.mesh), "n" if style.tp_invariant else None
 
     def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
         """What this rank has of a layer's experts; None for all of them."""

@@ -18,8 +18,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.invariant import invariant_part
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
+from jitgemm.tensors import check_flag
 
 EXCHANGES = ("collectives", "nvlink")
 """How tokens of each rank's own get to experts on others."""
@@ -32,11 +34,21 @@ class _Divides(ParallelStyle):
     input_layouts: tuple[Placement, ...]
     output_layouts: tuple[Placement, ...]
     use_local_output: bool
+    tp_invariant: bool
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True, tp_invariant: bool = False,
+    ):  # fmt: skip
+        layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)  # type: ignore[call-arg]
+        check_flag("tp_invariant", tp_invariant)
+        self.tp_invariant = tp_invariant
 
     def sharding(self, mesh: DeviceMesh) -> LinearSharding:
         """What divides a layer so among the ranks of a mesh."""
         layouts = self.input_layouts[0], self.output_layouts[0]
-        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, self.use_local_output)
+        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, self.use_local_output, self.tp_invariant)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):
@@ -47,11 +59,14 @@ class _Divides(ParallelStyle):
                 f"{name}: expected a whole layer, got one that is divided along {module.split.dim} already"
             )
         try:
-            module.take(part_of(module.parts, Cut(self.dim, *rank_of(device_mesh))))
+            cut = Cut(self.dim, *rank_of(device_mesh))
+            invariant = self.tp_invariant and self.dim == "k"
+            module.take(invariant_part(module, cut) if invariant else part_of(module.parts, cut))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         module.in_features, module.out_features = module.weight.k, module.weight.n
         module.split = self.sharding(device_mesh)
+        module.tp_invariant = self.dim if self.tp_invariant else None
         return module
 
 
@@ -65,6 +80,8 @@ class ColwiseParallel(_Divides, _Colwise):
         input_layouts: layout of a plain input: None for Replicate(), or Shard(dim), which is gathered.
         output_layouts: None for Shard(-1), or Replicate(), which gathers the columns, or another.
         use_local_output: whether a plain tensor comes out; else a DTensor.
+        tp_invariant: packed Linears give the same bits on any number of ranks, for any number of tokens: those of a layer
+            on one GPU with `tp_invariant = "n"`.
 
     out_features / ranks must be a multiple of 8; at multiples of 64 the packed weight is cut without packing it again.
     A DTensor as input is brought into the layout that the layer needs.
@@ -86,6 +103,10 @@ class RowwiseParallel(_Divides, _Rowwise):
             columns, or another Shard(dim), by an all-to-all.
         output_layouts: None for Replicate(), by an all-reduce; or Shard(dim), by a reduce-scatter.
         use_local_output: whether a plain tensor comes out; else a DTensor.
+        tp_invariant: packed Linears give the same bits on 1, 2, 4 and 8 ranks, for any number of tokens. A token has one
+            scale, of the largest value over the ranks, and sums are rounded once, when all ranks' are added up
+            (`jitgemm.nn.layers.invariant` says how). A layer on one GPU gives these bits with its own
+            `tp_invariant = "k"`. Every rank has the bias.
 
     in_features / ranks must be a multiple of 16; at multiples of 128 and of the group size the packed weight is cut
     without packing it again. A cut through groups, at multiples of 32, repeats their scales over smaller ones, with a

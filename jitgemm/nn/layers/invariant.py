@@ -1,0 +1,237 @@
+"""Linears whose results have the same bits on 1, 2, 4 and 8 ranks, for every m: `tp_invariant`.
+
+Ranks that share k, "k":
+
+1. A token has one scale, its largest value's over all ranks: each quantises its columns, the scales' maximum is found (a
+   scale is a monotone function of the largest value), and each quantises again by that. Not with a static scale, nor
+   with scales per 128 columns, which are each rank's own.
+2. int8 per channel and in two levels: the sums are integers. They travel as int32 and add up in any order; then
+   out = float(sum) * channel_scale * token_scale + bias, each operation rounded to fp32, and out's type.
+3. Others: k is cut into CHUNKS chunks, or as many as are whole records and groups. A rank has whole ones next to each
+   other. Each chunk's sum is fp32, scaled, added up in the order of k. They are added up in one tree over all
+   chunks, ((c0 + c1) + (c2 + c3)) + .., of which a rank's are a subtree: it sends that one's sum. Then + bias, and out's
+   type.
+
+One rank computes the same, for it is what the bits are. Weights are slices of the whole layer's records.
+
+Ranks that share n, "n": each quantises whole tokens. k is added up in its order, by kernels that do not split it: which
+split is the fastest would depend on a rank's n.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.scheme import Activation, activation_named
+from jitgemm.gemm.partial import finish, gemm_in_order, partial_sums
+from jitgemm.kernel.formats import BLOCK_K, format_named
+from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
+from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
+from jitgemm.weight.parts import PackedWeight
+
+if TYPE_CHECKING:
+    from jitgemm.weight.packed import Weight
+
+CHUNKS = 8
+"""Of k, at most: ranks that can share a layer."""
+GATHERED_BYTES = 2 << 20
+"""Sums of a rank up to which each rank gets those of all the others, and finishes all rows: one collective. With more each
+finishes a part of the rows, which then travel in out's type."""
+
+
+def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = False) -> int:
+    """Chunks of a rank's part of a weight; 0 where sums are integers.
+
+    whole: the weight is all ranks', and not one's part.
+
+    Raises:
+        ValueError: results would depend on the ranks, or so many ranks do not have whole chunks.
+    """
+    name, fmt = weight.layer or "weight", weight.format
+    if activation.affine:
+        raise ValueError(f"{name}: expected activations without zero points for tp_invariant, got int8_affine")
+    if activation.dtype == "s8" and not activation.block and not fmt.group_size:
+        return 0
+    if weight.permutation is not None:
+        raise ValueError(
+            f"{name}: expected no activation order for tp_invariant, as chunks of k are next to each other"
+        )
+    if fmt.lhs_sums:
+        raise ValueError(f"{name}: expected a weight without correction for tp_invariant, got {weight!r}")
+    k, unit = weight.k * (1 if whole else world), max(BLOCK_K, fmt.group_size)
+    chunks = math.gcd(CHUNKS, k // unit) if k % unit == 0 else 1
+    if chunks % world:
+        raise ValueError(
+            f"{name}: expected k = {k} to be a multiple of {world} ranks * {unit} for tp_invariant, as sums are of whole "
+            f"groups and records"
+        )
+    return chunks // world
+
+
+def make_invariant(layer: Any, dim: str) -> None:
+    """Gives a `PackedLinear`, or a rank's part of one, a weight that `multiply_invariantly` takes. Raises as
+    `chunks_of`."""
+    if dim == "n":
+        return
+    parts = without_correction(layer.parts)
+    chunks_of(parts.weight, layer.scheme, 1 if layer.split is None else layer.split.mesh.size())
+    if parts.weight is not layer.weight:
+        layer.take(parts)
+
+
+def invariant_part(layer: Any, cut: Cut) -> Parts:
+    """A rank's part of a whole layer: a slice of its records, with all of the bias.
+
+    Raises:
+        ValueError: results would depend on the ranks.
+    """
+    parts = without_correction(layer.parts)
+    chunks = chunks_of(parts.weight, layer.scheme, cut.world, whole=True)
+    part = part_of(parts, cut, summed_first=True)
+    if chunks and part.weight.format != parts.weight.format:
+        raise ValueError(
+            f"{parts.weight.layer or 'weight'}: expected more than a group of {parts.weight.group_size} columns on each "
+            f"of {cut.world} ranks for tp_invariant, got k = {parts.weight.k}"
+        )
+    return part
+
+
+def without_correction(parts: Parts) -> Parts:
+    """The same layer with zero points or offsets where codes are: of a chunk there are no sums of groups."""
+    if not parts.weight.format.lhs_sums:
+        return parts
+    weight = unpacked(parts.weight).pack(LHS_DTYPES[parts.activation], correction=False)
+    weight.named(parts.weight.layer)
+    return parts._replace(weight=weight)
+
+
+def multiply_invariantly(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The layer's result of rows [m, k], of this rank's columns where ranks share them: [m, n], all or this rank's."""
+    split, buffers, weight, scheme = layer.split, layer._buffers, layer.weight, layer.scheme
+    columns = layer.tp_invariant == "n"
+    alone = split is None or columns
+    world, group = (1, "") if alone else (split.mesh.size(), split.group.group_name)
+    rank = 0 if alone else split.mesh.get_local_rank()
+    chunks = 0 if columns else chunks_of(weight, scheme, world)
+    scales = None if weight.sums == "f16" else weight.channel_scale  # powers, which sums in fp32 do without
+    arguments = (
+        rows, weight.blocks, scales, weight.row_sum, buffers["permutation"], buffers["input_scale"],
+        buffers["bias"], weight.n, weight.k, weight.format.name, layer.activation, scheme.rotation, columns, chunks, group,
+        rank, world,
+    )  # fmt: skip
+    if needs_dispatcher(rows, rows):
+        return torch.ops.jitgemm.invariant_linear(*arguments)
+    return _multiply(*arguments)
+
+
+def _multiply(
+    rows: torch.Tensor, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
+    permutation: torch.Tensor | None, input_scale: torch.Tensor | None, bias: torch.Tensor | None, n: int, k: int,
+    format: str, activation: str, rotation: int, columns: bool, chunks: int, group: str, rank: int, world: int,
+) -> torch.Tensor:  # fmt: skip
+    weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
+    out = rows.new_empty((rows.shape[0], n))
+    if not rows.shape[0]:
+        return out
+    scheme = activation_named(activation)._replace(rotation=rotation)
+    scheme = scheme if input_scale is None else scheme.given
+    if columns:
+        lhs = quantize_activations(
+            rows, LHS_DTYPES[activation], scheme=scheme.scheme, affine=scheme.affine, scale=input_scale,
+            permutation=permutation, correction=weight.format.lhs_sums, rotation=rotation,
+        )  # fmt: skip
+        gemm_in_order(lhs, weight, out, bias)
+        return out
+    lhs = _quantised(rows, scheme, input_scale, permutation, _Ranks(group, rank, world))
+    return _Ranks(group, rank, world).sum(lhs, weight, chunks, bias, out)
+
+
+def _quantised(
+    rows: torch.Tensor, scheme: Activation, input_scale: torch.Tensor | None, permutation: torch.Tensor | None, ranks: _Ranks
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Codes and scales by the ranks' largest value of each token."""
+    dtype = LHS_DTYPES["int8" if scheme.dtype == "s8" else "e4m3"]
+    common = {"permutation": permutation, "rotation": scheme.rotation}
+    lhs = quantize_activations(rows, dtype, scheme=scheme.scheme, scale=input_scale, **common)
+    # Rotated rows' given scales are divided otherwise than their own: on one rank, too.
+    if scheme.scheme != "token" or (ranks.world == 1 and not scheme.rotation):
+        return lhs
+    codes, scale = lhs
+    ranks.maximum(scale)
+    out = codes, torch.empty_like(scale)
+    return quantize_activations(rows, dtype, scheme="tensor", scale=scale, out=out, **common)
+
+
+class _Ranks:
+    """The ranks that share a layer, by PyTorch's collectives."""
+
+    def __init__(self, group: str, rank: int, world: int):
+        self.rank, self.world, self._name = rank, world, group
+
+    @property
+    def _group(self) -> Any:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return _resolve_process_group(self._name)
+
+    def maximum(self, scales: torch.Tensor) -> None:
+        """scales [m], not negative or NaN, become all ranks' largest; NaN where one is."""
+        if self.world > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(scales.view(torch.int32), dist.ReduceOp.MAX, group=self._group)
+
+    def sum(
+        self, lhs: tuple[torch.Tensor, torch.Tensor], weight: PackedWeight, chunks: int, bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """out = the sums over all ranks of lhs times weight, and the bias."""
+        m, n, world = *out.shape, self.world
+        scale = lhs[1]
+        if world == 1:
+            sums = partial_sums(lhs, weight, chunks)
+            return finish(sums if chunks else sums[None], out, scale, weight, bias)
+        import torch.distributed as dist
+
+        small = 4 * m * n <= GATHERED_BYTES
+        each = m if small else -(-m // world)
+        mine = out.new_empty((m if small else world * each, n), dtype=torch.float32 if chunks else torch.int32)
+        if chunks:
+            finish(partial_sums(lhs, weight, chunks), mine[:m])
+        else:
+            partial_sums(lhs, weight, 0, mine[:m])
+        parts = mine.new_empty((world, each, n))
+        if small:
+            _all_gather(parts.view(world * m, n), mine, self._group)
+            return finish(parts, out, scale, weight, bias)
+        dist.all_to_all_single(parts.view(world * each, n), mine, group=self._group)
+        first = min(self.rank * each, m)
+        rows = slice(first, min(first + each, m))
+        done = out.new_empty((each, n))
+        if rows.stop > first:
+            finish(parts, done[: rows.stop - first], scale[rows], weight, bias)
+        whole = out.new_empty((world * each, n))
+        _all_gather(whole, done, self._group)
+        return whole[:m]
+
+
+def _all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    import torch.distributed as dist
+
+    # torch 2.13 has a new name, and warns of the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
+
+
+define_op(
+    "invariant_linear(Tensor rows, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, Tensor? permutation, "
+    "Tensor? input_scale, Tensor? bias, SymInt n, SymInt k, str format, str activation, int rotation, bool columns, "
+    "int chunks, str group, int rank, int world) -> Tensor",
+    _multiply,
+    lambda rows, *rest: rows.new_empty((rows.shape[0], rest[6])),
+)

@@ -1,0 +1,163 @@
+"""The same bits on 1, 2, 4 and 8 ranks: eight processes with gloo on the CPU, in meshes of 2, 4 and 8."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import builders
+import pytest
+import ranks
+import torch
+from invariant_layers import CASES, INVARIANT_PLAN, KINDS, K, corrected, generated, layer_in, model_of, on_one
+from parallel_layers import LAYERS, permuted, x_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from jitgemm.nn.layers import invariant
+from jitgemm.nn.layers.shard_weight import Cut
+from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+
+WORLDS = (2, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    with ranks.two_ranks(tmp_path_factory.mktemp("ranks"), world=8) as run:
+        yield run
+
+
+@functools.lru_cache
+def mesh_of(world: int):
+    """One of so many ranks around this one."""
+    return init_device_mesh("cpu", (8 // world, world), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+# ---- what runs on every rank -----------------------------------------------------------------------------------------
+
+
+def same_bits_of(mesh, name: str) -> list[str]:
+    layer, wrong = CASES[name](), []
+    for world in WORLDS:
+        mesh = mesh_of(world)
+        divided = parallelize_module(copy.deepcopy(layer), mesh, RowwiseParallel(tp_invariant=True))
+        for rows, gathered in ((1, invariant.GATHERED_BYTES), (5, invariant.GATHERED_BYTES), (13, 0)):
+            x = x_of(layer, torch.bfloat16, rows)
+            invariant.GATHERED_BYTES = gathered
+            out = divided(x.chunk(world, -1)[mesh.get_local_rank()])
+            invariant.GATHERED_BYTES = 2 << 20
+            if not builders.same_bits(out, on_one(layer, x)):
+                wrong.append(f"{world} ranks, {rows} rows")
+    return wrong
+
+
+def columns(mesh, name: str) -> None:
+    layer, mesh = LAYERS[name](), mesh_of(2)
+    divided = parallelize_module(copy.deepcopy(layer), mesh, ColwiseParallel(tp_invariant=True))
+    x = x_of(layer)
+    expected = on_one(layer, x, "n")
+    assert builders.same_bits(expected, layer(x))  # the reference has one order
+    assert builders.same_bits(divided(x), expected.chunk(2, 1)[mesh.get_local_rank()])
+
+
+def layouts(mesh) -> None:
+    mesh = mesh_of(4)
+    layer, rank = layer_in(activation="int8", group_size=K), mesh.get_local_rank()
+    x = x_of(layer, torch.bfloat16, 2, 4)
+    expected = on_one(layer, x)
+    for placement, part in ((Shard(1), expected.chunk(4, 1)[rank]), (Replicate(), expected)):
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=placement, tp_invariant=True)
+        assert builders.same_bits(parallelize_module(copy.deepcopy(layer), mesh, style)(x), part)
+    style = RowwiseParallel(tp_invariant=True)
+    divided = parallelize_module(copy.deepcopy(layer), mesh, style)
+    mine = x.chunk(4, -1)[rank]
+    compiled = torch.compile(divided, backend="aot_eager", fullgraph=True)
+    assert builders.same_bits(compiled(mine), expected)
+    mine[0, 1, 3] = torch.inf  # of rank 1 in each mesh
+    x = x.clone()
+    if rank != 1:
+        mine[0, 1, 3] = 1.0
+    out = divided(mine)
+    assert out[0, 1].isnan().all() and builders.same_bits(out[1], expected[1])
+    assert divided(mine[:0]).shape == (0, 4, layer.out_features)
+
+
+def greedy(mesh, kind: str) -> list[tuple[list[int], torch.Tensor]]:
+    whole, found = model_of(kind), []
+    for world in WORLDS:
+        found.append(generated(parallelize_module(copy.deepcopy(whole), mesh_of(world), INVARIANT_PLAN)))
+    return found
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_has_one_gpu_s_bits(eight, name):
+    assert eight(same_bits_of, name) == [[]] * 8
+
+
+@pytest.mark.parametrize("name", ["e4m3, groups of 128", "zero points, affine", "rotated", "static"])
+def test_columns_have_one_gpu_s_bits(eight, name):
+    eight(columns, name)
+
+
+def test_layouts_and_rows_without_a_finite_scale(eight):
+    eight(layouts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_generates_the_same_tokens_with_the_same_log_probabilities(eight, kind):
+    expected = generated(model_of(kind))
+    for worlds in eight(greedy, kind):
+        for tokens, found in worlds:
+            assert tokens == expected[0] and builders.same_bits(found, expected[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_the_layer_s_function(name):
+    """By as many roundings as a plain layer, or a few of fp32 more."""
+    layer = CASES[name]()
+    x = x_of(layer, torch.float32)
+    plain, out = layer(x), on_one(layer, x)
+    assert (out - plain).abs().max() <= 2**-20 * plain.abs().max()
+
+
+def test_chunks_of_as_many_ranks_as_divide_k():
+    layer = layer_in(6 * 128)
+    assert [invariant.chunks_of(layer.weight, layer.scheme, 1)] == [2]
+    layer.weight.named("model.down")
+    words = r"model.down: expected k = 768 to be a multiple of 4 ranks \* 128 for tp_invariant"
+    with pytest.raises(ValueError, match=words):
+        invariant.invariant_part(layer, Cut("k", 0, 4))
+
+
+REFUSED = {
+    "zero points of activations": (lambda: LAYERS["zero points, affine"](), "without zero points"),
+    "activation order": (lambda: permuted(k=512, within=2), "no activation order"),
+    "one group a rank": (lambda: layer_in(256), "expected more than a group of 128 columns on each of 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_have_no_such_bits_are_refused_by_name(name):
+    make, words = REFUSED[name]
+    layer = make()
+    layer.weight.named("model.down")
+    with pytest.raises(ValueError, match=f"model.down: .*{words}"):
+        invariant.invariant_part(layer, Cut("k", 0, 2))
+
+
+def test_corrections_become_zero_points_again():
+    layer = corrected()
+    assert layer.weight.format.correction
+    part = invariant.invariant_part(layer, Cut("k", 1, 4))
+    assert not part.weight.format.correction and part.weight.format.zero_point
+
+
+def test_the_style_s_flag_is_a_bool():
+    with pytest.raises(TypeError, match="tp_invariant: expected a bool, got int"):
+        RowwiseParallel(tp_invariant=1)
+    with pytest.raises(ValueError, match="tp_invariant: expected None, 'k' or 'n', got True"):
+        layer_in().tp_invariant = True
