@@ -12,7 +12,10 @@ from invariant_layers import CASES, INVARIANT_PLAN, KINDS, generated, model_of, 
 from parallel_layers import in_a_graph, x_of
 from torch.distributed.tensor.parallel import parallelize_module
 
-from jitgemm.nn.parallel import RowwiseParallel
+from jitgemm.gemm import ranks as sums
+from jitgemm.nn.layers import invariant
+from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn.parallel.styles import EXCHANGES
 
 pytestmark = pytest.mark.gpu
 
@@ -27,20 +30,32 @@ def both(tmp_path_factory):
         yield run
 
 
-def a_layer(mesh, name: str) -> list[str]:
+def a_layer(mesh, name: str, exchange: str) -> list[str]:
     torch._dynamo.reset()  # a process compiles a function for eight layers at most
     layer, wrong = CASES[name]().cuda(), []
-    divided = parallelize_module(copy.deepcopy(layer), mesh, RowwiseParallel(tp_invariant=True))
+    invariant.GATHERED_BYTES = sums.ALONE_BYTES = 1 << 18  # of 512 tokens; with more each rank finishes a part
+    divided = parallelize_module(copy.deepcopy(layer), mesh, RowwiseParallel(tp_invariant=True, exchange=exchange))
     compiled = torch.compile(divided, fullgraph=True, dynamic=True)
     x = x_of(layer, torch.bfloat16, 2100).cuda()
     every = on_one(layer, x)
     for m in (1, 7, 64, 700, 2100):
         mine = x[:m].chunk(2, 1)[mesh.get_local_rank()].contiguous()
-        outs = {"one GPU": on_one(layer, x[:m]), "two": divided(mine), "a graph": in_a_graph(divided, mine)}
+        outs = {"one GPU": on_one(layer, x[:m]), "two": divided(mine)}
+        torch.cuda.synchronize()  # a graph is captured on another stream
+        outs["a graph"] = in_a_graph(divided, mine)
         if m in (7, 700):
             outs["compiled"] = compiled(mine)
         wrong += [f"{m} rows, {what}" for what, out in outs.items() if not builders.same_bits(out, every[:m])]
     return wrong
+
+
+def columns(mesh, name: str) -> list[int]:
+    """m of other bits: of tokens through a rank's rows of the weight, and through all of them."""
+    layer = CASES[name]().cuda()
+    divided = parallelize_module(copy.deepcopy(layer), mesh, ColwiseParallel(tp_invariant=True))
+    x = x_of(layer, torch.bfloat16, 2100).cuda()
+    every = on_one(layer, x, "n").chunk(2, 1)[mesh.get_local_rank()]
+    return [m for m in (1, 7, 64, 700, 2100) if not builders.same_bits(divided(x[:m]), every[:m])]
 
 
 def greedy(mesh, kind: str, compiling: bool) -> list[tuple[list[int], torch.Tensor]]:
@@ -51,9 +66,15 @@ def greedy(mesh, kind: str, compiling: bool) -> list[tuple[list[int], torch.Tens
     return [generated(each) for each in models]
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_has_one_gpu_s_bits(both, name):
-    assert both(a_layer, name) == [[], []]
+def test_a_layer_has_one_gpu_s_bits(both, name, exchange):
+    assert both(a_layer, name, exchange) == [[], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns_have_one_gpu_s_bits(both, name):
+    assert both(columns, name) == [[], []]
 
 
 @pytest.mark.parametrize("compiling", [False, True], ids=["eager", "compiled"])

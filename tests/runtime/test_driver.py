@@ -31,6 +31,7 @@ driver = pytest.importorskip("jitgemm.runtime.driver")
 gemm_run = pytest.importorskip("jitgemm.gemm.run")
 gemms = pytest.importorskip("jitgemm.gemm.launch")
 partial = pytest.importorskip("jitgemm.gemm.partial")
+ranks = pytest.importorskip("jitgemm.gemm.ranks")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
 launching = pytest.importorskip("jitgemm.runtime.launch")
@@ -146,6 +147,7 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
 
 ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/gemm/types.cuh", "Args", gemms.ARGUMENTS, id="gemm"),
+    pytest.param("jitgemm/gemm/ranks.cuh", "RanksArgs", ranks.RANKS_ARGUMENTS, id="ranks"),
     pytest.param("jitgemm/gemm/finish.cuh", "FinishArgs", partial.FINISH_ARGUMENTS, id="finish"),
     pytest.param("jitgemm/quantize/types.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
     pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),

@@ -50,8 +50,8 @@ __device__ __forceinline__ Vector<kFp32> sum_of_parts(Load load) {
 }
 
 // The result of a row's eight columns.
-template <class Config>
-__device__ __forceinline__ Vector<Config::kOut> finished(const FinishArgs& args, const Vector<kFp32>& sums, u32 row,
+template <class Config, class Args>
+__device__ __forceinline__ Vector<Config::kOut> finished(const Args& args, const Vector<kFp32>& sums, u32 row,
                                                          u32 vector) {
     float values[kVector];
     if constexpr (Config::kIn == kS32) {

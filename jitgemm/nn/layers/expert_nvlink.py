@@ -34,8 +34,6 @@ def sent_by_kernels(call: ExpertsCall, split: ExpertSharding, most: int) -> torc
 
 def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> Buffer:
     """A buffer of each rank of the group, which waits for the others."""
-    from torch.distributed import _symmetric_memory as symmetric
-
     if layout.k > most_hidden():
         raise ValueError(
             f"hidden_states: expected at most {most_hidden()} columns for exchange='nvlink', got {layout.k}"
@@ -45,23 +43,40 @@ def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) 
             f"max_tokens: expected at most {MOST_CHOICES // (layout.world * layout.top_k)} for exchange='nvlink', "
             f"{layout.world} ranks and {layout.top_k} choices, got {layout.max_tokens}"
         )
+    same_on_every_rank((replace(layout, rank=0), dtype_name(layout.dtype)), group, layout.rank, layout.world)
+    own, addresses, handle = mapped(layout.offsets["end"], group, layout.rank, layout.world, device)
+    buffer = Buffer(layout, own, addresses, handle)
+    buffer.clear()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return buffer
+
+
+def same_on_every_rank(what: object, group: dist.ProcessGroup, rank: int, world: int) -> None:
+    """Raises ValueError unless the ranks are of one host and have the same; CacheMissError where a graph is captured."""
     if torch.cuda.is_current_stream_capturing():
         raise CacheMissError(
             "exchange: the ranks have no buffers for these shapes yet, and making them now would break the CUDA graph "
             "being captured: call the layer once with these shapes before the capture, on every rank"
         )
-    mine = socket.gethostname(), replace(layout, rank=0), dtype_name(layout.dtype)
-    ranks: list[tuple[str, Layout, str]] = [mine] * layout.world
+    mine = socket.gethostname(), what
+    ranks = [mine] * world
     dist.all_gather_object(ranks, mine, group=group)
-    hosts = list(dict.fromkeys(host for host, *_ in ranks))
+    hosts = list(dict.fromkeys(host for host, _ in ranks))
     if len(hosts) > 1:
         raise ValueError(f"exchange: expected ranks of one host for 'nvlink', got hosts {', '.join(hosts)}")
-    for rank, other in enumerate(ranks):
+    for number, other in enumerate(ranks):
         if other != mine:
-            raise ValueError(
-                f"exchange: expected {mine[1]} on every rank, as on rank {layout.rank}, got {other[1]} on {rank}"
-            )
-    own = symmetric.empty(layout.offsets["end"], dtype=torch.uint8, device=device)
+            raise ValueError(f"exchange: expected {what} on every rank, as on rank {rank}, got {other[1]} on {number}")
+
+
+def mapped(
+    size: int, group: dist.ProcessGroup, rank: int, world: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, object]:
+    """(uint8 [size] of this rank, int64 [world]: addresses of all ranks' here, what has to live as long)."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
     try:
         handle = symmetric.rendezvous(own, group.group_name)
     except RuntimeError as error:
@@ -69,11 +84,7 @@ def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) 
             f"exchange: expected GPUs that reach one another's memory for 'nvlink', PyTorch's symmetric memory says: {error}"
         ) from error
     # Memory of a pool begins somewhere in what the ranks have mapped.
-    starts: list[int] = [0] * layout.world
-    dist.all_gather_object(starts, own.data_ptr() - handle.buffer_ptrs[layout.rank], group=group)
+    starts: list[int] = [0] * world
+    dist.all_gather_object(starts, own.data_ptr() - handle.buffer_ptrs[rank], group=group)
     addresses = [base + start for base, start in zip(handle.buffer_ptrs, starts, strict=True)]
-    buffer = Buffer(layout, own, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
-    buffer.clear()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    return buffer
+    return own, torch.tensor(addresses, dtype=torch.int64, device=device), handle

@@ -35,6 +35,7 @@ from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
+    from jitgemm.nn.layers.invariant_nvlink import NvlinkRanks
     from jitgemm.weight.packed import Weight
 
 CHUNKS = 8
@@ -122,7 +123,7 @@ def multiply_invariantly(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     arguments = (
         rows, weight.blocks, scales, weight.row_sum, buffers["permutation"], buffers["input_scale"],
         buffers["bias"], weight.n, weight.k, weight.format.name, layer.activation, scheme.rotation, columns, chunks, group,
-        rank, world,
+        rank, world, not alone and split.nvlink,
     )  # fmt: skip
     if needs_dispatcher(rows, rows):
         return torch.ops.jitgemm.invariant_linear(*arguments)
@@ -133,6 +134,7 @@ def _multiply(
     rows: torch.Tensor, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
     permutation: torch.Tensor | None, input_scale: torch.Tensor | None, bias: torch.Tensor | None, n: int, k: int,
     format: str, activation: str, rotation: int, columns: bool, chunks: int, group: str, rank: int, world: int,
+    nvlink: bool,
 ) -> torch.Tensor:  # fmt: skip
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
     out = rows.new_empty((rows.shape[0], n))
@@ -147,12 +149,28 @@ def _multiply(
         )  # fmt: skip
         gemm_in_order(lhs, weight, out, bias)
         return out
-    lhs = _quantised(rows, scheme, input_scale, permutation, _Ranks(group, rank, world))
-    return _Ranks(group, rank, world).sum(lhs, weight, chunks, bias, out)
+    ranks = _ranks(group, rank, world, nvlink, out)
+    lhs = _quantised(rows, scheme, input_scale, permutation, ranks)
+    return ranks.sum(lhs, weight, chunks, bias, out)
+
+
+def _ranks(group: str, rank: int, world: int, nvlink: bool, out: torch.Tensor) -> Ranks | NvlinkRanks:
+    if nvlink and world > 1 and out.is_cuda:
+        from jitgemm.nn.layers import invariant_nvlink  # with torch's symmetric memory
+
+        if invariant_nvlink.takes(*out.shape):
+            return invariant_nvlink.NvlinkRanks(group_named(group), rank, world, out.device)
+    return Ranks(group, rank, world)
+
+
+def group_named(name: str) -> Any:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
 
 
 def _quantised(
-    rows: torch.Tensor, scheme: Activation, input_scale: torch.Tensor | None, permutation: torch.Tensor | None, ranks: _Ranks
+    rows: torch.Tensor, scheme: Activation, input_scale: torch.Tensor | None, permutation: torch.Tensor | None, ranks: Ranks | NvlinkRanks
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Codes and scales by the ranks' largest value of each token."""
     dtype = LHS_DTYPES["int8" if scheme.dtype == "s8" else "e4m3"]
@@ -160,6 +178,7 @@ def _quantised(
     lhs = quantize_activations(rows, dtype, scheme=scheme.scheme, scale=input_scale, **common)
     # Rotated rows' given scales are divided otherwise than their own: on one rank, too.
     if scheme.scheme != "token" or (ranks.world == 1 and not scheme.rotation):
+        ranks.maximum(None)
         return lhs
     codes, scale = lhs
     ranks.maximum(scale)
@@ -167,7 +186,7 @@ def _quantised(
     return quantize_activations(rows, dtype, scheme="tensor", scale=scale, out=out, **common)
 
 
-class _Ranks:
+class Ranks:
     """The ranks that share a layer, by PyTorch's collectives."""
 
     def __init__(self, group: str, rank: int, world: int):
@@ -175,13 +194,11 @@ class _Ranks:
 
     @property
     def _group(self) -> Any:
-        from torch.distributed.distributed_c10d import _resolve_process_group
+        return group_named(self._name)
 
-        return _resolve_process_group(self._name)
-
-    def maximum(self, scales: torch.Tensor) -> None:
-        """scales [m], not negative or NaN, become all ranks' largest; NaN where one is."""
-        if self.world > 1:
+    def maximum(self, scales: torch.Tensor | None) -> None:
+        """scales [m], not negative or NaN, become all ranks' largest; NaN where one is. Every call begins with this one."""
+        if self.world > 1 and scales is not None:
             import torch.distributed as dist
 
             dist.all_reduce(scales.view(torch.int32), dist.ReduceOp.MAX, group=self._group)
@@ -231,7 +248,7 @@ def _all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> None:
 define_op(
     "invariant_linear(Tensor rows, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, Tensor? permutation, "
     "Tensor? input_scale, Tensor? bias, SymInt n, SymInt k, str format, str activation, int rotation, bool columns, "
-    "int chunks, str group, int rank, int world) -> Tensor",
+    "int chunks, str group, int rank, int world, bool nvlink) -> Tensor",
     _multiply,
     lambda rows, *rest: rows.new_empty((rows.shape[0], rest[6])),
 )

@@ -48,6 +48,7 @@ class LinearSharding(Sharding):
         local_output: whether a plain tensor comes out, or a DTensor.
         tp_invariant: the same bits on any number of ranks; along k the layer itself sums up over them then
             (`jitgemm.nn.layers.invariant`).
+        nvlink: it does so by kernels that read the other ranks' memory, and not by collectives.
     """
 
     dim: str
@@ -56,6 +57,7 @@ class LinearSharding(Sharding):
     output_layout: Placement
     local_output: bool = True
     tp_invariant: bool = False
+    nvlink: bool = False
 
     @property
     def wanted(self) -> Placement:

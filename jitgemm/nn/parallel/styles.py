@@ -35,6 +35,7 @@ class _Divides(ParallelStyle):
     output_layouts: tuple[Placement, ...]
     use_local_output: bool
     tp_invariant: bool
+    exchange = "collectives"
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
@@ -48,7 +49,8 @@ class _Divides(ParallelStyle):
     def sharding(self, mesh: DeviceMesh) -> LinearSharding:
         """What divides a layer so among the ranks of a mesh."""
         layouts = self.input_layouts[0], self.output_layouts[0]
-        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, self.use_local_output, self.tp_invariant)
+        kind = self.use_local_output, self.tp_invariant, self.exchange == "nvlink"
+        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, *kind)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):
@@ -107,6 +109,9 @@ class RowwiseParallel(_Divides, _Rowwise):
             scale, of the largest value over the ranks, and sums are rounded once, when all ranks' are added up
             (`jitgemm.nn.layers.invariant` says how). A layer on one GPU gives these bits with its own
             `tp_invariant = "k"`. Every rank has the bias.
+        exchange: of tp_invariant: "collectives", or "nvlink": kernels read the sums in the memory of the other ranks, 2, 4
+            or 8 of one host, with the same bits. What `ExpertParallel` says of it holds; calls whose sums in fp32 take
+            more than 64 MiB go by collectives.
 
     in_features / ranks must be a multiple of 16; at multiples of 128 and of the group size the packed weight is cut
     without packing it again. A cut through groups, at multiples of 32, repeats their scales over smaller ones, with a
@@ -114,6 +119,19 @@ class RowwiseParallel(_Divides, _Rowwise):
     """
 
     dim = "k"
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True, tp_invariant: bool = False, exchange: str = "collectives",
+    ):  # fmt: skip
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output,
+            tp_invariant=tp_invariant,
+        )  # fmt: skip
+        if exchange not in EXCHANGES or (exchange == "nvlink" and not tp_invariant):
+            wanted = f"one of {EXCHANGES}" if tp_invariant else "'collectives' without tp_invariant"
+            raise ValueError(f"exchange: expected {wanted}, got {exchange!r}")
+        self.exchange = exchange
 
 
 class ExpertParallel(ParallelStyle):

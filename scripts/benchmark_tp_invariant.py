@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""What the same bits on any number of GPUs cost: row-parallel layers with and without `tp_invariant`, on one host.
+
+    python scripts/benchmark_tp_invariant.py --ranks 2
+
+Llama-3-8B's o and down by default. A time is of one layer in a CUDA graph of many, on the slower rank. Results of the
+invariant layers are compared with one GPU's, bit for bit; exits 1 where one differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from torch.distributed.tensor.parallel import parallelize_module
+
+import jitgemm.nn
+from jitgemm.nn import W4A8Linear
+from jitgemm.nn.parallel import RowwiseParallel
+
+LAYERS = {"o": (4096, 4096), "down": (4096, 14336)}
+KINDS: dict[str, dict[str, Any]] = {
+    "int8 channel": {"activation": "int8", "group_size": "channel"},
+    "two levels": {"activation": "int8", "scheme": "two-level"},
+    "e4m3 g128": {"activation": "e4m3", "group_size": 128},
+}
+WAYS = {
+    "plain": RowwiseParallel(),
+    "collectives": RowwiseParallel(tp_invariant=True),
+    "nvlink": RowwiseParallel(tp_invariant=True, exchange="nvlink"),
+}
+COPIES_BYTES = 100 << 20
+"""Of weights that a graph goes through, more than the L2 holds."""
+
+
+def layer_of(kind: str, n: int, k: int) -> W4A8Linear:
+    torch.manual_seed(n + k)
+    holder = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="cuda"))
+    options = dict(KINDS[kind])
+    if "scheme" not in options:
+        options["clip_steps"] = 0
+    jitgemm.nn.quantize_(holder, **options)
+    return holder[0]
+
+
+def time_us(layers: list[torch.nn.Module], x: torch.Tensor) -> float:
+    """Of one layer: the slower rank's median over replays of a graph of all of them, several times."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for layer in layers:
+            layer(x)
+    side.synchronize()
+    dist.barrier()
+    graph, calls = torch.cuda.CUDAGraph(), max(1, 24 // len(layers)) * len(layers)
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            layers[i % len(layers)](x)
+    found = []
+    for _ in range(12):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3 / calls)
+    slowest = torch.tensor(statistics.median(found[2:]), device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], rows: list[int]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", rank),
+    )
+    mesh = dist.device_mesh.init_device_mesh("cuda", (world,))
+    lines, wrong = [], 0
+    with torch.no_grad():
+        for kind in kinds:
+            for name in names:
+                n, k = LAYERS[name]
+                whole = layer_of(kind, n, k)
+                whole.tp_invariant = "k"
+                count = max(1, COPIES_BYTES * world // whole.weight.nbytes)
+                each: dict[str, list[torch.nn.Module]] = {}
+                for way, style in WAYS.items():
+                    one = copy.deepcopy(whole)
+                    one.tp_invariant = None
+                    one = parallelize_module(one, mesh, style)
+                    each[way] = [one, *(copy.deepcopy(one) for _ in range(count - 1))]
+                for m in rows:
+                    torch.manual_seed(m)
+                    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+                    mine = x.chunk(world, 1)[rank].contiguous()
+                    expected = whole(x)
+                    bad = [way for way in WAYS if way != "plain" and not torch.equal(each[way][0](mine), expected)]
+                    wrong += len(bad)
+                    times = {way: time_us(layers, mine) for way, layers in each.items()}
+                    line = f"{kind:13} {name:5} {m:5}" + "".join(f"{us:12.2f}" for us in times.values())
+                    line += f"{times['nvlink'] - times['plain']:+10.2f}{times['nvlink'] / times['plain']:7.2f}  "
+                    lines.append(line + (f"OTHER BITS by {bad}" if bad else "same bits"))
+                    if rank == 0:
+                        print(lines[-1], flush=True)
+    if rank == 0:
+        print(f"\n{torch.cuda.get_device_name()}, {world} ranks; microseconds of a layer")
+        print(f"{'':13} {'':5} {'m':>5}" + "".join(f"{way:>12}" for way in WAYS) + f"{'more':>10}{'times':>7}")
+        print("\n".join(lines))
+    failed = torch.tensor(wrong, device="cuda")
+    dist.all_reduce(failed)
+    dist.destroy_process_group()
+    if int(failed):
+        sys.exit(1)
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="GPUs: 2, 4 or 8.")] = 2,
+    layers: Annotated[str, typer.Option(help="Names out of o, down, with commas.")] = "o,down",
+    kinds: Annotated[str, typer.Option(help="Kinds of weights, with commas.")] = ",".join(KINDS),
+    rows: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1,16,64,2048",
+) -> None:
+    """Time row-parallel layers with and without tp_invariant."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (ranks, folder, layers.split(","), kinds.split(","), [int(m) for m in rows.split(",")]), ranks)
+
+
+if __name__ == "__main__":
+    typer.run(main)
