@@ -31,7 +31,7 @@ from jitgemm.nn.layers.sums import put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
 from jitgemm.nn.quantize.choose import choose, others
-from jitgemm.nn.quantize.quantize import quantised, warn_of_experts
+from jitgemm.nn.quantize.quantize import note_otherwise, quantised, warn_of_experts
 from jitgemm.nn.quantize.placeholder import Placeholder
 from jitgemm.nn.quantize.swap import SAVED, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.recipe import Recipe
@@ -103,12 +103,12 @@ class JitGemmConfig(QuantizationConfigMixin):
 
     Args:
         bits: 4, or 8 for a scale per row of int8 or e4m3, as `activation` says.
-        scheme: as in `quantize_`: None for integers; "mxfp4", or "two-level", whose activation is int8 where none is said.
+        scheme: as in `quantize_`, without calibration.
         group_size, symmetric: of 4 bits, as in `quantize_w4`; None for what `quantize_` takes without calibration.
         scale_dtype: of 4 bits: "bfloat16", "float16" or "float32"; None for bfloat16.
         full_range, clip_steps: of 4 bits, block, of 8, and rotation: as in `quantize_`.
-        activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, for what the scheme meets, or for what a quantised
-            checkpoint says.
+        activation: one of `jitgemm.nn.ACTIVATIONS`; None for what `quantize_` takes, or for what a quantised checkpoint
+            says.
         lm_head: as in `quantize_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay, in addition to the modules that `quantize_` never takes.
         strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
@@ -280,7 +280,11 @@ class JitGemmQuantizer(HfQuantizer):
             for child, tensor in list(module.named_parameters(recurse=False)):
                 value = read_tensor(plan, self._chosen[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
-            layer = quantised(replaceable, name, module, recipe)
+            cut = None if division is None or name in replaceable.experts else division.cut(name)
+            layer = quantised(
+                replaceable, name, module, recipe, ranks=1 if cut is None or cut.dim == "n" else cut.world
+            )
+            note_otherwise(self.report, name, layer, recipe)
             if division is not None:
                 division.divide(name, layer)
             return layer

@@ -74,7 +74,10 @@ PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
 
 
 def written_config(
-    groups: Iterable[Mapping[str, Any]], ignore: Iterable[str], rotation: int | None = None
+    groups: Iterable[Mapping[str, Any]],
+    ignore: Iterable[str],
+    rotation: int | None = None,
+    straight: Iterable[str] = (),
 ) -> dict[str, Any]:
     """A quantization_config of `written_group`s, as compressed-tensors, vLLM and this module read it.
 
@@ -82,9 +85,10 @@ def written_config(
         groups: those with names before those with expressions: for vLLM the first match counts.
         ignore: names of Linears and other layers with a matrix that stay in floats.
         rotation: 128 for layers whose inputs the kernels rotate.
+        straight: quantised layers whose inputs they do not.
     """
     groups, ignore = list(groups), sorted(ignore)
-    apply = {"targets": ["Linear"], "location": INPUT, "inverse": False, "ignore": ignore}
+    apply = {"targets": ["Linear"], "location": INPUT, "inverse": False, "ignore": sorted([*ignore, *straight])}
     group = {"type": _HADAMARD, "head_dim": rotation, "apply": [apply]}
     turned = {} if rotation is None else {"transform_config": {"config_groups": {"rotation": group}}}
     formats = {group["format"] for group in groups}

@@ -157,7 +157,7 @@ class Checkpoint:
         for suffix, name in self.layer(prefix).items():
             names = self._sources(name)
             if names != [name] and all(each.endswith(suffix) for each in names):
-                return [each.removesuffix(suffix) for each in names]
+                return [each.removesuffix(suffix).rstrip("._") for each in names]
         return [prefix]
 
     def rows(self, name: str) -> Rows:

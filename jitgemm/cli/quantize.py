@@ -1,4 +1,4 @@
-"""`jitgemm quantize`: a Hugging Face folder in floats as a checkpoint with 4-bit weights: compressed-tensors', or QServe's."""
+"""`jitgemm quantize`: a Hugging Face folder in floats as a checkpoint with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SHOWN = 10
 
 _DATA = 'UTF-8 text, or .jsonl with "text" in each line, to calibrate; or none. Default: Python\'s help topics.'
 _TOKENS = "Tokens that calibrate, in windows of 256."
-_SCHEME = "int4, mxfp4 (e4m3 only) or two-level (QServe's; int8 only). Default: int4."
-_ACTIVATION = "Inputs, per token: e4m3 or int8. Default: e4m3; int8 with two-level."
+_SCHEME = "int4, in groups; mxfp4 (e4m3 only); two-level (int8 only; unrotated: QServe's). Default: two-level, rotated."
+_ACTIVATION = "Inputs, per token: e4m3 or int8. Default: int8; e4m3 with another scheme, or bits."
 _BITS = "Of weights: 4, or 8 with a scale per row. Default: 4."
-_GROUP = "Columns that share a scale. Default: 128, or 32 and zero points without calibration."
-_ROTATION = "128: a Hadamard matrix along weights and inputs, which spreads outliers. Default: none."
+_GROUP = "Of int4: columns that share a scale. Default: 128, or 32 and zero points without calibration."
+_ROTATION = "128: a Hadamard matrix along weights and inputs, which spreads outliers. Default with no scheme."
 _KEEP = f"Layers with a larger relative squared error get 8 bits. AUTO: {AUTO_KEEP_8BIT}. Default: none."
 _RESTART = "Drop what an interrupted run left in OUT, instead of going on."
 _ON = "Where the model runs. Default: the Hopper GPU at hand, else cpu, which takes long."
@@ -60,15 +60,17 @@ def quantize(
     restart: Annotated[bool, typer.Option("--restart", help=_RESTART)] = False,
     as_json: common.Json = False,
 ) -> None:
-    """Quantise a model's Linears and experts to 4 bits, and write a checkpoint that vLLM and jitgemm.nn load.
+    """Quantise a model's Linears and experts to 4 bits, and write a checkpoint that jitgemm's vLLM, SGLang and nn load.
 
-    Weights are fitted (GPTQ) to inputs that a text gives. After Ctrl-C or a full disk the same command goes on.
+    By default in two levels, rotated; --scheme int4 is for other readers. Weights are fitted (GPTQ) to inputs that a
+    text gives. After Ctrl-C or a full disk the same command goes on.
 
     \b
     Examples:
       jitgemm quantize Llama-3.1-8B-Instruct Llama-3.1-8B-W4A8
       jitgemm quantize Qwen3-30B-A3B Qwen3-W4A8 --data chats.jsonl --tokens 65536
-      jitgemm quantize gemma-3-1b-it gemma-W4A8 --group-size 32 --keep-8bit AUTO
+      jitgemm quantize gemma-3-1b-it gemma-W4A8 --keep-8bit AUTO
+      jitgemm quantize Qwen2.5-7B Qwen-g128 --scheme int4
       jitgemm quantize gpt-oss-20b-BF16 gpt-oss-MXFP4 --scheme mxfp4
       jitgemm quantize Llama-3-8B Llama-3-8B-QServe --scheme two-level
 
@@ -88,10 +90,8 @@ def quantize(
 
     if group_size not in (None, *GROUPS):
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUPS))}, got {group_size}")
-    if scheme is Scheme.int4 and bits == 8:
-        raise ValueError("--bits: expected 4 with --scheme int4, got 8")
     said = {
-        "bits": bits, "scheme": None if scheme in (None, Scheme.int4) else scheme.value, "group_size": group_size,
+        "bits": bits, "scheme": None if scheme is None else scheme.value, "group_size": group_size,
         "activation": None if activation is None else activation.value, "symmetric": False if zero_point else None,
         "rotation": rotation,
     }  # fmt: skip
@@ -123,11 +123,11 @@ def quantize(
         "files of FOLDER": _digest(*((file.name, state) for file, state in source.states.items())),
         "--data": "none" if data == "none" else _digest(text),
         "--tokens": tokens // WIDTH * WIDTH,
-        "--activation": recipe.inputs,
+        "--activation": (recipe.otherwise or recipe).inputs,
         "--scheme": recipe.code,
         "--group-size": group_size,
         "--zero-point": zero_point,
-        "--rotation": rotation,
+        "--rotation": recipe.rotation,
         "--keep-8bit": limit,
     }
     target = ResumableFolder(out, settings, restart)

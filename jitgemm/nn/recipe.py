@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +52,15 @@ INTEGERS = {
 }
 """By bits, where a recipe has no scheme; those of 8 have the activations' type, so they may be e4m3."""
 SCHEMES = {
+    "int4": INTEGERS[4],
     "mxfp4": Quantiser(W4Weight, mxfp4.quantize_mxfp4, ("act_order",), group=EXPONENT_GROUP, check_lhs=mxfp4.check_lhs),
     "two-level": Quantiser(
         W4Weight, two_level.quantize_w4_two_level, ("act_order",), "int8", FACTOR_GROUP, two_level.check_lhs
     ),
 }
 """Of 4 bits, by what users call them."""
+_OF_DEFAULT = ("bits", "activation", "act_order", "sums", "lm_head", "ignore", "rotation")
+"""Options that go with what is taken where no other is said."""
 _FLAGS = ("symmetric", "full_range", "positive_scales", "act_order")
 _SCALES = {str(dtype).removeprefix("torch."): dtype for dtype in map(torch_dtype, REAL_TYPES)}
 
@@ -68,7 +71,7 @@ class Recipe:
 
     Attributes:
         bits: of the weights, 4 or 8.
-        scheme: None for integers of 4 bits, or e4m3 or integers of 8, as activations are; or one of SCHEMES.
+        scheme: one of SCHEMES; None for integers of 4 bits, or e4m3 or integers of 8, as activations are.
         activation: one of ACTIVATIONS; None for `Quantiser.activation`, or for what a quantised checkpoint says.
         group_size, symmetric, scale_dtype, full_range, positive_scales, clip_steps, act_order: as in `quantize_w4`.
         block: as in `quantize_w8`.
@@ -76,6 +79,7 @@ class Recipe:
         sums: of layers with 4-bit weights, as for `gemm_w4a8_nt`.
         lm_head: the activations of an output embedding in 8 bits with a scale per row; None: it is like others.
         ignore: layers that stay: names, parts of names, patterns (`fnmatch`), or "re:" and an expression.
+        otherwise: of layers whose columns are no multiple of `rotation`; None: there are none. Only `of` says it.
 
     Raises:
         TypeError, ValueError: an option is wrong, or does not go with others; the message names it.
@@ -96,6 +100,7 @@ class Recipe:
     lm_head: str | None = None
     ignore: tuple[str, ...] = ()
     rotation: int | None = None
+    otherwise: Recipe | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in tuple(INTEGERS):
@@ -135,9 +140,12 @@ class Recipe:
     def of(cls, said: Mapping[str, Any], *, calibrated: bool = False) -> Recipe:
         """The recipe that a user means.
 
-        Of whom nobody says group_size or symmetric: 128 and no zero points if there is calibration. Weights alone keep a
-        real model's results best with groups of 32 and zero points (docs/quantize.md), which do not go with activations
-        that have a scale per block.
+        Where nothing is said that does not go with it: two levels with int8 activations, rotated, which lose least of
+        what runs as fast (docs/choosing.md). Layers whose columns are no multiple of 128 get groups of integers.
+
+        Of groups of whom nobody says group_size or symmetric: 128 and no zero points if there is calibration. Weights
+        alone keep a real model's results best with groups of 32 and zero points (docs/quantize.md), which do not go with
+        activations that have a scale per block.
 
         Args:
             said: fields by name, as a JSON file may have them: None as if it was not said, a list for ignore, and
@@ -147,7 +155,7 @@ class Recipe:
         Raises:
             TypeError, ValueError: as the class, or a name is none of its fields.
         """
-        names = [field.name for field in fields(cls)]
+        names = [each.name for each in fields(cls) if each.name != "otherwise"]
         if unknown := sorted(set(said) - set(names)):
             raise ValueError(f"expected the options {', '.join(names)}, got {', '.join(unknown)}")
         given = {name: value for name, value in said.items() if value is not None}
@@ -157,10 +165,21 @@ class Recipe:
             given["scale_dtype"] = _SCALES[scale]
         if isinstance(given.get("ignore"), list):
             given["ignore"] = tuple(given["ignore"])
-        made = cls(**given)
-        if calibrated or "group_size" not in made.quantiser.options or given.keys() & {"group_size", "symmetric"}:
-            return made
-        return replace(made, group_size=32, symmetric=activation_named(made.inputs).block)
+        made = groups = cls(**given)
+        sized = given.keys() & {"group_size", "symmetric"}
+        if not calibrated and not sized and "group_size" in made.quantiser.options:
+            groups = replace(made, group_size=32, symmetric=activation_named(made.inputs).block)
+        levels = made.quantiser is INTEGERS[4] and made.activation in (None, "int8") and made.sums != "f16"
+        if not levels or not given.keys() <= set(_OF_DEFAULT):
+            return groups
+        activation = "int8" if made.sums == "exact" else made.activation
+        otherwise = replace(groups, activation=activation, rotation=None)
+        return replace(made, scheme="two-level", rotation=ROTATION, otherwise=otherwise)
+
+    def for_columns(self, *k: int) -> Recipe:
+        """The recipe of a layer whose weights have so many columns, those of both weights of experts: this or `otherwise`."""
+        fits = self.otherwise is None or not any(each % (self.rotation or 1) for each in k)
+        return self if fits else self.otherwise  # type: ignore[return-value]
 
     @property
     def quantiser(self) -> Quantiser:
@@ -192,14 +211,23 @@ class Recipe:
         return self.quantiser.group if self.group_size is None else self.group_size
 
     @property
+    def why_otherwise(self) -> str:
+        """Why some layers get `otherwise`, and what that is."""
+        other: Any = self.otherwise
+        what = f"{other.code} in groups of {other.group}, {other.inputs} activations"
+        return f"{what}, as columns are no multiple of {self.rotation}"
+
+    @property
     def head(self) -> Recipe | None:
-        """Of the output embedding, where it has one of its own."""
-        return None if self.lm_head is None else Recipe(bits=8, activation=self.lm_head, rotation=self.rotation)
+        """Of the output embedding, where it has one of its own: rotated where somebody said so beside a format."""
+        rotation = self.rotation if self.otherwise is None else None
+        return None if self.lm_head is None else Recipe(bits=8, activation=self.lm_head, rotation=rotation)
 
     @property
     def in_8_bits(self) -> Recipe:
         """Of the layers that lose too much in 4."""
-        return Recipe(bits=8, activation=self.inputs, rotation=self.rotation)
+        otherwise = None if self.otherwise is None else self.otherwise.in_8_bits
+        return Recipe(bits=8, activation=self.inputs, rotation=self.rotation, otherwise=otherwise)
 
     @property
     def writes_qserve(self) -> bool:
@@ -209,7 +237,7 @@ class Recipe:
     @property
     def k_alignment(self) -> int:
         """What k is a multiple of."""
-        return self.rotation or K_ALIGNMENT
+        return K_ALIGNMENT if self.otherwise is not None else self.rotation or K_ALIGNMENT
 
     def leaves(self, *names: str) -> bool:
         """Whether a layer of one of these names stays what it is."""
@@ -219,6 +247,7 @@ class Recipe:
         """A weight [n, k], or those of experts [E, n, k], quantised and packed on their device.
 
         Args:
+            w: with k that the recipe is `for_columns` of.
             moments: of the layer's inputs, as in `quantize_w4`; of a recipe that `of` made with calibrated=True.
 
         Raises:

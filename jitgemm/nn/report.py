@@ -13,6 +13,7 @@ class Report(list[str]):
         skipped: {name: reason} of modules and parameters that might have been replaced.
         ignored: {name: reason} of tensors of the checkpoint that have no place in the model, or no effect.
         kept: {name: reason} of tensors of the model that the checkpoint does not fill.
+        otherwise: {name: how} of layers that were quantised, and not as the others.
         mxfp4: {name: which powers of two its weights have for scales} of MXFP4 layers.
     """
 
@@ -23,11 +24,12 @@ class Report(list[str]):
         super().__init__(names)
         self.skipped, self.ignored, self.kept = dict(skipped or {}), dict(ignored or {}), dict(kept or {})
         self.mxfp4: dict[str, str] = {}
+        self.otherwise: dict[str, str] = {}
 
     def __repr__(self) -> str:
         first = f"converted: {len(self)}" + (f" ({some(self)})" if self else "")
         parts = {"skipped": self.skipped, "tensors of the file ignored": self.ignored, "not filled": self.kept}
-        return "\n".join([first, *_sections({"MXFP4": self.mxfp4} | parts)])
+        return "\n".join([first, *_sections({"MXFP4": self.mxfp4, "unlike the others": self.otherwise} | parts)])
 
 
 def by_reason(found: Mapping[str, str]) -> list[str]:

@@ -40,6 +40,10 @@ class ExpertsMatrix(Matrix):
         single = numbers if part == "w2" else [each for each in numbers if each == "input_scale"]
         self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
 
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return self.k, self.widths[0]  # the other weight's: w13 has its rows, w2 those of each of w13's halves
+
     def add_bias(self, dtype: torch.dtype, called: str) -> None:
         self.tensors, self.parameters["bias"] = {**self.tensors, "bias": stored(dtype, N)}, f"{self.part}_{called}"
         self.more = ("bias",)

@@ -70,6 +70,11 @@ class Matrix:
         self.parameters = {suffix: self.layout.called.get(suffix, suffix) for suffix in self.tensors}
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """Of this rank: those of all weights that are quantised in one way."""
+        return (self.k,)
+
+    @property
     def wanted(self) -> str | None:
         """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says, with
         `Inputs.instead`."""
@@ -262,6 +267,9 @@ class Matrix:
         """A weight in floats, packed as the user's options say."""
         recipe: Recipe = self.config.recipe
         recipe = recipe.head if self.option == "lm_head" and recipe.head is not None else recipe
+        whole, recipe = recipe, recipe.for_columns(*self.columns)
+        if recipe is not whole:
+            self.config.logger.warning_once("jitgemm: some layers are in %s", whole.why_otherwise)
         return Parts(recipe.apply(weight), None, recipe.inputs, None)
 
     def source(self, tensors: Mapping[str, torch.Tensor], times: int = 1) -> LayerSource:

@@ -246,10 +246,11 @@ class ServedModel:
         if self.saved:
             return Layout()
         if self.checkpoint is None:
-            self.logger.info_once(
-                "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
-                "makes loses less"
-            )
+            text = "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
+            text += "makes loses less"
+            if self.recipe.otherwise is not None:
+                text += ', and so does {"scheme": "int4"}, in groups of 32 with zero points'
+            self.logger.info_once(text)
             return floats(dtype, self.recipe.k_alignment)
         if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
             text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"

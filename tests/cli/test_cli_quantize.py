@@ -187,7 +187,7 @@ WIDE = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers
     [
         (("--scheme", "two-level", *FEW), {"scheme": "two-level"}),
         (("--scheme", "two-level", "--keep-8bit", "0.0012", *FEW), {"scheme": "two-level", "keep_8bit": 0.0012}),
-        (("--data", "none"), {}),
+        (("--data", "none", "--scheme", "int4"), {"scheme": "int4"}),
         (("--data", "none", "--scheme", "mxfp4"), {"scheme": "mxfp4", "positive_scales": None}),
     ],
     ids=["two levels", "two levels and 8 bits", "groups", "mxfp4"],
@@ -198,7 +198,7 @@ def test_rotated_layers_are_written_as_compressed_tensors_says_them(run, tmp_pat
     hf, source, out = pytest.importorskip("jitgemm.hf"), tmp_path / "source", tmp_path / "out"
     folder_of(source, model_of("Llama", **WIDE))
     assert run(source, out, "--rotation", 128, *options).code == 0
-    said = {"rotation": 128, "positive_scales": None if "scheme" in said else True, "group_size": None} | said
+    said = {"rotation": 128, "positive_scales": True if said["scheme"] == "int4" else None, "group_size": None} | said
     expected = quantised(source, None if "none" in options else 2, **said)
     loaded, config = emptied(out), json.loads((out / "config.json").read_text())["quantization_config"]
     layers = list(jitgemm.nn.load_(loaded, out))
@@ -410,7 +410,7 @@ def test_of_a_model_that_sees_images_the_text_decoder_is_quantised(run, tmp_path
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("transformers 4 renames its tensors by rules that are not read here")
     sees = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    text = SIZES | {"head_dim": 16, "num_hidden_layers": 1}
+    text = WIDE | {"head_dim": 16}  # of 64 columns: o_proj is not rotated
     sizes = {
         "text_config": text,
         "vision_config": sees | {"image_size": 28, "patch_size": 14},
@@ -424,6 +424,7 @@ def test_of_a_model_that_sees_images_the_text_decoder_is_quantised(run, tmp_path
     loaded = emptied(tmp_path / "out")
     report = jitgemm.nn.load_(loaded, tmp_path / "out")
     assert sorted(report) == sorted(names) and torch.isfinite(logits(loaded)).all()
+    assert all((loaded.get_submodule(name).weight.rotation == 128) != ("o_proj" in name) for name in names)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert "vision_tower.encoder.layers.0.mlp.fc1" in ignored
 

@@ -648,7 +648,7 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
     [
         ({"bits": 6}, "bits: expected 4 or 8, got 6"),
         ({"bits": 8, "group_size": 64}, "group_size: expected none with bits=8, got 64"),
-        ({"scheme": "int4"}, "scheme: expected None or one of mxfp4, two-level, got 'int4'"),
+        ({"scheme": "nf4"}, "scheme: expected None or one of int4, mxfp4, two-level, got 'nf4'"),
         ({"scheme": "mxfp4", "bits": 8}, "bits: expected 4 with scheme='mxfp4', got 8"),
         ({"scheme": "mxfp4", "activation": "int8"}, "activation: expected float8_e4m3fn, .* got int8"),
         ({"scheme": "two-level", "activation": "e4m3"}, "activation: expected int8, .* got float8_e4m3fn"),

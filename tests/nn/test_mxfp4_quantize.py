@@ -161,7 +161,7 @@ def test_stacked_experts_of_a_model(tmp_path, kind, calibrated):
         (TypeError, "symmetric: expected none with scheme='mxfp4'", {"symmetric": True}),
         (TypeError, "clip_steps: expected none with scheme='mxfp4'", {"clip_steps": 3}),
         (ValueError, "bits: expected 4 with scheme='mxfp4', got 8", {"bits": 8}),
-        (ValueError, "scheme: expected None or one of mxfp4, two-level, got 'nvfp4'", {"scheme": "nvfp4"}),
+        (ValueError, "scheme: expected None or one of int4, mxfp4, two-level, got 'nvfp4'", {"scheme": "nvfp4"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

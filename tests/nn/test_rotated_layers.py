@@ -23,7 +23,8 @@ from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.layers.shard_weight import part_of_weight, unpacked
 from jitgemm.nn.layers.sharding import ExpertSharding
-from jitgemm.nn.quantize.quantize import quantize_
+from jitgemm.nn.quantize.quantize import quantised, quantize_
+from jitgemm.nn.quantize.replaceable import Replaceable
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.warm import kernels
 from jitgemm.weight.packed import Weight
@@ -344,7 +345,7 @@ def model(seed: int = 0) -> torch.nn.Sequential:
 
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize(
-    "options", [{"scheme": "two-level"}, {"scheme": "mxfp4"}, {"bits": 8, "activation": "int8"}, {}]
+    "options", [{"scheme": "two-level"}, {"scheme": "mxfp4"}, {"bits": 8, "activation": "int8"}, {"scheme": "int4"}]
 )
 def test_a_models_layers_are_rotated_saved_and_loaded(tmp_path, options, calibrated):
     turned, x = model(), inputs(256, 300)
@@ -370,7 +371,7 @@ def test_recipes_and_their_models_refuse_what_cannot_be_rotated():
         with pytest.raises(ValueError, match="rotation: expected None or 128, got"):
             Recipe(rotation=rotation)
     with pytest.raises(ValueError, match="3: expected .* in_features a multiple of 128, got 16 and 48"):
-        quantize_(model(), lambda name, module: True, rotation=128)
+        quantize_(model(), lambda name, module: True, rotation=128, scheme="int4")
     assert Recipe(rotation=128, lm_head="int8").head.rotation == 128
 
 
@@ -422,6 +423,61 @@ def test_a_model_that_the_library_of_transforms_wrote_is_read_by_load_and_by_hf(
         assert torch.equal(by_hf(ids).logits, model(ids).logits)
         plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert lost(plain(ids).logits, expected.double()) > 0.2  # it drops transforms
+
+
+# ---- the default -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said, activation",
+    [
+        ({}, "int8"), ({"bits": 4, "activation": "int8", "lm_head": "int8", "ignore": ["o_proj"]}, "int8"),
+        ({"rotation": 128, "act_order": False}, "int8"), ({"sums": "exact"}, "int8"), ({"symmetric": None}, "int8"),
+        ({"scheme": "int4"}, "e4m3"), ({"group_size": 128}, "e4m3"), ({"symmetric": True}, "e4m3"),
+        ({"activation": "e4m3"}, "e4m3"), ({"activation": "int8_affine"}, "int8_affine"), ({"sums": "f16"}, "e4m3"),
+        ({"scale_dtype": "float16"}, "e4m3"), ({"clip_steps": 0}, "e4m3"), ({"bits": 8}, "e4m3"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_two_levels_rotated_are_what_nothing_said_means(said, activation, calibrated):
+    recipe = Recipe.of(said, calibrated=calibrated)
+    default = activation == "int8"
+    assert (recipe.code, recipe.rotation) == (
+        ("two-level", 128) if default else ("e4m3" if said.get("bits") == 8 else "int4", None)
+    )
+    assert recipe.inputs == activation and recipe.k_alignment == 16
+    groups = recipe.for_columns(128, 320)
+    assert (groups is recipe) != default and recipe.for_columns(128, 384) is recipe
+    if default:
+        expected = Recipe.of(said | {"scheme": "int4", "rotation": None}, calibrated=calibrated)
+        assert replace(groups, scheme="int4", activation=said.get("activation")) == expected
+        assert groups.inputs == ("int8" if said.keys() & {"activation", "sums"} else "e4m3")
+    if "lm_head" in said:
+        assert recipe.head == Recipe(bits=8, activation="int8")
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_layers_of_other_columns_get_groups_and_the_report_names_them(calibrated):
+    mixed, x = model(), inputs(256, 300)
+    report = quantize_(mixed, **{"calibration": [x]} if calibrated else {})
+    size = 128 if calibrated else 32
+    how = f"int4 in groups of {size}, e4m3 activations, as columns are no multiple of 128"
+    assert report == ["0", "2", "3"] and report.otherwise == {"3": how} and how in repr(report)
+    assert [mixed[i].weight.rotation for i in (0, 2, 3)] == [128, 128, 0]
+    assert [mixed[i].activation for i in (0, 2, 3)] == ["int8", "int8", "e4m3"]
+    by_name = model()
+    assert not quantize_(by_name, scheme="int4", **{"calibration": [x]} if calibrated else {}).otherwise
+    assert mixed[3].weight.format == by_name[3].weight.format
+    if calibrated:
+        kept = quantize_(model(), calibration=[x], keep_8bit=0.0)
+        assert kept.kept_8bit.keys() == {*kept} and not kept.otherwise
+
+
+def test_a_layer_that_ranks_are_to_share_is_rotated_only_if_each_has_whole_blocks():
+    floats = model()
+    made = [quantised(Replaceable(floats), "2", floats[2], Recipe.of({}), ranks=ranks).weight for ranks in (1, 2, 3)]
+    assert [weight.rotation for weight in made] == [128, 0, 128]
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

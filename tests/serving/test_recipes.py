@@ -48,9 +48,22 @@ RECIPES = {
 }
 
 
+UNEVEN = {"moe_intermediate_size": 96}
+"""Experts whose columns are no multiple of 128."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder = folder_of(tmp_path_factory.mktemp("moe") / "model", model_of("Qwen3Moe", **SIZES))
+    return made_folder(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory) -> Path:
+    return made_folder(tmp_path_factory, **UNEVEN)
+
+
+def made_folder(tmp_path_factory, **sizes: int) -> Path:
+    folder = folder_of(tmp_path_factory.mktemp("moe") / "model", model_of("Qwen3Moe", **SIZES | sizes))
     for file in folder.glob("token*"):  # nothing to evaluate with
         file.unlink()
     return folder
@@ -205,10 +218,25 @@ def test_every_door_makes_the_same_packed_bytes_by_every_recipe(folder, tmp_path
     assert same(found[EXPERTS].w2, fused.down_proj.detach(), recipe, door)
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_has_groups_where_columns_are_no_whole_blocks(
+    uneven, tmp_path, quiet_transformers, monkeypatch, door
+):
+    monkeypatch.setattr(f"{__name__}.FUSED", (SIZES["num_experts"], SIZES["hidden_size"], 96))
+    recipe, model, found = Recipe.of({}), floats(uneven), DOORS[door](uneven, {}, tmp_path)
+    groups = replace(recipe.otherwise, positive_scales=True if door in OF_FILES else None)
+    for name in LINEARS:
+        assert same(found[name], model.get_submodule(name).weight.detach(), recipe, door), name
+    fused = model.get_submodule(EXPERTS)
+    assert same(found[EXPERTS].w13, fused.gate_up_proj.detach(), groups, door)
+    assert same(found[EXPERTS].w2, fused.down_proj.detach(), groups, door)
+    assert found[EXPERTS].w2.weight.group_size == 32 and found[EXPERTS].activation == "e4m3"
+
+
 @pytest.mark.parametrize("use", ["linear", "vllm"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folder, use, recipe):
-    recipe = Recipe.of(RECIPES[recipe])
+@pytest.mark.parametrize("recipe", [*RECIPES, "uneven"])
+def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folder, uneven, use, recipe):
+    folder, recipe = uneven if recipe == "uneven" else folder, Recipe.of(RECIPES.get(recipe, {}))
     ahead = [part for model in models_ahead(folder, use, recipe=recipe) for part in model.modules()]
     weights = [part.weight for part in ahead if hasattr(part, "blocks")]
     there = {(weight.n, weight.k, weight.format, weight.rotation) for weight in weights}
@@ -216,7 +244,12 @@ def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folde
     joined = {"linear": [[name] for name in LINEARS], "vllm": [LINEARS[:3], LINEARS[3:]]}[use]
     weights = [torch.cat([model.get_submodule(name).weight.detach() for name in names]) for names in joined]
     fused = model.get_submodule(EXPERTS)
-    for weight in map(recipe.apply, (*weights, fused.gate_up_proj.detach(), fused.down_proj.detach())):
+    of_experts = recipe.for_columns(fused.gate_up_proj.shape[-1], fused.down_proj.shape[-1])
+    packed = [
+        *map(recipe.apply, weights),
+        *map(of_experts.apply, (fused.gate_up_proj.detach(), fused.down_proj.detach())),
+    ]
+    for weight in packed:
         assert (weight.n, weight.k, weight.format, weight.rotation) in there
 
 
@@ -233,11 +266,12 @@ def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_
     assert found == expected and found.keys() == {*LINEARS[:3], "lm_head"} and found["lm_head"][1] == "int8"
 
 
-@pytest.mark.parametrize("said", [{"group_size": 128}, {"scheme": "two-level"}, {"scheme": "mxfp4"}], ids=str)
+@pytest.mark.parametrize("said", [{}, {"group_size": 128}, {"scheme": "two-level"}, {"scheme": "mxfp4"}], ids=str)
 def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_path, said):
     """192 of 384 columns on each of two ranks: the second one's begin inside a group of the whole layer's."""
     folder = folder_of(tmp_path / "model", model_of("Llama", **LLAMA | {"intermediate_size": 384}))
     recipe, name = Recipe.of(said), "model.layers.0.mlp.down_proj"
+    of_rank = recipe.for_columns(192)
     weight = floats(folder).get_submodule(name).weight.detach()
     ahead = models_ahead(folder, "vllm", 2, recipe=recipe)
     there = {(x.weight.k, x.weight.format) for model in ahead for n, x in model.named_modules() if "down_proj" in n}
@@ -247,8 +281,8 @@ def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_
             load(layer, {"weight": weight})
         found = process(layer).weight
         assert (found.k, found.format) in there
-        assert len(there) == {None: 2, "mxfp4": 3, "two-level": 1}[recipe.scheme]  # as values decide
-        assert torch.equal(found.blocks, recipe.apply(weight.chunk(2, 1)[number]).blocks)
+        assert len(there) == {"mxfp4": 3, "two-level": 1}.get(of_rank.scheme, 2 if said else 1)  # as values decide
+        assert torch.equal(found.blocks, of_rank.apply(weight.chunk(2, 1)[number]).blocks)
 
 
 @pytest.mark.parametrize("recipe", ["two-level", "two-level, rotated", "mxfp4", "mxfp4, rotated"])

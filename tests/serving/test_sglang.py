@@ -169,7 +169,7 @@ def test_layers_that_the_user_leaves_out_and_mla_s_absorbed_one_stay_in_floats()
 def test_a_layer_in_floats_is_packed_with_its_last_tensor_and_loaded_again_in_place():
     first, second = (torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(seed)).to(BF16) for seed in (0, 1))
     with running():
-        layer = gate_up(made(None), 128, 64)
+        layer = gate_up(made(None, scheme="int4"), 128, 64)
     param = layer.weight
     assert param.numel() == 0
     param.weight_loader(param, first[0], 0)

@@ -57,6 +57,9 @@ def quantize_folder(
     if "group_size" in recipe.quantiser.options:  # as other readers expect them
         size = _group_size(model, recipe, group_size, note)
         recipe = replace(recipe, group_size=size, positive_scales=True)
+    elif (groups := recipe.otherwise) is not None:
+        size = _group_size(model, recipe, None, note)
+        recipe = replace(recipe, otherwise=replace(groups, group_size=size, positive_scales=True))
     job = Quantising(
         model, recipe, filter_for(model, recipe, reasons), keep_8bit=keep_8bit, device=device,
         calibration=None if calibration is None else calibration.split(_BATCH),
@@ -70,6 +73,8 @@ def quantize_folder(
     base = [] if held_back is None else [part.cpu() for part in evaluate.log_probabilities(model, held_back)]
 
     _quantise(job, out, device, progress)
+    if unlike := job.report.otherwise:
+        note(f"{len(unlike)} layers in {next(iter(unlike.values()))}: {some(unlike)}")
     if job.report.unreached:
         note(f"the text did not reach {some(job.report.unreached)}: weights alone decided there")
     with bar("writing", len(source.shards)) as show:
@@ -91,7 +96,7 @@ def quantize_folder(
             {"name": name, "bits": _bits(model, name), "error": lost[name]}
             for name in sorted(lost, key=lambda name: -lost[name])
         ],
-        "skipped": skipped, "unreached": job.report.unreached,
+        "otherwise": job.report.otherwise, "skipped": skipped, "unreached": job.report.unreached,
     }  # fmt: skip
 
 
@@ -152,19 +157,22 @@ def _decoder(model: Any) -> str:
 
 def _group_size(model: Any, recipe: Recipe, asked: int | None, note: Callable[[str], None]) -> int:
     """The group size that was asked for, else the recipe's or the next smaller one that divides all layers' columns."""
-    found, fits, wanted = Replaceable(model), filter_for(model, recipe, {}), recipe.group
+    found, fits, of_groups = Replaceable(model), filter_for(model, recipe, {}), recipe.otherwise or recipe
     columns: dict[int, str] = {}  # and the first layer that has as many
     for name in found.places:
         module = model.get_submodule(name)
         if found.why_impossible(name) is None and fits(name, module):
-            for _, k in _sizes(found, name, module):
-                columns.setdefault(k, name)
+            of_layer = [k for _, k in _sizes(found, name, module)]
+            if recipe.for_columns(*of_layer) is of_groups:
+                for k in of_layer:
+                    columns.setdefault(k, name)
     good = [size for size in GROUPS if all(k % size == 0 for k in columns)]
     if asked is not None and asked not in good:
         k = next(k for k in columns if k % asked)
         raise ValueError(f"group_size: expected one of {good}, got {asked}, and {columns[k]} has {k} columns")
     if asked is not None:
         return asked
+    wanted = of_groups.group
     size = next(size for size in good if size <= wanted)  # type: ignore[operator]
     if size != wanted:
         k = next(k for k in columns if k % (2 * size))

@@ -12,7 +12,7 @@ import torch
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.nn.layers.sums import put_sums
+from jitgemm.nn.layers.sums import packed_parts, put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.evaluate import relative_error
 from jitgemm.nn.quantize.choose import STACKED, choose, others
@@ -59,15 +59,17 @@ def quantize_(
             mixtures of experts (`gate`, `router`, ...), and those without a packed form: out_features no multiple of 8,
             in_features none of 16, or a weight that is not bf16, fp16 or fp32.
         bits: of the weights, 4 or 8.
-        scheme: None for integers of 4 bits, or e4m3 or integers of 8; "mxfp4" for MXFP4 (`quantize_mxfp4`), with 4 bits
-            and e4m3 activations, which has groups of 32 and none of the options of integers; "two-level" for integer
-            factors and zero points of groups of 128 (`quantize_w4_two_level`), with 4 bits and int8 activations, likewise.
+        scheme: of 4 bits: "two-level" for integer factors and zero points of groups of 128 (`quantize_w4_two_level`), with
+            int8 activations; "int4" for integers in groups (`quantize_w4`); "mxfp4" for MXFP4 (`quantize_mxfp4`), with e4m3
+            activations. None: two levels, rotated, as long as nothing else is said that they do not have (group_size,
+            symmetric, scale_dtype, full_range, clip_steps, other activations, sums="f16"), and then integers in groups.
+            Layers whose in_features is no multiple of 128 then get groups, too; the report names them.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
-        activation: one of ACTIVATIONS; None for e4m3, or int8 with "two-level".
-        group_size, symmetric: with 4 bits, as in `quantize_w4`; None for 128 and True. Where both are None and there is
+        activation: one of ACTIVATIONS; None for int8 with two levels, else e4m3.
+        group_size, symmetric: of "int4", as in `quantize_w4`; None for 128 and True. Where both are None and there is
             no calibration: groups of 32 with zero points (without, where activations have a scale per block).
-        scale_dtype, full_range, clip_steps: with 4 bits, as in `quantize_w4`; None for that call's defaults.
+        scale_dtype, full_range, clip_steps: of "int4", as in `quantize_w4`; None for that call's defaults.
         block: with 8 bits and no calibration, as in `quantize_w8`.
         calibration: what the model is called with to see the layers' inputs: token ids [sequences,
             tokens], tuples of arguments, or keywords such as a tokenizer's result, whose `attention_mask` leaves padding
@@ -82,8 +84,8 @@ def quantize_(
         sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
             with those of int8. Weights whose scales f16 does not hold are added up in fp32, with a warning.
         rotation: 128 rotates weights, and inputs in the layers' quantisers, by blocks of 128 k, which spreads outliers
-            (docs/quantize.md): the same products, with less error. Layers whose in_features is no multiple of 128 are left,
-            as those without a packed form. None: no rotation.
+            (docs/quantize.md): the same products, with less error. With a scheme, or 8 bits, layers whose in_features is
+            no multiple of 128 are left, as those without a packed form. None: no rotation, except as scheme says.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and
@@ -213,6 +215,7 @@ class Quantising:
                     layers = self._stage(siblings, moments, show)
                 for name, layer in layers.items():
                     put_layer(self.model, name, left.pop(name), layer)
+                    note_otherwise(self.report, name, layer, self.recipe)
                 yield layers
                 del layers
         if self.report:
@@ -276,14 +279,23 @@ class Quantising:
 
 def quantised(
     found: Replaceable, name: str, module: torch.nn.Module, recipe: Recipe, *,
-    device: torch.device | str | int | None = None, moments: Any = None,
+    device: torch.device | str | int | None = None, moments: Any = None, ranks: int = 1,
 ) -> PackedLinear | PackedExperts:  # fmt: skip
-    """The layer for a module of that name, which `choose` chose."""
-    if name in found.experts:
-        return quantised_experts(module, found.experts[name], recipe, device=device, moments=moments)
+    """The layer for a module of that name, which `choose` chose; ranks: that will share its columns."""
+    if (layout := found.experts.get(name)) is not None:
+        recipe = recipe.for_columns(layout.hidden, layout.inter)
+        return quantised_experts(module, layout, recipe, device=device, moments=moments)
     if name == found.head and recipe.head is not None:
         recipe, moments = recipe.head, None
+    recipe = recipe.for_columns(module.in_features // ranks)
     return LINEARS[recipe.bits].by_recipe(module, recipe, device=device, moments=moments)
+
+
+def note_otherwise(report: Report, name: str, layer: torch.nn.Module, recipe: Recipe) -> None:
+    """Notes a layer of as many bits as the recipe says that got `recipe.otherwise`."""
+    weight = next(iter(packed_parts(name, layer).values())).weight
+    if recipe.otherwise is not None and isinstance(weight, recipe.quantiser.kind) and not weight.rotation:
+        report.otherwise[name] = recipe.why_otherwise
 
 
 def quantised_experts(

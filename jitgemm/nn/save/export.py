@@ -42,18 +42,24 @@ def quantization_config(model: torch.nn.Module, tensor_map: TensorMap, recipe: R
             "group_size": FACTOR_GROUP,
             "modules_to_not_convert": tensor_map.ignore,
         }
-    inputs = "float" if recipe.lhs_dtype.is_floating_point else "int"
-    layers: dict[int, list[str]] = {4: [], 8: []}
+    of_kind: dict[tuple[bool, int], list[str]] = {}  # (whether the recipe is for their columns, bits): names
     for layer in tensor_map.layers:
-        layers[tensor_map.bits(model, layer)].append(layer)
-    # "Linear" takes joined layers before the names of their parts do in vLLM 0.24, and the first match counts.
-    last = sorted({re.escape(layer.rpartition(".")[2]) for layer in layers[4]})
-    four = [rf"re:(.*\.)?({'|'.join(last)})$"] if layers[8] else ["Linear"]
-    eight = layers[8] if layers[4] else ["Linear"]
-    groups = [written_group(eight, 8, inputs)] if layers[8] else []
-    grouping = recipe.group, recipe.symmetric is not False, recipe.scheme
-    groups += [written_group(four, 4, inputs, *grouping)] if layers[4] else []
-    return written_config(groups, tensor_map.ignore, recipe.rotation)
+        weight, _ = tensor_map.layers[layer][0].packed(model)
+        of_kind.setdefault((bool(weight.rotation) == bool(recipe.rotation), weight.bits), []).append(layer)
+    # The layers of most are matched last. "Linear" takes joined layers before the names of their parts do in vLLM 0.24,
+    # and the first match counts.
+    kinds = sorted(of_kind, key=lambda kind: (kind[0], -kind[1]))
+    last = sorted({re.escape(layer.rpartition(".")[2]) for layer in of_kind[kinds[-1]]})
+    targets = of_kind | {kinds[-1]: ["Linear"] if len(kinds) == 1 else [rf"re:(.*\.)?({'|'.join(last)})$"]}
+    groups = []
+    for whole, bits in kinds:
+        own: Any = recipe if whole else recipe.otherwise
+        inputs = "float" if own.lhs_dtype.is_floating_point else "int"
+        grouping = (own.group, own.symmetric is not False, own.scheme) if bits == 4 else ()
+        groups.append(written_group(targets[whole, bits], bits, inputs, *grouping))
+    straight = [layer for (whole, _), layers in of_kind.items() if not whole for layer in layers]
+    rotation = recipe.rotation if len(straight) < len(tensor_map.layers) else None
+    return written_config(groups, tensor_map.ignore, rotation, straight)
 
 
 def write_checkpoint(
@@ -76,7 +82,7 @@ def write_checkpoint(
         ValueError: the source was changed meanwhile.
         JitGemmError: the folder does not hold what was written.
     """
-    schemes: dict[int, Scheme] = {}
+    schemes: dict[tuple[int, int], Scheme] = {}  # by bits and rotation
     format: Any = qserve.FORMAT if config["quant_method"] == qserve.METHOD else FORMAT
     folder, shards, copied = out.folder, _shard_names(source), _copied(source)
     out.note_files([*shards.values(), *copied.values(), _INDEX, _CONFIG])
@@ -91,7 +97,8 @@ def write_checkpoint(
                 tensors[name] = each
             for layer in tensor_map.replaces.get(name, ()):
                 weight = tensor_map.canonical(model, layer)
-                scheme = schemes.get(weight.bits) or schemes.setdefault(weight.bits, format.scheme(config, layer))
+                kind = weight.bits, weight.rotation
+                scheme = schemes.get(kind) or schemes.setdefault(kind, format.scheme(config, layer))
                 sizes[layer] = weight.n, weight.k, weight.bits
                 made = format.write(weight, scheme)
                 if weight.bias is not None:

@@ -73,9 +73,6 @@ class TensorMap:
             parts.append(whole.rows(row_slice.rows))
         return concat(parts)
 
-    def bits(self, model: torch.nn.Module, layer: str) -> int:
-        return int(self.layers[layer][0].packed(model)[0].bits)
-
 
 def map_tensors(
     model: torch.nn.Module,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -177,13 +178,15 @@ class LayersOfFloats:
     """The same as a recipe makes them.
 
     Args:
-        values: what those of weights decide of a format, one of `decided_by_values`.
+        values: what those of weights decide of a format, by recipe, one of `decided_by_values`.
         by_rank: whether ranks quantise their own parts, as engines do, or have parts of what is quantised as a whole.
     """
 
     head = None
 
-    def __init__(self, model: torch.nn.Module, recipe: Recipe, values: Mapping[str, Any], by_rank: bool = False):
+    def __init__(
+        self, model: torch.nn.Module, recipe: Recipe, values: Mapping[Recipe, Mapping[str, Any]], by_rank: bool = False
+    ):
         self.model, self.recipe, self.values, self.by_rank = model, recipe, values, by_rank
         self.found = Replaceable(model)
         self.places, _ = choose(self.found, None, recipe)
@@ -192,17 +195,17 @@ class LayersOfFloats:
     def look(self, name: str, cut: Cut | None) -> Look:
         linear: Any = self.model.get_submodule(name)
         bias = None if linear.bias is None else torch.float32
-        recipe = self.recipe.head if name == self.found.head else None
-        return self._look(linear.out_features, linear.in_features, cut, bias, recipe)
+        recipe = self.recipe.head if name == self.found.head and self.recipe.head is not None else self.recipe
+        recipe = recipe.for_columns(_of_rank(linear.in_features, cut))
+        return self._look(linear.out_features, linear.in_features, cut, recipe, bias)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
-        return self._look(*self.experts[name].sizes[part], cut)
+        layout = self.experts[name]
+        recipe = self.recipe.for_columns(layout.hidden, layout.inter // (1 if cut is None else cut.world))
+        return self._look(*layout.sizes[part], cut, recipe)
 
-    def _look(
-        self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None, recipe: Recipe | None = None
-    ) -> Look:
-        values = self.values if recipe is None else {}
-        recipe = recipe or self.recipe
+    def _look(self, n: int, k: int, cut: Cut | None, recipe: Recipe, bias: torch.dtype | None = None) -> Look:
+        values = self.values.get(recipe, {})
         if cut is not None and cut.dim == "k" and self.by_rank:
             k, cut = k // cut.world, None
         fast = replace(recipe, clip_steps=0) if "clip_steps" in recipe.quantiser.options else recipe
@@ -218,13 +221,21 @@ class LayersOfFloats:
         return Look(n, few.k, size, format, recipe.inputs, bias, rotation=few.rotation)
 
 
-def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[str, Any]]:
+def _of_rank(k: int, cut: Cut | None) -> int:
+    return k // cut.world if cut is not None and cut.dim == "k" else k
+
+
+def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[Recipe, dict[str, Any]]]:
     """What values of weights that a recipe quantises decide of their formats, in every way that they may.
 
     Args:
         orders: of codes whose order values decide: "any", and "e4m3" for weights that happen to have no code -8.
     """
-    format = recipe.apply(torch.zeros(8, recipe.k_alignment, device="cpu")).format
-    if recipe.scheme is not None:
-        return [{"group_size": size} for size in CODES[format.code].group_sizes]
-    return [{}] if format.complete else [{"order": order} for order in orders]
+    format = recipe.apply(torch.zeros(8, recipe.rotation or recipe.k_alignment, device="cpu")).format
+    found: list[dict[str, Any]] = [{}]
+    if recipe.scheme not in (None, "int4"):
+        found = [{"group_size": size} for size in CODES[format.code].group_sizes]
+    elif not format.complete:
+        found = [{"order": order} for order in orders]
+    others = [{}] if recipe.otherwise is None else decided_by_values(recipe.otherwise, orders)
+    return [{recipe: values} | other for values, other in product(found, others)]
