@@ -7,7 +7,7 @@
     writing             safetensors files, written
     layouts             how a format stores a tensor: types and dimensions
     format              what a format is: a scheme, its tensors, reading; settings of a quantization_config
-    formats             the registry: names, quant_methods, detection
+    formats             the registry: names, detection
     reader              a layer's header and data, whole or a rank's part
     load                the calls: `jitgemm.load`, and `read_layer`
     canonical           the layer before packing: cutting, joining, packing

@@ -40,12 +40,12 @@ _W = Dim("W")
 
 
 class _Awq(Gptq):
-    name, methods, cuts = "awq", ("awq",), True
+    name, cuts = "awq", True
 
     def version(self, config: Config) -> str:
         return setting(config, "version", "checkpoint_format", "format", default="gemm").lower()
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         config = overridden(config or {}, prefix)
         version = self.version(config)
         if version not in _VERSIONS:

@@ -52,7 +52,8 @@ _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of i
 
 
 class _BitBlas(Format):
-    name, methods, also = "bitblas", ("bitblas",), _ZEROS
+    name, also = "bitblas", _ZEROS
+    suffixes = ("qweight", "scales", *_ZEROS)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         qweight, scales = names.get("qweight"), names.get("scales")
@@ -62,9 +63,9 @@ class _BitBlas(Format):
             return _is_bitblas(config)
         return qweight.dim() == scales.dim() == 2 and qweight.shape[0] == scales.shape[0]
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         check_setting(config, 4, "bits", "weight_bits")
-        headers, mode, found = headers or {}, setting(config, "zeros_mode"), {}
+        mode, found = setting(config, "zeros_mode"), {}
         qweight, name = headers.get("qweight"), _zeros_name(headers)
         if qweight is not None and qweight.dim() == 4:
             got = f"{describe(qweight)}: tiles of propagate_b, which are not read here"

@@ -42,7 +42,7 @@ from jitgemm.checkpoint.compressed_tensors_config import METHOD, MXFP4, MXFP4_FO
 from jitgemm.checkpoint.compressed_tensors_config import is_matrix, names as targeted, transforms_of
 from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Transform, block_of, check_known
 from jitgemm.checkpoint.format import inputs_of, setting
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, Dim, G, K, N
 from jitgemm.checkpoint.layouts import TensorLayout, fits, stored
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.tensors import describe
@@ -90,8 +90,9 @@ _OF_WEIGHTS = (
 
 
 class _CompressedTensors(Format):
-    name, methods, cuts = METHOD, (METHOD,), True
+    name, cuts = METHOD, True
     also = ("weight_zero_point", "weight_g_idx")
+    suffixes = ("weight", "weight_packed", "weight_shape", "weight_scale", *also)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         config = config or {}
@@ -135,30 +136,36 @@ class _CompressedTensors(Format):
     def idle(self, config: Config, name: str) -> str | None:
         return "a transform's matrix" if is_matrix(config, name) else None
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        transforms, config, names = self.transforms(config, prefix), for_layer(config, prefix), headers or {}
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
+        scheme = self._scheme(config, prefix, headers, "weight_packed" in headers)
+        return replace(scheme, found=self._found(headers, scheme))
+
+    def written(self, config: Config, prefix: str) -> Scheme:
+        """What `write` makes of a layer by the config that it is written with."""
+        return self._scheme(config, prefix, {}, for_layer(config, prefix)["format"] == "pack-quantized")
+
+    def _scheme(self, config: Config, prefix: str, headers: Headers, packed: bool) -> Scheme:
+        transforms, config = self.transforms(config, prefix), for_layer(config, prefix)
         weights, code, block = _weights_of(config)
-        if not weights and config.get("format") in (None, MXFP4_FORMAT) and fits(names, _MXFP4_TENSORS):
+        if not weights and config.get("format") in (None, MXFP4_FORMAT) and fits(headers, _MXFP4_TENSORS):
             weights, code = MXFP4, _CODES[4, "float"]
         kind = _KINDS[code]
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
-        packed = config.get("format") == "pack-quantized" if headers is None else "weight_packed" in headers
-        scheme = Scheme(
+        return Scheme(
             self.name,
             code,
             -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
             strategy,
             block,
             zero_points=symmetric is False
-            or (symmetric is None and kind.zeros_by_file and "weight_zero_point" in names),
-            ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in names,
+            or (symmetric is None and kind.zeros_by_file and "weight_zero_point" in headers),
+            ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in headers,
             inputs=inputs_of(config, code, headers),
             form="fp4" if kind.words is torch.uint8 else "packed" if packed else "",
             transforms=transforms,
             settings=config,
         )
-        return scheme if headers is None else replace(scheme, found=self._found(headers, scheme))
 
     def _found(self, headers: Mapping[str, Any], scheme: Scheme) -> dict[str, TensorLayout]:
         """The forms that scales and zero points have in a file."""
@@ -193,7 +200,7 @@ class _CompressedTensors(Format):
             codes["weight_shape"] = stored((torch.int64, torch.int32), 2, optional=True)
         else:
             codes = {"weight": stored(CODE_TYPES.get(scheme.code, torch.int8), N, K)}
-        dims = {"tensor": (PARTS,), "channel": (N, 1)}.get(scheme.strategy, (N, G))
+        dims = {"tensor": (), "channel": (N, 1)}.get(scheme.strategy, (N, G))
         layout = codes | {"weight_scale": _layout(scheme, dims)}
         if scheme.zero_points:
             layout["weight_zero_point"] = stored(INT32, N / word, G) if packed else stored(INT8, N, G)
@@ -251,7 +258,7 @@ class _CompressedTensors(Format):
 
         Args:
             weight: without offsets and activation order; its bias is not written.
-            scheme: what `scheme` says of the layer by the config that it is written with.
+            scheme: what `written` says of it.
 
         Raises:
             ValueError: the weight is not what the scheme says, or has no such form.
@@ -313,7 +320,7 @@ _MXFP4_TENSORS = {
 
 def _dims(values: Any) -> tuple[Dim | int, ...]:
     """Of a value for each group, row, or the whole tensor."""
-    return (PARTS,) if math.prod(values.shape) == 1 else (N, G)[: values.dim()]
+    return () if math.prod(values.shape) == 1 else (N, G)[: values.dim()]
 
 
 def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:

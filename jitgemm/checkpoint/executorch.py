@@ -47,6 +47,7 @@ _INTEGERS = (torch.int32, torch.int8, torch.int16, torch.int64)
 
 class _ExecuTorch(Format):
     name = "executorch"
+    suffixes = (*_CODES, *_BOTH, "weight_scales", "weight_zeros", "scales", "zeros")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         if any(name in names for name in _CODES[1:]):
@@ -59,8 +60,8 @@ class _ExecuTorch(Format):
         rows = weight.shape[:1]
         return weight.dtype == torch.int8 and scales is not None and scales.dim() == 2 and scales.shape[:1] == rows
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        headers, size, form = headers or {}, setting(config, "group_size"), "operator"
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
+        size, form = setting(config, "group_size"), "operator"
         name = next((each for each in _CODES if each in headers), "weight")
         packed = {name: stored(torch.uint8, N, K / 2)}
         both = next((each for each in _BOTH if each in headers), "")

@@ -77,6 +77,7 @@ class Checkpoint:
             `.safetensors` file, a list of them (all that an index beside them names: as it says), or a mapping of names to
             tensors.
         config: the model's config.json or its quantization_config, as a mapping; None: the config next to the files.
+        metadata: of a mapping, what the files of its tensors say of them.
 
     Attributes:
         config: the model's quantization_config, or None.
@@ -90,6 +91,7 @@ class Checkpoint:
     def __init__(
         self, source: str | os.PathLike[str] | list[str] | Mapping[str, torch.Tensor],
         config: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ):  # fmt: skip
         self._files: dict[Path, Any] = {}
         self._said: dict[str, str] = {}  # metadata of tensors given in memory
@@ -102,7 +104,7 @@ class Checkpoint:
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._found = source
+            self._found, self._said = source, dict(metadata or {})
             if any(map(subclass_of, source.values())):
                 for flattened in IN_MEMORY:
                     self._found, self._said = flattened(self._found)

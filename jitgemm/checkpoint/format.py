@@ -1,6 +1,6 @@
 """What a checkpoint format is: the scheme that a config names for a layer, and the tensors that hold such a layer.
 
-Reading, sizes, cutting for ranks, vLLM's parameters and warm-up all derive from `Format.scheme` and `Format.tensors`.
+Reading, sizes, cutting for ranks and warm-up all derive from `Format.scheme` and `Format.tensors`.
 Adding a format takes one subclass of `Format` and `formats.register`. Knows no format, no file and no kernel.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Layout, TensorLayout, check_single, measure
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, Layout, TensorLayout, check_single, measure
 from jitgemm.checkpoint.layouts import stored
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ROTATION, ceil_div
@@ -23,7 +23,7 @@ from jitgemm.weight.rotation import sylvester
 
 Config = Mapping[str, Any] | None
 """A quantization_config."""
-Headers = Mapping[str, Any] | None
+Headers = Mapping[str, Any]
 """A layer's tensors, or their headers, by suffix."""
 
 INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
@@ -217,14 +217,14 @@ class Scheme:
     def static(self) -> dict[str, TensorLayout]:
         """The static scale of the input, where there is one."""
         given = self.inputs is not None and not self.inputs.dynamic
-        return {"input_scale": stored(torch.float32, PARTS, optional=True)} if given else {}
+        return {"input_scale": stored(torch.float32, optional=True)} if given else {}
 
     def by_row(self, name: str, values: torch.Tensor, n: int) -> torch.Tensor:
         """[n, G] from a tensor of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
         layout = self.found[name]
         if values.dtype in E8M0 and values.dtype in layout.dtypes:
             values = values.view(torch.float8_e8m0fnu).float()
-        if layout.dims == (PARTS,):
+        if not layout.dims:
             return values.reshape(1, 1).expand(n, 1)
         rows = values.reshape(len(values), -1)
         return rows if layout.per(0) == 1 else rows.repeat_interleave(layout.per(0), 0)[:n]
@@ -249,13 +249,15 @@ class Format:
 
     Attributes:
         name: as `load(format=...)` takes it.
-        methods: the quant_methods of a config that mean its tensors.
+        stacked: the quant_methods of files whose experts stand together, each kind of tensor in one, with biases.
+        suffixes: of all tensors that its layers may have.
         also: names of tensors that may be there without being in `tensors`.
         cuts: whether a rank's part of a layer is a part of each of its tensors.
     """
 
     name: str
-    methods: tuple[str, ...] = ()
+    stacked: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     cuts: bool = False
 
@@ -276,13 +278,13 @@ class Format:
         """Why a tensor that is no layer's is not used; None for one that is not known."""
         return None
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         """What config and headers say of one layer, which `left_out` says is quantised.
 
         Args:
             config: the model's quantization_config, or None.
             prefix: the layer's name, for configs that differ between layers.
-            headers: the layer's tensors or their headers by suffix. None: what the format's engines expect by the config.
+            headers: the layer's tensors or their headers by suffix.
 
         Raises:
             ValueError: a setting is not supported; the message names it.
@@ -412,7 +414,7 @@ _INPUTS_SAID = {"int8": ("int", "activation_scheme"), "int4": ("float", "")}
 def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
     """The inputs by compressed-tensors' `input_activations`, by `activation_scheme` for 8 bits, or by a static scale's
     presence; blocks: engines quantise the input per token and 128 values, as DeepSeek's do with blocks."""
-    config, headers, (type, key) = config or {}, headers or (), _INPUTS_SAID.get(code, ("float", "activation_scheme"))
+    config, (type, key) = config or {}, _INPUTS_SAID.get(code, ("float", "activation_scheme"))
     if "input_activations" in config:
         return Inputs.of(setting(config, "input_activations"))
     named = setting(config, key)

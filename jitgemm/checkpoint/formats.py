@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Transform
+from jitgemm.checkpoint.format import INPUT_TENSORS, Config, Format, Transform
 from jitgemm.tensors import describe
 
 FORMATS: list[Format] = []
@@ -29,9 +29,9 @@ def by_name(name: str) -> Format:
     return known[name]
 
 
-def by_method(method: Any) -> Format | None:
-    """The format that a quant_method means; None for none of ours."""
-    return next((format for format in FORMATS if method in format.methods), None)
+def suffixes() -> tuple[str, ...]:
+    """What stands behind a layer's name, of every tensor that some format has."""
+    return tuple(sorted({*INPUT_TENSORS, *(suffix for format in FORMATS for suffix in format.suffixes)}))
 
 
 def translated(config: Config, prefix: str) -> Config:

@@ -43,7 +43,8 @@ _ONE_IN_EACH = {"int4": 0x11111111, "int8": 0x01010101}
 
 
 class Gptq(Format):
-    name, methods, cuts = "gptq", ("gptq",), True
+    name, cuts = "gptq", True
+    suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         method, version = setting(config, "quant_method"), self.version(config)
@@ -59,7 +60,7 @@ class Gptq(Format):
     def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         if config is None:
             raise ValueError(
                 "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) "

@@ -1,6 +1,6 @@
 """How a format stores a tensor: its types, and a `Dim` for each dimension. Knows no format.
 
-Cutting for ranks, vLLM's parameters and the sizes of a layer are derived from these.
+Cutting for ranks and the sizes of a layer are derived from these.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Dim:
     """A dimension of a tensor: `per` rows, columns or groups of the layer share an element along it.
 
     Attributes:
-        of: "n" rows, "k" columns, "G" groups of columns, or "parts", an element for each of the layers that vLLM joins.
-            Any other letter is a size of the format's own, along which nobody can cut.
+        of: "n" rows, "k" columns, or "G" groups of columns. Any other letter is a size of the format's own, along which
+            nobody can cut.
     """
 
     of: str
@@ -47,7 +47,7 @@ class Dim:
         return self.of if self.per == 1 else f"{self.of} / {self.per}"
 
 
-N, K, G, PARTS = Dim("n"), Dim("k"), Dim("G"), Dim("parts")
+N, K, G = Dim("n"), Dim("k"), Dim("G")
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,15 @@ class TensorLayout:
 
     Attributes:
         dtypes: what it may have, the usual one first.
-        dims: `Dim`s and numbers. (PARTS,) is a single element, in a file of any number of dimensions.
+        dims: `Dim`s and numbers. None of them: a single element, in a file of any number of dimensions.
         optional: whether files may lack it; as text, what an error says where columns in groups are in activation order.
         wanted: what an error says of another shape.
-        tile: (rows, elements of a row) that lie together in memory, tile by tile; None for rows.
     """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[Dim | int, ...]
     optional: bool | str = False
     wanted: str = "shape {shape}, got {got}"
-    tile: tuple[int, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +78,7 @@ class TensorLayout:
     @property
     def known(self) -> bool:
         """Whether rows, columns and groups are all that it extends along."""
-        return all(isinstance(dim, int) or dim.of in ("n", "k", "G", "parts") for dim in self.dims)
+        return all(isinstance(dim, int) or dim.of in ("n", "k", "G") for dim in self.dims)
 
     def per(self, axis: int) -> int:
         """How many rows, columns or groups share an element along a dimension."""
@@ -91,26 +89,6 @@ class TensorLayout:
     def is_scale(self) -> bool:
         """Whether it is in the type of the layer's scales, which files choose."""
         return self.dtypes[: len(FLOATS)] == FLOATS
-
-    @property
-    def packed(self) -> tuple[int, int] | None:
-        """(dimension, values to a word) of packed integers."""
-        found = [(i, self.per(i)) for i in range(len(self.dims)) if self.per(i) > 1]
-        return found[0] if found and not self.dtype.is_floating_point else None
-
-    def by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor [rows, elements] of tiles with its rows in memory, such that any tiles can be cut out of it."""
-        if self.tile is None:
-            return tensor
-        (n, size), (rows, each) = tensor.shape, self.tile
-        return tensor.reshape(n // rows, size // each, rows, each).transpose(1, 2).reshape(n, size)
-
-    def by_tiles(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that `by_rows` gives this one for."""
-        if self.tile is None:
-            return tensor
-        (n, size), (rows, each) = tensor.shape, self.tile
-        return tensor.reshape(n // rows, rows, size // each, each).transpose(1, 2).reshape(n, size)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape for {letter: size}."""
@@ -146,7 +124,7 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
         tensor = tensors[name]
         if expected.is_scale and tensor.dtype not in expected.dtypes and "scale" in name:
             raise ValueError(f"{name}, a scale: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")
-        if expected.dims == (PARTS,):
+        if not expected.dims:
             check_single(name, tensor, FLOATS if expected.dtypes == (torch.float32,) else expected.dtypes)
             continue
         if tensor.dtype not in expected.dtypes or tensor.dim() != len(expected.dims):

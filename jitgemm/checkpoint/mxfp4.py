@@ -41,30 +41,29 @@ _FORMS: dict[str, dict[str, TensorLayout]] = {
     },
     "scale": {"weight": stored(BYTES, N, K / 2), "scale": stored(_SCALES, N, G)},
     "weight_scale_inv": {"weight": stored(BYTES, N, K / 2), "weight_scale_inv": stored(_SCALES, N, G)},
-    "weight_scale": {"weight": stored(torch.uint8, N, K / 2), "weight_scale": stored(_SCALES, N, G)},
+    "weight_scale": {"weight": stored(BYTES, N, K / 2), "weight_scale": stored(_SCALES, N, G)},
 }
 """The tensors, by what tells them."""
 _BLOCKS = Inputs("float", strategy="group", group_size=128)
 
 
 class _Mxfp4(Format):
-    name, methods, cuts = "mxfp4", ("mxfp4", "quark", "gpt_oss_mxfp4"), True  # the last is vLLM's name of the first
+    name, cuts = "mxfp4", True
+    stacked = ("mxfp4", "gpt_oss_mxfp4")  # the latter is vLLM's name for the former
+    suffixes = tuple(suffix for form in _FORMS.values() for suffix in form)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return setting(config, "quant_method") != "compressed-tensors" and _form(names) is not None
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         method = setting(config, "quant_method")
-        form = "weight_scale" if headers is None else _form(headers)  # the former is what vLLM calls all of them
+        form = _form(headers)
         if form is None:
             raise ValueError("weight: expected MXFP4's tensors, of bytes with e8m0 scales for 32 k, got others")
-        if headers is None and method == "quark" and (dtype := setting(config, "dtype", default="fp4")) != "fp4":
-            raise ValueError(f"dtype: expected 'fp4' of a layer's weights in Quark's config, got {dtype!r}")
         if (dtype := setting(config, "expert_dtype", default="fp4")) != "fp4":
             raise ValueError(f"expert_dtype: expected 'fp4', as the tensors are, got {dtype!r}")
         deepseek = form in ("scale", "weight_scale_inv") or method == "fp8"
-        named = headers if headers is not None else ("input_scale",) if method == "modelopt" else ()
-        inputs = _BLOCKS if deepseek else _inputs(config or {}, named)
+        inputs = _BLOCKS if deepseek else _inputs(config or {}, headers)
         return Scheme(self.name, "e2m1", EXPONENT_GROUP, inputs=inputs, form=form, settings=config or {})
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:

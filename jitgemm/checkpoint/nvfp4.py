@@ -4,7 +4,7 @@
 
     weight_packed        uint8 [n, k / 2]             compressed-tensors' nvfp4-pack-quantized
     weight_scale         float8_e4m3fn [n, k / 16]
-    weight_global_scale  fp32, one element; in memory also [n, 1]
+    weight_global_scale  fp32, one element
     weight               uint8 [n, k / 2]             ModelOpt's NVFP4, W4A16_NVFP4 and W4A8_NVFP4_FP8
     weight_scale         float8_e4m3fn [n, k / 16]
     weight_scale_2       fp32, one element
@@ -19,7 +19,6 @@ compressed-tensors 0.20.1, which the tests hold this against, and vLLM's modelop
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,19 +30,17 @@ from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.compressed_tensors_config import for_layer
 from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, setting
-from jitgemm.checkpoint.layouts import PARTS, G, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.layouts import G, K, N, TensorLayout, fits, stored
 from jitgemm.kernel.codes import SCALE_GROUP
 
 _CODES, _SCALES = stored(torch.uint8, N, K / 2), stored(torch.float8_e4m3fn, N, G)
-_ONE = stored(torch.float32, PARTS)
+_ONE = stored(torch.float32)
 _FORMS: dict[str, dict[str, TensorLayout]] = {
     "compressed-tensors": {"weight_packed": _CODES, "weight_scale": _SCALES, "weight_global_scale": _ONE},
     "modelopt": {"weight": _CODES, "weight_scale": _SCALES, "weight_scale_2": _ONE},
 }
 """The tensors, by whose they are."""
 _WHOLE = {"compressed-tensors": "weight_global_scale", "modelopt": "weight_scale_2"}
-_BY_ROW = stored(torch.float32, N, 1)
-"""The scale of the tensor where layers are joined, each with its own."""
 _OF_4_BITS = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}
 """The static scale of inputs of 4 bits."""
 _ALGORITHMS: dict[str, Inputs | None] = {
@@ -56,6 +53,7 @@ _ALGORITHMS: dict[str, Inputs | None] = {
 
 class _Nvfp4(Format):
     name, cuts = "nvfp4", True
+    suffixes = tuple(suffix for form in _FORMS.values() for suffix in form)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return _form(names) is not None
@@ -63,28 +61,27 @@ class _Nvfp4(Format):
     def left_out(self, config: Config, prefix: str) -> str | None:
         return compressed_tensors.FORMAT.left_out(config, prefix) if "quant_algo" not in (config or {}) else None
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         config = config or {}
-        form = "modelopt" if "quant_algo" in config else "compressed-tensors"
-        form = form if headers is None else _form(headers) or ""
-        if not form:
+        form = _form(headers)
+        if form is None:
             raise ValueError(
                 "weight: expected NVFP4's tensors, of bytes with e4m3 scales for 16 k and one more, got others"
             )
-        named = "input_scale" in (headers or {})
-        inputs = _of_modelopt(config, named) if form == "modelopt" else _of_compressed_tensors(config, prefix)
-        name = _WHOLE[form]
-        found = {} if headers is None or math.prod(headers[name].shape) == 1 else {name: _BY_ROW}
-        transforms = compressed_tensors.FORMAT.transforms(config, prefix) if form == "compressed-tensors" else ()
-        more: Any = {"inputs": inputs, "form": form, "found": found, "transforms": transforms, "settings": config}
+        of_modelopt = form == "modelopt"
+        transforms = () if of_modelopt else compressed_tensors.FORMAT.transforms(config, prefix)
+        inputs = (
+            _of_modelopt(config, "input_scale" in headers) if of_modelopt else _of_compressed_tensors(config, prefix)
+        )
+        more: Any = {"inputs": inputs, "form": form, "transforms": transforms, "settings": config}
         return Scheme(self.name, "nvfp4", SCALE_GROUP, **more)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         shape = {"weight_shape": stored((torch.int64, torch.int32), 2, optional=True)}
         more = shape if scheme.form == "compressed-tensors" else {}
         if scheme.inputs is not None and scheme.inputs.num_bits == 4:
-            more = more | {_OF_4_BITS[scheme.form]: stored(torch.float32, PARTS, optional=True)}
-        return {**_FORMS[scheme.form], **scheme.found, **more, **scheme.static}
+            more = more | {_OF_4_BITS[scheme.form]: stored(torch.float32, optional=True)}
+        return {**_FORMS[scheme.form], **more, **scheme.static}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes = self.sizes(tensors, scheme)

@@ -43,7 +43,7 @@ from jitgemm.tensors import describe
 from jitgemm.weight.two_level import levels_of
 
 _TILE = 32
-_CODES = stored(BYTES, N, K / 2, tile=(_TILE, _TILE // 2))
+_CODES = stored(BYTES, N, K / 2)
 _GROUP = 128
 """Columns of a group in every engine."""
 WRITTEN = (
@@ -54,17 +54,16 @@ METHOD = "qoq"
 
 
 class _QServe(Format):
-    name, methods = "qserve", ("qserve", METHOD)
+    name = "qserve"
     also = ("s2_scales", "s2_zeros", "s1_szeros")
+    suffixes = ("qweight", "s1_scales", *also)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return {"qweight", "s1_scales"} <= set(names)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         check_setting(config, 4, "bits", "wbits", "w_bit")
-        size, whole = setting(config, "group_size"), setting(config, "group_size") == -1
-        form = "channel" if (whole if headers is None else "s2_scales" not in headers) else "group"
-        size = _GROUP if headers is None and size is None else size
+        size, form = setting(config, "group_size"), "group" if "s2_scales" in headers else "channel"
         return Scheme(self.name, group_size=size, strategy=form, zero_points=True, inputs=Inputs())
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
@@ -93,6 +92,10 @@ class _QServe(Format):
         zero = _zero_points(q, s2, s2_zero, group_size)
         weight = integer_zero(q, s2.float() * s1.float(), zero, group_size, name="-s2_zeros / s2_scales")
         return replace(weight, row_scale=tensors["s1_scales"])
+
+    def written(self, config: Config, prefix: str) -> Scheme:
+        """What `write` makes of a layer by the config that it is written with."""
+        return self.scheme(config, prefix, {"s2_scales": None})
 
     def write(self, weight: CanonicalWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
         """The tensors of a layer in two levels, with groups of 128 or one for a row, whose scale fp16 holds.

@@ -83,13 +83,14 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
 
 class _Quark(Format):
     name, cuts = METHOD, True
+    suffixes = ("weight", "weight_scale", "weight_zero_point")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         weight = names.get("weight")
         packed = weight is not None and weight.dtype == torch.int32 and "weight_scale" in names
         return packed and setting(config, "quant_method") == METHOD
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         dtype, method = setting(config, "dtype"), setting(config, "pack_method", default="reorder")
         if dtype not in ("int4", "uint4"):
             raise ValueError(f"weight: expected dtype 'int4' or 'uint4' in the config of one in int32, got {dtype!r}")

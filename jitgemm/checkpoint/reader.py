@@ -116,9 +116,7 @@ def layer_header(
     return LayerHeader(prefix, names, found, scheme, sizes, matrices)
 
 
-def scheme_of(
-    format: Format, config: Mapping[str, Any] | None, prefix: str, headers: Mapping[str, Any] | None = None
-) -> Scheme:
+def scheme_of(format: Format, config: Mapping[str, Any] | None, prefix: str, headers: Mapping[str, Any]) -> Scheme:
     """`Format.scheme` of a layer that is quantised. Raises ValueError, naming the setting, where the config has it not."""
     if (reason := format.left_out(config, prefix)) is not None:
         raise ValueError(reason)

@@ -64,7 +64,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.files import subclass_of
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, block_of, check_known, group_size_of
 from jitgemm.checkpoint.format import inputs_of, setting
-from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, Dim, G, K, Layout, N
+from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, Dim, G, K, Layout, N
 from jitgemm.checkpoint.layouts import fits, measure, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name
@@ -90,8 +90,9 @@ _KNOWN = (_TILES, *_LAYOUTS, *_EIGHT)
 
 
 class _TorchAo(Format):
-    name, methods = "torchao", ("torchao",)
+    name = "torchao"
     also = (_QDATA, _SCALE, _ZERO, _BOTH)
+    suffixes = (*also, "weight", "weight_int4pack", "scales_and_zeros")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         method = setting(config, "quant_method")
@@ -101,8 +102,8 @@ class _TorchAo(Format):
             return "weight" in names or "weight_int4pack" in names
         return _QDATA in names or ("weight" in names and (bool(names["weight"].kind) or method == "torchao"))
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
-        headers, config, size = headers or {}, config or {}, None
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
+        config, size = config or {}, None
         if "scales_and_zeros" in headers:
             form, size = _TILES, setting(config, "group_size", "groupsize")
             found = _tinygemm("weight" if "weight" in headers else "weight_int4pack", headers, "scales_and_zeros")
@@ -254,7 +255,7 @@ def _blocks(tensors: Mapping[str, Any], code: str) -> Layout:
         raise ValueError(
             f"{_SCALE}: expected floats, one or [n / rows, k / columns] for n, k = {n, k}, got {describe(scale)}"
         )
-    return codes | {_SCALE: stored(FLOATS, *((PARTS,) if single else (N / (n // rows), G)[: scale.dim()]))}
+    return codes | {_SCALE: stored(FLOATS, *(() if single else (N / (n // rows), G)[: scale.dim()]))}
 
 
 # ---- codes and parameters ----------------------------------------------------------------------------------------------

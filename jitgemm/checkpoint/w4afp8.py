@@ -24,18 +24,17 @@ import torch
 
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, inputs_of, setting
-from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G, K, N, TensorLayout, stored
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, inputs_of, setting
+from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.w8a8 import INT8_METHODS
 from jitgemm.tensors import describe
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_GROUP = 128  # which the engines take where a config is silent
-_STATIC = Inputs("float", strategy="tensor", dynamic=False)
 
 
 class _W4AFp8(Format):
-    name, methods, cuts = "w4afp8", ("w4afp8",), True
+    name, cuts = "w4afp8", True
+    suffixes = ("weight", "weight_scale_inv")
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         weight, scale = names.get("weight"), names.get("weight_scale_inv")
@@ -47,10 +46,8 @@ class _W4AFp8(Format):
         modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
         return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         size = (config or {}).get("group_size")
-        if headers is None:
-            return Scheme(self.name, group_size=size or _GROUP, inputs=_STATIC)
         if "weight_scale_inv" not in headers:
             raise ValueError(
                 "weight: expected int8 [n, k / 2] with weight_scale_inv, got ModelOpt's W4A8_AWQ (two rows to a byte, "
@@ -68,7 +65,7 @@ class _W4AFp8(Format):
         return {
             "weight": stored(BYTES, N, K / 2),
             "weight_scale_inv": stored(FLOATS, N, G),
-            "input_scale": stored(torch.float32, PARTS, optional=True),
+            "input_scale": stored(torch.float32, optional=True),
         }
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:

@@ -32,7 +32,6 @@ import torch
 from jitgemm.checkpoint import quark
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import (
-    INPUT_SCALES,
     Config,
     Format,
     Headers,
@@ -42,7 +41,7 @@ from jitgemm.checkpoint.format import (
     inputs_of,
     setting,
 )
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, G, K, N, TensorLayout, stored
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.checkpoint.compressed_tensors_config import PRESETS
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
@@ -68,7 +67,7 @@ _SETTINGS = {
 
 class _W8A8(Format):
     name, cuts = "w8a8", True
-    methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt", "mxfp8")
+    suffixes = ("weight", "weight_scale", *_BLOCKED)
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         name, config = _scale_name(names), config or {}
@@ -83,17 +82,17 @@ class _W8A8(Format):
             return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
         return weight.dtype != torch.int8 or method in ("w8a8_int8", quark.METHOD) or of_modelopt
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+    def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         config = config or {}
         for key, known in _SETTINGS.items():
             if (got := setting(config, key)) is not None and str(got).lower() not in map(str.lower, known):
                 raise ValueError(f"{key}: expected {' or '.join(known)}, got {got!r}")
-        code, name, strategy, dims = _by_config(config) if headers is None else _by_headers(config, headers)
-        static = headers
-        if headers is None and setting(config, "quant_method") == "modelopt" and _algorithm(config) == "FP8":
-            static = INPUT_SCALES
+        code, name, strategy, dims = _by_headers(config, headers)
         block = tuple(dim.per for dim in dims if isinstance(dim, Dim)) if strategy == "block" else None
-        inputs, size = inputs_of(config, code, static, block is not None), EXPONENT_GROUP if strategy == "group" else -1
+        inputs, size = (
+            inputs_of(config, code, headers, block is not None),
+            EXPONENT_GROUP if strategy == "group" else -1,
+        )
         if _is_mxfp8(config) and "input_activations" not in config:  # of Quark's
             inputs = Inputs.of(PRESETS[_MXFP8][1])
         found = {name: stored(E8M0[::-1] if strategy == "group" else (*FLOATS, *E8M0), *dims)}
@@ -132,21 +131,6 @@ def _is_mxfp8(config: Mapping[str, Any]) -> bool:
     return _algorithm(config) == _MXFP8 or _block(config) == _OF_MXFP8
 
 
-def _by_config(config: Mapping[str, Any]) -> _Found:
-    """What engines expect of such a config."""
-    method, block, strategy = setting(config, "quant_method"), _block(config), setting(config, "strategy")
-    code, algorithm = "int8" if "int8" in str(method) else "e4m3", _algorithm(config) if method == "modelopt" else ""
-    if method in ("blockwise_int8", "w4afp8"):
-        block = block or _BLOCK
-    if _is_mxfp8(config):
-        return code, "weight_scale_inv" if block else "weight_scale", "group", (N, G)
-    if block:
-        return code, "weight_scale_inv", "block", (N / block[0], K / block[1])
-    if strategy == "tensor" or (not strategy and (method == "fp8" or algorithm == "FP8")):  # AutoRound's strategy
-        return code, "weight_scale", "tensor", (PARTS,)
-    return code, "weight_scale", "channel", (N,) if strategy or algorithm == _PER_CHANNEL else (N, 1)
-
-
 def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found:
     """What the shape of the scale says, as far as the config allows it."""
     name, weight = _scale_name(headers), headers["weight"]
@@ -177,7 +161,7 @@ def _by_headers(config: Mapping[str, Any], headers: Mapping[str, Any]) -> _Found
             forms.setdefault(grid, ("block", (rows, columns)))
     if shape not in forms and not single:
         raise ValueError(f"{name}: expected {expected}, got shape {list(shape)}")
-    return code, name, *forms.get(shape, ("tensor", (PARTS,)))
+    return code, name, *forms.get(shape, ("tensor", ()))
 
 
 FORMAT = _W8A8()

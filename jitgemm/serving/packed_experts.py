@@ -11,10 +11,11 @@ import torch
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.serving.experts_matrix import ExpertsMatrix
-from jitgemm.serving.layouts import Layout
-from jitgemm.serving.matrix import Packing
-from jitgemm.serving.saved import SavedExperts, one_activation
+from jitgemm.serving.collected import one_activation
+from jitgemm.serving.experts import CollectedExperts
+from jitgemm.serving.packing import Packing
+from jitgemm.serving.saved import SavedExperts
+from jitgemm.serving.stored import Stored
 
 
 class PackedExpertsMethod(Packing):
@@ -27,29 +28,25 @@ class PackedExpertsMethod(Packing):
     bias = "bias"
 
     @staticmethod
-    def layout_of(
-        config: Any, names: list[str], hidden: int, inter: int, whole: int, inputs: int, dtype: torch.dtype
-    ) -> Layout:
-        """How a rank has experts stored.
+    def stored_of(config: Any, names: list[str], hidden: int, inter: int, whole: int, inputs: int) -> Stored:
+        """How the files hold experts, as a rank has them.
 
         Args:
             names: of one expert's layers, in the files.
             hidden, inter, whole: the experts' sizes, inter on this rank and on all.
             inputs: of the gate.
-            dtype: the model's.
 
         Raises:
             Unsupported: jitgemm cannot serve them as they are cut.
         """
-        layout: Layout = config.layout(names, max(hidden, whole), dtype, True)
-        layout = layout.cut([inter] * inputs, inputs * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
-        for k in (hidden, whole):
-            layout.check(k)
-        return layout
+        stored: Stored = config.stored(names)
+        stored.check([inter] * inputs, hidden, hidden)
+        stored.check([hidden], inter, whole)
+        return stored
 
     def place(
         self, layer: torch.nn.Module, count: int, sizes: tuple[int, int, int], inputs: int, rank: int, dtype: torch.dtype,
-        biased: bool, attributes: Mapping[str, Any], kind: type[ExpertsMatrix] = ExpertsMatrix,
+        biased: bool, attributes: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Gives a layer its parameters.
 
@@ -61,23 +58,21 @@ class PackedExpertsMethod(Packing):
             dtype: of the layer's input and output.
             biased: whether the experts have biases, which the engine loads.
             attributes: what the engine wants the parameters to have, its "weight_loader" among that.
-            kind: of w13 and w2 where the files do not hold packed ones.
         """
         hidden, inter, whole = sizes
-        kind = kind if self.layout.tensors else SavedExperts
+        kind = SavedExperts if self.config.saved else CollectedExperts
+        bias = self.bias if biased else ""
         self.matrices = [
-            kind(self, "w13", count, [inter] * inputs, hidden, hidden, rank, whole),
-            kind(self, "w2", count, [hidden], inter, whole, rank, hidden),
+            kind(self, "w13", count, [inter] * inputs, hidden, hidden, rank, whole, bias),
+            kind(self, "w2", count, [hidden], inter, whole, rank, hidden, bias),
         ]
-        if biased and self.layout.tensors:
-            for matrix in self.matrices:
-                matrix.add_bias(dtype, self.bias)
         self.create(layer, dtype, attributes)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
         w13, w2 = parts
-        wanted, prefix = self.matrices[0].wanted, self.names[0].rpartition(".")[0]
-        activation = one_activation({f"{prefix}.w13": w13, f"{prefix}.w2": w2}, wanted, "activation")
+        wanted, prefix = self.wanted, self.names[0].rpartition(".")[0]
+        activations = {f"{prefix}.w13": w13.activation, f"{prefix}.w2": w2.activation}
+        activation = one_activation(activations, wanted if self.config.saved else None, "activation")
         gate, biases = self.matrices[0].gate(self.gate(layer)), (w13.bias, w2.bias)
         return packed_experts(w13.weight, w2.weight, *biases, gate=gate, activation=activation, top_k=layer.top_k)
 

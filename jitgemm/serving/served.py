@@ -6,27 +6,38 @@ config of that checkpoint, with a warning. Knows no engine.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.expressions import patterns
-from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.files import DTYPES, Checkpoint
 from jitgemm.checkpoint.folder import weights_of
+from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
+from jitgemm.checkpoint.layouts import FLOATS
 from jitgemm.nn.layers.sums import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import some
-from jitgemm.serving.layouts import Layout, Unsupported, floats, layout_of
+from jitgemm.nn.load.layer_source import LayerSource
+from jitgemm.serving.stored import Stored, Unsupported, check_alike, source_of
 from jitgemm.serving.warm import Layers
 
 NAME = "jitgemm"
 
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-_FLOATS = ("F16", "BF16", "F32", "F64")
+_OF_MODELS = {"deepseek_v4_fp8": "fp8"}
+"""{what vLLM calls a quant_method for one of its models: what the files do}."""
+_EXPERT = re.compile(r"(.*\.)(\d+)\.[^.]+")
+SHAPE = "weight_shape"
+"""A tensor of sizes, whose numbers no header has."""
 
 
 class ServedModel:
@@ -60,8 +71,7 @@ class ServedModel:
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__()
         self._given = checkpoint
-        nested = (checkpoint or {}).get("quantization")  # of ModelOpt's hf_quant_config.json
-        self.checkpoint = checkpoint if nested is None else {"quant_method": "modelopt", **checkpoint, **nested}
+        self.checkpoint = _in_the_files_words(checkpoint)
         said = self.checkpoint or {}
         self._left_out = [each for key in _LEFT_OUT for each in patterns(key, said.get(key) or [])]
         patterns("dynamic", ["re:" + rule.removeprefix("-:").removeprefix("+:") for rule in said.get("dynamic") or ()])
@@ -71,7 +81,9 @@ class ServedModel:
         self.from_files = Layers()
         self._theirs: Any = None
         self._mappers: list[Any] = []  # of names, that the engine's config of the checkpoint is told, too
-        self._headers: dict[str, dict[str, str]] = {}  # {layer: {suffix: safetensors' dtype}}
+        self._headers: dict[str, dict[str, TensorInfo]] = {}  # {layer: {suffix: header}}
+        self._metadata: dict[str, str] = {}  # what the files say of their tensors
+        self._counts: dict[bool, dict[str, Counter[int]]] = {}
         self._in_file: dict[str, str] = {}  # what the files call the layers that the engine renames
 
     def _set(self, options: Mapping[str, Any]) -> None:
@@ -134,17 +146,23 @@ class ServedModel:
             text = "jitgemm: %s's loader reads tensors that the index does not name: %s"
             self.logger.warning(text, self.engine, some(beside, 5))
         self.read_headers(checkpoint.headers())
+        for name in {checkpoint.file(name): name for name in checkpoint.names()}.values():
+            self._metadata |= checkpoint.metadata(name)
 
     def no_headers(self, model: str | Path, error: Exception) -> None:
         """Says that files cannot be looked at, or are not here."""
-        self.logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model, error)
+        self.logger.warning(
+            "jitgemm: no headers of %s (%s): its config says which layers are quantised, and how is seen once all of its "
+            "tensors are in the host's memory", model, error,
+        )  # fmt: skip
 
     def read_headers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes in the headers of the checkpoint's files, as safetensors has them."""
         for name, info in found.items():
             layer, _, suffix = name.rpartition(".")
             if layer:  # none of __metadata__
-                self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
+                kind = DTYPES.get(str(info["dtype"]), torch.bool)  # which no layer has
+                self._headers.setdefault(layer, {})[suffix] = TensorInfo(tuple(info["shape"]), kind)
         self._in_file = {layer: layer for layer in self._headers}
         self.saved = any(_packed(found) for found in self._headers.values())
 
@@ -183,7 +201,7 @@ class ServedModel:
         """The method of an embedding or an output layer; None for one that stays in its type.
 
         Args:
-            make: the method for the names in the files and a `Layout`; None for an embedding.
+            make: the method for the names in the files and what is `Stored` there; None for an embedding.
 
         Raises:
             ValueError: the checkpoint has quantised it, and the engine has no config that reads it.
@@ -193,9 +211,9 @@ class ServedModel:
         given = self.saved or self.checkpoint is not None
         if not (given and header and self._quantised(names[0], layer)):
             ours = make is not None and self.recipe.lm_head is not None
-            return make(names, floats(torch.get_default_dtype(), self.recipe.k_alignment)) if ours else None
+            return make(names, self._floats()) if ours else None
         if make is not None and self.saved:
-            return make(names, Layout())
+            return make(names, self.stored(names))
         theirs = self._checkpoints_own()
         method = None if theirs is None else theirs.get_quant_method(layer, prefix)
         if method is None:
@@ -210,7 +228,8 @@ class ServedModel:
     @property
     def of_gpt_oss(self) -> bool:
         """Whether the files are gpt-oss' own, whose experts are in MXFP4, stand together and have biases."""
-        return (self.checkpoint or {}).get("quant_method") in ("mxfp4", "gpt_oss_mxfp4")
+        method = (self.checkpoint or {}).get("quant_method")
+        return any(method in format.stacked for format in formats.FORMATS)
 
     def _checkpoints_own(self) -> Any:
         """The engine's config of the checkpoint, if it has one."""
@@ -236,36 +255,62 @@ class ServedModel:
 
     # ---- what the methods ask ----------------------------------------------------------------------------------------
 
-    def layout(self, names: Iterable[str], k: int, dtype: torch.dtype, experts: bool = False) -> Layout:
-        """How layers that the engine joins, or those of an expert, are stored; k: columns on all ranks.
+    def stored(self, names: Iterable[str]) -> Stored:
+        """How the files hold layers that the engine joins, or those of an expert.
 
         Raises:
             Unsupported: jitgemm has no reader for them.
-            ValueError: their configs differ.
+            ValueError: they are quantised differently.
         """
         if self.saved:
-            return Layout()
+            return Stored(self._suffixes(names))
         if self.checkpoint is None:
             text = "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
             text += "makes loses less"
             if self.recipe.otherwise is not None:
                 text += ', and so does {"scheme": "int4"}, in groups of 32 with zero points'
             self.logger.info_once(text)
-            return floats(dtype, self.recipe.k_alignment)
+            return self._floats()
         if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
             text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"
             self.logger.warning_once(text, bound)
-        first, *others = [
-            layout_of(self.checkpoint, name, k, dtype, self._headers.get(name, {}), experts) for name in names
-        ]
-        if any(each != first for each in others):
-            raise ValueError(
-                f"{', '.join(names)}: expected one way of quantising layers that {self.engine} joins, got several"
-            )
-        if first.instead is not None and self.recipe.activation is None:
-            said = first.scheme.inputs.replaced_by(first.instead)  # type: ignore[union-attr]
-            self.logger.warning_once("jitgemm: %s", said)
-        return first
+        headers = {name: self._headers[name] for name in names if name in self._headers}
+        try:
+            sources = {
+                name: self.source(name, {suffix: _shell(info) for suffix, info in header.items() if suffix != SHAPE})
+                for name, header in headers.items()
+                if not header.keys() <= {*INPUT_TENSORS}
+            }
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+        if sources:
+            check_alike(sources, self.engine)
+        return Stored(self._suffixes(headers) if headers else formats.suffixes(), sources)
+
+    def _floats(self) -> Stored:
+        return Stored(("weight",), floats=True, k_alignment=self.recipe.k_alignment)
+
+    def source(self, name: str, tensors: Mapping[str, torch.Tensor], option: str = "activation") -> LayerSource:
+        """How a layer of these tensors, or with these headers, is read; option: of the user's, which says its activation.
+
+        Raises ValueError for one that cannot be read."""
+        own = {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+        found = source_of(Checkpoint(own, self.checkpoint, self._metadata), name, getattr(self.recipe, option))
+        inputs = None if found.header is None else found.header.scheme.inputs
+        if inputs is not None and inputs.instead is not None and self.recipe.activation is None:
+            self.logger.warning_once("jitgemm: %s", inputs.replaced_by(inputs.instead))
+        return found
+
+    def check_loaded_again(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError for weights that are loaded again from elsewhere than the files, where experts are read."""
+        if not self.from_files:
+            return
+        for suffix, tensor in tensors.items():
+            if not torch.equal(self.files().read(f"{name}.{suffix}", tensor.device), tensor):
+                raise ValueError(
+                    f"weights: expected those of a path for a model with experts that jitgemm packed, which are read from "
+                    f"files, got another {name}.{suffix} than theirs"
+                )
 
     def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
         """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose sums
@@ -276,9 +321,24 @@ class ServedModel:
         for part, why in set_sums({name: module}, self.recipe.sums).items():
             self.logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
 
-    def suffixes(self, names: Iterable[str]) -> list[str]:
-        """What the files hold of layers except their biases, which the engine loads."""
-        return sorted({suffix for name in names for suffix in self._headers[name]} - {"bias"})
+    def count(self, names: Iterable[str]) -> int | None:
+        """How many tensors the files hold of these layers, without biases; None where no header is known."""
+        found = [_own(self._headers[name]) for name in names if name in self._headers]
+        return sum(map(len, found)) if found else None
+
+    def experts_counts(self, name: str, biases: bool) -> Mapping[int, int]:
+        """{an expert's number: how many tensors the files hold of it}, for the experts of which one has this layer."""
+        if biases not in self._counts:
+            found = self._counts[biases] = {}
+            for layer, suffixes in self._headers.items():
+                if (match := _EXPERT.fullmatch(layer)) is not None:
+                    of_layer = found.setdefault(match[1], Counter())
+                    of_layer[int(match[2])] += len(_own(suffixes, biases))
+        match = _EXPERT.fullmatch(name)
+        return {} if match is None else self._counts[biases].get(match[1], {})
+
+    def _suffixes(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({suffix for name in names for suffix in _own(self._headers.get(name, {}))}))
 
     # ---- names and rules ---------------------------------------------------------------------------------------------
 
@@ -332,10 +392,32 @@ class ServedModel:
             return not router and not self.recipe.leaves(name, prefix)
         if name in self._headers:
             found = self._headers[name]
-            return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
+            weight = found.get("weight")
+            return bool({*_own(found)} - {"weight"}) or weight is None or weight.dtype not in (*FLOATS, torch.float64)
         return not any(each(name) for each in self._left_out) and GPTQ.left_out(self.checkpoint, name) is None
 
 
 def _packed(suffixes: Iterable[str]) -> bool:
     """Whether these are the tensors of a layer that jitgemm packed."""
     return {"blocks", "meta"} <= set(suffixes)
+
+
+def _own(suffixes: Iterable[str], biases: bool = False) -> list[str]:
+    """Those of a layer's tensors that are loaded into it, without what files have beside it."""
+    return [each for each in suffixes if (biases or each != "bias") and not re.fullmatch(BESIDE, each)]
+
+
+def _shell(info: TensorInfo) -> torch.Tensor:
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def _in_the_files_words(checkpoint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A quantization_config as it stands in files: of ModelOpt's hf_quant_config.json, and without the names that an engine
+    has for one of its models or of ModelOpt's algorithms."""
+    if checkpoint is None:
+        return None
+    if (nested := checkpoint.get("quantization")) is not None:
+        checkpoint = {"quant_method": "modelopt", **checkpoint, **nested}
+    method = str(checkpoint.get("quant_method"))
+    own = "modelopt" if method.startswith("modelopt_") else _OF_MODELS.get(method)
+    return checkpoint if own is None else {**checkpoint, "quant_method": own}

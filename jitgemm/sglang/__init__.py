@@ -3,11 +3,10 @@ the installed package.
 
     arguments  SGLang's arguments, as they are in effect
     config     the quantisation config that SGLang asks
-    weights    what jitgemm's methods of SGLang's layers have in common: weights in floats packed one layer at a time
     linear     the methods of SGLang's linears and of its output layer
     experts    the method of SGLang's fused experts
 
-What a checkpoint and a user say, the tensors of each format and their packing are `jitgemm.serving`'s. SGLang is imported
+What a checkpoint and a user say, what the files hold and its packing are `jitgemm.serving`'s. SGLang is imported
 when it calls `register`.
 """
 

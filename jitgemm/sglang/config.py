@@ -162,6 +162,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """Whether SGLang calls no loaders (--load-format dummy)."""
         return self.made_up
 
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether SGLang reads tensors into the memory of earlier ones."""
+        return str(setting("load_format")).startswith("runai")
+
     @staticmethod
     def keep(module: torch.nn.Module) -> None:
         """Nothing: SGLang leaves modules alone that have no method of their own."""

@@ -21,18 +21,16 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.serving.experts_matrix import ExpertsMatrix
-from jitgemm.serving.layouts import Unsupported
-from jitgemm.serving.matrix import CHILD
+from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
+from jitgemm.serving.stored import Unsupported
 from jitgemm.sglang.arguments import setting
-from jitgemm.sglang.weights import ExpertsOneAtATime, Restoring
 
 _RUNNERS = ("auto", "triton")
 """--moe-runner-backend that leaves tensors as the files have them; neither runs here."""
 
 
-class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
+class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
     """Experts with packed weights."""
 
     bias = "weight_bias"
@@ -42,13 +40,13 @@ class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of SGLang's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         hidden, (inter, whole), inputs = layer.hidden_size, cut(config, layer), gate_of(layer.moe_runner_config).inputs
-        layout = cls.layout_of(config, names, hidden, inter, whole, inputs, layer.params_dtype)
-        if layer.with_bias and layout.tensors and not config.loads_biases:
+        stored = cls.stored_of(config, names, hidden, inter, whole, inputs)
+        if layer.with_bias and not config.saved and not config.loads_biases:
             raise Unsupported(
                 "expected experts without biases but of gpt-oss in its own format, as SGLang's models bring no others to their "
                 "loaders, got some with"
             )
-        return cls(config, names, layout)
+        return cls(config, names, stored)
 
     def create_weights(
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
@@ -57,16 +55,15 @@ class JitGemmMoEMethod(Restoring, PackedExpertsMethod, FusedMoEMethodBase):
         """Raises ValueError for what would move or store packed experts otherwise than SGLang's loader finds them."""
         check_arguments()
         load = extra_weight_attrs["weight_loader"]
-        if self.layout.tensors and getattr(load, "__name__", "") == "weight_loader_fused":
+        if not self.config.saved and getattr(load, "__name__", "") == "weight_loader_fused":
             raise ValueError(
                 f"{self.names[0]}: expected experts one by one in the files, got a model that has them stacked"
             )
         places = [layer._map_global_expert_id_to_local_expert_id(e) for e in range(layer.num_experts)]
         layer.expert_map = None if places == [*range(num_experts)] else torch.tensor(places, device="cpu")
-        kind: type[ExpertsMatrix] = ExpertsOneAtATime if self.layout.format is None else ExpertsMatrix
         sizes, attributes = (hidden_size, *cut(self.config, layer)), {"weight_loader": load}
         inputs, rank, biased = self.gate(layer).inputs, layer.moe_tp_rank, layer.with_bias
-        self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, attributes, kind)
+        self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, attributes)
 
     def gate(self, layer: torch.nn.Module) -> Gate:
         return gate_of(layer.moe_runner_config)

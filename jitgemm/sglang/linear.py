@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,24 +9,21 @@ from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-from jitgemm.serving.layouts import BLOCK, Layout, Unsupported
-from jitgemm.serving.packed_linear import PackedHead, PackedLinearMethod
-from jitgemm.sglang.weights import OneAtATime, Restoring
+from jitgemm.serving.packing import PackedHead, PackedLinearMethod
+from jitgemm.serving.stored import Stored, Unsupported
 
 ABSORBED = "kv_b_proj"
 """The layer whose weight MLA's attention takes apart, before it is packed."""
 
 
-class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
+class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
     """SGLang's.
 
     Attributes:
         prefix: what SGLang calls the layer.
-        quant_config: says to SGLang's loaders how many rows a block has.
     """
 
     prefix = ""
-    quant_config = SimpleNamespace(weight_block_size=[BLOCK, BLOCK])
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, prefix: str, names: list[str]) -> JitGemmLinearMethod:
@@ -36,9 +32,7 @@ class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
         Raises Unsupported for one that jitgemm cannot read."""
         if prefix.rpartition(".")[2] == ABSORBED:
             raise Unsupported("the attention takes its weight apart")
-        layout = config.layout(names, layer.input_size, layer.params_dtype)
-        layout.check(layer.input_size)
-        method = cls(config, names, layout)
+        method = cls(config, names, config.stored(names))
         method.prefix = prefix
         return method
 
@@ -49,7 +43,7 @@ class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
         """Gives a layer its parameters; hands a layer that jitgemm cannot serve as it is cut to SGLang's own method."""
         widths, k = output_partition_sizes, input_size_per_partition
         try:
-            self.layout = self.layout.cut(widths, output_size, k, input_size)
+            self.stored.check(widths, k, input_size)
         except Unsupported as reason:
             method = self.instead(layer, reason)
             if type(method).__name__ not in WEIGHT_LOADER_V2_SUPPORTED:
@@ -58,7 +52,6 @@ class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
             sizes = k, widths, input_size, output_size, params_dtype
             return method.create_weights(layer, *sizes, **extra_weight_attrs)
         attributes = {"weight_loader": extra_weight_attrs["weight_loader"]}
-        self.kind = OneAtATime if self.layout.format is None else PackedLinearMethod.kind
         rank = rank_of(layer) if k != input_size else 0
         self.place(layer, widths, k, input_size, rank, params_dtype, attributes)
 
@@ -75,8 +68,8 @@ class JitGemmLinearMethod(Restoring, PackedLinearMethod, LinearMethodBase):
 class JitGemmHeadMethod(PackedHead, JitGemmLinearMethod):
     """SGLang's."""
 
-    def __init__(self, config: Any, names: list[str], layout: Layout):
-        super().__init__(config, names, layout)
+    def __init__(self, config: Any, names: list[str], stored: Stored):
+        super().__init__(config, names, stored)
         self.prefix = names[0]
 
 

@@ -8,7 +8,7 @@
     lora         adapters' products added between the steps of experts
     eplb         packed experts as rows that vLLM moves between ranks
 
-What a checkpoint and a user say, the tensors of each format and their packing are `jitgemm.serving`'s. vLLM is imported when
+What a checkpoint and a user say, what the files hold and its packing are `jitgemm.serving`'s. vLLM is imported when
 it calls `register`, its layers when it builds a model.
 """
 

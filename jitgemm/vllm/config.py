@@ -160,12 +160,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         config = get_current_vllm_config_or_none()
         return config is not None and config.load_config.load_format == "dummy"
 
-    @staticmethod
-    def pack_once_read(layer: torch.nn.Module) -> None:
-        """Has vLLM pack a layer on the meta device once it is read: a model in floats never is on the GPU as a whole."""
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-
-        initialize_online_processing(layer)
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether vLLM reads tensors into the memory of earlier ones."""
+        config = get_current_vllm_config_or_none()
+        return config is not None and str(config.load_config.load_format).startswith("runai")
 
     @staticmethod
     def keep(module: torch.nn.Module) -> None:

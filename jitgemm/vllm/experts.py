@@ -27,9 +27,10 @@ from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.serving.layouts import BLOCK, Unsupported
-from jitgemm.serving.matrix import CHILD
+from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
+from jitgemm.serving.stored import Unsupported
 from jitgemm.vllm.eplb import expert_rows, movable
 from jitgemm.vllm.lora import run_adapted
 
@@ -58,13 +59,13 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
         inputs = Gate(*_GATES[moe.activation.value]).inputs
         sizes = moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size
-        layout = cls.layout_of(config, names, *sizes, inputs, layer.params_dtype)
-        if moe.has_bias and layout.tensors and not config.loads_biases:
+        stored = cls.stored_of(config, names, *sizes, inputs)
+        if moe.has_bias and not config.saved and not config.loads_biases:
             raise Unsupported(
                 "expected experts with biases in a quantised checkpoint, and of gpt-oss in its own format, as vLLM's models "
                 "call no loaders for others; got some"
             )
-        return cls(config, names, layout, moe)
+        return cls(config, names, stored, moe)
 
     @property
     def supports_eplb(self) -> bool:
@@ -119,12 +120,16 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         super().install(layer, module)
         packed = getattr(layer, CHILD)
         layer.get_expert_weights = lambda: expert_rows(packed)
+        if self.moe_kernel is None:
+            self.moe_kernel = self._modular_kernel(layer)
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        super().finish(layer)
         if self.moe.is_lora_enabled:  # where vLLM's LoRA looks for the device, and for what it gives a modular kernel
+            packed = getattr(layer, CHILD)
             layer.register_buffer("w13_weight", packed.w13.blocks, persistent=False)
             layer.register_buffer("w2_weight", packed.w2.blocks, persistent=False)
             self.config.adapted.add(layer)
-        if self.moe_kernel is None:
-            self.moe_kernel = self._modular_kernel(layer)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -169,7 +174,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
         module = getattr(layer, CHILD)
         if module.batched and module.activation == "e4m3_block" and not module.w13.scheme.rotation:
-            return config.fp8_w8a8_moe_quant_config(None, None, block_shape=[BLOCK, BLOCK])
+            return config.fp8_w8a8_moe_quant_config(None, None, block_shape=[LHS_GROUP, LHS_GROUP])
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(

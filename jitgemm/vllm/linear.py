@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.packed import Parts
-from jitgemm.serving.layouts import BLOCK, Layout
-from jitgemm.serving.packed_linear import PackedHead, PackedLinearMethod
+from jitgemm.serving.collected import CHILD
+from jitgemm.serving.packing import PackedHead, PackedLinearMethod
 
 
 @register_weight_loader_v2_supported_method
@@ -21,34 +19,26 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmLinearMethod:
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         k = getattr(layer, "input_size_per_partition", layer.input_size)
-        layout = config.layout(names, layer.input_size, layer.params_dtype)
-        layout = layout.cut(layer.output_partition_sizes, layer.output_size, k, layer.input_size)
-        layout.check(layer.input_size)
-        return cls(config, names, layout)
+        stored = config.stored(names)
+        stored.check(layer.output_partition_sizes, k, layer.input_size)
+        return cls(config, names, stored)
 
     def create_weights(
         self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         k, rank = input_size_per_partition, layer.tp_rank if input_size_per_partition != input_size else 0
-        if self.layout.scheme.strategy == "block":
-            layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
         self.place(layer, output_partition_sizes, k, input_size, rank, params_dtype, extra_weight_attrs)
 
-    def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedLinear:
-        module = super().module(layer, *parts)
+    def finish(self, layer: torch.nn.Module) -> None:
+        super().finish(layer)
         # Where vLLM's LoRA looks for a layer's device, and MLA for the type of its input; equal to no other weight.
-        here = next(module.buffers()).new_full((1,), torch.nan, dtype=self.dtype)
+        here = getattr(layer, CHILD).blocks.new_full((1,), torch.nan, dtype=self.dtype)
         layer.register_buffer("weight", here, persistent=False)
-        return module
 
 
 class JitGemmHeadMethod(PackedHead, JitGemmLinearMethod):
     """vLLM's."""
-
-    def __init__(self, config: Any, names: list[str], layout: Layout):
-        super().__init__(config, names, layout)
-        self.uses_meta_device = False
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         layer.weight = embed_tokens.weight

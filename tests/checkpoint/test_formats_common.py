@@ -398,9 +398,9 @@ def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):
 
 def test_a_format_is_registered_under_a_name_of_its_own(monkeypatch):
     monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS])
-    later = type("Later", (Format,), {"name": "later", "methods": ("later-method",)})()
+    later = type("Later", (Format,), {"name": "later", "suffixes": ("later_weight",)})()
     formats.register(later)
-    assert formats.by_name("later") is formats.by_method("later-method") is later
+    assert formats.by_name("later") is later and "later_weight" in formats.suffixes()
     with pytest.raises(ValueError, match="name: expected one that no format has, got 'later'"):
         formats.register(later)
 

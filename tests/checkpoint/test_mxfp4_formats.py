@@ -153,7 +153,7 @@ def test_exponents_that_a_version_stored_two_too_low_are_read_two_higher(version
 def test_what_is_written_is_read():
     parts = mxfp4.parts(1, 72, 416, "group")
     weight = read_layer(compressed(parts), LAYER, device="cpu", config=config())
-    tensors = compressed_tensors.FORMAT.write(weight, compressed_tensors.FORMAT.scheme(config(), LAYER))
+    tensors = compressed_tensors.FORMAT.write(weight, compressed_tensors.FORMAT.written(config(), LAYER))
     expected = {name.rpartition(".")[2]: tensor for name, tensor in compressed(parts).items()}
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
 

@@ -10,6 +10,7 @@ import checkpoints
 import layers
 import pytest
 import torch
+from files_torchao import high_first, tiles
 
 from jitgemm import checkpoint
 from jitgemm.checkpoint.canonical import TensorInfo
@@ -34,25 +35,6 @@ def tinygemm(q: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     """The definition, (q - 8) * scale + zero, fp64 [n, k]."""
     scale, zero = (layers.over_k(parameters[..., i].T.double(), q.shape[1]) for i in (0, 1))
     return (q - 8) * scale + zero
-
-
-def high_first(q: torch.Tensor) -> torch.Tensor:
-    return checkpoints.words(q, 1, torch.uint8, order=(1, 0))
-
-
-def tiles(q: torch.Tensor, inner_k_tiles: int) -> torch.Tensor:
-    """`_convert_weight_to_int4pack` on an NVIDIA GPU, lane by lane, each from the bytes that it reads."""
-    n, k = q.shape
-    high, low = q[:, 0::2], q[:, 1::2]  # of byte b: columns 2 * b and 2 * b + 1
-    out = torch.zeros((n // 8, k // (16 * inner_k_tiles), 32, inner_k_tiles // 2), dtype=torch.int64)
-    for n_tile, super_tile, lane, pair in torch.cartesian_prod(*map(torch.arange, out.shape)).tolist():
-        row = 8 * n_tile + lane // 4
-        first = (super_tile * inner_k_tiles + 2 * pair) * 8 + lane % 4
-        word = 0
-        for i in range(4):
-            word |= int(high[row, first + 4 * i]) << 4 * i | int(low[row, first + 4 * i]) << 16 + 4 * i
-        out[n_tile, super_tile, lane, pair] = word
-    return out.to(torch.int32)
 
 
 FORMS = {
@@ -528,7 +510,7 @@ def float8_of(weight: torch.Tensor) -> torch.Tensor:
 def test_an_8_bit_subclass_that_cannot_be_read_is_named_by_its_headers(tensors, message):
     infos = {f"_weight_{name}": TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     with pytest.raises(ValueError, match=message):
-        FORMAT.scheme(None, headers=infos)
+        FORMAT.scheme(None, "", infos)
 
 
 def test_an_int8_tensor_with_zero_points_is_refused():

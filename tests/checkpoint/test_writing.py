@@ -97,7 +97,7 @@ def layer_of(case: str, n: int = 24, k: int = 96) -> tuple[CanonicalWeight, dict
 def test_the_reader_makes_the_same_weight_of_what_is_written(case):
     weight, group = layer_of(case)
     config = written_config([group], ["lm_head"])
-    tensors = {f"a.{suffix}": tensor for suffix, tensor in FORMAT.write(weight, FORMAT.scheme(config, "a")).items()}
+    tensors = {f"a.{suffix}": tensor for suffix, tensor in FORMAT.write(weight, FORMAT.written(config, "a")).items()}
     found = read_layer(tensors, "a", device="cpu", config=config)
     assert (found.code, min(found.group_size, found.k)) == (weight.code, weight.group_size)
     for name in ("q", "scale", "zero"):
@@ -110,7 +110,7 @@ def test_compressed_tensors_own_library_decompresses_what_is_written(case):
     library = pytest.importorskip("compressed_tensors")
     weight, group = layer_of(case, k=96 if case != "one group" else 128)
     config = written_config([group], [])
-    tensors = FORMAT.write(weight, FORMAT.scheme(config, "a"))
+    tensors = FORMAT.write(weight, FORMAT.written(config, "a"))
     scheme = library.quantization.QuantizationScheme.model_validate(group)
     kind = library.compressors.BaseCompressor.get_value_from_registry(group["format"])
     found = kind.decompress(tensors, scheme)["weight"]
@@ -121,19 +121,19 @@ def test_compressed_tensors_own_library_decompresses_what_is_written(case):
 def test_a_weight_that_is_not_what_the_config_says_is_named():
     weight, _ = layer_of("int4")
     for other, got in (("zero points", "True"), ("e4m3", "e4m3")):
-        scheme = FORMAT.scheme(written_config([layer_of(other)[1]], []), "a")
+        scheme = FORMAT.written(written_config([layer_of(other)[1]], []), "a")
         with pytest.raises(
             ValueError, match=f"expected code, group size and zero points .*{got}.*, got .'int4', 32, False"
         ):
             FORMAT.write(weight, scheme)
-    scheme = FORMAT.scheme(written_config([layer_of("int4")[1]], []), "a")
+    scheme = FORMAT.written(written_config([layer_of("int4")[1]], []), "a")
     ordered = CanonicalWeight(weight.q, weight.scale, group_size=32, permutation=torch.arange(96, dtype=torch.int32))
     with pytest.raises(ValueError, match="expected neither offsets nor an activation order"):
         FORMAT.write(ordered, scheme)
     weight, group = layer_of("zero points")
     sixteen = CanonicalWeight(weight.q, weight.scale, torch.full_like(weight.zero, 16), group_size=32)
     with pytest.raises(ValueError, match=r"expected zero points 0\.\.15, got 16"):
-        FORMAT.write(sixteen, FORMAT.scheme(written_config([group], []), "a"))
+        FORMAT.write(sixteen, FORMAT.written(written_config([group], []), "a"))
 
 
 def test_a_config_of_two_widths_has_a_format_for_each_group():

@@ -46,7 +46,8 @@ from jitgemm.sglang.linear import JitGemmLinearMethod  # noqa: E402
 
 FORMATS = (
     "packed", "packed-static", "packed-corrected", "gptq", "gptq-int8", "awq", "fp8", "fp8-blocks", "mxfp4", "mxfp4-mxfp8",
-    "mxfp8", "mxfp8-blocks", "modelopt-mxfp8", "nvfp4", "modelopt-nvfp4", "qserve",
+    "mxfp8", "mxfp8-blocks", "modelopt-mxfp8", "nvfp4", "modelopt-nvfp4", "qserve", "torchao", "torchao-tiles", "torchao-fp8",
+    "bitblas", "executorch",
 )  # fmt: skip
 SIZES = 4, 64, 128
 """Experts, hidden, inter."""
@@ -132,7 +133,7 @@ def test_q_k_and_v_are_joined_and_a_bias_is_added_once():
             load(layer, tensors, each)
         half = gate_up(made(CONFIGS["packed"]), 128, 64)
         load(half, parts["k"][0], 0)
-    with pytest.raises(ValueError, match="weight_scale: expected numbers, found none in the files .layer m.up_proj"):
+    with pytest.raises(ValueError, match="weight_scale.*: expected numbers, found none in the files .layer m.up_proj"):
         process(half)
     dense = torch.cat([dense for _, dense in parts.values()])
     assert torch.equal(dense_of(process(layer)), dense)
@@ -171,12 +172,13 @@ def test_a_layer_in_floats_is_packed_with_its_last_tensor_and_loaded_again_in_pl
     with running():
         layer = gate_up(made(None, scheme="int4"), 128, 64)
     param = layer.weight
-    assert param.numel() == 0
+    assert param.nbytes < 64  # files' tensors stay in the host's memory until the last one is there
     param.weight_loader(param, first[0], 0)
-    assert param.numel() == 128 * 128 and "jitgemm" not in layer._modules
+    assert "jitgemm" not in layer._modules
     param.weight_loader(param, first[1], 1)
     module = layer.jitgemm
-    assert param.numel() == 0 and "weight" not in layer._parameters and process(layer) is module
+    assert process(layer) is module and "weight" not in layer._parameters
+    assert not any(matrix.kept for matrix in layer.quant_method.matrices)
     before = dense_of(module).clone()
     with running():
         layer.quant_method.restore_weights_before_loading(layer)
@@ -298,7 +300,7 @@ def test_what_experts_do_not_take_is_named():
 def test_a_missing_expert_is_named():
     with running():
         layer = experts(made(CONFIGS["packed"]), SIZES, 2)
-        with pytest.raises(ValueError, match="w13_weight_packed.*: expected numbers.* number 0's gate_proj"):
+        with pytest.raises(ValueError, match="w13_weight.*: expected numbers.* number 0's gate_proj"):
             process(layer)
 
 
@@ -483,9 +485,8 @@ def test_a_saved_model_is_loaded_again_in_place_and_from_its_files_alone(tmp_pat
             for name, each in module.named_buffers():
                 assert each.data_ptr() == held[name][0] and torch.equal(each, held[name][1])
         layers[0].quant_method.restore_weights_before_loading(layers[0])
-        load(layers[0], other.state_dict())
         with pytest.raises(ValueError, match="got another m.o_proj.blocks than theirs"):
-            process(layers[0])
+            load(layers[0], other.state_dict())
 
 
 # ---- the config ------------------------------------------------------------------------------------------------------

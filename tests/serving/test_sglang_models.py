@@ -158,7 +158,7 @@ def run(experts, x, ids, weights):
     return experts(x, StandardTopKOutput(weights, ids, torch.zeros(len(x), 4))).double()
 
 
-@pytest.mark.parametrize("format", [None, "packed", "saved"])
+@pytest.mark.parametrize("format", [None, "packed", "torchao", "saved"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_loaded_by_sglang_s_loader(tmp_path, loader, name, format):
     dense = written(tmp_path, name, format)

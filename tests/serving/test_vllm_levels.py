@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_vllm import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored
+from test_vllm import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored, told
 from test_vllm import load_experts
 from test_vllm import vllm_is_there as vllm_is_there
 from test_vllm_mxfp4 import AUTOROUND, QUARK, with_headers
@@ -58,16 +58,22 @@ def test_columns_are_cut_in_multiples_of_16():
     assert torch.equal(torch.cat(found, 1), dense)
 
 
+def of(config, like, options=None):
+    """The config, told of the headers of two layers that have these tensors."""
+    return told(config, dict.fromkeys(("m.a", "m.b"), stored(CONFIGS[like], 64, 64)[0]), options)
+
+
 def test_inputs_of_4_bits_have_8_and_the_log_says_so(said):
-    assert kind(made(CONFIGS["nvfp4"]), "m.a") is JitGemmLinearMethod
+    assert kind(of(CONFIGS["nvfp4"], "nvfp4"), "m.a") is JitGemmLinearMethod
     assert said == [
         "jitgemm: the checkpoint's inputs of 4 bits are quantised to 8 bits for each token, e4m3; activation='e4m3' says so "
         "without this warning"
     ]
     said.clear()
     weights_alone = scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float")
-    assert kind(made(weights_alone), "m.a") is JitGemmLinearMethod and not said
-    assert kind(made(CONFIGS["nvfp4"], {"activation": "e4m3_block"}), "m.a") is JitGemmLinearMethod and not said
+    assert kind(of(weights_alone, "nvfp4"), "m.a") is JitGemmLinearMethod and not said
+    own = of(CONFIGS["nvfp4"], "nvfp4", {"activation": "e4m3_block"})
+    assert kind(own, "m.a") is JitGemmLinearMethod and not said
 
 
 ACT_8 = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}
@@ -80,7 +86,7 @@ OF_MX = {name: (CONFIGS[name], name) for name in ("mxfp4-mxfp8", *OF_MXFP8)} | {
 
 @pytest.mark.parametrize("config, like", OF_MX.values(), ids=OF_MX)
 def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_the_log_says_so_once(said, config, like):
-    own = made(config)
+    own = of(config, like)
     assert kind(own, "m.a") is kind(own, "m.b") is JitGemmLinearMethod
     assert {*said} == {
         "jitgemm: the checkpoint's MXFP8 inputs are quantised to 8 bits for each token and 128 k, e4m3_block; "
@@ -164,15 +170,24 @@ def test_tiles_are_cut_along_both_dimensions_through_groups():
     assert torch.equal(torch.cat(found, 1), q.double() * tensors["s1_scales"].double()[:, None])
 
 
-@pytest.mark.parametrize("sizes", [(16, 128), (64, 48)], ids=["rows", "columns"])
-def test_tiles_that_a_rank_has_in_part_are_left_to_vllm_or_an_error(sizes):
-    with rank(), pytest.raises(ValueError, match="multiples of 32 on each rank, as qweight has them in tiles"):
-        row(WIDE, sizes[1], sizes[0])
+def test_a_rank_has_parts_of_tiles():
+    """8 of 32 rows, and columns from the middle of a tile."""
+    import files_qserve
 
-
-def test_experts_of_qserve_are_named():
-    with rank(), pytest.raises(ValueError, match="quant_method: expected linears of QServe, got experts"):
-        experts(made(WIDE), "m.experts", (2, 128, 128), 1)
+    tensors, dense = files_qserve.per_channel(3, torch.arange(64) % 16, 64, 192)
+    config = CONFIGS["qserve"] | {"group_size": -1}
+    for number in range(8):
+        with rank(number, 8):
+            layer = gate_up(config, 192, 64)
+            for part in (0, 1):
+                load(layer, tensors, part)
+        mine = dense[8 * number : 8 * (number + 1)]
+        assert torch.equal(dense_of(process(layer)), torch.cat([mine, mine]))
+    for number in range(4):
+        with rank(number, 4):
+            layer = row(config, 192, 64)
+            load(layer, tensors)
+        assert torch.equal(dense_of(process(layer)), dense[:, 48 * number : 48 * (number + 1)])
 
 
 # ---- corrections -----------------------------------------------------------------------------------------------------
@@ -231,7 +246,7 @@ def rotated_layer(seed, n, k):
     """Tensors of a file, and the rotated weight."""
     torch.manual_seed(seed)
     weight = jitgemm.quantize_w4_two_level(torch.randn(n, k), rotation=128)
-    return FORMAT.write(unpacked(weight), FORMAT.scheme(ROTATED)), weight.dequantize().double()
+    return FORMAT.write(unpacked(weight), FORMAT.written(ROTATED, "")), weight.dequantize().double()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -290,6 +305,7 @@ def test_rotated_layers_whose_blocks_ranks_cut_and_other_transforms_are_left_to_
             "transform R4 .hadamard. of blocks of 64 at the input; kernels rotate blocks of 128",
         ),
     ):
+        config = told(config, {"m.o_proj": rotated_layer(1, 64, k)[0]})
         with rank(0, size):
             try:
                 row(config, k, 64)

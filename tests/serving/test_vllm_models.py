@@ -197,11 +197,9 @@ def same(weight, expected, exact):
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
 @pytest.mark.parametrize("name", [
     "packed", "packed-asymmetric", "packed-corrected", "int-quantized", "gptq", "awq", "fp8-blocks", "mxfp4", "quark",
-    "modelopt-mxfp4", "nvfp4", "modelopt-nvfp4", "qserve",
+    "modelopt-mxfp4", "nvfp4", "modelopt-nvfp4", "qserve", "torchao", "torchao-fp8", "bitblas", "executorch",
 ])  # fmt: skip
 def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
-    if name == "qserve" and mixture:
-        pytest.skip("vLLM's loaders of experts cannot cut QServe's tiles")
     quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
     dense = save(tmp_path, quantization, mixture)
     check(loaded(tmp_path), dense)

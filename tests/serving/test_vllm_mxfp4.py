@@ -9,11 +9,12 @@ import mxfp4
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_vllm import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process
+from test_vllm import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process, told
 from test_vllm import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
 
 from jitgemm.activations.scheme import Gate
+from jitgemm.serving.stored import Unsupported
 from jitgemm.vllm.config import JitGemmConfig
 
 V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
@@ -117,13 +118,10 @@ def test_deepseek_v4_s_other_layers_are_fp8(tmp_path, method):
 
 
 def test_quark_s_other_types_are_left_to_vllm():
-    from jitgemm.serving.layouts import Unsupported, layout_of
-
-    config = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
-    with pytest.raises(
-        Unsupported, match="dtype: expected 'fp4' of a layer's weights in Quark's config, got 'fp8_e4m3'"
-    ):
-        layout_of(config, "m.up_proj", 128, torch.bfloat16, {})
+    config = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e3m2"}}}
+    tensors = {"weight": torch.zeros(64, 96, dtype=torch.uint8), "weight_scale": torch.zeros(64, 4, dtype=torch.uint8)}
+    with pytest.raises(Unsupported, match="format: layer 'm.up_proj' is of no format known here"):
+        told(config, {"m.up_proj": tensors}).stored(["m.up_proj"])
 
 
 GPT_OSS = {
@@ -160,7 +158,13 @@ def test_gpt_oss_s_missing_bias_is_named():
             params[name].weight_loader(params[name], each, weight_name=name, shard_id=None, expert_id=None)
         with pytest.raises(ValueError, match="w13_bias: expected numbers for each of this rank's 2 experts"):
             layer.quant_method.process_weights_after_loading(layer)
-        with pytest.raises(ValueError, match=r"w13_weight: expected shape \[2, 128, 32\], got \[2, 64, 32\]"):
-            params["w13_weight"].weight_loader(
-                params["w13_weight"], parts.canonical[:, :64], weight_name="w13_weight", shard_id=None, expert_id=None
-            )
+
+
+def test_gpt_oss_s_experts_of_other_sizes_are_named():
+    whole = gpt_oss_experts.Layer(inter=128)
+    sizes = gpt_oss_experts.COUNT, gpt_oss_experts.HIDDEN, gpt_oss_experts.INTER
+    with rank():
+        layer = experts(made(GPT_OSS), "m.experts", sizes, 2, activation="swigluoai", has_bias=True)
+        whole.load(layer, 0, 1, False)
+        with pytest.raises(ValueError, match=r"w13_weight: expected n, k = \(384, 128\), got \(256, 128\)"):
+            process(layer)

@@ -98,7 +98,7 @@ def write_checkpoint(
             for layer in tensor_map.replaces.get(name, ()):
                 weight = tensor_map.canonical(model, layer)
                 kind = weight.bits, weight.rotation
-                scheme = schemes.get(kind) or schemes.setdefault(kind, format.scheme(config, layer))
+                scheme = schemes.get(kind) or schemes.setdefault(kind, format.written(config, layer))
                 sizes[layer] = weight.n, weight.k, weight.bits
                 made = format.write(weight, scheme)
                 if weight.bias is not None:

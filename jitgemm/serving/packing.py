@@ -1,0 +1,157 @@
+"""What jitgemm's methods of engines' layers have in common: when a layer is packed; a linear with a packed weight. Knows no
+engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
+from jitgemm.nn.layers.packed import Parts
+from jitgemm.nn.recipe import Recipe
+from jitgemm.serving.collected import CHILD, Collected
+from jitgemm.serving.stored import Stored
+
+
+class Packing:
+    """What jitgemm's methods of engines' layers have in common: parameters of weights, packed for `module` to join.
+
+    Attributes:
+        config: the model's `JitGemmConfig`.
+        names: what the checkpoint calls the layers that the engine joins, or those of an expert.
+        stored: how the files hold them.
+        option: of the config's, which says the activation.
+        may_lack: whether files may lack a layer, which is zeros then.
+        matrices: the layer's weights.
+        made_up: whether the engine calls no loaders (--load-format dummy).
+        copies: whether its loaders reuse a tensor's memory for others.
+        complete: whether the layer was packed with the last of its tensors: others are copies.
+    """
+
+    option, may_lack, made_up, copies, complete = "activation", False, False, False, False
+
+    def __init__(self, config: Any, names: list[str], stored: Stored, *given: Any):
+        super().__init__(*given)
+        self.config, self.names, self.stored = config, names, stored
+        self.matrices: Sequence[Any] = ()
+        self.awaited: int | None = None  # tensors, -1 if no header tells
+
+    @property
+    def wanted(self) -> str | None:
+        """The activation that the user's options say."""
+        said: str | None = getattr(self.config.recipe, self.option)
+        return said
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of weights in floats."""
+        recipe: Recipe = self.config.recipe
+        recipe = recipe.head if self.option == "lm_head" and recipe.head is not None else recipe
+        found = recipe.for_columns(*(matrix.k for matrix in self.matrices))
+        if found is not recipe:
+            self.config.logger.warning_once("jitgemm: some layers are in %s", recipe.why_otherwise)
+        return found
+
+    def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
+        """Gives a layer its parameters."""
+        self.given, self.awaited, self.complete = (dtype, attributes), None, False
+        self.made_up, self.copies = self.config.makes_weights_up, self.config.reuses_memory
+        for matrix in self.matrices:
+            matrix.create(layer, dtype, attributes)
+        self.config.warmer.expect(layer, dtype)
+
+    def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
+        """Gives a packed layer its parameters back, to be loaded again, where SGLang wants to."""
+        if CHILD in layer._modules and not all(matrix.present(layer) for matrix in self.matrices):
+            with torch.device(next(layer._modules[CHILD].buffers()).device):
+                self.create(layer, *self.given)
+
+    def pack_if_complete(self, layer: torch.nn.Module) -> None:
+        """Packs a layer whose tensors are all there, so that no more of the model's are in memory than need be."""
+        if self.awaited is None:
+            self.awaited = self.matrices[0].expected(layer) or -1
+        if sum(matrix.come for matrix in self.matrices) == self.awaited:
+            self.complete = True
+            self.pack(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if not all(matrix.present(layer) for matrix in self.matrices):
+            return
+        if CHILD not in layer._modules or any(matrix.loaded for matrix in self.matrices):
+            self.pack(layer)
+        else:  # with its last tensor, or before: files that are loaded again have none
+            self.config.warmer.packed(layer, layer._modules[CHILD])
+        self.finish(layer)
+
+    def pack(self, layer: torch.nn.Module) -> None:
+        """Gives a layer its packed weights. It keeps its parameters: engines look for those of other ranks' experts."""
+        module = self.module(layer, *[matrix.parts(layer) for matrix in self.matrices])
+        self.config.configure(self.names[0], module, CHILD not in layer._modules)
+        self.install(layer, module)
+
+    def module(self, layer: torch.nn.Module, *parts: Parts) -> torch.nn.Module:
+        """The packed module of these weights."""
+        raise NotImplementedError
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Takes the parameters of a packed layer away."""
+        self.complete = False
+        for matrix in self.matrices:
+            matrix.drop(layer)
+
+    def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+        """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""
+        self.config.keep(module)
+        if (old := layer._modules.get(CHILD)) is None:
+            layer.add_module(CHILD, module)
+        else:
+            old.load_state_dict(module.state_dict())
+        self.config.warmer.packed(layer, getattr(layer, CHILD))
+
+
+class PackedLinearMethod(Packing):
+    """A linear with a packed weight, activations quantised to 8 bits on the way in."""
+
+    dtype = torch.bfloat16
+
+    def place(
+        self, layer: torch.nn.Module, widths: Sequence[int], k: int, whole: int, rank: int, dtype: torch.dtype,
+        attributes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Gives a layer its parameters.
+
+        Args:
+            widths: this rank's rows of each of the layers that are joined.
+            k, whole, rank: columns of this rank, those of all, and which of the ranks that share them it is.
+            dtype: of the layer's input and output.
+            attributes: what the engine wants the parameters to have, its "weight_loader" among that.
+        """
+        self.dtype = dtype
+        self.matrices = [Collected(self, widths, k, whole, rank)]
+        self.create(layer, dtype, attributes)
+
+    def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedLinear:
+        weight, bias, activation, input_scale = parts[0]
+        if self.names[0].rpartition(".")[2] == "kv_b_proj":  # whose weight MLA takes from the product with an identity
+            input_scale = None
+        return LINEARS[weight.bits](weight, bias, activation=activation, input_scale=input_scale)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        module = getattr(layer, CHILD)
+        rows = input_rows(x, module.in_features)
+        out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
+        if bias is not None and bias.dtype == torch.float16:
+            bias = bias.float()
+        module.multiply(module.quantise(rows), out, bias)
+        return out.view(*x.shape[:-1], module.out_features)
+
+
+class PackedHead:
+    """The output layer in 8 bits, quantised once it is loaded, or packed in the files; a tied embedding keeps its weight.
+
+    Rows that fill up a rank's are zeros. A draft model's files may lack it: it takes that of another model.
+    """
+
+    option, may_lack = "lm_head", True
