@@ -14,16 +14,16 @@ sys.path.append(str(ROOT / "scripts"))
 import house
 
 CEILINGS = {
-    "branches on a code": 16,
-    "formats": 18,
+    "branches on a code": 14,
+    "formats": 0,
     "gemm_w4a8_nt: files": 35,
-    "gemm_w4a8_nt: lines": 7_260,
+    "gemm_w4a8_nt: lines": 7_290,
     "fused_experts: files": 46,
-    "fused_experts: lines": 9_800,
-    "load_: files": 81,
-    "load_: lines": 16_500,
+    "fused_experts: lines": 9_830,
+    "load_: files": 85,
+    "load_: lines": 17_410,
     "files above 450 lines": 0,
-    "lines of the package": 31_660,
+    "lines of the package": 32_520,
 }
 
 
