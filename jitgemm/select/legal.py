@@ -17,7 +17,10 @@ from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, wgmma_shape
 from jitgemm.kernel.tactics import fragment_sets, promote_records, sum_registers, units_in_flight
 from jitgemm.select.devices import DeviceSpec
 
-BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 104, 112, 120, 128, 144, 160, 168, 176, 192, 224, 256)
+FINER_MS = {104: 1, 120: 1, 168: 1, 224: 2}
+"""Heights between the others, with their halves: of dense tiles that have all of k, for a last round that is less empty
+(docs/notes/main-loop.md)."""
 MIN_STAGES = 3
 """Two stages hide nothing."""
 MAX_STAGES = 12
@@ -143,6 +146,7 @@ def _enumerate(
     strips, fmt, narrow = fmt.uniform_strip_scale and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
+    every = [] if experts and block_m in FINER_MS else every
     for shape in every:
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         spec = replace(spec, stages=_stages(spec, device))
@@ -164,6 +168,9 @@ def _enumerate(
 def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
     """The fields of a kernel that the selector is free to choose, apart from its stages."""
     narrow = block_m <= NARROW_TOKENS
+    if block_m in FINER_MS:
+        yield from (dict(block_n=block_n, token_halves=FINER_MS[block_m]) for block_n in (128, 192))
+        return
     if block_m <= 160:
         for (warpgroups_n, warpgroups_k), splits in (NARROW_SPLITS if narrow else WIDE_SPLITS).items():
             paired = PAIRED_SPLITS.get(warpgroups_n * warpgroups_k, ()) if narrow else ()

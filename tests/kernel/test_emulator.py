@@ -68,6 +68,10 @@ DENSE = {
     "s8fast-g128-bf16-m48n64-k2x3s-s3": 100,
     "e4m3-g128-bf16-b128e-m16n64-k1x2-s4": 20,
     "s8w8-g128-fp32-b128e-m128n64-s3-ss-tr": 130,
+    "e4m3fast-g128-bf16-m104n192-s4": 110,
+    "e4m3fast-g128-bf16-m120n128-s4-f16": 130,
+    "e4m3fast-g128-bf16-m168n128-s4": 170,
+    "s8fast-channel-m224hn128-s4": 230,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
 
