@@ -111,6 +111,9 @@ def benchmark(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare results with the reference before timing.")
     ] = True,
+    check_once: Annotated[
+        bool, typer.Option("--check-once", help="Compare them in the first cell of each weight alone.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all results; - for stdout.")
     ] = None,
@@ -234,7 +237,7 @@ def benchmark(
         return
 
     turns = rounds or (QUICK_ROUNDS if quick else MOE_ROUNDS if moe else ROUNDS)
-    _measure(cells, chosen, everybody, missing, sustained, turns, check, outputs)
+    _measure(cells, chosen, everybody, missing, sustained, turns, check, check_once, outputs)
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,15 @@ class Outputs:
 
 
 def _measure(  # type: ignore[no-untyped-def]
-    cells, formats, everybody, missing, sustained: bool, rounds: int, check: bool, outputs: Outputs
+    cells,
+    formats,
+    everybody,
+    missing,
+    sustained: bool,
+    rounds: int,
+    check: bool,
+    check_once: bool,
+    outputs: Outputs,
 ) -> None:
     from benchmark_lib.run import HOLD_S, DeviceLost, Settings, compile_ahead, measure
     from benchmark_lib.timing import REPLAYS
@@ -266,6 +277,7 @@ def _measure(  # type: ignore[no-untyped-def]
         "rounds": rounds,
         "replays": REPLAYS,
         "check": check,
+        "check_once": check_once,
         "hold_s": HOLD_S if sustained else None,
         "argv": sys.argv[1:],
     }
@@ -282,7 +294,7 @@ def _measure(  # type: ignore[no-untyped-def]
     common.note(f"{len(cells)} cells, {len(able)} contestants, {count} kernels of ours, {compiled} compiled now")
     lost = None
     try:
-        measure(cells, able, Settings(rounds, REPLAYS, sustained, check, rates), done, common.note)
+        measure(cells, able, Settings(rounds, REPLAYS, sustained, check, rates, check_once), done, common.note)
     except DeviceLost as error:
         lost = str(error)
     except KeyboardInterrupt:

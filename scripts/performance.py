@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import geometric_mean
+from typing import Annotated, Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -57,6 +59,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         "int8_g128 int8_g64 int8_g32 int8_g128z int8_g128z_x int8_g128o int8_g128o_x int8_2l int8_g128_b128 int8_ch",
         "--peer", "none", "--rounds", "2", *LAYERS,
         "--m", "1,16,32,64,128,512,1024,4096",
+    ),
+    "grid_h200": _benchmark(
+        "e4m3_g128 e4m3_g128_f16 int8_ch int8_2l mxfp4_ch", "--peer", "fp8row", "--peer", "fp8ten", "--preset", "grid",
+        "--rounds", "2", "--check-once",
     ),
     "w8_h200": _benchmark(
         "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_int8_block w8_e4m3_block_b128", "--peer", "fp8row", "--peer", "fp8ten",
@@ -240,6 +246,44 @@ def speeds(rows: Sequence[tuple[str, int, str, str]], ranges: dict[str, tuple[in
             line.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
         lines.append(line)
     return _rows(["times as fast", *ranges], lines)
+
+
+def grid(rows: dict[str, str], others: str, document: Document) -> str:
+    """A line a contestant and a column an m: how many times as fast as the fastest of the others, geometric mean over
+    the layers; and in the worst of them."""
+    ms = sorted({cell["m"] for cell in document["cells"]})
+
+    def text(found: list[float]) -> str:
+        return f"{geometric_mean(found):.2f}; {min(found):.2f}" if found else "-"
+
+    lines = [
+        [label, *(text([each for _, each in _ahead(name, others, document, m)]) for m in ms)]
+        for name, label in rows.items()
+    ]
+    return _rows(["times as fast, m =", *(f"{m:,}" for m in ms)], lines)
+
+
+def loses(rows: dict[str, str], others: str, document: Document) -> str:
+    """A line a contestant: in how many cells the fastest of the others is faster, from which m on, and the worst."""
+    lines = []
+    for name, label in rows.items():
+        found = _ahead(name, others, document)
+        behind = [(cell, each) for cell, each in found if each < 1]
+        if not behind:
+            lines.append([label, f"0 of {len(found)}", "-", "-"])
+            continue
+        worst, least = min(behind, key=lambda each: each[1])
+        first = min(cell["m"] for cell, _ in behind)
+        at = f"{least:.2f}: {worst['n']} × {worst['k']}, m = {worst['m']:,}"
+        lines.append([label, f"{len(behind)} of {len(found)}", f"{first:,}", at])
+    return _rows(["slower than FP8", "cells", "from m =", "worst"], lines)
+
+
+def _ahead(name: str, others: str, document: Document, m: int | None = None) -> list[tuple[Document, float]]:
+    """Cells, of one m or all, and how many times as fast the contestant is there as the fastest of the others."""
+    cells = [cell for cell in document["cells"] if m in (None, cell["m"])]
+    found = [(cell, _fastest(cell, name), _fastest(cell, others)) for cell in cells]
+    return [(cell, theirs / mine) for cell, mine, theirs in found if mine and theirs]
 
 
 def _fastest(cell: Document, names: str) -> float | None:
@@ -479,6 +523,14 @@ EXPERTS_W8_SPEEDS = (
     ("both in blocks, next to the faster of DeepGEMM's", 0, "w8_e4m3_block_b128", "dg_fp8_block dg_fp8_block_masked"),
 )  # fmt: skip
 
+GRID = {
+    "int8_ch": "int8, per channel", "int8_2l": "int8, two levels", "e4m3_g128_f16": "e4m3, groups of 128, sums in f16",
+    "e4m3_g128": "e4m3, groups of 128, exact", "mxfp4_ch": "MXFP4, a base a row",
+}  # fmt: skip
+SUMMARIES: dict[str, tuple[Callable[..., str], ...]] = {
+    "grid_h200": (partial(grid, GRID, " ".join(TORCH)), partial(loses, GRID, " ".join(TORCH))),
+}
+"""What `measure` prints of a run's file at the end."""
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "speeds": ("h200 peers_h200", partial(speeds, SPEEDS, RANGES)),
     "experts-speeds": ("moe_h200 moe_mxfp4_h200", partial(speeds, EXPERTS_SPEEDS, FEW_OR_MANY)),
@@ -548,6 +600,20 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     return _MARKED.sub(table, text)
 
 
+def _run(command: Sequence[str], log: TextIO) -> tuple[int, bool]:
+    """A benchmark's exit status, and whether it was interrupted: it then ends by itself, with what it has measured."""
+    child, stopped = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True), False
+    try:
+        child.wait()
+    except KeyboardInterrupt:
+        stopped = True
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child.send_signal(signal.SIGINT)
+        child.wait()
+        signal.signal(signal.SIGINT, before)
+    return child.returncode, stopped
+
+
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -558,10 +624,10 @@ def measure(
     only: Annotated[list[str] | None, typer.Option("--only", metavar="|".join(RUNS), help="May be repeated.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
-    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, and 15 minutes.
+    """Run every benchmark that a table of the documentation shows; needs an H200 to itself, and 18 minutes.
 
     A run that fails is named, and the others go on. What the benchmark wrote stays in build/performance, for its
-    --compare.
+    --compare. Interrupted, the cells that were done are kept.
     """
     unknown = set(only or ()) - set(RUNS)
     if unknown:
@@ -576,11 +642,16 @@ def measure(
         raw = ROOT / "build" / "performance" / f"{name}.json"
         raw.parent.mkdir(parents=True, exist_ok=True)
         with raw.with_suffix(".log").open("w") as log:
-            command = [sys.executable, *RUNS[name], "--json", str(raw)]
-            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
+            raw.unlink(missing_ok=True)
+            code, stopped = _run([sys.executable, *RUNS[name], "--json", str(raw)], log)
+        common.note(f"{name}: {time.monotonic() - started:.0f} s, {'stopped' if stopped else f'exit status {code}'}")
         if raw.exists():
-            write(out / f"{name}.json", shown(json.loads(raw.read_text())))
-        common.note(f"{name}: {time.monotonic() - started:.0f} s, exit status {code}")
+            document = shown(json.loads(raw.read_text()))
+            write(out / f"{name}.json", document)
+            for table in SUMMARIES.get(name, ()):
+                common.out().print(table(document), markup=False, soft_wrap=True)
+        if stopped:
+            raise KeyboardInterrupt
         failed += [name] if code else []
     if failed:
         raise OSError(f"not measured: {', '.join(failed)}")

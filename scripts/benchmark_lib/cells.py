@@ -31,7 +31,17 @@ LLAMA_8B = ((4096, 4096), (28672, 4096), (4096, 14336))
 MS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
 QUICK_SHAPES = ((4096, 4096), (28672, 4096))
 QUICK_MS = (1, 16, 64, 512, 4096)
-PRESETS = {"llama-8b": (LLAMA_8B, MS), "quick": (QUICK_SHAPES, QUICK_MS)}
+GRID = (
+    (28672, 4096), (4096, 14336),  # Llama-3-8B: gate and up, down
+    (10240, 8192), (7168, 8192), (8192, 3584),  # Llama-3-70B: q, k and v; gate and up, and down, of one of eight ranks
+    (7168, 18432), (2048, 7168),  # DeepSeek-V3: down of a dense layer, gate of the shared expert
+    (13824, 5120),  # Qwen2.5-14B: gate and up of one of two ranks
+    (3584, 18944),  # Qwen2.5-7B: down
+    (1536, 8960),  # Qwen2.5-1.5B: down
+)  # fmt: skip
+"""Layers of models, few of them powers of two."""
+GRID_MS = (96, 200, 400, 700, 1000, 1500, 2500, 4000, 8192)
+PRESETS = {"llama-8b": (LLAMA_8B, MS), "quick": (QUICK_SHAPES, QUICK_MS), "grid": (GRID, GRID_MS)}
 MOE_MS = (1, 8, 32, 128, 1024, 4096)
 MOE_QUICK_MS = (1, 32, 1024)
 

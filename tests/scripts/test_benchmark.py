@@ -400,6 +400,21 @@ def measured(contestants: list[Contestant], ms=(1, 16)) -> list[dict]:
     return records
 
 
+def test_what_was_wrong_in_the_one_cell_of_a_weight_that_is_checked_is_not_timed_in_the_others(no_gpu, monkeypatch):
+    import benchmark_lib.checks
+
+    checked: list[int] = []
+    wrong = {"correct": False}
+    monkeypatch.setattr(benchmark_lib.checks, "check", lambda run, source, m: checked.append(m) or dict(wrong))
+    records: list[dict] = []
+    once = run_lib.Settings(3, 2, False, True, check_once=True)
+    run_lib.measure([Cell(64, 128, m) for m in (1, 16)], [fake("a", 4.0)], once, records.append, lambda text: None)
+    assert checked == [1] and [record["results"]["a"]["us"] for record in records] == [None, None]
+    wrong["correct"] = True
+    run_lib.measure([Cell(64, 128, m) for m in (1, 16)], [fake("a", 4.0)], once, records.append, lambda text: None)
+    assert checked == [1, 1] and [record["results"]["a"]["us"] for record in records[2:]] == [4.0, 4.0]
+
+
 @pytest.mark.parametrize(("others", "expected"), [((4, 8), (4, 8, 4)), ((8, 8), (8, 8, 8)), ((4, 4), (4, 4, 4))])
 def test_each_format_has_the_floor_of_its_bits_and_peers_that_of_the_cell(no_gpu, others, expected):
     ours = [fake(f"ours{i}", 4.0, ours=True, bits=bits) for i, bits in enumerate(others)]

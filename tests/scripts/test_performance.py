@@ -1,7 +1,11 @@
 """scripts/performance.py: the documentation's tables of times are those of the files in docs/performance."""
 
 import json
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,33 @@ def test_speeds_span_all_cells_of_a_range():
     cells = [{"m": m, "us": {"a": 2.0, "b": us}} for m, us in ((1, 3), (9, 5), (80, 1))]
     made = performance.speeds([("x", 0, "a", "b c")], {"few": (1, 64), "many": (65, 99)}, {"cells": cells})
     assert made.splitlines()[-1] == "| x | 1.50 to 2.50 | 0.50 to 0.50 |"
+
+
+def test_a_grid_has_mean_and_worst_of_each_m_and_where_it_loses():
+    times = {(64, 1): (2.0, 4.0), (96, 1): (2.0, 2.0), (64, 9): (2.0, 1.0), (96, 9): (1.0, 2.0)}
+    cells = [{"n": n, "k": 128, "m": m, "us": {"a": a, "b": b, "c": 9.0}} for (n, m), (a, b) in times.items()]
+    made = performance.grid({"a": "x", "none": "y"}, "b c", {"cells": cells})
+    assert made.splitlines()[2:] == ["| x | 1.41; 1.00 | 1.00; 0.50 |", "| y | - | - |"]
+    made = performance.loses({"a": "x", "c": "y"}, "b", {"cells": cells[:3]})
+    assert made.splitlines()[2] == "| x | 1 of 3 | 9 | 0.50: 64 × 128, m = 9 |"
+    assert performance.loses({"b": "z"}, "c", {"cells": cells}).splitlines()[2] == "| z | 0 of 4 | - | - |"
+
+
+def test_an_interrupted_benchmark_ends_by_itself(tmp_path):
+    wait = "import time\nprint('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: raise SystemExit(7)"
+    path = tmp_path / "log"
+
+    def interrupt() -> None:
+        while "ready" not in path.read_text():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with path.open("w") as log:
+        sender = threading.Thread(target=interrupt)
+        sender.start()
+        found = performance._run([sys.executable, "-c", wait], log)
+        sender.join()
+    assert found == (7, True) and performance._run([sys.executable, "-c", "exit(3)"], subprocess.DEVNULL) == (3, False)
 
 
 def test_rows_of_a_run_become_a_file_of_results(tmp_path):
