@@ -27,7 +27,7 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.sums import put_sums
+from jitgemm.nn.layers.packed import put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
 from jitgemm.nn.quantize.choose import choose, others

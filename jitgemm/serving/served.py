@@ -22,7 +22,7 @@ from jitgemm.checkpoint.folder import weights_of
 from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.checkpoint.layouts import FLOATS
-from jitgemm.nn.layers.sums import set_sums
+from jitgemm.nn.layers.packed import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import some

@@ -14,7 +14,7 @@ import jitgemm
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn import W4A8Experts, W4A8Linear
-from jitgemm.nn.layers.sums import put_sums
+from jitgemm.nn.layers.packed import put_sums
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.f16_sums import row_powers

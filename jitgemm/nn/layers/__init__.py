@@ -6,7 +6,6 @@ experts            W4A8Experts and W8A8Experts
 batched_experts    the same over tokens that come sorted by expert
 packed             what both are made of: a packed weight whose tensors are a module's buffers; its state dict
 gate               the gate between an expert's two GEMMs
-sums               what kernels of a model's layers may add up in
 mark_ready         marks a model's weights as written
 shard_weight       a rank's part of a packed weight and its bias
 invariant          Linears with the same bits on any number of ranks

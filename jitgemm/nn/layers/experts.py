@@ -194,6 +194,9 @@ class PackedExperts(Described):
         parts += [f"sums={'/'.join(dict.fromkeys(sums))!r}"] if sums != ["f32", "f32"] else []
         return ", ".join([*parts, f"activation={self.activation!r}"])
 
+    def packed_parts(self, name: str) -> dict[str, Packed]:
+        return {f"{name}.w13": self.w13, f"{name}.w2": self.w2}
+
     def named(self, layer: str) -> None:
         """Sets the name of the layer, for messages of its weights."""
         for name in ("w13", "w2"):

@@ -6,7 +6,7 @@ PyTorch replaces, moves, loads and copies buffers; the `Weight` is made again ov
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from jitgemm.activations.kernel import check_correction
 from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import check_sums
+from jitgemm.nn.report import by_reason
 from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import PLAIN, check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
@@ -59,6 +60,10 @@ def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> P
 class Described(torch.nn.Module):
     """A module whose state dict also holds what describes it, on the CPU. No buffers, which moves would take along and
     convert; and none may be called `meta`, which torch.export's modules have as an attribute."""
+
+    def packed_parts(self, name: str) -> dict[str, Packed]:
+        """The module itself, or its projections, by the names that they have where its own is this."""
+        raise NotImplementedError
 
     def _description(self) -> dict[str, torch.Tensor]:
         raise NotImplementedError
@@ -195,6 +200,9 @@ class Packed(Described):
     def parts(self) -> Parts:
         """As a state dict has them: of sums they say nothing."""
         return Parts(self.weight.with_sums("f32"), self.bias, self.activation, self.input_scale)
+
+    def packed_parts(self, name: str) -> dict[str, Packed]:
+        return {name: self}
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer, for messages of its weight."""
@@ -356,3 +364,49 @@ def _checked(
         bias = bias.detach().contiguous()
         bias = bias.to(torch.float32) if bias.dtype == torch.float16 else bias
     return input_scale, bias
+
+
+# ---- what many layers may add up in ------------------------------------------------------------------------------------
+
+
+def check_layers(sums: str, activations: Iterable[tuple[str, str]]) -> None:
+    """Raises TypeError or ValueError unless layers of these names and activations can be added up so."""
+    check_sums(sums)
+    for name, activation in activations:
+        try:
+            check_sums_of(sums, activation)
+        except ValueError as error:
+            raise ValueError(f"{error} (layer {name})") from None
+
+
+def put_sums(layers: Mapping[str, torch.nn.Module], sums: str, call: str, stacklevel: int = 3) -> None:
+    """`set_sums`, with one warning, in the name of the caller's caller, for all weights that are added up in fp32 instead.
+
+    call: who warns.
+    """
+    if problems := set_sums(layers, sums):
+        count, lines = len(problems), "\n".join(by_reason(problems))
+        text = f"{call}: {count} weights are added up in fp32, as sums in f16 cannot be had:\n{lines}"
+        warnings.warn(text, stacklevel=stacklevel)
+
+
+def set_sums(layers: Mapping[str, torch.nn.Module], sums: str) -> dict[str, str]:
+    """Sets `sums` of layers with 4-bit weights; those of 8 bits are added up as before.
+
+    Returns:
+        {name: why} of the weights that are added up in fp32, as f16 cannot be had for them.
+
+    Raises:
+        TypeError, ValueError: sums cannot be had with a layer's activations.
+    """
+    described = [(name, layer) for name, layer in layers.items() if isinstance(layer, Described)]
+    parts = {n: part for name, layer in described for n, part in layer.packed_parts(name).items()}
+    parts = {name: part for name, part in parts.items() if part.weight.bits == 4}
+    check_layers(sums, ((name, part.activation) for name, part in parts.items()))
+    found = {name: part.prefer_sums(sums) for name, part in parts.items()}
+    return {name: _short(why) for name, why in found.items() if why is not None}
+
+
+def _short(problem: str) -> str:
+    """What a weight's own error says, without its name."""
+    return "scales that f16 does not hold" if "does not hold" in problem else problem.removeprefix("sums: ")

@@ -14,7 +14,7 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.sums import check_layers, put_sums
+from jitgemm.nn.layers.packed import check_layers, put_sums
 from jitgemm.nn.load.plan import Plan, plan_for
 from jitgemm.nn.load.plan_layers import LEFT_OUT
 from jitgemm.nn.quantize.replaceable import Filter, check_model

@@ -12,7 +12,7 @@ import torch
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.nn.layers.sums import packed_parts, put_sums
+from jitgemm.nn.layers.packed import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
 from jitgemm.nn.quantize.evaluate import relative_error
 from jitgemm.nn.quantize.choose import STACKED, choose, others
@@ -293,7 +293,7 @@ def quantised(
 
 def note_otherwise(report: Report, name: str, layer: torch.nn.Module, recipe: Recipe) -> None:
     """Notes a layer of as many bits as the recipe says that got `recipe.otherwise`."""
-    weight = next(iter(packed_parts(name, layer).values())).weight
+    weight = next(iter(layer.packed_parts(name).values())).weight
     if recipe.otherwise is not None and isinstance(weight, recipe.quantiser.kind) and not weight.rotation:
         report.otherwise[name] = recipe.why_otherwise
 
