@@ -67,7 +67,7 @@ def calls_of(
 
     import jitgemm.moe.call
     from jitgemm.activations.arguments import activation_of
-    from jitgemm.activations.call import QuantizeCall, quantize
+    from jitgemm.activations.run import QuantizeCall, quantize
     from jitgemm.activations.scheme import SILU_MUL, Prologue
     from jitgemm.moe.route import combine, route
 

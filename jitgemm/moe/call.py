@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from jitgemm.activations.arguments import CODES, Outputs, activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY, Gemm, Groups, Lhs, split_lhs

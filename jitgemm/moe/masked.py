@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jitgemm.activations.arguments import CODES
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.run import masked

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.activations.arguments import Outputs
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.gemm.problem import Lhs, split_lhs
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import ceil_div

@@ -11,9 +11,9 @@ from quantize_cases import X_DTYPES, activations, assert_same_bits, parameters
 
 import jitgemm
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spec, smem_bytes
 from jitgemm.activations.reference import LARGEST
+from jitgemm.activations.run import QuantizeCall
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import layer_specs, route_quantize_spec, source_of

@@ -23,7 +23,7 @@ from w8 import weight as weight_of_8_bits
 import jitgemm
 from jitgemm import deep_gemm
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm

@@ -388,13 +388,13 @@ def test_import_loads_no_more_than_what_a_call_checks_and_describes(imported):
     """No other package, none that launches, compiles, chooses or reads files: 50 ms are all it may take after torch."""
     whole = {"jitgemm", *(f"jitgemm.{name}" for name in ("dtypes", "errors", "graph", "tensors"))}
     parts = {
-        "activations": "arguments call kernel scheme",
+        "activations": "arguments call kernel run scheme",
         "gemm": "call explain int8_out problem reference run",
         "kernel": "codes formats",
         "moe": "arguments call kernel masked route",
         "runtime": "checks dispatch launch torch_private",
         "weight": "codes correction f16_sums given gptq layout mxfp4 nvfp4 pack packed parts quantize quantize_mxfp4 "
-        "quantize_two_level ready rotation search stack state two_level",
+        "no_tensor quantize_two_level ready rotation search stack state two_level",
     }
     allowed = {
         f"jitgemm.{package}{name and '.' + name}" for package, names in parts.items() for name in ("", *names.split())

@@ -12,10 +12,11 @@ import torch
 
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall
+from jitgemm.activations.run import QuantizeCall
 from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
+from jitgemm.moe import exchange
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import driver
 from jitgemm.runtime import launch as launching
@@ -37,7 +38,11 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
         return (driver.cu.CUresult.CUDA_SUCCESS,)
 
     def load(family, spec, device):
-        block, maps = getattr(moe, f"{spec.family.upper()}_ARGUMENTS", quantizers.ARGUMENTS), 0
+        name = f"{spec.family.upper()}_ARGUMENTS"
+        block, maps = (
+            next((getattr(each, name) for each in (moe, exchange) if hasattr(each, name)), quantizers.ARGUMENTS),
+            0,
+        )
         if family is gemms.KERNELS:
             block, maps = (gemms.GROUPED_ARGUMENTS, 5) if spec.experts else (gemms.ARGUMENTS, 3)
         return driver.LoadedKernel([128] * maps + [struct.calcsize("<" + "".join(block.fields.values()))], None, device)

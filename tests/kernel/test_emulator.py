@@ -23,8 +23,9 @@ from marks import emulated
 import jitgemm
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize, quantize_activations
+from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch

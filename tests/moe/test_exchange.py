@@ -18,7 +18,7 @@ from moe_cases import Case
 import jitgemm
 from jitgemm import settings
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.moe.arguments import ExpertsCall, make_gate
 from jitgemm.moe.exchange import Buffer, Layout, collect, dispatch, run_exchanged
 from jitgemm.moe.kernel import MAX_RANKS

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import jitgemm
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes, quantize_w8
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.activations.reference import gated
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import GATE_KINDS, SILU_MUL, Gate, Prologue
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.arguments import ExpertsCall, check_combining

@@ -14,7 +14,7 @@ from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits
 
 from jitgemm import fused_experts, fused_experts_workspace_bytes
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous

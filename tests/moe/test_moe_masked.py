@@ -13,8 +13,8 @@ from moe_cases import MODES, Case
 
 import jitgemm
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import SILU_MUL, Prologue
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import layer_specs

@@ -19,7 +19,7 @@ CEILINGS = {
     "gemm_w4a8_nt: files": 35,
     "gemm_w4a8_nt: lines": 7_290,
     "fused_experts: files": 46,
-    "fused_experts: lines": 9_830,
+    "fused_experts: lines": 9_610,
     "load_: files": 85,
     "load_: lines": 17_410,
     "files above 450 lines": 0,

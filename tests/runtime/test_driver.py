@@ -13,8 +13,8 @@ import torch
 from arguments_of_kernels import CODES, struct_of
 
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
+from jitgemm.activations.run import QuantizeCall
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError

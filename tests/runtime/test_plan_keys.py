@@ -12,7 +12,7 @@ from prepared_calls import remembered
 
 import jitgemm
 from jitgemm.activations.arguments import activation_of
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import Prologue
 from jitgemm.gemm.problem import ANY, W4
 from jitgemm.gemm.run import gemm

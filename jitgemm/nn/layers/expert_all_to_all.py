@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from jitgemm.activations.call import QuantizeCall, quantize
+from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.moe.arguments import ExpertsCall
 from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake_op, launch, lhs_of, op_arguments
 from jitgemm.moe.route import combine
