@@ -86,7 +86,7 @@ def on_gpu() -> int:
             us = microseconds(lambda: jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out))
             rate = f"{2 * m * N * K / us / 1e6:.0f} TFLOP/s" if m > 256 else f"{rhs.nbytes / us / 1e3:.0f} GB/s"
             print(
-                f"{'fp8' if dtype != torch.int8 else 'int8':>6} {m:>6} {first:>9.1f} ms {us:>9.1f} us {rate:>16}"
+                f"{'e4m3' if dtype != torch.int8 else 'int8':>6} {m:>6} {first:>9.1f} ms {us:>9.1f} us {rate:>16}"
                 f"  {ratio:.3f} {'ok' if ratio <= 1 else 'WRONG'}"
             )
             right &= ratio <= 1

@@ -322,7 +322,7 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     variants = [name for name in names if getattr(spec, name)]
     gates = {flags["gate"].kind: name for name, flags in VARIANTS.items() if "gate" in flags}
     variants += [gates[spec.gate]] if spec.gate in gates else []
-    command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
+    command = f"--lhs {'int8' if spec.q == 's8' else 'e4m3'} --quantizer {'+'.join([spec.x, *variants])}"
     common = spec.gate in ("", *gates) and (spec.order, spec.limited) == ("gate_up", False)
     sums = _Sums.of(spec.correction)
     named = common and not (spec.gathered or spec.masked or sums.label)

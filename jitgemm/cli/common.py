@@ -34,7 +34,7 @@ RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
 """Types of scales, results and unquantised activations. Each is part of a kernel."""
 Sums = Enum("Sums", {name: name for name in SUMS}, type=str)
 HELP = {
-    "--lhs": "Activations: fp8 (or e4m3), int8.",
+    "--lhs": "Activations: e4m3 (or fp8), int8.",
     "--weight": "Its format's name, such as g128-bf16-z.",
     "--out": "Of results: bf16, fp16, fp32.",
     "--sums": "f32, f16 (e4m3), exact (int8).",

@@ -27,7 +27,7 @@ def explain(
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
     weight: Annotated[str, layer_option("--weight", "Default: g128-bf16-any.", metavar="NAME")] = "g128-bf16-any",
-    lhs: Annotated[Optional[common.Lhs], layer_option("--lhs", "Default: fp8, or what it meets.")] = None,
+    lhs: Annotated[Optional[common.Lhs], layer_option("--lhs", "Default: e4m3, or what it meets.")] = None,
     out: Annotated[common.RealType, layer_option("--out", "Default: bf16.")] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales", metavar=None)] = False,
@@ -88,7 +88,7 @@ def explain(
         times = (f"{each['terms'][name]:.2f}" for name in terms)
         rows.append((*start, *times, each["waves"], each["ctas"], common.show_size(each["smem_bytes"])))
     columns = ("", "kernel", "predicted us", "bound by", *terms, "waves", "CTAs", "shared memory")
-    drop = ("shared memory", "CTAs", "waves", *reversed(terms))
+    drop = (*reversed(terms), "shared memory", "CTAs", "waves")
     common.out().print(common.table(columns, rows, left=("", "kernel", "bound by"), drop=drop))
     routed = ""
     if experts:
@@ -98,14 +98,21 @@ def explain(
     shared = f"m = {m} is predicted, for kernels of m up to {last}" if seen(problem).m != last else shared
     count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
     shared = f"{format.title}; {shared}" if format.title else shared
-    words = ", ".join(f"{name}: {cost.TERMS[name]}" for name in terms)
+    chosen = ranked[0]
+    longest = max(chosen.terms.values())
+    bars = [
+        f"  {name:<9}{us:6.2f} us  {'#' * round(16 * us / longest):<16}  {cost.TERMS[name]}"
+        for name, us in chosen.terms.items()
+    ]
     if device is None and local_device() is None:
         common.note(f"no Hopper GPU is at hand: this is what an {target.name} would run; --device names another")
-    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{words}\n{why(ranked)}")
+    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{why(ranked)}")
     for note in filter(None, (faster_instead(problem), rotation and ROTATED)):
         common.note(note)
-    parts = ", ".join(f"{part}: {text}" for part, text in legend(ranked[0].kernel.label))
-    common.note(f"{ranked[0].kernel.label} is {parts}")
+    common.note("\n".join([f"times of {chosen.kernel.label}; all but the last two overlap", *bars]))
+    parts = legend(chosen.kernel.label)
+    width = max(len(part) for part, _ in parts)
+    common.note("\n".join(["which is", *(f"  {part:<{width}}  {text}" for part, text in parts)]))
 
 
 def _facts(candidate: Candidate, rank: int) -> dict[str, Any]:

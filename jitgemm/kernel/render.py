@@ -223,7 +223,7 @@ def _warmup(spec: KernelSpec) -> str:
     fmt = spec.format
     if fmt.typed and fmt.group_size == BLOCK_K:  # most such weights are in blocks
         fmt = replace(fmt, uniform_strip_scale=True)
-    flags = ["--weight", fmt.name, "--lhs", "int8" if spec.lhs == "s8" else "fp8"]
+    flags = ["--weight", fmt.name, "--lhs", "int8" if spec.lhs == "s8" else "e4m3"]
     if spec.sums == "f16":
         flags += ["--sums", "f16"]
     if spec.out != "bf16":
