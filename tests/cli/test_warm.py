@@ -18,7 +18,7 @@ import vllm_layers
 from compiled_graphs import Graphs
 from emulator.launch import emulate
 from safetensors.torch import load_file, save_file
-from test_vllm import (
+from vllm_cases import (
     CONFIGS,
     MergedColumnParallelLinear,
     QKVParallelLinear,

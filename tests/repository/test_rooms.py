@@ -116,15 +116,10 @@ def test_choosing_rendering_compiling_and_the_commands_need_no_torch():
 
 
 TESTS = Path(__file__).resolve().parents[1]
-LEFT = {
-    "test_warm.py",
-    *(path.name for path in (TESTS / "serving").glob("test_*.py")),
-}
-"""Which still do."""
 
 
 def test_tests_import_helpers_and_never_one_another():
     """A test that another imports cannot change or leave by itself; its lists are made at every collection."""
     of_tests = re.compile(r"^\s*(?:from|import) (test_\w+)", re.MULTILINE)
     found = {path.name: set(of_tests.findall(path.read_text(encoding="utf-8"))) for path in TESTS.rglob("*.py")}
-    assert {name for name, each in found.items() if each} <= LEFT
+    assert {name: each for name, each in found.items() if each} == {}

@@ -14,9 +14,11 @@ from sglang_layers import experts as sglang_experts
 from sglang_layers import running
 from model_folders import MOE, emptied, folder_of, model_of
 from model_folders import SIZES as LLAMA
-from test_vllm import experts, load, load_experts, made, process, rank, row, vllm_is_there  # noqa: F401 - a fixture
-from test_sglang import made as sglang_made
-from test_sglang import row as sglang_row
+from vllm_cases import load, load_experts, made, process, row
+from vllm_cases import vllm_is_there as vllm_is_there
+from vllm_layers import experts, rank
+from sglang_cases import made as sglang_made
+from sglang_cases import row as sglang_row
 
 import jitgemm.nn
 from jitgemm.cli import main

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sglang_layers import BF16, REAL, dispatched, experts, running
-from test_vllm import (
+from vllm_cases import (
     CONFIGS,
     OF_MXFP8,
     SAVED,
@@ -28,6 +28,7 @@ from test_vllm import (
 
 import jitgemm.sglang
 from jitgemm.activations.scheme import Gate
+from sglang_cases import GPT_OSS, made, row
 
 jitgemm.sglang.register()
 
@@ -35,7 +36,6 @@ from sglang.srt.layers.linear import (  # noqa: E402
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
-    RowParallelLinear,
 )
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
@@ -51,14 +51,6 @@ FORMATS = (
 )  # fmt: skip
 SIZES = 4, 64, 128
 """Experts, hidden, inter."""
-
-
-def made(checkpoint, **options):
-    return JitGemmConfig(checkpoint, options)
-
-
-def row(config, k, n, prefix="m.o_proj"):
-    return RowParallelLinear(k, n, bias=False, params_dtype=BF16, quant_config=config, prefix=prefix)
 
 
 def gate_up(config, k, n, prefix="m.gate_up_proj"):
@@ -302,9 +294,6 @@ def test_a_missing_expert_is_named():
         layer = experts(made(CONFIGS["packed"]), SIZES, 2)
         with pytest.raises(ValueError, match="w13_weight.*: expected numbers.* number 0's gate_proj"):
             process(layer)
-
-
-GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 
 
 @contextmanager

@@ -17,8 +17,8 @@ pytest.importorskip("sglang.srt.model_loader", reason="needs SGLang: scripts/sgl
 import gpt_oss_experts  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from sglang_layers import BF16, running  # noqa: E402
-from test_sglang import GPT_OSS  # noqa: E402
-from test_vllm import CONFIGS, dense_of, stored  # noqa: E402
+from sglang_cases import GPT_OSS  # noqa: E402
+from vllm_cases import CONFIGS, dense_of, stored  # noqa: E402
 
 import jitgemm  # noqa: E402
 import jitgemm.sglang  # noqa: E402

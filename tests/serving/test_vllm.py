@@ -17,11 +17,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import mxfp4
-import nvfp4
 import pytest
-import files_qserve as qserve
-import files_torchao
 import torch
 from builders import third, two_thirds
 from checkpoints import dequantized, words
@@ -33,13 +29,46 @@ import jitgemm
 import jitgemm.vllm
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.files import DTYPES
 from jitgemm.errors import CacheMissError, CompileError
-from jitgemm.nn import W4A8Linear, W8A8Linear, load_, warmup
-from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn import W4A8Linear, load_, warmup
 from jitgemm.nn.layers.gate import encoded
 from jitgemm.nn.recipe import Recipe
+from vllm_cases import (
+    BF16,
+    CONFIGS,
+    E4M3,
+    EXPERTS,
+    FUSED,
+    INT8,
+    OF_MXFP8,
+    ParallelLMHead,
+    SAVED,
+    SHARDS,
+    TWO,
+    applied,
+    columns_of,
+    dense_of,
+    expert_tensors,
+    gate_up,
+    header,
+    kind,
+    load,
+    load_experts,
+    made,
+    mixture,
+    packed_module,
+    process,
+    routed,
+    row,
+    saved_experts,
+    scheme,
+    stored,
+    told,
+    vllm_is_there as vllm_is_there,
+    workspaces as workspaces,
+)
 
+show()
 jitgemm.vllm.register()
 
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # noqa: E402
@@ -48,7 +77,6 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
-    RowParallelLinear,
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
@@ -62,236 +90,17 @@ from jitgemm.vllm.linear import JitGemmLinearMethod  # noqa: E402
 hide()
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = json.loads((ROOT / "tests" / "helpers" / "vllm_signatures.json").read_text())
-BF16 = torch.bfloat16
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-TWO = [(0, 2), (1, 2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_is_there():
-    show()
-    yield
-    hide()
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def scheme(strategy="group", size=32, symmetric=True, inputs=None, format="pack-quantized", actorder=None, **more):
-    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": size}
-    group = {"targets": ["Linear"], "weights": weights | {"actorder": actorder} | more, "input_activations": inputs}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
-
-
-STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-MXFP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": True}
-CONFIGS = {
-    "packed": scheme(),
-    "packed-asymmetric": scheme(symmetric=False),
-    "packed-channel": scheme("channel", None),
-    "packed-tensor": scheme("tensor", None),
-    "packed-static": scheme(inputs=STATIC),
-    "packed-int8": scheme(inputs=INT8),
-    "int-quantized": scheme(format="int-quantized"),
-    "mxfp4": scheme(format="mxfp4-pack-quantized", type="float"),
-    "mxfp4-mxfp8": scheme(format="mxfp4-pack-quantized", type="float", inputs=MXFP8),
-    "mxfp8": scheme(format="mxfp8-quantized", num_bits=8, type="float", inputs=MXFP8),
-    "mxfp8-blocks": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]},
-    "modelopt-mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
-    "nvfp4": scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float", inputs=FP4),
-    "packed-corrected": scheme(symmetric=False, inputs=INT8),
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
-    "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
-    "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
-    "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
-    "auto-round-fp8": {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "sym": True},
-    "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
-    "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
-    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "float-quantized": scheme("channel", None, format="float-quantized", num_bits=8, type="float", inputs=E4M3),
-    "int8-quantized": scheme("channel", None, format="int-quantized", num_bits=8, inputs=INT8),
-    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}, "ignore": ["lm_head"]},
-    "modelopt-channel": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-    "modelopt-mxfp4": {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
-    "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "quark": {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
-    "qserve": {"quant_method": "qoq", "wbits": 4, "group_size": 32},
-    "torchao": {"quant_method": "torchao"},
-    "torchao-tiles": {"quant_method": "torchao", "form": "tiles"},
-    "torchao-fp8": {"quant_method": "torchao", "form": "fp8"},
-    "bitblas": {
-        "quant_method": "bitblas",
-        "bits": 4,
-        "group_size": 32,
-        "zeros_mode": "original",
-        "fast_decoding": False,
-    },
-    "executorch": {"quant_method": "executorch"},
-}
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
-OF_MXFP8 = ("mxfp8", "mxfp8-blocks", "modelopt-mxfp8")
 EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8", "torchao-fp8", *OF_MXFP8)
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 OF_INT8 = ("packed-corrected", "qserve")
 OF_EXPERTS = [name for name in CONFIGS if name != "torchao-tiles"]  # of which headers tell one expert from several
-
-
-def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A layer as its format stores it, {suffix: tensor}, and the weight that it stands for."""
-    torch.manual_seed(seed)
-    method = config["quant_method"]
-    ct = method == "compressed-tensors"
-    group = config["config_groups"]["group_0"] if ct else {}
-    weights = group.get("weights", {})
-    if "NVFP4" in (config.get("quant_algo") or "") or weights.get("strategy") == "tensor_group":
-        return stored_nvfp4(ct, n, k, seed)
-    if method in ("torchao", "bitblas", "executorch"):
-        return stored_elsewhere(config, n, k)
-    if method == "qoq":
-        tensors, by_kernel = qserve.per_group(seed, n, k, 32)
-        return tensors, by_kernel.double() * tensors["s1_scales"].double()[:, None]
-    floats = config.get("data_type") == "fp"
-    of_modelopt = method == "modelopt" and "MXFP4" not in config["quant_algo"]
-    if floats or method in ("fp8", "fbgemm_fp8", "mxfp8") or of_modelopt or weights.get("num_bits") == 8:
-        return stored_8(config, weights, n, k, seed)
-    if config.get("format") == "mxfp4-pack-quantized" or method in ("quark", "modelopt"):
-        parts = mxfp4.parts(seed, n, k, shift=-12)
-        if method != "compressed-tensors":
-            more = static(seed if method == "modelopt" else None)
-            return {"weight": parts.canonical, "weight_scale": parts.scales} | more, parts.dequantize_fp64()
-        return {"weight_packed": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
-    strategy = weights.get("strategy", "group")
-    size = weights.get("group_size") if ct else config["group_size"]
-    groups = k // size if strategy == "group" and size and size > 0 else 1
-    bits = config.get("bits", 4)
-    middle = 2 ** (bits - 1)
-    q = torch.randint(-middle, middle, (n, k), dtype=torch.int8)
-    scale = (torch.rand(1 if strategy == "tensor" else n, groups) + 0.5).to(BF16) / 64
-    asymmetric = method == "awq" or config.get("sym") is False or weights.get("symmetric") is False
-    zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
-    dense = dequantized(q, scale.expand(n, groups), zero)
-    zeros = torch.full((n, groups), middle) if zero is None else zero.long() + 8
-    if method in ("gptq", "auto-round"):
-        order = torch.arange(k, dtype=torch.int32) * groups // k
-        qzeros = words((zeros - 1).T, 1, bits=bits)
-        return {
-            "qweight": words(q.T.long() + middle, 0, bits=bits),
-            "qzeros": qzeros,
-            "scales": scale.T,
-            "g_idx": order,
-        }, dense
-    if method == "awq":
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
-        return {"qweight": codes, "qzeros": qzeros, "scales": scale.T}, dense
-    if method == "w4afp8":
-        return {"weight": words(q, 1, torch.int8), "weight_scale_inv": scale}, dense
-    found = {"weight_scale": scale.reshape(1) if strategy == "tensor" else scale}
-    if config["format"] == "pack-quantized":
-        found |= {"weight_packed": words(q.long() + 8, 1), "weight_shape": torch.tensor([n, k])}
-        found |= {} if zero is None else {"weight_zero_point": words(zeros, 0)}
-    else:
-        found |= {"weight": q} | ({} if zero is None else {"weight_zero_point": zero})
-    return found | static(seed if group.get("input_activations") is STATIC else None), dense
-
-
-def stored_elsewhere(config, n, k):
-    """As torchao, BitBLAS and ExecuTorch store a layer, which no engine's own loader cuts."""
-    form, method = config.get("form"), config["quant_method"]
-    if form == "fp8":
-        q, scale = torch.randn(n, k).to(torch.float8_e4m3fn), (torch.rand(n, 1) + 0.5).to(BF16).float()
-        return {"_weight_qdata": q, "_weight_scale": scale}, q.double() * scale.double()
-    q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-    scale, zero = torch.exp2(torch.randint(-6, 0, (n, k // 32)).float()).to(BF16), torch.randint(-7, 8, (n, k // 32))
-    dense = dequantized(q, scale, zero)
-    if method == "executorch":
-        return {"weight": q, "scales": scale, "zeros": zero.to(torch.int8)}, dense
-    if method == "bitblas":
-        return {"qweight": words(q.long() + 8, 1, torch.int8), "scales": scale, "zeros": (zero + 8).to(BF16)}, dense
-    offset = -zero * scale  # exactly
-    if form == "tiles":
-        both = torch.stack((scale.T, offset.T), 2)
-        return {"_weight_qdata": files_torchao.tiles(q.long() + 8, 2), "_weight_scale_and_zero": both}, dense
-    found = {"_weight_qdata": words(q, 1, torch.int8), "_weight_scale": scale.T, "_weight_zero_point": offset.T}
-    return found, dense
-
-
-def stored_nvfp4(ct, n, k, seed):
-    """With static scales of inputs of 4 bits, and a scale of the tensor that the inverse's inverse is."""
-    parts = nvfp4.parts(seed, n, k)
-    whole = torch.tensor([2.0 ** -(seed % 5) / 64])
-    dense, more = nvfp4.Parts(parts.codes, parts.scales, whole).dequantize_fp64(), torch.tensor([seed + 1.0])
-    if ct:
-        found = {"weight_packed": parts.canonical, "weight_global_scale": whole.reciprocal()}
-        return found | {"weight_scale": parts.scales, "input_global_scale": more}, dense
-    found = {"weight": parts.canonical, "weight_scale": parts.scales, "weight_scale_2": whole.view(())}
-    return found | {"input_scale": more.view(())}, dense
-
-
-def stored_8(config, weights, n, k, seed):
-    q = torch.randint(-127, 128, (n, k), dtype=torch.int8) if weights.get("type") == "int" else None
-    q = torch.randn(n, k).to(torch.float8_e4m3fn) if q is None else q
-    if config in map(CONFIGS.get, OF_MXFP8):
-        exponents = torch.randint(110, 126, (n, -(-k // 32)), dtype=torch.uint8)
-        by_32 = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)[:, :k]
-        name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
-        return {"weight": q, name: exponents}, q.double() * by_32
-    if "weight_block_size" in config:
-        scale = (torch.rand(-(-n // 128), -(-k // 128)) + 0.5).to(BF16).float()
-        by_row = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-        return {"weight": q, "weight_scale_inv": scale}, q.double() * by_row.double()
-    algorithm = config.get("quant_algo")
-    tensor = config["quant_method"] == "fp8" or algorithm == "FP8"
-    scale = (torch.rand(1 if tensor else n, 1) + 0.5).to(BF16)
-    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm or "data_type" in config else scale
-    found = {"weight": q, "weight_scale": stored if weights else stored.float()}
-    return found | static(seed if tensor else None), q.double() * scale.double()
-
-
-def static(seed):
-    return {} if seed is None else {"input_scale": torch.tensor([0.01 * (seed + 1)])}
-
-
-def made(config: dict | None, options: dict | None = None) -> JitGemmConfig:
-    found = JitGemmConfig(config, options)
-    found.packed_modules_mapping = FUSED
-    return found
-
-
-def gate_up(config, k, width, options=None):
-    """gate and up, joined."""
-    found = config if isinstance(config, JitGemmConfig) else made(config, options)
-    return MergedColumnParallelLinear(
-        k, [width, width], bias=False, params_dtype=BF16, quant_config=found, prefix="m.gate_up_proj"
-    )
-
-
-def row(config, k, n, bias=False, prefix="m.o_proj"):
-    """A row-parallel layer."""
-    found = config if isinstance(config, JitGemmConfig) else made(config)
-    return RowParallelLinear(k, n, bias=bias, params_dtype=BF16, quant_config=found, prefix=prefix)
-
-
-def load(layer, tensors: dict[str, torch.Tensor], *shard) -> None:
-    for suffix, tensor in tensors.items():
-        param = dict(layer.named_parameters())[suffix]
-        param.weight_loader(param, tensor, *shard)
-
-
-def process(layer):
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer.jitgemm
-
-
-def dense_of(module) -> torch.Tensor:
-    """The weight that a module holds, exactly."""
-    return module.weight.dequantize().double()
 
 
 # ---- the contract ----------------------------------------------------------------------------------------------------
@@ -421,12 +230,6 @@ def test_an_expression_of_gptqmodels_that_is_none_is_named(rule):
         JitGemmConfig(CONFIGS["gptq"] | {"dynamic": {rule: {}}})
 
 
-def kind(config, prefix, n=64, k=64):
-    with rank():
-        layer = ReplicatedLinear(k, n, bias=False, params_dtype=BF16, quant_config=config, prefix=prefix)
-    return type(layer.quant_method)
-
-
 def test_layers_that_the_config_leaves_out_stay():
     ct = made(CONFIGS["packed"] | {"ignore": ["lm_head", "re:.*gate$"]})
     assert kind(ct, "model.layers.0.mlp.gate") is UnquantizedLinearMethod
@@ -479,21 +282,6 @@ def test_of_a_model_in_floats_routers_ignored_layers_and_odd_sizes_stay():
     assert kind(config, "vision.layers.0.up_proj") is UnquantizedLinearMethod
     assert kind(config, "lm_head") is UnquantizedLinearMethod
     assert kind(config, "model.layers.0.mlp.up_proj", k=40) is UnquantizedLinearMethod
-
-
-def told(config, layers, options=None):
-    """The config, told of the headers of files with these layers: {name: tensors by suffix}."""
-    found = config if isinstance(config, JitGemmConfig) else made(config, options)
-    tensors = {f"{name}.{suffix}": tensor for name, parts in layers.items() for suffix, tensor in parts.items()}
-    found.read_headers({name: header(tensor) for name, tensor in tensors.items()})
-    return found
-
-
-def header(tensor):
-    """Of a tensor, or of one of no size and safetensors' type, as vLLM has it."""
-    if isinstance(tensor, str):
-        return {"dtype": tensor, "shape": []}
-    return {"dtype": {dtype: name for name, dtype in DTYPES.items()}[tensor.dtype], "shape": [*tensor.shape]}
 
 
 def headers(monkeypatch, config, tensors):
@@ -1458,40 +1246,6 @@ def test_stacked_experts_in_fp8_with_a_scale_for_each_are_an_error_before_they_a
 
 # ---- models that jitgemm saved ---------------------------------------------------------------------------------------
 
-SAVED = {
-    "4 bits": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=64),
-    "zero points": lambda n, k: W4A8Linear.from_linear(
-        floats(n, k), activation="int8_affine", group_size=32, symmetric=False
-    ),
-    "groups of 128": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=128),
-    "per channel": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=k),
-    "static": lambda n, k: W4A8Linear(
-        W4A8Linear.from_linear(floats(n, k), group_size=64).weight, input_scale=torch.tensor([0.5])
-    ),
-    "mxfp4": lambda n, k: W4A8Linear.from_linear_mxfp4(floats(n, k)),
-    "nvfp4": lambda n, k: W4A8Linear(nvfp4.parts(n, n, k).packed),
-    "two levels": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k)),
-    "two levels, rotated": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k), rotation=128),
-    "corrected": lambda n, k: W4A8Linear(corrected(n, k), activation="int8"),
-    "8 bits": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="int8"),
-    "8 bits in blocks": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="e4m3_block", block=128),
-}
-
-
-def corrected(n, k):
-    q, zero = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.randint(0, 16, (n, k // 32))
-    scale = (torch.rand(n, k // 32) + 0.5).to(BF16) / 64
-    return jitgemm.pack_w4(q, scale, zero, group_size=32, k=k, lhs_dtype=torch.int8, correction=True)
-
-
-def columns_of(kind):
-    """That ranks can have parts of."""
-    return 512 if "rotated" in kind else 384
-
-
-def floats(n, k):
-    return torch.nn.Linear(k, n, bias=False)
-
 
 def saved(monkeypatch, layers, **more):
     """The config of a model that holds these layers by the files' names."""
@@ -1616,21 +1370,6 @@ def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
             load(layer, layers["m.up_proj"].state_dict(), 1)
 
 
-class ParallelLMHead(torch.nn.Module):
-    """Rows of one rank, of which the loader fills up the last with zeros, as vLLM's."""
-
-    def __init__(self, config, n, k, start, stop):
-        super().__init__()
-        self.num_embeddings, self.range = n, slice(start, stop)
-        self.quant_method = config.get_quant_method(self, "lm_head")
-        padded = -(-(stop - start) // 64) * 64
-        self.quant_method.create_weights(self, k, [padded], k, padded, params_dtype=BF16, weight_loader=self.fill)
-
-    def fill(self, param, tensor):
-        mine = tensor[self.range]
-        param.data[: len(mine)], param.data[len(mine) :] = mine, 0
-
-
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_saved_models_output_layer_holds_the_ranks_rows_and_zeros(monkeypatch, kind):
     torch.manual_seed(0)
@@ -1667,38 +1406,6 @@ def test_a_saved_output_layer_in_another_activation_is_an_error(monkeypatch):
             ValueError, match="^lm_head: expected int8, as lm_head was saved, got e4m3, as the options s"
         ):
             load(head, whole.state_dict())
-
-
-EXPERTS = {
-    "4 bits": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 64),
-    "zero points": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 32, symmetric=False),
-    "groups of 128": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 128),
-    "per channel": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), size[-1]),
-    "mxfp4": lambda *size: jitgemm.quantize_mxfp4(torch.randn(size, dtype=BF16)),
-    "nvfp4": lambda e, n, k: nvfp4.parts(n, n, k, experts=e).packed,
-    "two levels": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16)),
-    "two levels, rotated": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16), rotation=128),
-    "8 bits": lambda *size: jitgemm.quantize_w8(torch.randn(size, dtype=BF16), torch.float8_e4m3fn),
-}
-
-
-def saved_experts(folder, module, **change):
-    """The config of a model whose file has these experts; change: other tensors, None for none."""
-    tensors = module.state_dict() | {name.replace("__", "."): tensor for name, tensor in change.items()}
-    named = {f"m.experts.{name}": tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(named, folder / "model.safetensors")
-    config = JitGemmConfig.from_config({"quant_method": "jitgemm"})
-    config.maybe_update_config(str(folder), hf_config=SimpleNamespace())
-    return config
-
-
-def packed_module(kind="4 bits", activation="e4m3", bias=True, gate=SILU_MUL):
-    """Experts of 4 x (hidden 128, intermediate 384, or 512)."""
-    torch.manual_seed(0)
-    inter = columns_of(kind)
-    biases = [torch.randn(4, n) for n in (2 * inter, 128)] if bias else []
-    weights = EXPERTS[kind](4, 2 * inter, 128), EXPERTS[kind](4, 128, inter)
-    return packed_experts(*weights, *biases, activation=activation, gate=gate)
 
 
 @pytest.mark.parametrize(
@@ -1798,46 +1505,6 @@ def test_saved_experts_in_another_activation_than_the_options_say_are_an_error(t
 
 WIDER = ("fp8-blocks", "torchao", "torchao-tiles")
 """Whose experts ranks cut into parts of 128 columns."""
-SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-def load_experts(layer, name, tensors):
-    """As vLLM's models do: each tensor of each expert, by the parameter's name."""
-    params = dict(layer.named_parameters())
-    for (expert, proj), found in tensors.items():
-        for suffix, tensor in found.items():
-            part = "w2" if proj == "down_proj" else "w13"
-            param, full = params[f"{part}_{suffix}"], f"{name}.{part}_{suffix}"
-            param.weight_loader(param, tensor, full, shard_id=SHARDS[proj], expert_id=expert)
-
-
-def expert_tensors(config, count, hidden, inter):
-    found, dense = {}, {}
-    for expert in range(count):
-        for number, proj in enumerate(SHARDS):
-            n, k = (hidden, inter) if proj == "down_proj" else (inter, hidden)
-            found[expert, proj], dense[expert, proj] = stored(config, n, k, 10 * expert + number)
-    return found, dense
-
-
-def mixture(x, ids, weights, dense, gate=torch.nn.functional.silu):
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t in range(x.shape[0]):
-        for i in range(ids.shape[1]):
-            w1, w3, w2 = (dense[int(ids[t, i]), proj] for proj in SHARDS)
-            y = x[t].double()
-            out[t] += weights[t, i].double() * (w2 @ (gate(w1 @ y) * (w3 @ y)))
-    return out
-
-
-def routed(count, tokens=6, top_k=2):
-    torch.manual_seed(5)
-    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)]).to(torch.int32)
-    return torch.randn(tokens, 64, dtype=BF16), ids, torch.rand(tokens, top_k)
-
-
-def applied(layer, x, ids, weights):
-    return layer.quant_method.apply(layer, x, weights, ids, None, None)
 
 
 @pytest.mark.parametrize("known, name, split", third([True, False], CONFIGS, ["whole", "tp", "ep"]))
@@ -1999,16 +1666,6 @@ def test_a_router_weight_on_the_input_is_applied_once():
     x, ids, weights = routed(2, top_k=1)
     expected = mixture(x * weights.to(BF16), ids, torch.ones_like(weights), dense)
     assert (applied(layer, x, ids, weights).double() - expected).norm() < 0.06 * expected.norm()
-
-
-@pytest.fixture
-def workspaces(monkeypatch):
-    """What modular kernels of the real vLLM allocate from."""
-    if REAL:
-        from vllm.v1.worker.workspace import init_workspace_manager
-
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)
-        init_workspace_manager(torch.device("cpu"))
 
 
 def test_a_modular_kernel_gets_the_same_results_into_its_output(monkeypatch, workspaces):

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import dequantized
-from test_vllm import (
+from vllm_cases import (
     BF16, CONFIGS, SHARDS, TWO, applied, expert_tensors, load_experts, made, mixture, packed_module, routed,
     saved_experts, vllm_is_there, workspaces,
 )  # fmt: skip
 from vllm_layers import experts, rank
 
 from jitgemm.activations.scheme import Gate
+from vllm_kernels import Kernels
 
 __all__ = ["vllm_is_there", "workspaces"]
 SIZES = (4, 64, 64)
@@ -130,39 +131,6 @@ def test_experts_that_move_are_added_up_in_fp32(caplog):
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
-
-
-class Kernels:
-    """What vLLM's kernels do for an adapter of every token, as their Triton code is documented: y += weight * B · A · x."""
-
-    def __init__(self, local):
-        self.local, self.seen = local, None
-
-    def add_lora_w13(self, y, x, a, b, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, *_, **__):
-        assert (w1.shape[0], w1.shape[2], tuple(y.shape)) == (
-            a[0].shape[1],
-            x.shape[1],
-            (num_tokens, top_k_num, w1.shape[1]),
-        )
-        ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-        self.seen = ids
-        for t in range(num_tokens):
-            for i in range(top_k_num):
-                if (e := int(ids[t, i])) >= 0:
-                    parts = [
-                        second[0, e].double() @ (first[0, e].double() @ x[t].double()) for first, second in zip(a, b)
-                    ]
-                    y[t, i] += torch.cat(parts).to(y.dtype)
-        return None, None, None, None
-
-    def add_lora_w2(self, y, x, a, b, topk_weights, *rest, **__):
-        for t in range(y.shape[0]):
-            for i in range(y.shape[1]):
-                if (e := int(self.seen[t, i])) >= 0:
-                    row = x[t * y.shape[1] + i].double()
-                    y[t, i] += (topk_weights[t, i].double() * (b[0][0, e].double() @ (a[0][0, e].double() @ row))).to(
-                        y.dtype
-                    )
 
 
 def context(experts_here, hidden, inter, gates=2, rank=8):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_cases import activated
-from test_vllm import CONFIGS, EXPERTS, SHARDS, applied, expert_tensors, load_experts, made, routed, saved_experts
-from test_vllm import vllm_is_there as vllm_is_there
+from vllm_cases import CONFIGS, EXPERTS, SHARDS, applied, expert_tensors, load_experts, made, routed, saved_experts
+from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
 
 from jitgemm.activations.scheme import Gate

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it")
 
-from test_vllm import BF16, load, made, stored  # noqa: E402
+from vllm_cases import BF16, load, made, stored  # noqa: E402
 from vllm import ir  # noqa: E402
 from vllm.compilation.backends import VllmBackend  # noqa: E402
 from vllm.compilation.passes.inductor_pass import InductorPass, pass_context  # noqa: E402
@@ -143,11 +143,11 @@ def compiled(config, call, *inputs, **options):
 
 
 def layer_under(config, name="packed"):
-    import test_vllm
+    import vllm_cases
     from vllm_layers import rank
 
     with rank(), set_current_vllm_config(config):
-        return Layer(test_vllm.CONFIGS[name])
+        return Layer(vllm_cases.CONFIGS[name])
 
 
 def inputs():

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from test_vllm import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored, told
-from test_vllm import load_experts
-from test_vllm import vllm_is_there as vllm_is_there
-from test_vllm_mxfp4 import AUTOROUND, QUARK, with_headers
+from vllm_cases import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored, told
+from vllm_cases import load_experts
+from vllm_cases import vllm_is_there as vllm_is_there
+from vllm_mxfp4_cases import AUTOROUND, QUARK, with_headers
 from vllm_layers import experts, rank
 
 import jitgemm

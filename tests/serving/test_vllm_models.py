@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 import mxfp4  # noqa: E402
-from test_vllm import CONFIGS, scheme, stored  # noqa: E402
+from vllm_cases import CONFIGS, scheme, stored  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
@@ -595,7 +595,7 @@ def test_experts_that_vllm_moves_between_ranks_stay_whole(tmp_path, name):
 
 def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
     """Its own class around a layer of a model: what it asks of the method, the kernel and the layer."""
-    from test_vllm_experts import Kernels
+    from vllm_kernels import Kernels
     from vllm.config.lora import LoRAConfig
     from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
     from vllm.v1.worker.workspace import init_workspace_manager

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 
 import gpt_oss_experts
 import mxfp4
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_vllm import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process, told
-from test_vllm import vllm_is_there as vllm_is_there
+from vllm_cases import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process, told
+from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.serving.stored import Unsupported
-from jitgemm.vllm.config import JitGemmConfig
+from vllm_mxfp4_cases import AUTOROUND, QUARK, with_headers
 
 V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 """DeepSeek-V4's config: of its FP8 layers; expert_dtype stands elsewhere in config.json."""
-QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}
 MIXED = {
     "quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
     "layer_quant_config": {"m.*": QUARK["global_quant_config"]},
 }  # fmt: skip
-AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp", "act_bits": 16}
-AUTOROUND["packing_format"] = "auto_round:llm_compressor"
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
 NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -37,15 +32,6 @@ def bytes_of(parts: mxfp4.Parts, config: dict) -> dict[str, torch.Tensor]:
     if config is AUTOROUND:
         return {"weight_packed": parts.canonical, "weight_scale": parts.scales}
     return {"weight": parts.canonical, "weight_scale": parts.scales}
-
-
-def with_headers(folder, config: dict, layers: dict[str, dict[str, torch.Tensor]]) -> JitGemmConfig:
-    """The config of a folder whose file has these layers."""
-    tensors = {f"{name}.{suffix}": each.clone() for name, parts in layers.items() for suffix, each in parts.items()}
-    save_file(tensors, folder / "model.safetensors")
-    found = made(config)
-    found.maybe_update_config(str(folder), hf_config=SimpleNamespace())
-    return found
 
 
 @pytest.mark.parametrize(
