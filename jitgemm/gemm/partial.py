@@ -1,6 +1,7 @@
 """A GEMM in two steps, for ranks that have a part of k each: sums without their last scales, and the result of them.
 
     sums = partial_sums(lhs, weight, chunks)     int32 [m, n], or fp32 [chunks, rows, n]: each rank's
+    sum_chunks(lhs, weight, chunks, sums)        fp32 [m, n]: a rank's chunks, added up
     out = finish([...], ...)                     what all ranks' parts are together
 
 Integers add up in any order. Of chunks each is added up alone, so that a tree over all ranks' has one order whoever has
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 TALLEST = 256
 """Rows of the largest tile."""
+BAND_BYTES = 32 << 20
+"""Of sums of chunks that are stored before they are added up: what an L2 holds of 50 MB, weights besides. They would go to
+memory and back, each of the chunks with as many bytes as the whole result in fp32."""
 
 
 def slab_rows(m: int) -> int:
@@ -69,6 +73,21 @@ def partial_sums(
         launch = prepare(key, tensors, call, call.operands())
     if launch is not None:
         launch.launch_dense(x, x_scale, None, weight, out, None)  # type: ignore[attr-defined]
+    return out
+
+
+def sum_chunks(
+    lhs: tuple[torch.Tensor, torch.Tensor], weight: AnyWeight, chunks: int, out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out [m, n] = what `finish` makes of `partial_sums` in chunks, which cover BAND_BYTES at a time."""
+    (x, scale), m = lhs, out.shape[0]
+    bands = ceil_div(m, max(TALLEST, BAND_BYTES // (4 * chunks * weight.n)))
+    rows = max(1, ceil_div(m, 128 * bands) * 128) if bands > 1 else m
+    for first in range(0, m, rows):
+        band = slice(first, first + rows)
+        sums = partial_sums((x[band], scale if scale.numel() == 1 else scale[band]), weight, chunks)
+        finish(sums, out[band], bias=bias)
     return out
 
 

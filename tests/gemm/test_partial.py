@@ -131,6 +131,19 @@ def test_the_last_step_has_the_reference_s_bits(monkeypatch, of, into, count, bi
     assert builders.same_bits(written, expected)
 
 
+@pytest.mark.parametrize("m", [1, 300, 513])
+def test_bands_of_rows_have_the_bits_of_all_at_once(monkeypatch, m):
+    weight, bias = weight_of("g128"), torch.randn(N, generator=builders.generator(6))
+    x, scale = builders.lhs(1, m, K, "e4m3")
+    once = partial.sum_chunks((x, scale), weight, 4, torch.empty(m, N), bias)
+    parts, rows = partial.partial_sums, []
+    monkeypatch.setattr(partial, "partial_sums", lambda lhs, *rest: rows.append(len(lhs[0])) or parts(lhs, *rest))
+    monkeypatch.setattr(partial, "BAND_BYTES", 0)
+    banded = partial.sum_chunks((x, scale), weight, 4, torch.empty(m, N), bias)
+    assert builders.same_bits(banded, once)
+    assert sum(rows) == m and max(rows) <= 256 and len(rows) == -(-m // 256)
+
+
 def test_a_tree_of_parts_has_one_order():
     a, b, c, d = (torch.tensor([value]) for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24))
     parts = torch.stack([a, b, c, d])[:, :, None].expand(4, 1, 8).contiguous()

@@ -1,5 +1,5 @@
-// Sums over the GPUs of a host, without collectives (jitgemm/nn/layers/invariant_nvlink.py): each rank has a buffer that the
-// others read and write.
+// Sums over the GPUs of a host, without collectives (jitgemm/nn/layers/invariant_nvlink.py): each rank has a buffer that
+// the others read and write.
 //
 //     agree    a token's scale becomes the largest over the ranks: each writes its own into the others' buffers
 //     (GEMM)   sums of this rank's k into its own buffer
@@ -113,6 +113,34 @@ __device__ __forceinline__ Vector<kType> load_of_rank(const u8* source) {
     return vector;
 }
 
+// Half of sums `vector` and half of `vector` + 4, where `vector` is the same for a pair of lanes, and the next pair's is
+// the next: a load of eight lanes is a whole line. No cache holds what these loads bring, so that a sector of which a
+// lane reads half would travel twice.
+__device__ __forceinline__ Vector<kFp32> load_halves(const u8* sums, u64 vector, u64 end) {
+    u32 words[2][4] = {};
+    const u8* const source = sums + vector * Vector<kFp32>::kBytes + 16 * (threadIdx.x % 2);
+    if (vector < end) load_shared_by_ranks(source, words[0]);
+    if (vector + 4 < end) load_shared_by_ranks(source + 4 * Vector<kFp32>::kBytes, words[1]);
+    Vector<kFp32> halves;
+#pragma unroll
+    for (u32 i = 0; i < kVector; ++i) halves.words[i] = words[i / 4][i % 4];
+    return halves;
+}
+
+// Of a pair's lanes, the even one gets the first vector, the odd one the second.
+__device__ __forceinline__ Vector<kFp32> joined(const Vector<kFp32>& halves) {
+    const bool odd = threadIdx.x % 2;
+    Vector<kFp32> whole;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 early = halves.words[i], late = halves.words[4 + i];
+        const u32 other = __shfl_xor_sync(0xffffffffu, odd ? early : late, 1);
+        whole.words[i] = odd ? other : early;
+        whole.words[4 + i] = odd ? late : other;
+    }
+    return whole;
+}
+
 template <class Config>
 __device__ __forceinline__ void total(const RanksArgs& args) {
     __shared__ const u8* peers[kMaxRanks];
@@ -129,11 +157,16 @@ __device__ __forceinline__ void total(const RanksArgs& args) {
     const u32 vectors = args.n / kVector;
     const u64 begin = u64(args.each) * args.rank * vectors;
     const u64 end = args.each > 0 ? min(begin + u64(args.each) * vectors, u64(args.m) * vectors) : u64(args.m) * vectors;
-    for (u64 i = begin + blockIdx.x * kFinishThreads + threadIdx.x; i < end; i += gridDim.x * kFinishThreads) {
+    const u32 lane = threadIdx.x % 8;
+    // Whole warps, whose lanes shuffle.
+    for (u64 first = begin + blockIdx.x * kFinishThreads + threadIdx.x / 32 * 32; first < end;
+         first += gridDim.x * kFinishThreads) {
+        const u64 of_pair = first + threadIdx.x % 32 / 8 * 8 + lane / 2, i = of_pair + 4 * (lane % 2);
+        const Vector<kFp32> sums = joined(sum_of_parts<Config>([&](u32 part) {
+            return load_halves(peers[part] + args.sums_at, of_pair, end);
+        }));
+        if (i >= end) continue;
         const u32 row = u32(i / vectors), vector = u32(i % vectors);
-        const Vector<kFp32> sums = sum_of_parts<Config>([&](u32 part) {
-            return load_of_rank<kFp32>(peers[part] + args.sums_at + i * Vector<kFp32>::kBytes);
-        });
         const Vector<Config::kOut> result = finished<Config>(args, sums, row, vector);
         store_vector(args.out + i * Vector<Config::kOut>::kBytes, result);
         if (args.each > 0) store_vector(own + args.rows_at + (i - begin) * Vector<Config::kOut>::kBytes, result);

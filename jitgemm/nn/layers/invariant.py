@@ -27,7 +27,7 @@ import torch
 
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.scheme import Activation, activation_named
-from jitgemm.gemm.partial import finish, gemm_in_order, partial_sums
+from jitgemm.gemm.partial import finish, gemm_in_order, partial_sums, sum_chunks
 from jitgemm.kernel.formats import BLOCK_K, format_named
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
@@ -211,15 +211,16 @@ class Ranks:
         m, n, world = *out.shape, self.world
         scale = lhs[1]
         if world == 1:
-            sums = partial_sums(lhs, weight, chunks)
-            return finish(sums if chunks else sums[None], out, scale, weight, bias)
+            if chunks:
+                return sum_chunks(lhs, weight, chunks, out, bias)
+            return finish(partial_sums(lhs, weight, 0)[None], out, scale, weight, bias)
         import torch.distributed as dist
 
         small = 4 * m * n <= GATHERED_BYTES
         each = m if small else -(-m // world)
         mine = out.new_empty((m if small else world * each, n), dtype=torch.float32 if chunks else torch.int32)
         if chunks:
-            finish(partial_sums(lhs, weight, chunks), mine[:m])
+            sum_chunks(lhs, weight, chunks, mine[:m])
         else:
             partial_sums(lhs, weight, 0, mine[:m])
         parts = mine.new_empty((world, each, n))
