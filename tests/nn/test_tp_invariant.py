@@ -9,7 +9,9 @@ import builders
 import pytest
 import ranks
 import torch
+from emulator.launch import emulate
 from invariant_layers import CASES, INVARIANT_PLAN, KINDS, K, corrected, generated, layer_in, model_of, on_one
+from marks import emulated
 from parallel_layers import LAYERS, permuted, x_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -18,6 +20,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from jitgemm.nn.layers import invariant
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn.warm import warm
+from jitgemm.runtime.loaded import KernelFamily
 
 WORLDS = (2, 4, 8)
 
@@ -161,3 +165,40 @@ def test_the_style_s_flag_is_a_bool():
         RowwiseParallel(tp_invariant=1)
     with pytest.raises(ValueError, match="tp_invariant: expected None, 'k' or 'n', got True"):
         layer_in().tp_invariant = True
+
+
+WARMED = {
+    "int8, per channel": {"activation": "int8", "group_size": 512},
+    "int8, rotated": {"activation": "int8", "group_size": 512, "rotation": 128},
+    "e4m3, groups of 128": {},
+    "e4m3, by block": {"activation": "e4m3_block"},
+}
+
+
+@emulated
+@pytest.mark.parametrize("dim", ["k", "n"])
+@pytest.mark.parametrize("kind", WARMED)
+def test_warming_up_has_what_calls_load(monkeypatch, kind, dim):
+    layer = layer_in(512, **WARMED[kind])
+    layer.tp_invariant = dim
+    listed = {spec for spec, *_ in warm.kernels(layer, 64, [torch.bfloat16], "h200")}
+    emulate(monkeypatch)
+    loaded, load = set(), KernelFamily.load
+    monkeypatch.setattr(KernelFamily, "load", lambda self, spec, device: loaded.add(spec) or load(self, spec, device))
+    for m in (1, 20):
+        layer(x_of(layer, torch.bfloat16, m))
+    assert loaded <= listed
+    assert {spec.family for spec in loaded} == {"quantize", "gemm"} | ({"finish"} if dim == "k" else set())
+
+
+def exchanged(mesh) -> list[str]:
+    style = RowwiseParallel(tp_invariant=True, exchange="nvlink")
+    layer = parallelize_module(layer_in(), mesh_of(2), style)
+    listed = warm.kernels(layer, 64, [torch.bfloat16], "h200")
+    return [spec.label for spec, *_ in listed if spec.family in ("ranks", "finish")]
+
+
+def test_warming_up_has_what_ranks_exchange_by(eight):
+    chunks, others = "finish-fp32-fp32-p4", "finish-fp32-bf16-p2"
+    ranks_ = [f"ranks-{name}-r2" for name in ("agree-s32-bf16", "total-fp32-bf16", "gather-fp32-bf16")]
+    assert eight(exchanged) == [[chunks, others, *ranks_]] * 8

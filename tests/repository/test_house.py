@@ -21,9 +21,9 @@ CEILINGS = {
     "fused_experts: files": 46,
     "fused_experts: lines": 9_610,
     "load_: files": 85,
-    "load_: lines": 17_430,
+    "load_: lines": 17_460,
     "files above 450 lines": 0,
-    "lines of the package": 32_540,
+    "lines of the package": 32_590,
 }
 
 

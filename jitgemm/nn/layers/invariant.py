@@ -21,21 +21,27 @@ split is the fastest would depend on a rank's n.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.kernel import quantize_specs
 from jitgemm.activations.scheme import Activation, activation_named
-from jitgemm.gemm.partial import finish, gemm_in_order, partial_sums, sum_chunks
+from jitgemm.gemm.partial import FinishSpec, finish, gemm_in_order, partial_sums, sum_chunks
+from jitgemm.gemm.ranks import RanksSpec
 from jitgemm.kernel.formats import BLOCK_K, format_named
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
+from jitgemm.select.choose import kernels_for
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
     from jitgemm.nn.layers.invariant_nvlink import NvlinkRanks
+    from jitgemm.select.devices import DeviceSpec
     from jitgemm.weight.packed import Weight
 
 CHUNKS = 8
@@ -128,6 +134,33 @@ def multiply_invariantly(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     if needs_dispatcher(rows, rows):
         return torch.ops.jitgemm.invariant_linear(*arguments)
     return _multiply(*arguments)
+
+
+def kernels_of(layer: Any, x: str, device: DeviceSpec, max_m: int) -> Iterator[Any]:
+    """Every kernel that a layer's calls of up to max_m rows of type x can need, on one GPU or on this rank's."""
+    scheme, weight, split = layer.scheme, layer.weight, layer.split
+    columns = layer.tp_invariant == "n"
+    world = 1 if columns or split is None else split.mesh.size()
+    shared = not columns and scheme.scheme == "token" and (world > 1 or scheme.rotation)
+    for each in (scheme, scheme.given) if shared else (scheme,):
+        flags = each.flags | {"permuted": weight.permutation is not None, "correction": weight.correction}
+        yield from quantize_specs(weight.k, x, scheme.dtype, **flags)
+    group, sizes = BLOCK_K if scheme.block else 0, (scheme.dtype, weight.format, device, max_m)
+    if columns:
+        yield from kernels_for(weight.n, weight.k, *sizes, out=x, lhs_group=group, in_order=True)
+        return
+    chunks, of = chunks_of(weight, scheme, world), "s32"
+    if chunks:
+        of, (n, k) = "fp32", (weight.n * chunks, weight.k // chunks)
+        for spec in kernels_for(n, k, *sizes, out=of, lhs_group=group, in_order=True):
+            yield replace(spec, chunks=True)
+        yield FinishSpec(of if world > 1 else x, of, chunks)
+    else:
+        yield from kernels_for(weight.n, weight.k, *sizes, out=of)
+    if world > 1 or not chunks:
+        yield FinishSpec(x, of, world)
+    if world > 1 and split.nvlink:
+        yield from (RanksSpec("agree", ranks=world), *(RanksSpec(each, of, x, world) for each in ("total", "gather")))
 
 
 def _multiply(

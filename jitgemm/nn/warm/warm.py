@@ -17,16 +17,20 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads, look_up
+from jitgemm.gemm.partial import finish_kernels
+from jitgemm.gemm.ranks import ranks_kernels
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.exchange import CollectSpec, DispatchSpec, exchange_specs
-from jitgemm.moe.kernel import CombineSpec, RouteQuantizeSpec, GatherSpec, RouteSpec, layer_specs, source_of
+from jitgemm.moe.kernel import CombineSpec, RouteQuantizeSpec, GatherSpec, RouteSpec, layer_specs
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.invariant import kernels_of
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.runtime.device import device_of, pick_device
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DEVICES, DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
@@ -79,7 +83,7 @@ def warmup(
         needed.setdefault(spec, {})[index] = None
     if not needed:
         warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
-    plan = {spec: look_up(process_cache, source_of(spec)) for spec in needed}
+    plan = {spec: look_up(process_cache, _family(spec).source(spec)) for spec in needed}
     missing = [job for job in plan.values() if not job.stored]
     if missing and not build:
         gpus = [index for where in needed.values() for index in where if index is not None]
@@ -99,7 +103,7 @@ def warmup(
         for index in indices:
             if index is not None and not plan[spec].error:
                 with torch.cuda.device(index):
-                    FAMILIES[spec.family].load(spec, index)
+                    _family(spec).load(spec, index)
     failed = [job.error for job in missing if job.error]
     if failed:
         error = failed[0]
@@ -107,6 +111,11 @@ def warmup(
         told = f"{len(failed)} of {len(missing)} kernels did not compile; the first: {error}"
         raise CompileError(told, **more) from error
     return [job.source.label for job in missing if job.compiled]
+
+
+def _family(spec: Any) -> KernelFamily[Any]:
+    own = {"finish": finish_kernels, "ranks": ranks_kernels}.get(spec.family)
+    return FAMILIES[spec.family] if own is None else own()
 
 
 def _name(gpu: DeviceSpec) -> str:
@@ -150,7 +159,9 @@ def kernels(
             (x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme, x.call_sums) for x in parts
         ]
         own = prologues or (layer.gate, layer.top_k, layer.batched, _over_nvlink(layer))
-        if (key := (*kind, own, layer.batch_invariant, where)) in seen:
+        split, invariant = layer.split, prologues and layer.tp_invariant
+        invariant = invariant and (invariant, split is not None and (split.mesh.size(), split.nvlink))
+        if (key := (*kind, own, layer.batch_invariant, invariant, where)) in seen:
             continue
         seen.add(key)
         count = [] if prologues else [str(layer.num_experts)]
@@ -167,6 +178,9 @@ def _specs(
     layer: Any, parts: Sequence[Any], prologues: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int, sums: str | None
 ) -> Iterator[Spec]:  # fmt: skip
     """The kernels of a Linear, or of experts, which have no prologues."""
+    if prologues and layer.tp_invariant:
+        yield from kernels_of(layer, x, figures, max_m)
+        return
     scheme, rows, experts = parts[0].scheme, max_m, {}
     for prologue in prologues:
         flags = scheme.flags | prologue.flags | {"permuted": layer.weight.permutation is not None}
