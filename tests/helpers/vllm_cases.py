@@ -34,6 +34,7 @@ from vllm.model_executor.layers.linear import (  # noqa: I001
 import jitgemm.vllm.experts
 import jitgemm.vllm.linear
 from jitgemm.vllm.config import JitGemmConfig
+from jitgemm.weight.rotation import rotated
 
 hide()  # all that needs vLLM has been imported
 BF16 = torch.bfloat16
@@ -255,8 +256,9 @@ def process(layer):
 
 
 def dense_of(module) -> torch.Tensor:
-    """The weight that a module holds, exactly."""
-    return module.weight.dequantize().double()
+    """The weight that a module holds: exactly, or, of a rotated one, turned back."""
+    weight = module.weight.dequantize()
+    return (rotated(weight) if module.weight.rotation else weight).double()
 
 
 def kind(config, prefix, n=64, k=64):

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader import get_model  # noqa: E402
 import jitgemm.vllm  # noqa: E402
 from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_  # noqa: E402
 from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group  # noqa: E402
-from jitgemm.weight.rotation import sylvester  # noqa: E402
+from jitgemm.weight.rotation import rotated, sylvester  # noqa: E402
 
 jitgemm.vllm.register()
 
@@ -190,7 +190,8 @@ def check(model, dense, exact=True):
 
 
 def same(weight, expected, exact):
-    found = weight.dequantize().double()
+    found = weight.dequantize()
+    found = (rotated(found) if weight.rotation else found).double()  # back
     assert torch.equal(found, expected) if exact else (found - expected).norm() < 0.12 * expected.norm()
 
 
