@@ -82,7 +82,7 @@ class Collected:
             for attribute, value in self.stored.axes(suffix).items():
                 setattr(made, attribute, value)
             layer.register_parameter(name, made)
-            self.device = self.device if made.is_meta else made.device
+            self.device = made.device
 
     def loader(self, layer: torch.nn.Module, suffix: str) -> Callable[..., Any]:
         """What keeps a file's tensor; with the last one it packs the layer."""
@@ -128,7 +128,7 @@ class Collected:
         if name in self.stored.sources:
             return self.stored.sources[name].n
         try:
-            return self.config.source(name, found, self.method.option).n
+            return self.config.source(name, found, self.method.option, self.whole).n
         except ValueError:
             return None
 
@@ -195,7 +195,7 @@ class Collected:
         starts = [sum(self.widths[:part]) for part in range(len(self.widths) + 1)]
         for part, width in enumerate(self.widths):
             if part in missing:
-                yield MISSING, torch.zeros(width, dtype=torch.int64)
+                yield MISSING, torch.zeros(width, dtype=torch.int64, device=CPU)
             elif self.rows_of(key := owner[part])[0] == part:
                 yield key, torch.cat([self.numbers[key][starts[each] : starts[each + 1]] for each in self.rows_of(key)])
 
@@ -205,7 +205,7 @@ class Collected:
         wrong: dict[Any, ValueError] = {}
         for key, tensors in self.kept.items():
             try:
-                source = self.config.source(name := self.name(key), tensors, self.method.option)
+                source = self.config.source(name := self.name(key), tensors, self.method.option, self.whole)
                 if source.k not in (None, self.whole):
                     raise ValueError(f"{name}: expected {self.whole} columns, as the model has, got {source.k}")
                 found[key] = source
@@ -224,12 +224,20 @@ class Collected:
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         """Packs what was kept, which is gone then."""
+        self.leave_meta(layer)
         try:
             if self.method.made_up and not self.kept:
                 return self.made_up()
             return self.of_floats(layer) if self.stored.floats else self.of_files(layer)
         finally:
             self.forget()
+
+    def leave_meta(self, layer: torch.nn.Module) -> None:
+        """Of an engine that has made the layer on the meta device, and its parameters on another since."""
+        if self.device.type == "meta":
+            self.device = next(
+                param.device for name, param in layer._parameters.items() if name in self.parameters.values()
+            )
 
     def of_files(self, layer: torch.nn.Module) -> Parts:
         """Of tensors that the reader knows."""
@@ -270,7 +278,7 @@ class Collected:
         else:
             cut = _run(rows, source.n)
             weight = source.canonical(self.device, cut)
-        if cut is None and not torch.equal(rows, torch.arange(1, weight.n + 1)):
+        if cut is None and not torch.equal(rows, torch.arange(1, weight.n + 1, device=CPU)):
             weight = weight.rows((rows - 1).clamp(min=0).to(self.device))
             weight = _without(weight, rows == 0) if bool((rows == 0).any()) else weight
         return weight, correction
@@ -287,8 +295,8 @@ class Collected:
                 found = self.kept.get(key, {}).get("weight")
                 if found is not None:
                     held = rows > 0
-                    mine = found[rows[held] - 1, columns] if self.k != self.whole else found[rows[held] - 1]
-                    weight[start : start + len(rows)][held.to(self.device)] = mine.to(self.device, self.dtype)
+                    mine = found[:, columns][rows[held] - 1].to(self.device, self.dtype)
+                    weight[start : start + len(rows)][held.to(self.device)] = mine
                 start += len(rows)
         return Parts(self.method.recipe.apply(weight), None, self.method.recipe.inputs, None)
 
@@ -362,7 +370,11 @@ def _run(rows: torch.Tensor, n: int) -> tuple[str, int, int] | None:
     """Rows that are one of equal parts of n, as `CanonicalWeight.shard` cuts them; None for others."""
     width, first = len(rows), int(rows[0]) - 1
     whole = width % 8 == 0 and n % width == 0 and first % width == 0
-    return ("n", first // width, n // width) if whole and torch.equal(rows, rows[0] + torch.arange(width)) else None
+    return (
+        ("n", first // width, n // width)
+        if whole and torch.equal(rows, rows[0] + torch.arange(width, device=CPU))
+        else None
+    )
 
 
 def _without(weight: CanonicalWeight, none: torch.Tensor) -> CanonicalWeight:

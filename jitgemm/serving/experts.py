@@ -114,42 +114,50 @@ class CollectedExperts(Collected):
     # ---- the packed weights ------------------------------------------------------------------------------------------
 
     def parts(self, layer: torch.nn.Module) -> Parts:
+        self.leave_meta(layer)
         try:
             if self.method.made_up and not self.kept:
                 return self.made_up()
+            self.place(layer, 0)
             for expert in range(self.count):
                 for part in range(len(self.widths)):
                     if (expert, None) not in self.kept and (expert, part) not in self.kept:
-                        self.lacks(layer, expert, part, next(iter(self.kept.values()), ("weight",)))
+                        self.lacks(expert, part, next(iter(self.kept.values()), ("weight",)))
                     key = (expert, None if (expert, None) in self.kept else part)
                     if self.biased and "bias" not in self.kept[key]:
-                        self.lacks(layer, expert, part, ("bias",))
+                        self.lacks(expert, part, ("bias",))
             return self.of_floats(layer) if self.stored.floats else self.of_files(layer)
         finally:
             self.forget()
 
-    def lacks(self, layer: torch.nn.Module, expert: int, part: int | None, suffixes: Iterable[str]) -> None:
-        """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
-        self.place(layer, 0)
-        number = (self.places or []).index(expert)
+    def called(self, expert: int, part: int | None) -> tuple[int, str]:
+        """Number of one of this rank's experts in the model, and one of its layers, for messages."""
         proj = "down_proj" if self.part == "w2" else ("gate_proj", "up_proj")[-len(self.widths) :][part or 0]
+        return (self.places or []).index(expert), proj
+
+    def lacks(self, expert: int, part: int | None, suffixes: Iterable[str]) -> None:
+        """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
+        names = ", ".join(self.parameters.get(suffix, self.start + suffix) for suffix in suffixes)
+        number, proj = self.called(expert, part)
         raise ValueError(
-            f"{', '.join(self.parameters.get(suffix, self.start + suffix) for suffix in suffixes)}: expected numbers for each of this rank's {self.count} "
-            f"experts, found none in the files for number {number}'s {proj} (layer of {self.names[0]})"
+            f"{names}: expected numbers for each of this rank's {self.count} experts, found none in the files for number "
+            f"{number}'s {proj} (layer of {self.names[0]})"
         )
 
     def of_files(self, layer: torch.nn.Module) -> Parts:
         fullest = max(self.kept.values(), key=len)
-        first = self.config.source(self.names[0], fullest).without(INPUT_TENSORS, "not read of experts")
+        first = self.config.source(self.names[0], fullest, k=self.whole).without(INPUT_TENSORS, "not read of experts")
         biases: dict[int, torch.Tensor | None] = {}
         together = self._together(fullest)
 
         def canonical(expert: int, part: int | None) -> CanonicalWeight:
             tensors = self.kept[expert, part]
             if lacks := needed(first, tensors, INPUT_TENSORS):
-                self.lacks(layer, expert, part, lacks)
-            weight = self.cut_part(self.source_like(first, tensors, fullest), part)
-            check_order(weight, expert)
+                self.lacks(expert, part, lacks)
+            number, proj = self.called(expert, part)
+            prefix = f"{self.names[0].rpartition('.')[0].rpartition('.')[0]}.{number}.{proj}"
+            weight = self.cut_part(replace(self.source_like(first, tensors, fullest), prefix=prefix), part)
+            check_order(weight, number)
             return weight
 
         def read(expert: int) -> CanonicalWeight:
@@ -179,14 +187,16 @@ class CollectedExperts(Collected):
         ):
             return replace(first, checkpoint=checkpoint)
         inputs = {suffix: tensor for suffix, tensor in fullest.items() if suffix in INPUT_TENSORS}
-        return self.config.source(first.prefix, {**inputs, **found}).without(INPUT_TENSORS, "not read of experts")
+        return self.config.source(first.prefix, {**inputs, **found}, k=self.whole).without(
+            INPUT_TENSORS, "not read of experts"
+        )
 
     def cut_part(self, source: LayerSource, part: int | None) -> CanonicalWeight:
         """This rank's rows of w13's joined layers, or columns of w2; all of what the engine's model has cut."""
         width = self.widths[part or 0]
         expected = (sum(self.widths), self.k) if part is None else (self.rows, self.whole)
-        if (source.n, source.k) != expected:
-            raise ValueError(f"{self.start}weight: expected n, k = {expected}, got {(source.n, source.k)}")
+        if (got := (source.n, source.k or expected[1])) != expected:
+            raise ValueError(f"{self.start}weight: expected n, k = {expected}, got {got}")
         if part is None or expected == (width, self.k):
             return source.canonical(self.device)
         if self.k != self.whole:

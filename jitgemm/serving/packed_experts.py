@@ -15,7 +15,7 @@ from jitgemm.serving.collected import one_activation
 from jitgemm.serving.experts import CollectedExperts
 from jitgemm.serving.packing import Packing
 from jitgemm.serving.saved import SavedExperts
-from jitgemm.serving.stored import Stored
+from jitgemm.serving.stored import StoredLayers
 
 
 class PackedExpertsMethod(Packing):
@@ -28,7 +28,7 @@ class PackedExpertsMethod(Packing):
     bias = "bias"
 
     @staticmethod
-    def stored_of(config: Any, names: list[str], hidden: int, inter: int, whole: int, inputs: int) -> Stored:
+    def stored_of(config: Any, names: list[str], hidden: int, inter: int, whole: int, inputs: int) -> StoredLayers:
         """How the files hold experts, as a rank has them.
 
         Args:
@@ -39,7 +39,7 @@ class PackedExpertsMethod(Packing):
         Raises:
             Unsupported: jitgemm cannot serve them as they are cut.
         """
-        stored: Stored = config.stored(names)
+        stored: StoredLayers = config.stored(names)
         stored.check([inter] * inputs, hidden, hidden)
         stored.check([hidden], inter, whole)
         return stored

@@ -12,7 +12,7 @@ from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.collected import CHILD, Collected
-from jitgemm.serving.stored import Stored
+from jitgemm.serving.stored import StoredLayers
 
 
 class Packing:
@@ -32,7 +32,7 @@ class Packing:
 
     option, may_lack, made_up, copies, complete = "activation", False, False, False, False
 
-    def __init__(self, config: Any, names: list[str], stored: Stored, *given: Any):
+    def __init__(self, config: Any, names: list[str], stored: StoredLayers, *given: Any):
         super().__init__(*given)
         self.config, self.names, self.stored = config, names, stored
         self.matrices: Sequence[Any] = ()

@@ -27,7 +27,7 @@ from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import some
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.serving.stored import Stored, Unsupported, check_alike, source_of
+from jitgemm.serving.stored import StoredLayers, Unsupported, check_alike, source_of
 from jitgemm.serving.warm import Layers
 
 NAME = "jitgemm"
@@ -201,7 +201,7 @@ class ServedModel:
         """The method of an embedding or an output layer; None for one that stays in its type.
 
         Args:
-            make: the method for the names in the files and what is `Stored` there; None for an embedding.
+            make: the method for the names in the files and what is `StoredLayers` there; None for an embedding.
 
         Raises:
             ValueError: the checkpoint has quantised it, and the engine has no config that reads it.
@@ -255,7 +255,7 @@ class ServedModel:
 
     # ---- what the methods ask ----------------------------------------------------------------------------------------
 
-    def stored(self, names: Iterable[str]) -> Stored:
+    def stored(self, names: Iterable[str]) -> StoredLayers:
         """How the files hold layers that the engine joins, or those of an expert.
 
         Raises:
@@ -263,7 +263,7 @@ class ServedModel:
             ValueError: they are quantised differently.
         """
         if self.saved:
-            return Stored(self._suffixes(names))
+            return StoredLayers(self._suffixes(names))
         if self.checkpoint is None:
             text = "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
             text += "makes loses less"
@@ -285,17 +285,25 @@ class ServedModel:
             raise Unsupported(str(error)) from error
         if sources:
             check_alike(sources, self.engine)
-        return Stored(self._suffixes(headers) if headers else formats.suffixes(), sources)
+        return StoredLayers(self._suffixes(headers) if headers else formats.suffixes(), sources)
 
-    def _floats(self) -> Stored:
-        return Stored(("weight",), floats=True, k_alignment=self.recipe.k_alignment)
+    def _floats(self) -> StoredLayers:
+        return StoredLayers(("weight",), floats=True, k_alignment=self.recipe.k_alignment)
 
-    def source(self, name: str, tensors: Mapping[str, torch.Tensor], option: str = "activation") -> LayerSource:
-        """How a layer of these tensors, or with these headers, is read; option: of the user's, which says its activation.
+    def source(
+        self, name: str, tensors: Mapping[str, torch.Tensor], option: str = "activation", k: int | None = None
+    ) -> LayerSource:
+        """How a layer of these tensors, or with these headers, is read.
 
-        Raises ValueError for one that cannot be read."""
+        Args:
+            option: of the user's, which says its activation.
+            k: columns of the layer in the files, if known.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
         own = {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        found = source_of(Checkpoint(own, self.checkpoint, self._metadata), name, getattr(self.recipe, option))
+        found = source_of(Checkpoint(own, self.checkpoint, self._metadata), name, getattr(self.recipe, option), k)
         inputs = None if found.header is None else found.header.scheme.inputs
         if inputs is not None and inputs.instead is not None and self.recipe.activation is None:
             self.logger.warning_once("jitgemm: %s", inputs.replaced_by(inputs.instead))

@@ -22,7 +22,7 @@ class Unsupported(ValueError):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredLayers:
     """Layers of the files that an engine joins into one, or those of an expert.
 
     Attributes:
@@ -78,8 +78,12 @@ class Stored:
         return {}
 
 
-def source_of(checkpoint: Checkpoint, name: str, wanted: str | None) -> LayerSource:
-    """How a layer is read; wanted: the activation that the user wants, if the weight can meet it.
+def source_of(checkpoint: Checkpoint, name: str, wanted: str | None, k: int | None = None) -> LayerSource:
+    """How a layer is read.
+
+    Args:
+        wanted: the activation that the user wants, if the weight can meet it.
+        k: columns of the layer, if known.
 
     Raises:
         ValueError: it cannot be.
@@ -87,10 +91,10 @@ def source_of(checkpoint: Checkpoint, name: str, wanted: str | None) -> LayerSou
     if {"blocks", "meta"} <= checkpoint.layer(name).keys():
         return LayerSource.find(checkpoint, name)
     with errors_that_name(checkpoint, name):
-        scheme = layer_header(checkpoint, name).scheme
+        scheme = layer_header(checkpoint, name, k=k).scheme
     if wanted is not None and scheme.eight_bits and not wanted.startswith(scheme.code):
         wanted = None
-    return LayerSource.find(checkpoint, name, wanted or (None if scheme.inputs is None else scheme.inputs.instead))
+    return LayerSource.find(checkpoint, name, wanted or (None if scheme.inputs is None else scheme.inputs.instead), k=k)
 
 
 def check_alike(sources: Mapping[str, LayerSource], engine: str) -> None:

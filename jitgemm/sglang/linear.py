@@ -10,7 +10,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from jitgemm.serving.packing import PackedHead, PackedLinearMethod
-from jitgemm.serving.stored import Stored, Unsupported
+from jitgemm.serving.stored import StoredLayers, Unsupported
 
 ABSORBED = "kv_b_proj"
 """The layer whose weight MLA's attention takes apart, before it is packed."""
@@ -68,7 +68,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
 class JitGemmHeadMethod(PackedHead, JitGemmLinearMethod):
     """SGLang's."""
 
-    def __init__(self, config: Any, names: list[str], stored: Stored):
+    def __init__(self, config: Any, names: list[str], stored: StoredLayers):
         super().__init__(config, names, stored)
         self.prefix = names[0]
 

@@ -913,7 +913,8 @@ def test_weights_that_are_loaded_again_go_to_the_same_memory(name, known):
     for each, param in names.items():
         layer.register_parameter(each, param)
         param.data.fill_(1)  # vLLM's are of anything then
-    load(layer, tensors)
+    with rank():
+        load(layer, tensors)
     assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), second[1])
     assert (layer.jitgemm.input_scale is None) == (name != "fp8")
 
@@ -1162,18 +1163,19 @@ def test_layers_that_the_file_has_joined_are_loaded_at_once(name):
 
 @pytest.mark.parametrize("name", ["packed-asymmetric", "gptq", "fp8"])
 def test_a_joined_layer_that_is_loaded_again_without_a_tensor_is_an_error(name):
+    parts = [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (0, 1)]
     with rank():
         layer = gate_up(CONFIGS[name], 64, 64)
-    names, parts = dict(layer.named_parameters()), [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (0, 1)]
-    for part, tensors in enumerate(parts):
-        load(layer, tensors, part)
-    process(layer)
-    for each in (*layer._parameters, *layer._buffers):  # as vLLM does
-        delattr(layer, each)
-    for each, param in names.items():
-        layer.register_parameter(each, param)
-    load(layer, parts[0], 0)
-    load(layer, {each: tensor for each, tensor in parts[1].items() if "scale" not in each}, 1)
+        names = dict(layer.named_parameters())
+        for part, tensors in enumerate(parts):
+            load(layer, tensors, part)
+        process(layer)
+        for each in (*layer._parameters, *layer._buffers):  # as vLLM does
+            delattr(layer, each)
+        for each, param in names.items():
+            layer.register_parameter(each, param)
+        load(layer, parts[0], 0)
+        load(layer, {each: tensor for each, tensor in parts[1].items() if "scale" not in each}, 1)
     with pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files .layer m.up_proj"):
         process(layer)
 
