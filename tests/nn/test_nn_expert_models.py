@@ -25,6 +25,8 @@ from expert_models import (
     each,
     experts_of,
     file_of,
+    fused,
+    gpt_oss_file,
     gptq_of_8_bits,
     logits,
     quantised,
@@ -228,21 +230,6 @@ def test_experts_with_zero_points_beside_some_without():
     assert not model.model.layers[1].mlp.experts.w13.weight.format.zero_point
 
 
-def fused(model: torch.nn.Module, names: tuple[str, str], shape: str = "") -> tuple[dict, torch.nn.Module]:
-    """A checkpoint with the experts of a layer in one tensor."""
-    tensors, dense = file_of(model)
-    for name in experts_of(model):
-        for new, parts in zip(names, (EXPERT[:2], EXPERT[2:])):
-            for suffix in ("weight_packed", "weight_scale", "weight_shape"):
-                rows = [torch.cat([tensors.pop(f"{name}.{e}.{part}.{suffix}") for part in parts]) for e in range(E)]
-                if suffix != "weight_shape" or shape:
-                    tensors[f"{name}.{new}{suffix}"] = torch.stack(rows)
-            if shape == "one":
-                size = tensors[f"{name}.{new}weight_packed"].shape
-                tensors[f"{name}.{new}weight_shape"] = torch.tensor([size[0], size[1], 8 * size[2]])
-    return tensors, dense
-
-
 @pytest.mark.parametrize("shape", ["", "one"])
 @pytest.mark.parametrize(
     "names",
@@ -274,23 +261,6 @@ def test_experts_in_floats_are_stacked_and_a_filter_dequantises():
     model = build("qwen3", seed=2)
     assert load_(model, mixed, config=COMPRESSED) == ["model.layers.1.mlp.experts"]
     assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj, expected.gate_up_proj)
-
-
-def gpt_oss_file(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
-    """Each expert by itself, as llm-compressor writes gpt-oss: gate and up apart, with biases."""
-    dense, tensors = copy.deepcopy(model), {}
-    for path, module in experts_of(dense).items():
-        for e in range(E):
-            both, down = module.gate_up_proj[e].detach().T, module.down_proj[e].detach().T
-            bias = module.gate_up_proj_bias[e].detach()
-            parts = zip(EXPERT, (both[0::2], both[1::2], down), (bias[0::2], bias[1::2], module.down_proj_bias[e]))
-            for part, w, b in parts:
-                q, scale = quantised(w)
-                w.copy_(q.float() * scale.float().repeat_interleave(32, 1))
-                layer = compressed(q, scale) | {"bias": b.detach().clone()}
-                tensors |= {f"{path}.{e}.{part}.{suffix}": tensor for suffix, tensor in layer.items()}
-    stacked = tuple(experts_of(model))
-    return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense
 
 
 def test_gpt_oss_gets_gate_and_up_apart_and_its_biases():
