@@ -14,7 +14,7 @@ current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: torch.
 
 try:
     # Compares all of a call's tensors in one step, in a fifth of the time that their attributes take in Python.
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo.guards import TensorGuards as TensorGuards
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
