@@ -10,16 +10,19 @@ import pytest
 import ranks
 import torch
 from emulator.launch import emulate
-from invariant_layers import CASES, INVARIANT_PLAN, KINDS, K, corrected, generated, layer_in, model_of, on_one
+from invariant_layers import CASES, INVARIANT_PLAN, KINDS, K, Model, corrected, generated, layer_in, model_of, on_one
 from marks import emulated
 from parallel_layers import LAYERS, permuted, x_of
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+import jitgemm.nn
 from jitgemm.nn.layers import invariant
 from jitgemm.nn.layers.shard_weight import Cut
-from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
+from jitgemm.nn.parallel.plan import ShardingPlan
 from jitgemm.nn.warm import warm
 from jitgemm.runtime.loaded import KernelFamily
 
@@ -94,6 +97,21 @@ def greedy(mesh, kind: str) -> list[tuple[list[int], torch.Tensor]]:
     return found
 
 
+def loaded(mesh, folder: str) -> list[tuple[list[int], torch.Tensor]]:
+    """By a plan of names, on one rank, two and four."""
+    plan, found = {name: "rowwise" if name in ("o", "down") else "colwise" for name in INVARIANT_PLAN}, []
+    for world in (1, 2, 4):
+        model = Model()
+        jitgemm.nn.load_(model, folder, tp=mesh_of(world), tp_plan=plan, tp_invariant=True)
+        found.append(generated(model))
+    with pytest.raises(ValueError, match="head: expected a packed layer for tp_invariant, got a Linear in floats"):
+        jitgemm.nn.load_(Model(), folder, tp=mesh_of(2), tp_plan=plan | {"head": "colwise"}, tp_invariant=True)
+    experts = ShardingPlan(mesh_of(2), {"*.experts": ExpertParallel()}, tp_invariant=True)
+    with pytest.raises(ValueError, match="mlp.experts: expected experts that are whole on every rank for tp_invariant"):
+        experts.expert_split("mlp.experts", 8)
+    return found
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +135,18 @@ def test_a_model_generates_the_same_tokens_with_the_same_log_probabilities(eight
     for worlds in eight(greedy, kind):
         for tokens, found in worlds:
             assert tokens == expected[0] and builders.same_bits(found, expected[1])
+
+
+def test_a_checkpoint_that_ranks_read_has_one_gpu_s_bits(eight, tmp_path):
+    kind = "int8, per channel"
+    whole = model_of(kind)
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    expected = generated(whole)
+    for worlds in eight(loaded, str(tmp_path)):
+        for tokens, found in worlds:
+            assert tokens == expected[0] and builders.same_bits(found, expected[1])
+    with pytest.raises(ValueError, match="tp_invariant: expected False without tp, a mesh"):
+        jitgemm.nn.load_(Model(), tmp_path, tp_invariant=True)
 
 
 @pytest.mark.parametrize("name", CASES)

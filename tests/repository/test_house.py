@@ -21,9 +21,9 @@ CEILINGS = {
     "fused_experts: files": 46,
     "fused_experts: lines": 9_610,
     "load_: files": 85,
-    "load_: lines": 17_460,
+    "load_: lines": 17_490,
     "files above 450 lines": 0,
-    "lines of the package": 32_590,
+    "lines of the package": 32_610,
 }
 
 

@@ -20,6 +20,7 @@ from jitgemm.nn.load.plan_layers import LEFT_OUT
 from jitgemm.nn.quantize.replaceable import Filter, check_model
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers, put_tensor
 from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
+from jitgemm.tensors import check_flag
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +33,7 @@ def load_(
     model: torch.nn.Module, source: Source, *, filter: Filter | None = None, activation: str | None = None,
     device: torch.device | str | int | None = None, strict: bool = True, allow_missing: Collection[str] = (),
     config: Mapping[str, Any] | None = None, format: str | None = None, tp: DeviceMesh | None = None,
-    tp_plan: Mapping[str, str | Style] | None = None, sums: str | None = None,
+    tp_plan: Mapping[str, str | Style] | None = None, sums: str | None = None, tp_invariant: bool = False,
 ) -> Report:  # fmt: skip
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
     is copied.
@@ -75,6 +76,8 @@ def load_(
         sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
             with those of int8. None for what the layer in its place has, or "f32". Weights whose scales f16 does not
             hold are added up in fp32, with a warning.
+        tp_invariant: the styles of Linears are those with tp_invariant: results have the same bits on a mesh of 1, 2, 4
+            and 8 ranks. ValueError for experts that ranks divide, and for Linears in floats that they would.
 
     Returns:
         The names of the layers loaded, in the model's order, as a list that also says what was skipped, dequantised and
@@ -89,11 +92,14 @@ def load_(
     target = None if device is None else target_device(device)
     if tp is None and tp_plan is not None:
         raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")
+    check_flag("tp_invariant", tp_invariant)
+    if tp_invariant and tp is None:
+        raise ValueError("tp_invariant: expected False without tp, a mesh, which may be of one GPU, got True")
     division = None
     if tp is not None:
         from jitgemm.nn.parallel.plan import sharding_plan  # half a second of torch.distributed
 
-        division = sharding_plan(model, tp, tp_plan)
+        division = sharding_plan(model, tp, tp_plan, tp_invariant)
     plan = plan_for(model, opened(source, config), filter, activation, format, allow_missing, strict)
     if division is not None:
         division.check(model, plan.layers)

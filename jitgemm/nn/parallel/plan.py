@@ -39,10 +39,12 @@ class ShardingPlan:
     Attributes:
         mesh: of one dimension.
         rules: {pattern (`fnmatch`) of names: a style, or its name}; the first that fits a name holds.
+        tp_invariant: every style of a Linear is one with tp_invariant.
     """
 
     mesh: DeviceMesh
     rules: Mapping[str, str | Style]
+    tp_invariant: bool = False
 
     def _rule(self, name: str) -> Any:
         return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
@@ -56,7 +58,7 @@ class ShardingPlan:
         if not isinstance(style, Style):
             expected = ", ".join((*STYLES, *WHOLE))
             raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {rule!r} for {name}")
-        return style
+        return style.invariant() if self.tp_invariant else style
 
     def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
         """Raises ValueError for what headers show that cannot be divided so, warns where no quantised layer is divided.
@@ -115,7 +117,11 @@ class ShardingPlan:
     def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
         """What this rank has of a layer's experts; None for all of them."""
         style = self._rule(name)
-        return style.sharding_of(name, experts, self.mesh) if isinstance(style, ExpertParallel) else None
+        if not isinstance(style, ExpertParallel):
+            return None
+        if self.tp_invariant and self.mesh.size() > 1:
+            raise ValueError(f"{name}: expected experts that are whole on every rank for tp_invariant, got {style}")
+        return style.sharding_of(name, experts, self.mesh)
 
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
@@ -127,11 +133,15 @@ class ShardingPlan:
         if isinstance(module, torch.nn.Linear) and style is not None:
             whole = style.output_layouts if style.dim == "n" else style.input_layouts
             style = None if whole == (Replicate(),) else style
+            if style is not None and self.tp_invariant:
+                raise ValueError(f"{name}: expected a packed layer for tp_invariant, got a Linear in floats")
         if style is not None:
             parallelize_module(module, self.mesh, style, src_data_rank=None)
 
 
-def sharding_plan(model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None) -> ShardingPlan:
+def sharding_plan(
+    model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None, tp_invariant: bool = False
+) -> ShardingPlan:  # fmt: skip
     """How a model is divided, by its own plan where rules is None.
 
     Raises:
@@ -141,12 +151,12 @@ def sharding_plan(model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, 
         raise TypeError(f"tp: expected a DeviceMesh, got {type(mesh).__name__}")
     rank_of(mesh)
     if rules is None:
-        return ShardingPlan(mesh, plan_of(model))
+        return ShardingPlan(mesh, plan_of(model), tp_invariant)
     names = [name for name, _ in model.named_modules()]
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"tp_plan: expected patterns of the model's modules, got {pattern!r}, which fits none")
-    return ShardingPlan(mesh, rules)
+    return ShardingPlan(mesh, rules, tp_invariant)
 
 
 def plan_of(model: torch.nn.Module) -> Mapping[str, str | Style]:

@@ -9,6 +9,9 @@ plan serves a model with both.
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import torch
 from torch.distributed.tensor import DeviceMesh, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
@@ -45,6 +48,12 @@ class _Divides(ParallelStyle):
         super().__init__(**layouts, use_local_output=use_local_output)  # type: ignore[call-arg]
         check_flag("tp_invariant", tp_invariant)
         self.tp_invariant = tp_invariant
+
+    def invariant(self) -> Self:
+        """The same style with tp_invariant."""
+        style = copy.copy(self)
+        style.tp_invariant = True
+        return style
 
     def sharding(self, mesh: DeviceMesh) -> LinearSharding:
         """What divides a layer so among the ranks of a mesh."""
