@@ -2,6 +2,7 @@
 """What the same bits on any number of GPUs cost: row-parallel layers with and without `tp_invariant`, on one host.
 
     python scripts/benchmark_tp_invariant.py --ranks 2
+    python scripts/benchmark_tp_invariant.py --errors
 
 Llama-3-8B's o and down by default. A time is of one layer in a CUDA graph of many, on the slower rank. Results of the
 invariant layers are compared with one GPU's, bit for bit; exits 1 where one differs.
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
 from jitgemm.nn import W4A8Linear
+from jitgemm.nn.layers.shard_weight import Cut, part_of
 from jitgemm.nn.parallel import RowwiseParallel
 
 LAYERS = {"o": (4096, 4096), "down": (4096, 14336)}
@@ -44,9 +46,9 @@ COPIES_BYTES = 100 << 20
 """Of weights that a graph goes through, more than the L2 holds."""
 
 
-def layer_of(kind: str, n: int, k: int) -> W4A8Linear:
+def layer_of(kind: str, n: int, k: int, device: str = "cuda") -> W4A8Linear:
     torch.manual_seed(n + k)
-    holder = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="cuda"))
+    holder = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device=device))
     options = dict(KINDS[kind])
     if "scheme" not in options:
         options["clip_steps"] = 0
@@ -113,14 +115,17 @@ def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], 
                     bad = [way for way in WAYS if way != "plain" and not torch.equal(each[way][0](mine), expected)]
                     wrong += len(bad)
                     times = {way: time_us(layers, mine) for way, layers in each.items()}
-                    line = f"{kind:13} {name:5} {m:5}" + "".join(f"{us:12.2f}" for us in times.values())
-                    line += f"{times['nvlink'] - times['plain']:+10.2f}{times['nvlink'] / times['plain']:7.2f}  "
-                    lines.append(line + (f"OTHER BITS by {bad}" if bad else "same bits"))
+                    numbers = [f"{us:.2f}" for us in times.values()]
+                    numbers.append(f"{times['nvlink'] - times['plain']:+.2f}")
+                    numbers.append(f"{times['nvlink'] / times['plain']:.2f}")
+                    lines.append(
+                        f"| {' | '.join([kind, name, f'{m:,}', *numbers])} |" + f" OTHER BITS: {bad}" * bool(bad)
+                    )
                     if rank == 0:
                         print(lines[-1], flush=True)
     if rank == 0:
-        print(f"\n{torch.cuda.get_device_name()}, {world} ranks; microseconds of a layer")
-        print(f"{'':13} {'':5} {'m':>5}" + "".join(f"{way:>12}" for way in WAYS) + f"{'more':>10}{'times':>7}")
+        print(f"\n{torch.cuda.get_device_name()}, {world} ranks; microseconds of a layer\n")
+        print(f"| weights | layer | tokens | {' | '.join(WAYS)} | more | times |\n" + "|---" * (len(WAYS) + 5) + "|")
         print("\n".join(lines))
     failed = torch.tensor(wrong, device="cuda")
     dist.all_reduce(failed)
@@ -129,13 +134,36 @@ def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], 
         sys.exit(1)
 
 
+def accuracy() -> None:
+    """Errors of plain row-parallel layers and invariant ones, relative to activations in floats."""
+    print("| weights | activations | plain, 1 rank | 2 | 4 | 8 | tp_invariant |\n" + "|---" * 7 + "|")
+    for kind in ("int8 channel", "e4m3 g128"):
+        layer, (m, k) = layer_of(kind, 256, 4096, "cpu"), (32, 4096)
+        weight, whole = layer.weight.dequantize().double(), copy.deepcopy(layer)
+        whole.tp_invariant = "k"
+        for name, larger in (("normal", 1), ("8 columns of 30 times the size", 30)):
+            torch.manual_seed(0)
+            x = torch.randn(m, k)
+            x[:, torch.randperm(k)[:8]] *= larger
+            x = x.to(torch.bfloat16)
+            exact, sums = x.double() @ weight.T, [layer(x)]
+            for world in (2, 4, 8):
+                parts = [layer.of_parts(part_of(layer.parts, Cut("k", rank, world))) for rank in range(world)]
+                sums.append(sum(part(some) for part, some in zip(parts, x.chunk(world, 1), strict=True)))
+            errors = [float((y.double() - exact).norm() / exact.norm()) for y in (*sums, whole(x))]
+            print(f"| {kind} | {name} | " + " | ".join(f"{100 * error:.2f}%" for error in errors) + " |")
+
+
 def main(
     ranks: Annotated[int, typer.Option(help="GPUs: 2, 4 or 8.")] = 2,
     layers: Annotated[str, typer.Option(help="Names out of o, down, with commas.")] = "o,down",
     kinds: Annotated[str, typer.Option(help="Kinds of weights, with commas.")] = ",".join(KINDS),
     rows: Annotated[str, typer.Option(help="Tokens, with commas.")] = "1,16,64,2048",
+    errors: Annotated[bool, typer.Option("--errors", help="Print errors, on the CPU, and no times.")] = False,
 ) -> None:
     """Time row-parallel layers with and without tp_invariant."""
+    if errors:
+        return accuracy()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (ranks, folder, layers.split(","), kinds.split(","), [int(m) for m in rows.split(",")]), ranks)
 
