@@ -112,11 +112,14 @@ def written_group(
     Args:
         targets: names of layers, expressions behind "re:", or "Linear" for all layers.
         group_size, symmetric: of 4 bits.
-        scheme: "mxfp4" for MXFP4; "two-level" for groups whose scales in fp32 are integers times a row's (`in_levels`).
+        scheme: None or "int4" for groups; "mxfp4" for MXFP4; "two-level" for groups whose scales in fp32 are integers
+            times a row's (`in_levels`).
     """
     levels = {"group_size": FACTOR_GROUP, "symmetric": False, "scale_dtype": "torch.float32"}
+    groups = args_of(4, "int", "group", group_size=group_size, symmetric=symmetric), "pack-quantized"
     weights, format = {
-        4: (args_of(4, "int", "group", group_size=group_size, symmetric=symmetric), "pack-quantized"),
+        4: groups,
+        "int4": groups,
         8: (args_of(8, inputs, "channel"), f"{inputs}-quantized"),
         "mxfp4": (MXFP4, MXFP4_FORMAT),
         "two-level": (args_of(4, "int", "group", **levels), "pack-quantized"),
