@@ -52,14 +52,15 @@ class StoredLayers:
             wanted = f"expected rows in multiples of 8 and columns of {alignment} on each rank"
             raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
         for name, source in self.sources.items():
-            if source.header is None or source.group_size is None or source.k is None:
+            if source.header is None:
                 continue
-            scheme, size = source.header.scheme, source.group_size
-            grouped, least = size < source.k, CODES[scheme.code].least_group
+            scheme = source.header.scheme
             if scheme.unpackable:
                 raise Unsupported(f"zero points: expected none with 8-bit integers, got some (layer {name})")
             if (why := scheme.why_dense(source.k)) is not None:
                 raise Unsupported(f"{why} (layer {name})")
+            size, least = source.group_size or whole, CODES[scheme.code].least_group
+            grouped = size < whole
             if grouped and size % least:
                 raise Unsupported(f"group_size: expected a multiple of {least}, got {size}")
             if grouped and k != whole and math.gcd(size, k) % least:
