@@ -79,11 +79,13 @@ CONFIGS = {
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
     "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "awq-gemv": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv", "zero_point": True},
     "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
     "auto-round-fp8": {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "sym": True},
     "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "fp8-blocks-32": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 32]},
     "float-quantized": scheme("channel", None, format="float-quantized", num_bits=8, type="float", inputs=E4M3),
     "int8-quantized": scheme("channel", None, format="int-quantized", num_bits=8, inputs=INT8),
     "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
@@ -152,6 +154,10 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
             "scales": scale.T,
             "g_idx": order,
         }, dense
+    if config.get("version") == "gemv":
+        spare = (0, -groups % 8)
+        scales, zeros = (torch.nn.functional.pad(each, spare) for each in (scale, zeros))
+        return {"qweight": words(q.long() + 8, 1), "qzeros": words(zeros, 1), "scales": scales}, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
@@ -209,8 +215,9 @@ def stored_8(config, weights, n, k, seed):
         name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
         return {"weight": q, name: exponents}, q.double() * by_32
     if "weight_block_size" in config:
-        scale = (torch.rand(-(-n // 128), -(-k // 128)) + 0.5).to(BF16).float()
-        by_row = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        rows, columns = config["weight_block_size"]
+        scale = (torch.rand(-(-n // rows), -(-k // columns)) + 0.5).to(BF16).float()
+        by_row = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
         return {"weight": q, "weight_scale_inv": scale}, q.double() * by_row.double()
     algorithm = config.get("quant_algo")
     tensor = config["quant_method"] == "fp8" or algorithm == "FP8"

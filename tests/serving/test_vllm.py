@@ -96,7 +96,7 @@ VERSIONS = json.loads((ROOT / "tests" / "helpers" / "vllm_signatures.json").read
 
 
 PER_TENSOR = ("fp8", "modelopt")
-EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
+EIGHT = (*PER_TENSOR, "fp8-blocks", "fp8-blocks-32", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
 EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8", "torchao-fp8", *OF_MXFP8)
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 OF_INT8 = ("packed-corrected", "qserve")
@@ -524,7 +524,7 @@ def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place, known):
     assert not list(layer.parameters()) and module.weight.bits == (8 if name in EIGHT else 4)
     if name in ("packed-static", "modelopt-mxfp4", *PER_TENSOR):
         assert module.input_scale.tolist() == pytest.approx([0.03])  # the largest of both
-    block = name in ("fp8-blocks", "mxfp4-mxfp8", *OF_MXFP8)
+    block = name in ("fp8-blocks", "fp8-blocks-32", "mxfp4-mxfp8", *OF_MXFP8)
     assert module.activation == ("e4m3_block" if block else "int8" if "int8" in name or name in OF_INT8 else "e4m3")
 
 
