@@ -50,7 +50,7 @@ from jitgemm.tensors import describe
 INT8_METHODS = ("blockwise_int8", "w8a8_int8")
 _BLOCK = (128, 128)
 _BLOCKED = ("weight_scale_inv", "scale", "qscale_weight")
-_PER_CHANNEL, _MXFP8 = "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"
+_PER_CHANNEL, _MXFP8, _MIXED = "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "MIXED_PRECISION"
 _OF_MXFP8 = (1, EXPONENT_GROUP)
 """The block that SGLang's and MiniMax-M3's `mxfp8` has."""
 _SETTINGS = {
@@ -58,7 +58,7 @@ _SETTINGS = {
     "fmt": ("e4m3",),
     "scale_fmt": ("float", "ue8m0"),
     "quant_algo": (
-        "FP8", _PER_CHANNEL, _MXFP8, "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION",
+        "FP8", _PER_CHANNEL, _MXFP8, "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL", _MIXED,
         "W4A8_CUSTOM",
     ),
 }  # fmt: skip
@@ -93,7 +93,8 @@ class _W8A8(Format):
             inputs_of(config, code, headers, block is not None),
             EXPONENT_GROUP if strategy == "group" else -1,
         )
-        if _is_mxfp8(config) and "input_activations" not in config:  # of Quark's
+        mixed = strategy == "group" and _algorithm(config) == _MIXED  # of MiniMax-M3's linears
+        if (mixed or _is_mxfp8(config)) and "input_activations" not in config:  # of Quark's
             inputs = Inputs.of(PRESETS[_MXFP8][1])
         found = {name: stored(E8M0[::-1] if strategy == "group" else (*FLOATS, *E8M0), *dims)}
         return Scheme(self.name, code, size, strategy, block, inputs=inputs, found=found, settings=config)

@@ -428,4 +428,6 @@ def _in_the_files_words(checkpoint: Mapping[str, Any] | None) -> Mapping[str, An
         checkpoint = {"quant_method": "modelopt", **checkpoint, **nested}
     method = str(checkpoint.get("quant_method"))
     own = "modelopt" if method.startswith("modelopt_") else _OF_MODELS.get(method)
+    if method == "mxfp4" and "config_groups" in checkpoint:  # Kimi-K3's, as vLLM has it
+        own = "compressed-tensors"
     return checkpoint if own is None else {**checkpoint, "quant_method": own}

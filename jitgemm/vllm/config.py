@@ -57,12 +57,16 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         self.read_headers(found)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """By whole names of tensors, as vLLM's patterns may end with those of the tensors (Mistral's own files)."""
         self._mappers.append(hf_to_vllm_mapper)
-        self._in_file = hf_to_vllm_mapper.apply_dict(self._in_file)
-        for layer, found in self._headers.items():  # by what vLLM calls the tensors
+        renamed: dict[str, str] = {}
+        for own, layer in self._in_file.items():
+            found = self._headers[layer]
             for suffix in list(found):
-                for name in hf_to_vllm_mapper.apply_dict({f"{layer}.{suffix}": None}):
-                    found[name.rpartition(".")[2]] = found.pop(suffix)
+                for name in hf_to_vllm_mapper.apply_dict({f"{own}.{suffix}": None}):
+                    above, _, last = name.rpartition(".")
+                    renamed[above], found[last] = layer, found.pop(suffix)
+        self._in_file = renamed
 
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
