@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 
 import builders
+import mxfp4
 import pytest
 import torch
 from checkpoints import words
@@ -80,6 +81,31 @@ def floats_folder(name: str) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
 
 
+def gpt_oss_folder(name: str) -> None:
+    """A gpt-oss with one layer, whose experts are in MXFP4."""
+    transformers = pytest.importorskip("transformers", "5")
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+        "num_local_experts": 2,
+    }
+    config = transformers.GptOssConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts_per_tok=1, pad_token_id=0
+    )
+    tensors = dict(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict())
+    for seed, (part, n) in enumerate({"gate_up_proj": 128, "down_proj": 64}.items()):
+        layer = f"model.layers.0.mlp.experts.{part}"
+        parts = mxfp4.parts(seed, n, 64, experts=2, shift=-12)
+        del tensors[layer]
+        tensors |= {f"{layer}_blocks": parts.canonical.unflatten(2, (-1, 16)), f"{layer}_scales": parts.scales}
+    Path(name).mkdir()
+    save_file({key: each.contiguous() for key, each in tensors.items()}, f"{name}/model.safetensors", {"format": "pt"})
+    config.architectures, config.quantization_config = ["GptOssForCausalLM"], {"quant_method": "mxfp4"}
+    config.save_pretrained(name)
+
+
 def group_of_one(monkeypatch) -> None:
     """What torchrun sets up, for one process."""
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -101,6 +127,7 @@ REPLACED = {
 NAMED = {
     "Meta-Llama-3-8B-Instruct-W4AFP8": model_folder,
     "Llama-3-8B-bf16": floats_folder,
+    "gpt-oss-20b": gpt_oss_folder,
 }
 """What makes the folder that a sample names."""
 

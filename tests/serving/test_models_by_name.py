@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,3 +308,14 @@ def test_an_engine_s_layers_hold_every_weight_and_leave_the_rest_in_floats(name,
                 gate, up, down = (layers[f"{prefix}.{e}.{checkpoint.projs[shard]}"][1] for shard in SIZES)
                 assert torch.equal(packed.w13.weight[e].dequantize().double(), torch.cat([gate, up]))
                 assert torch.equal(packed.w2.weight[e].dequantize().double(), down)
+
+
+def test_the_page_has_these_checkpoints_and_gpt_oss():
+    """Whose own format test_vllm_mxfp4.py, test_sglang.py and test_mxfp4_formats.py test by `gpt_oss`."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    named = set(re.findall(r"^vllm serve (\S+)", text, re.MULTILINE))
+    served = {name.partition(",")[0] for name in CHECKPOINTS} | {"openai/gpt-oss-20b", "openai/gpt-oss-120b"}
+    assert named == served
+    assert all(f"--model-path {name} " in text for name in served)
+    sections = text.split("\n## ")[1:]
+    assert all(section.count("\n") < 20 for section in sections)
