@@ -16,6 +16,7 @@ import torch
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.checkpoint.compressed_tensors_config import METHOD as COMPRESSED_TENSORS
 from jitgemm.checkpoint.expressions import patterns
 from jitgemm.checkpoint.files import DTYPES, Checkpoint
 from jitgemm.checkpoint.folder import weights_of
@@ -428,6 +429,6 @@ def _in_the_files_words(checkpoint: Mapping[str, Any] | None) -> Mapping[str, An
         checkpoint = {"quant_method": "modelopt", **checkpoint, **nested}
     method = str(checkpoint.get("quant_method"))
     own = "modelopt" if method.startswith("modelopt_") else _OF_MODELS.get(method)
-    if method == "mxfp4" and "config_groups" in checkpoint:  # Kimi-K3's, as vLLM has it
-        own = "compressed-tensors"
+    if "config_groups" in checkpoint and "quant_algo" not in checkpoint:  # which vLLM 0.33 calls mxfp4 of Kimi-K3
+        own = COMPRESSED_TENSORS
     return checkpoint if own is None else {**checkpoint, "quant_method": own}

@@ -18,25 +18,24 @@ import torch
 from safetensors.torch import save_file
 from sglang_layers import experts as sglang_experts
 from sglang_layers import running
-from test_sglang import made as sglang_made
-from test_sglang import row as sglang_row
-from test_vllm import (  # vllm_is_there: a fixture
+from sglang_cases import made as sglang_made
+from sglang_cases import row as sglang_row
+from vllm_cases import (  # vllm_is_there: a fixture
     BF16,
     CONFIGS,
     E4M3,
     MXFP8,
     dense_of,
-    experts,
     header,
     load,
     process,
-    rank,
     row,
     scheme,
     stored,
     vllm_is_there,  # noqa: F401
 )
-from test_vllm import made as vllm_made
+from vllm_cases import made as vllm_made
+from vllm_layers import experts, rank
 
 from jitgemm.nn import PackedLinear, load_
 

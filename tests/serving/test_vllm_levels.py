@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,10 +244,10 @@ ROTATED = written_config([written_group(["Linear"], 4, "int", scheme="two-level"
 
 
 def rotated_layer(seed, n, k):
-    """Tensors of a file, and the rotated weight."""
+    """Tensors of a file, and the weight, turned back."""
     torch.manual_seed(seed)
     weight = jitgemm.quantize_w4_two_level(torch.randn(n, k), rotation=128)
-    return FORMAT.write(unpacked(weight), FORMAT.written(ROTATED, "")), weight.dequantize().double()
+    return FORMAT.write(unpacked(weight), FORMAT.written(ROTATED, "")), dense_of(SimpleNamespace(weight=weight))
 
 
 @pytest.mark.parametrize("size", [1, 2])
