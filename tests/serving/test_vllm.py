@@ -23,16 +23,6 @@ from builders import third, two_thirds
 from checkpoints import dequantized, words
 from fresh_python import fresh_python
 from safetensors.torch import save_file
-from vllm_layers import REAL, experts, hide, rank, show
-
-import jitgemm
-import jitgemm.vllm
-from jitgemm.activations.scheme import SILU_MUL, Gate
-from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.errors import CacheMissError, CompileError
-from jitgemm.nn import W4A8Linear, load_, warmup
-from jitgemm.nn.layers.gate import encoded
-from jitgemm.nn.recipe import Recipe
 from vllm_cases import (
     BF16,
     CONFIGS,
@@ -41,10 +31,10 @@ from vllm_cases import (
     FUSED,
     INT8,
     OF_MXFP8,
-    ParallelLMHead,
     SAVED,
     SHARDS,
     TWO,
+    ParallelLMHead,
     applied,
     columns_of,
     dense_of,
@@ -64,28 +54,42 @@ from vllm_cases import (
     scheme,
     stored,
     told,
+)
+from vllm_cases import (
     vllm_is_there as vllm_is_there,
+)
+from vllm_cases import (
     workspaces as workspaces,
 )
+from vllm_layers import REAL, experts, hide, rank, show
+
+import jitgemm
+import jitgemm.vllm
+from jitgemm.activations.scheme import SILU_MUL, Gate
+from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.errors import CacheMissError, CompileError
+from jitgemm.nn import W4A8Linear, load_, warmup
+from jitgemm.nn.layers.gate import encoded
+from jitgemm.nn.recipe import Recipe
 
 show()
 jitgemm.vllm.register()
 
-from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # noqa: E402
-from vllm.model_executor.layers.linear import (  # noqa: E402
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
+from vllm.model_executor.layers.quantization import get_quantization_config
 
-from jitgemm.serving import warm  # noqa: E402
-from jitgemm.vllm import config as configs  # noqa: E402
-from jitgemm.vllm.config import JitGemmConfig  # noqa: E402
-from jitgemm.vllm.experts import JitGemmBatchedExperts, JitGemmExperts, JitGemmMoEMethod  # noqa: E402
-from jitgemm.vllm.linear import JitGemmLinearMethod  # noqa: E402
+from jitgemm.serving import warm
+from jitgemm.vllm import config as configs
+from jitgemm.vllm.config import JitGemmConfig
+from jitgemm.vllm.experts import JitGemmBatchedExperts, JitGemmExperts, JitGemmMoEMethod
+from jitgemm.vllm.linear import JitGemmLinearMethod
 
 hide()
 ROOT = Path(__file__).resolve().parents[2]
@@ -878,6 +882,20 @@ def test_zero_points_of_a_symmetric_layer_are_not_read(value):
         layer = row(CONFIGS["gptq"], 64, 64)
         load(layer, tensors)
     assert torch.equal(dense_of(process(layer)), dense)
+
+
+def test_tensors_whose_memory_a_loader_uses_again_are_copied(monkeypatch):
+    """As --load-format runai_streamer does."""
+    given = SimpleNamespace(load_config=SimpleNamespace(load_format="runai_streamer"))
+    monkeypatch.setattr(configs, "get_current_vllm_config_or_none", lambda: given)
+    weights, memory = [torch.randn(64, 64, dtype=BF16) for _ in range(2)], torch.empty(64, 64, dtype=BF16)
+    with rank():
+        layer = gate_up(None, 64, 64, {"group_size": 32})
+        for part, weight in enumerate(weights):
+            load(layer, {"weight": memory.copy_(weight)}, part)
+        module = process(layer)
+    expected = torch.cat(weights).double()
+    assert (dense_of(module) - expected).norm() < 0.12 * expected.norm()
 
 
 @pytest.mark.parametrize("bits, activation", [(4, None), (4, "int8"), (8, "e4m3"), (8, "int8")])
