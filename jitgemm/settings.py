@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, cache
 from pathlib import Path
 
 VARIABLES: dict[str, str] = {
@@ -51,7 +51,7 @@ def cache_roots() -> list[Path]:
     return [folder for folder in folders if folder is not None]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _folder(text: str, variable: str = "") -> Path | None:
     """The folder that a text names, or None, with a warning that names the variable, if any. A relative one stays where
     it was when first asked for, whatever the working folder becomes."""

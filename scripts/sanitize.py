@@ -16,30 +16,28 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
-import builders  # noqa: E402
-import mxfp4  # noqa: E402
-import nvfp4  # noqa: E402
-import torch  # noqa: E402
-import two_level  # noqa: E402
-from moe_cases import Case  # noqa: E402
-from quantize_cases import assert_same_bits  # noqa: E402
+import builders
+import mxfp4
+import nvfp4
+import torch
+import two_level
+from moe_cases import Case
+from quantize_cases import assert_same_bits
 
-from jitgemm import fused_experts, fused_experts_reference, quantize_activations  # noqa: E402
-from jitgemm.activations.arguments import activation_of  # noqa: E402
-from jitgemm.weight.correction import with_sums  # noqa: E402
-from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
-from jitgemm.gemm.problem import Gemm  # noqa: E402
-from jitgemm.gemm.launch import GemmLaunch  # noqa: E402
-from jitgemm.gemm.problem import Groups  # noqa: E402
-from jitgemm.kernel.formats import WeightFormat  # noqa: E402
-from jitgemm.kernel.spec import KernelSpec  # noqa: E402
-from jitgemm.moe.arguments import ExpertsCall, make_gate  # noqa: E402
-from jitgemm.moe.exchange import Buffer, run_exchanged  # noqa: E402
-from jitgemm.moe.exchange import Layout  # noqa: E402
-from jitgemm.runtime import device as devices  # noqa: E402
-from jitgemm.select.devices import DeviceSpec  # noqa: E402
-from jitgemm.select.legal import legal_kernels  # noqa: E402
-from jitgemm.weight.packed import AnyWeight  # noqa: E402
+from jitgemm import fused_experts, fused_experts_reference, quantize_activations
+from jitgemm.activations.arguments import activation_of
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Gemm, Groups
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.arguments import ExpertsCall, make_gate
+from jitgemm.moe.exchange import Buffer, Layout, run_exchanged
+from jitgemm.runtime import device as devices
+from jitgemm.select.devices import DeviceSpec
+from jitgemm.select.legal import legal_kernels
+from jitgemm.weight.correction import with_sums
+from jitgemm.weight.packed import AnyWeight
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -237,8 +237,8 @@ _LARGER = "Drop the least recently used down to this much: 500M, 2G."
 @cache_app.command("prune")
 @common.guarded
 def prune(
-    older_than: Annotated[Optional[str], typer.Option("--older-than", metavar="AGE", help=_OLDER)] = None,
-    max_size: Annotated[Optional[str], typer.Option("--max-size", metavar="SIZE", help=_LARGER)] = None,
+    older_than: Annotated[str | None, typer.Option("--older-than", metavar="AGE", help=_OLDER)] = None,
+    max_size: Annotated[str | None, typer.Option("--max-size", metavar="SIZE", help=_LARGER)] = None,
     dry_run: _DryRun = False,
     as_json: common.Json = False,
 ) -> None:

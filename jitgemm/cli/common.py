@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
@@ -51,7 +51,7 @@ def layer_option(flag: str, more: str = "", metavar: str | None = "TYPE", **opti
 
 BatchInvariant = Annotated[bool, typer.Option("--batch-invariant", help="Calls are batch_invariant=True.")]
 _DEVICE_HELP = "Its kernels: h100-sxm, h20, 'h200,sms=66'. Default: the GPU at hand, else h200."
-Device = Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=_DEVICE_HELP)]
+Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help=_DEVICE_HELP)]
 _JSON_HELP = "Print JSON with all columns."
 Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -27,14 +27,14 @@ def explain(
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
     weight: Annotated[str, layer_option("--weight", "Default: g128-bf16-any.", metavar="NAME")] = "g128-bf16-any",
-    lhs: Annotated[Optional[common.Lhs], layer_option("--lhs", "Default: e4m3, or what it meets.")] = None,
+    lhs: Annotated[common.Lhs | None, layer_option("--lhs", "Default: e4m3, or what it meets.")] = None,
     out: Annotated[common.RealType, layer_option("--out", "Default: bf16.")] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales", metavar=None)] = False,
     e8m0: Annotated[bool, layer_option("--e8m0", metavar=None)] = False,
     sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
     rotation: Annotated[int, typer.Option("--rotation", metavar="128", help=_ROTATION, show_default=False)] = 0,
-    experts: Annotated[Optional[int], typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
+    experts: Annotated[int | None, typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
     device: common.Device = None,
     top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="Candidates to print.")] = 10,

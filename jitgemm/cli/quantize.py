@@ -10,7 +10,7 @@ from collections import Counter
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,16 +47,16 @@ _option = partial(typer.Option, show_default=False)
 def quantize(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The model: config.json and safetensors in floats.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.")],
-    data: Annotated[Optional[str], _option("--data", metavar="FILE|none", help=_DATA)] = None,
+    data: Annotated[str | None, _option("--data", metavar="FILE|none", help=_DATA)] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=256, metavar="N", help=_TOKENS)] = 16384,
-    activation: Annotated[Optional[Activation], _option("--activation", metavar="TYPE", help=_ACTIVATION)] = None,
-    scheme: Annotated[Optional[Scheme], _option("--scheme", metavar="SCHEME", help=_SCHEME)] = None,
+    activation: Annotated[Activation | None, _option("--activation", metavar="TYPE", help=_ACTIVATION)] = None,
+    scheme: Annotated[Scheme | None, _option("--scheme", metavar="SCHEME", help=_SCHEME)] = None,
     bits: Annotated[int, _option("--bits", metavar="4|8", help=_BITS)] = 4,
-    group_size: Annotated[Optional[int], _option("--group-size", metavar="128|64|32", help=_GROUP)] = None,
+    group_size: Annotated[int | None, _option("--group-size", metavar="128|64|32", help=_GROUP)] = None,
     zero_point: Annotated[bool, typer.Option("--zero-point", help="Codes 0..15 with integer zero points.")] = False,
-    rotation: Annotated[Optional[int], _option("--rotation", metavar="128", help=_ROTATION)] = None,
-    keep_8bit: Annotated[Optional[str], _option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP)] = None,
-    device: Annotated[Optional[str], _option("--device", metavar="cuda|cpu", help=_ON)] = None,
+    rotation: Annotated[int | None, _option("--rotation", metavar="128", help=_ROTATION)] = None,
+    keep_8bit: Annotated[str | None, _option("--keep-8bit", metavar="AUTO|NUMBER", help=_KEEP)] = None,
+    device: Annotated[str | None, _option("--device", metavar="cuda|cpu", help=_ON)] = None,
     restart: Annotated[bool, typer.Option("--restart", help=_RESTART)] = False,
     as_json: common.Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -74,29 +74,29 @@ _RECIPE = "Of floats, as engines take it: '{\"group_size\": 64}'."
 _WEIGHT = "Repeatable. Default: g128-bf16, both orders."
 _JOBS = "Threads. Default: all CPUs."
 _STRICT = "Fail if a kernel spills or serialises."
-Some = Optional[list[str]]
+Some = list[str] | None
 
 
 @common.guarded
 def warmup(
     shape: Annotated[Some, _of_shape("--shape", metavar="N,K", help="A layer's weight. Repeatable.")] = None,
-    model: Annotated[Optional[list[Path]], _of_model("--model", metavar="FOLDER", help=_FOLDER)] = None,
+    model: Annotated[list[Path] | None, _of_model("--model", metavar="FOLDER", help=_FOLDER)] = None,
     use: Annotated[Use, _of_model("--for", metavar="USE", help=_USE)] = Use.linear,
     tp: Annotated[int, _of_model("--tp", min=1, metavar="R", help="Tensor-parallel ranks.")] = 1,
     ep: Annotated[int, _of_model("--ep", min=1, metavar="R", help="Ranks that divide experts.")] = 1,
-    activation: Annotated[Optional[str], _of_model("--activation", metavar="KIND", help=_KIND)] = None,
-    recipe: Annotated[Optional[str], _of_model("--recipe", metavar="JSON", help=_RECIPE)] = None,
+    activation: Annotated[str | None, _of_model("--activation", metavar="KIND", help=_KIND)] = None,
+    recipe: Annotated[str | None, _of_model("--recipe", metavar="JSON", help=_RECIPE)] = None,
     weight: Annotated[Some, _shape("--weight", _WEIGHT, metavar="NAME")] = None,
-    lhs: Annotated[Optional[list[common.Lhs]], _shape("--lhs", "Repeatable.")] = None,
+    lhs: Annotated[list[common.Lhs] | None, _shape("--lhs", "Repeatable.")] = None,
     block_scales: Annotated[bool, _shape("--block-scales", metavar=None)] = False,
     e8m0: Annotated[bool, _shape("--e8m0", metavar=None)] = False,
     quantizer: Annotated[Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER)] = None,
-    out: Annotated[Optional[list[common.RealType]], layer_option("--out")] = None,
+    out: Annotated[list[common.RealType] | None, layer_option("--out")] = None,
     sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
-    jobs: Annotated[Optional[int], typer.Option("--jobs", "-j", min=1, metavar="N", help=_JOBS)] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help=_JOBS)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list the kernels.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if a kernel is missing.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help=_STRICT)] = False,

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -83,7 +83,7 @@ class KernelSource:
             return compiled
 
 
-@lru_cache(maxsize=None)
+@cache
 def headers(first: str = "gemm/kernel") -> Mapping[str, str]:
     """Name, as included, to text of a kernel header and of all that it includes, in order of their names.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, cache
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
@@ -351,7 +351,7 @@ def check_sums(sums: object) -> str:
     return sums
 
 
-@lru_cache(maxsize=None)
+@cache
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
     match = re.fullmatch(r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-x(bf16|fp16))?(?:-(\w+))?", name)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from jitgemm.errors import UnsupportedDeviceError
 from jitgemm.select.devices import DeviceSpec, device_from_properties, device_spec
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_of(index: int) -> DeviceSpec:
     """The figures of a GPU of this machine. UnsupportedDeviceError if it is no Hopper."""
     import torch

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, NoReturn
 
 from jitgemm.errors import DriverError, UnsupportedDeviceError
@@ -150,7 +150,7 @@ _ELEMENTS = {"u8": "UINT8", "bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOA
 """By type, how the driver calls it."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _modes() -> tuple[Any, ...]:
     """Strides of elements, and what else all maps have in common."""
     return (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from types import EllipsisType
 
 import torch
@@ -122,7 +122,7 @@ def with_late_sums(codes: torch.Tensor, correction: Correction | None, layer: st
     return with_sums(codes, correction)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_of_sums(layer: str) -> None:
     warnings.warn(
         f"{layer or 'a weight'} has corrections, and the call adds up the groups of its activations in kernels of their "

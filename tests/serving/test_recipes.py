@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from sglang_layers import experts as sglang_experts
-from sglang_layers import running
 from model_folders import MOE, emptied, folder_of, model_of
 from model_folders import SIZES as LLAMA
+from safetensors.torch import load_file
+from sglang_cases import made as sglang_made
+from sglang_cases import row as sglang_row
+from sglang_layers import experts as sglang_experts
+from sglang_layers import running
 from vllm_cases import load, load_experts, made, process, row
 from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
-from sglang_cases import made as sglang_made
-from sglang_cases import row as sglang_row
 
 import jitgemm.nn
 from jitgemm.cli import main

@@ -12,6 +12,7 @@ import gpt_oss_experts
 import pytest
 import torch
 from safetensors.torch import save_file
+from sglang_cases import GPT_OSS, made, row
 from sglang_layers import BF16, REAL, dispatched, experts, running
 from vllm_cases import (
     CONFIGS,
@@ -28,21 +29,20 @@ from vllm_cases import (
 
 import jitgemm.sglang
 from jitgemm.activations.scheme import Gate
-from sglang_cases import GPT_OSS, made, row
 
 jitgemm.sglang.register()
 
-from sglang.srt.layers.linear import (  # noqa: E402
+from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
 )
-from sglang.srt.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
-from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod  # noqa: E402
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 
-from jitgemm.sglang.config import JitGemmConfig, logger  # noqa: E402
-from jitgemm.sglang.experts import JitGemmMoEMethod, cut, gate_of  # noqa: E402
-from jitgemm.sglang.linear import JitGemmLinearMethod  # noqa: E402
+from jitgemm.sglang.config import JitGemmConfig, logger
+from jitgemm.sglang.experts import JitGemmMoEMethod, cut, gate_of
+from jitgemm.sglang.linear import JitGemmLinearMethod
 
 FORMATS = (
     "packed", "packed-static", "packed-corrected", "gptq", "gptq-int8", "awq", "fp8", "fp8-blocks", "mxfp4", "mxfp4-mxfp8",

@@ -14,17 +14,17 @@ import torch
 
 pytest.importorskip("sglang.srt.model_loader", reason="needs SGLang: scripts/sglang_contract.sh runs it")
 
-import gpt_oss_experts  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from sglang_layers import BF16, running  # noqa: E402
-from sglang_cases import GPT_OSS  # noqa: E402
-from vllm_cases import CONFIGS, dense_of, stored  # noqa: E402
+import gpt_oss_experts
+from safetensors.torch import save_file
+from sglang_cases import GPT_OSS
+from sglang_layers import BF16, running
+from vllm_cases import CONFIGS, dense_of, stored
 
-import jitgemm  # noqa: E402
-import jitgemm.sglang  # noqa: E402
-from jitgemm.activations.scheme import SILU_MUL  # noqa: E402
-from jitgemm.nn import W4A8Linear  # noqa: E402
-from jitgemm.nn.layers.experts import packed_experts  # noqa: E402
+import jitgemm
+import jitgemm.sglang
+from jitgemm.activations.scheme import SILU_MUL
+from jitgemm.nn import W4A8Linear
+from jitgemm.nn.layers.experts import packed_experts
 
 SIZES = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,

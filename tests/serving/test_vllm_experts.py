@@ -8,13 +8,25 @@ import pytest
 import torch
 from checkpoints import dequantized
 from vllm_cases import (
-    BF16, CONFIGS, SHARDS, TWO, applied, expert_tensors, load_experts, made, mixture, packed_module, routed,
-    saved_experts, vllm_is_there, workspaces,
+    BF16,
+    CONFIGS,
+    SHARDS,
+    TWO,
+    applied,
+    expert_tensors,
+    load_experts,
+    made,
+    mixture,
+    packed_module,
+    routed,
+    saved_experts,
+    vllm_is_there,
+    workspaces,
 )  # fmt: skip
+from vllm_kernels import Kernels
 from vllm_layers import experts, rank
 
 from jitgemm.activations.scheme import Gate
-from vllm_kernels import Kernels
 
 __all__ = ["vllm_is_there", "workspaces"]
 SIZES = (4, 64, 64)

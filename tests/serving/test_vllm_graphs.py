@@ -14,18 +14,18 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it")
 
-from vllm_cases import BF16, load, made, stored  # noqa: E402
-from vllm import ir  # noqa: E402
-from vllm.compilation.backends import VllmBackend  # noqa: E402
-from vllm.compilation.passes.inductor_pass import InductorPass, pass_context  # noqa: E402
-from vllm.config import CompilationConfig, CompilationMode, DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.config.utils import Range  # noqa: E402
-from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
-from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
+from vllm import ir
+from vllm.compilation.backends import VllmBackend
+from vllm.compilation.passes.inductor_pass import InductorPass, pass_context
+from vllm.config import CompilationConfig, CompilationMode, DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config.utils import Range
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.platforms import current_platform
+from vllm_cases import BF16, load, made, stored
 
-from jitgemm.vllm import fusion  # noqa: E402
+from jitgemm.vllm import fusion
 
 K, INNER, HEADS = 64, 128, 2
 KERNELS = {"rsqrt": "norm", "exp": "silu", "sigmoid": "silu", "silu": "silu"}

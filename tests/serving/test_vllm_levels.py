@@ -7,11 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_cases import CONFIGS, OF_MXFP8, dense_of, gate_up, kind, load, made, process, row, scheme, stored, told
-from vllm_cases import load_experts
+from vllm_cases import (
+    CONFIGS,
+    OF_MXFP8,
+    dense_of,
+    gate_up,
+    kind,
+    load,
+    load_experts,
+    made,
+    process,
+    row,
+    scheme,
+    stored,
+    told,
+)
 from vllm_cases import vllm_is_there as vllm_is_there
-from vllm_mxfp4_cases import AUTOROUND, QUARK, with_headers
 from vllm_layers import experts, rank
+from vllm_mxfp4_cases import AUTOROUND, QUARK, with_headers
 
 import jitgemm
 from jitgemm.checkpoint.compressed_tensors import FORMAT

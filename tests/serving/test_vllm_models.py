@@ -15,17 +15,17 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-import mxfp4  # noqa: E402
-from vllm_cases import CONFIGS, scheme, stored  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.model_loader import get_model  # noqa: E402
+import mxfp4
+from safetensors.torch import load_file, save_file
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm_cases import CONFIGS, scheme, stored
 
-import jitgemm.vllm  # noqa: E402
-from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_  # noqa: E402
-from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group  # noqa: E402
-from jitgemm.weight.rotation import rotated, sylvester  # noqa: E402
+import jitgemm.vllm
+from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
+from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_
+from jitgemm.weight.rotation import rotated, sylvester
 
 jitgemm.vllm.register()
 
@@ -42,8 +42,11 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 def process_group(file, rank=0, size=1):
     """A process group of gloo; this process is one rank of it."""
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig
-    from vllm.distributed import cleanup_dist_env_and_memory, ensure_model_parallel_initialized
-    from vllm.distributed import init_distributed_environment
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
 
     config = VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=ParallelConfig(tensor_parallel_size=size))
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
@@ -596,10 +599,10 @@ def test_experts_that_vllm_moves_between_ranks_stay_whole(tmp_path, name):
 
 def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
     """Its own class around a layer of a model: what it asks of the method, the kernel and the layer."""
-    from vllm_kernels import Kernels
     from vllm.config.lora import LoRAConfig
     from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
     from vllm.v1.worker.workspace import init_workspace_manager
+    from vllm_kernels import Kernels
 
     save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, True)
     model, config = loaded_with_config(tmp_path, enable_lora=True, max_loras=1, max_lora_rank=8)

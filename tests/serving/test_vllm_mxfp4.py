@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import gpt_oss_experts
 import mxfp4
 import pytest
@@ -10,10 +9,10 @@ import torch
 from vllm_cases import SHARDS, applied, dense_of, gate_up, load, load_experts, made, process, told
 from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank
+from vllm_mxfp4_cases import AUTOROUND, QUARK, with_headers
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.serving.stored import Unsupported
-from vllm_mxfp4_cases import AUTOROUND, QUARK, with_headers
 
 V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 """DeepSeek-V4's config: of its FP8 layers; expert_dtype stands elsewhere in config.json."""
