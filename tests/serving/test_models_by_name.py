@@ -16,10 +16,10 @@ import mxfp4
 import pytest
 import torch
 from safetensors.torch import save_file
-from sglang_layers import experts as sglang_experts
-from sglang_layers import running
 from sglang_cases import made as sglang_made
 from sglang_cases import row as sglang_row
+from sglang_layers import experts as sglang_experts
+from sglang_layers import running
 from vllm_cases import (  # vllm_is_there: a fixture
     BF16,
     CONFIGS,
