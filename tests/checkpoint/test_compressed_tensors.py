@@ -320,7 +320,7 @@ def test_two_levels_are_found_again_in_groups_with_fp32_scales(seed, n, k, most,
     scale = parts.scale.clone()
     scale[:: 5 if zeros else n + 1] = 0  # rows of zeros
     weight = jitgemm.pack_w4_two_level(q, parts.factor, zero, scale)
-    tensors = module.FORMAT.write(unpacked(weight), module.FORMAT.scheme(LEVELS))
+    tensors = module.FORMAT.write(unpacked(weight), module.FORMAT.written(LEVELS, LAYER))
     tensors = {f"{LAYER}.{suffix}": each for suffix, each in tensors.items()}
     for dtype, code in ((torch.int8, "two_level"), (torch.float8_e4m3fn, "int4")):
         found = load(tensors, LAYER, device="cpu", config=LEVELS, lhs_dtype=dtype)
@@ -341,7 +341,7 @@ def test_groups_that_two_levels_do_not_hold_stay_groups(change):
         change, -5.0
     )
     parts = CanonicalWeight(q, factor / 64, zero)
-    tensors = module.FORMAT.write(parts, module.FORMAT.scheme(LEVELS))
+    tensors = module.FORMAT.write(parts, module.FORMAT.written(LEVELS, LAYER))
     found = load(
         {f"{LAYER}.{name}": each for name, each in tensors.items()},
         LAYER,

@@ -479,6 +479,6 @@ def test_a_checkpoint_knows_its_layers_by_new_names_and_reads_them_by_old(tmp_pa
     renamed = Checkpoint(folder).renamed({"x.y.weight": "a.b.weight"})
     assert set(renamed.names()) == {"x.y.weight", "c.bias"} and "a.b.weight" not in renamed
     assert renamed.layer("x.y") == {"weight": "x.y.weight"} and renamed.layer("a.b") == {}
-    assert renamed.in_file("x.y") == ["a.b."] and renamed.in_file("c") == ["c"]
+    assert renamed.in_file("x.y") == ["a.b"] and renamed.in_file("c") == ["c"]
     assert torch.equal(renamed.read("x.y.weight", torch.device("cpu")), torch.ones(2))
     assert renamed.info("x.y.weight").shape == (2,)

@@ -849,7 +849,7 @@ def test_explain_json_names_the_whole_problem(run):
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
         "codes": "e4m3", "offset": True, "bits": 4, "uniform_strip_scale": False, "correction": "",
         "out": "fp16", "batch_invariant": True, "experts": 0,
-        "lhs_group": 0, "lhs_e8m0": False, "sums": "f32", "rows_vary": False,
+        "lhs_group": 0, "lhs_e8m0": False, "sums": "f32", "rows_vary": False, "in_order": False,
     }  # fmt: skip
 
 

@@ -206,7 +206,7 @@ def test_the_argument_block_has_the_fields_of_the_header():
         fields = struct_of_part(header, name)
         expected_fields += [(field, CODES[kind]) for field, (kind, _) in fields.items()]
     assert list(gemms.GROUPED_ARGUMENTS.fields.items()) == expected_fields
-    assert gemms.GROUPED_ARGUMENTS._struct.size == 152
+    assert gemms.GROUPED_ARGUMENTS._struct.size == 160
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -229,7 +229,7 @@ def test_a_grouped_call_s_tensors_and_sizes_reach_its_parameters(gathers, monkey
         "records": weight.blocks.data_ptr(), "channel_scale": 0, "lhs_scale": x_scale.data_ptr(),
         "bias": bias.data_ptr(), "lhs_zero": x_zero.data_ptr(), "row_sum": weight.row_sum.data_ptr(),
         "lhs_stride": K, "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": len(out), "n": N, "k": K,
-        "channel_scale_type": 1, "bias_type": 0, "last_rows": 0, "experts": E, "rows_of_expert": 0, "expected_rows": 2,
+        "channel_scale_type": 1, "bias_type": 0, "last_rows": 0, "chunk_blocks": 0, "chunk_rows": 0, "experts": E, "rows_of_expert": 0, "expected_rows": 2,
         "tokens": 12, "sizes_step": 1, "wide_sizes": 1, "scale_expert_step": 0,
     }  # fmt: skip
 

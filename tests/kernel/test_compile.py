@@ -386,7 +386,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     other = {
         "lhs": "s8", "block_m": 32, "block_n": 128, "stages": 3, "token_halves": 2, "warpgroups_k": 1, "split_k": 2,
         "reduce_scatter": True, "multicast_lhs": 2, "ctas_per_sm": 2, "consumers_copy_lhs": True, "out": "fp16",
-        "debug": True, "experts": 64, "lhs_group": 128, "tokens_as_m": True, "sums": "f16",
+        "debug": True, "experts": 64, "lhs_group": 128, "tokens_as_m": True, "sums": "f16", "chunks": 2,
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "order": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}

@@ -175,7 +175,7 @@ def nvlink_says_what_is_wrong(mesh) -> None:
     with pytest.raises(ValueError, match="hidden_states: expected at most max_tokens = 8 tokens, got 9"):
         nvlink(*tokens_of(0, 9, torch.bfloat16))
     dtype = (torch.bfloat16, torch.float32)[mesh.get_local_rank()]
-    with pytest.raises(ValueError, match="exchange: expected Layout.* on every rank"):
+    with pytest.raises(ValueError, match="exchange: expected .*Layout.* on every rank"):
         nvlink(*tokens_of(0, 5, dtype))
     first, second = nvlink(*given), nvlink(*given)
     assert builders.same_bits(first, second)

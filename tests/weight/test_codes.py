@@ -135,14 +135,14 @@ def test_every_packer_names_a_scale_that_is_no_finite_number(name, value):
 def test_no_rows_are_no_rows(monkeypatch, name):
     make, lhs_type, scheme = edges.EDGES[name]
     weight, none = make("cpu").packed, tuple(each[:0] for each in edges.lhs_of(lhs_type, scheme))
-    forms, options = [none], [{}] + [{"sums": "exact"}] * (lhs_type == "s8" and weight.bits == 4)
+    forms, weights = [none], [weight, *([weight.with_sums("exact")] if lhs_type == "s8" and weight.bits == 4 else [])]
     if weight.correction:
         forms.append((with_sums(none[0], weight.correction), *none[1:]))
         assert forms[1][0].shape == (0, lhs_columns(edges.K, weight.correction))
 
     def both():
-        for lhs, more in itertools.product(forms, options):
-            edges.call_of(weight)(lhs, weight, torch.empty(0, edges.N), **more)
+        for lhs, rhs in itertools.product(forms, weights):
+            edges.call_of(weight)(lhs, rhs, torch.empty(0, edges.N))
 
     both()
     emulator = emulate(monkeypatch) if COMPILER else None
