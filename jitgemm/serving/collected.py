@@ -92,7 +92,7 @@ class Collected:
             mark(param, ... if key is None else list(key) if isinstance(key, tuple) else key)
             if param.is_meta or self.method.complete:
                 return
-            tensor = self.taken(suffix, loaded_weight)
+            tensor = self.taken(suffix, loaded_weight, CHILD in layer._modules)
             with LOCK:
                 self.hold(key, suffix, tensor)
                 if key not in self.numbers and (n := self.rows_in_file(key)) is not None:
@@ -113,12 +113,13 @@ class Collected:
         self.of_attention |= part in ("q", "k", "v")
         return tuple(part) if isinstance(part, (tuple, list)) else {"q": 0, "k": 1, "v": 2}.get(part, part)
 
-    def taken(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A file's tensor where it can stay. Raises ValueError for codes in the place of floats."""
+    def taken(self, suffix: str, tensor: torch.Tensor, again: bool) -> torch.Tensor:
+        """A file's tensor, or a trainer's of weights that come again, where it can stay: trainers fill one memory in turns.
+        Raises ValueError for codes in the place of floats."""
         if self.stored.floats and tensor.dtype not in _LOADED:
             wanted = f"expected {', '.join(map(dtype_name, _LOADED))}, got {dtype_name(tensor.dtype)}"
             raise ValueError(f"{suffix}: {wanted} (layer {self.names[0]})")
-        return tensor.detach().to(CPU, copy=self.method.copies)
+        return tensor.detach().to(CPU, copy=self.method.copies or again)
 
     def rows_in_file(self, key: Any) -> int | None:
         """Rows of a file's layer; None where the tensors that are there do not tell."""

@@ -15,7 +15,7 @@ from jitgemm.checkpoint.format import INPUT_TENSORS
 from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.serving.collected import LOCK, Collected, arbitrary, mark, needed
+from jitgemm.serving.collected import CHILD, LOCK, Collected, arbitrary, mark, needed
 
 AT_ONCE = 16 << 20
 """Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
@@ -71,7 +71,7 @@ class CollectedExperts(Collected):
                 return False if return_success else None
             mark(param, (mine if stacked else mine[0], ... if part is None else part))
             if not param.is_meta and not self.method.complete:
-                tensor = self.taken(suffix, loaded_weight)
+                tensor = self.taken(suffix, loaded_weight, CHILD in layer._modules)
                 with LOCK:
                     for e in mine:
                         self.hold((e, part), suffix, tensor[e] if stacked else tensor)

@@ -4,15 +4,19 @@ engine."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from jitgemm.kernel.codes import CODES
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.collected import CHILD, Collected
 from jitgemm.serving.stored import StoredLayers
+from jitgemm.weight import layout
+from jitgemm.weight.packed import Weight
 
 
 class Packing:
@@ -28,9 +32,10 @@ class Packing:
         made_up: whether the engine calls no loaders (--load-format dummy).
         copies: whether its loaders reuse a tensor's memory for others.
         complete: whether the layer was packed with the last of its tensors: others are copies.
+        graphs: whether the engine may capture kernels of the first weights.
     """
 
-    option, may_lack, made_up, copies, complete = "activation", False, False, False, False
+    option, may_lack, made_up, copies, complete, graphs = "activation", False, False, False, False, True
 
     def __init__(self, config: Any, names: list[str], stored: StoredLayers, *given: Any):
         super().__init__(*given)
@@ -57,7 +62,8 @@ class Packing:
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
         """Gives a layer its parameters."""
         self.given, self.awaited, self.complete = (dtype, attributes), None, False
-        self.made_up, self.copies = self.config.makes_weights_up, self.config.reuses_memory
+        self.made_up, self.graphs = self.config.makes_weights_up, self.config.captures_graphs
+        self.copies = self.config.reuses_memory
         for matrix in self.matrices:
             matrix.create(layer, dtype, attributes)
         self.config.warmer.expect(layer, dtype)
@@ -87,9 +93,35 @@ class Packing:
 
     def pack(self, layer: torch.nn.Module) -> None:
         """Gives a layer its packed weights. It keeps its parameters: engines look for those of other ranks' experts."""
-        module = self.module(layer, *[matrix.parts(layer) for matrix in self.matrices])
-        self.config.configure(self.names[0], module, CHILD not in layer._modules)
+        parts, old = [matrix.parts(layer) for matrix in self.matrices], layer._modules.get(CHILD)
+        if old is not None:
+            first = old.packed_parts("").values()
+            parts = [
+                each._replace(weight=self.like(mine.weight, each.weight))
+                for mine, each in zip(first, parts, strict=True)
+            ]
+        module = self.module(layer, *parts)
+        self.config.configure(self.names[0], module, old is None)
         self.install(layer, module)
+
+    def like(self, first: Weight, weight: Weight) -> Weight:
+        """A weight that is loaded again in the format of the first one, whose kernels CUDA graphs hold.
+
+        Raises:
+            ValueError: its values need another format.
+        """
+        if (first.group_size, first.format) == (weight.group_size, weight.format):
+            return weight
+        if first.format == first.format.for_any_values and first.k == weight.k:
+            general = for_any_values(weight)
+            if (first.group_size, first.format) == (general.group_size, general.format):
+                return general
+        if first.group_size == weight.group_size and not self.graphs:
+            return weight
+        raise ValueError(
+            f"weights: expected values that the first ones' format holds, {first!r}, whose kernels CUDA graphs may have "
+            f"captured, got {weight!r} (layer {self.names[0]}); the first weights serve on"
+        )
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> torch.nn.Module:
         """The packed module of these weights."""
@@ -109,6 +141,21 @@ class Packing:
         else:
             old.load_state_dict(module.state_dict())
         self.config.warmer.packed(layer, getattr(layer, CHILD))
+
+
+def for_any_values(weight: Weight) -> Weight:
+    """The same weight in the format that holds any values: codes in the order of all codes, MXFP4's scales for 32 k.
+
+    The codes are reordered in the weight's own memory, where the number of bytes stays.
+    """
+    inner = CODES[weight.format.code].inner
+    weight = weight.regrouped((inner and inner.spared) or weight.group_size)
+    common = weight.format.for_any_values
+    if common == weight.format:
+        return weight
+    blocks = weight.blocks if weight.experts is not None else weight.blocks[None]
+    layout.reorder_codes(blocks, common.code, weight.format.order, common.order)
+    return replace(weight, format=common)
 
 
 class PackedLinearMethod(Packing):

@@ -167,6 +167,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """Whether SGLang reads tensors into the memory of earlier ones."""
         return str(setting("load_format")).startswith("runai")
 
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether SGLang may capture CUDA graphs of the model."""
+        return not setting("disable_cuda_graph")
+
     @staticmethod
     def keep(module: torch.nn.Module) -> None:
         """Nothing: SGLang leaves modules alone that have no method of their own."""

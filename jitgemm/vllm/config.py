@@ -170,6 +170,12 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         config = get_current_vllm_config_or_none()
         return config is not None and str(config.load_config.load_format).startswith("runai")
 
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether vLLM may capture CUDA graphs of the model."""
+        config = get_current_vllm_config_or_none()
+        return config is None or config.model_config is None or not config.model_config.enforce_eager
+
     @staticmethod
     def keep(module: torch.nn.Module) -> None:
         """Has vLLM leave the packed weights of a layer where they are when it loads the layer again."""

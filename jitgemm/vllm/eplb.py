@@ -7,25 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.kernel.codes import CODES
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.weight import layout
-from jitgemm.weight.packed import Weight
-
-
-def movable(weight: Weight) -> Weight:
-    """The same experts in the format that holds any values: codes in the order of all codes, MXFP4's scales for 32 k.
-
-    The codes are reordered in the weight's own memory, where the number of bytes stays.
-    """
-    inner = CODES[weight.format.code].inner
-    weight = weight.regrouped((inner and inner.spared) or weight.group_size)
-    common = weight.format.for_any_values
-    if common == weight.format:
-        return weight
-    layout.reorder_codes(weight.blocks, common.code, weight.format.order, common.order)
-    sizes = weight.n, weight.k, weight.group_size, common
-    return type(weight)(weight.blocks, weight.channel_scale, *sizes, row_sum=weight.row_sum)
 
 
 def expert_rows(module: PackedExperts) -> list[torch.Tensor]:

@@ -30,8 +30,9 @@ from jitgemm.nn.layers.packed import Parts
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
+from jitgemm.serving.packing import for_any_values
 from jitgemm.serving.stored import Unsupported
-from jitgemm.vllm.eplb import expert_rows, movable
+from jitgemm.vllm.eplb import expert_rows
 from jitgemm.vllm.lora import run_adapted
 
 logger = init_logger("vllm." + __name__)
@@ -87,7 +88,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
         module = super().module(
-            layer, *(each._replace(weight=movable(each.weight)) if self._moves else each for each in parts)
+            layer, *(each._replace(weight=for_any_values(each.weight)) if self._moves else each for each in parts)
         )
         order, expected = module.gate.order, self.gate(layer).order
         if self.moe.is_lora_enabled and order != expected:

@@ -107,7 +107,7 @@ def _standins() -> dict[str, ModuleType]:
 
 ARGUMENTS = SimpleNamespace(
     json_model_override_args="{}", load_format="auto", enable_deterministic_inference=False, model_path="",
-    chunked_prefill_size=64, max_prefill_tokens=16, dp_size=1, enable_dp_attention=False, enable_eplb=False,
+    chunked_prefill_size=64, max_prefill_tokens=16, dp_size=1, disable_cuda_graph=False, enable_dp_attention=False, enable_eplb=False,
     ep_num_redundant_experts=0, init_expert_location="trivial",
 )  # fmt: skip
 PARALLEL = SimpleNamespace(moe_tp_rank=0, moe_tp_size=1, moe_ep_rank=0, moe_ep_size=1)

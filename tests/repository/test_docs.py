@@ -131,7 +131,7 @@ NAMED = {
 }
 """What makes the folder that a sample names."""
 
-CANNOT_RUN: dict[str, str] = {}
+CANNOT_RUN = {"from vllm import LLM": "needs vLLM, a GPU and a trainer"}
 """The reason why a sample, named by its first line, cannot run here."""
 
 SAMPLES = {text: page for page, text in reversed(fences("python", "py"))}

@@ -422,6 +422,30 @@ def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_p
     check(model, dense, exact=name != "floats")
 
 
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+def test_a_partial_update_raises_and_the_old_weights_serve_on(alone, tmp_path, mixture):
+    folders = [tmp_path / each for each in ("first", "second")]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        dense = save(folder, CONFIGS["packed"] | {"ignore": ["lm_head"]}, mixture, seed=100 * seed)
+    model, config = loaded_with_config(folders[0])
+    before = {name: buffer.clone() for name, buffer in packed_buffers(model).items()}
+    gone = "experts.3.down_proj.weight_scale" if mixture else "o_proj.weight_scale"
+
+    def part(tensors):
+        return {name: each for name, each in tensors.items() if not name.endswith(gone)}
+
+    with pytest.raises(ValueError, match="weight_scale.*: expected numbers"):
+        reload(model, config, folders[1], part)
+    layer = "experts" if mixture else "o_proj"
+    kept = [
+        name for name, buffer in packed_buffers(model).items() if layer in name and torch.equal(buffer, before[name])
+    ]
+    assert kept == [name for name in before if layer in name] != []
+    reload(model, config, folders[1])
+    check(model, dense)
+
+
 def test_experts_that_jitgemm_saved_are_not_mixed_with_weights_from_elsewhere(alone, tmp_path):
     """As a trainer hands them over: experts would stay those of the files."""
     for number, folder in enumerate(("first", "second")):
