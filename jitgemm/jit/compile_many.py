@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import KernelCache
@@ -16,6 +19,18 @@ from jitgemm.jit.source import KernelSource
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_POOLS: WeakSet[ThreadPoolExecutor] = WeakSet()
+
+
+def _begin_no_more() -> None:
+    for pool in list(_POOLS):
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+# At the interpreter's end, a SIGTERM's among them, and before concurrent.futures' own, which runs all that was submitted.
+threading._register_atexit(_begin_no_more)  # type: ignore[attr-defined]
 
 
 def default_threads() -> int:
@@ -63,19 +78,24 @@ def compile_all(
     """Looks up or compiles each kernel, also under JITGEMM_JIT=off, and yields the jobs as they are done.
 
     An exception, Ctrl-C too, leaves at once: nothing more is begun, and what is being compiled goes into the cache when
-    it is done, in threads that only the interpreter's end waits for.
+    it is done, in threads that only the interpreter's end waits for. That end begins nothing more either, if another thread
+    runs this.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     progress = Progress(TextColumn("compiling"), *columns, console=console, disable=not bar)
     pool = ThreadPoolExecutor(threads)
+    _POOLS.add(pool)
     try:
         with progress:
             task = progress.add_task("", total=len(jobs))
             futures = {pool.submit(cache.get_or_compile, job.source, allow_compile=True): job for job in jobs}
-            for future in as_completed(futures):
-                job = futures[future]
+            done: SimpleQueue[Future[tuple[Entry, bool]]] = SimpleQueue()
+            for future in futures:
+                future.add_done_callback(done.put)  # `as_completed` waits for ever for those that are cancelled
+            for _ in jobs:
+                job = futures[future := done.get()]
                 try:
                     job.entry, job.compiled = future.result()
                 except JitGemmError as error:
