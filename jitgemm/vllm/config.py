@@ -56,6 +56,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             return
         self.read_headers(found)
 
+    @property
+    def model_type(self) -> str:
+        """As config.json calls it; "" where vLLM said none."""
+        return getattr(self._model[1], "model_type", "")
+
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """By whole names of tensors, as vLLM's patterns may end with those of the tensors (Mistral's own files)."""
         self._mappers.append(hf_to_vllm_mapper)

@@ -1273,6 +1273,29 @@ def saved(monkeypatch, layers, **more):
     return headers(monkeypatch, JitGemmConfig.from_config({"quant_method": "jitgemm"}), found | more)
 
 
+@pytest.mark.parametrize("model_type, name, served", [
+    ("falcon", "saved", False), ("falcon", "gptq", True), ("falcon", "packed", True), ("bloom", "saved", False),
+    ("bloom", "gptq", False), ("gpt_neox", "int8-quantized", True), ("chatglm", "gptq", True),
+])  # fmt: skip
+def test_models_whose_rows_vllm_sorts_are_served_from_tensors_with_rows(monkeypatch, model_type, name, served):
+    if name == "saved":
+        config = saved(monkeypatch, {"m.query_key_value": SAVED["4 bits"](192, 128)})
+    else:
+        config = told(CONFIGS[name], {"m.query_key_value": stored(CONFIGS[name], 192, 128)[0]})
+    config._model = ("", SimpleNamespace(model_type=model_type), None)
+
+    def layer():
+        return QKVParallelLinear(
+            128, 64, 1, 1, bias=False, params_dtype=BF16, quant_config=config, prefix="m.query_key_value"
+        )
+
+    if served:
+        assert isinstance(layer().quant_method, JitGemmLinearMethod)
+    else:
+        with pytest.raises(ValueError, match="query_key_value: expected tensors with a row each"):
+            layer()
+
+
 @pytest.mark.parametrize("kind", SAVED)
 @pytest.mark.parametrize("place", [(0, 1), *TWO, (3, 4)])
 def test_a_saved_models_joined_layers_hold_the_ranks_rows_of_each(monkeypatch, kind, place):
