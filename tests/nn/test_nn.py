@@ -679,11 +679,12 @@ def test_warmup_takes_the_models_own_type(own_cache):
 
 @pytest.mark.nvrtc
 def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch):
-    from jitgemm.kernel import render
+    from jitgemm.moe.plan import FAMILIES
 
-    whole, model = render.kernel_source, torch.nn.Sequential(layer_of("int8"))
+    model, gemms = torch.nn.Sequential(layer_of("int8")), FAMILIES["gemm"]
+    broken = replace(gemms, source=lambda spec: replace(gemms.source(spec), source="#error broken"))
     with monkeypatch.context() as patch:  # the GEMM's source is broken, its quantiser's is not
-        patch.setattr(render, "kernel_source", lambda spec: replace(whole(spec), source="#error broken"))
+        patch.setitem(FAMILIES, "gemm", broken)
         with pytest.raises(CompileError, match="(?s)1 of 2 kernels did not compile; the first: .*#error broken"):
             warmup(model, 1, device="h200")
     assert all(not label.startswith("quantize") for label in warmup(model, 1, device="h200"))
