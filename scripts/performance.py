@@ -248,6 +248,32 @@ def speeds(rows: Sequence[tuple[str, int, str, str]], ranges: dict[str, tuple[in
     return _rows(["times as fast", *ranges], lines)
 
 
+SERVED = (
+    (
+        "Llama-3-8B, rotated two levels from bf16, next to FP8",
+        0,
+        'jitgemm:{"scheme":"two-level","rotation":128}',
+        "fp8",
+    ),
+    ("Llama-3-8B, groups of 128 and e4m3, next to FP8", 0, 'jitgemm:{"group_size":128}', "fp8"),
+    ("gpt-oss-120b, its MXFP4, next to vLLM's choice", 1, "jitgemm", "vllm"),
+    ("gpt-oss-120b, its MXFP4, next to humming", 1, "jitgemm", "humming"),
+)
+"""Rows of the first table: heading, which document, and both engines."""
+
+
+def served(rows: Sequence[tuple[str, int, str, str]], *documents: Document) -> str:
+    """A line a model: how many times as fast it decodes with 1, 16 and 64 sequences, and reads prompts."""
+    lines = []
+    for label, file, ours, theirs in rows:
+        model = {"Llama-3-8B": "llama8b"}.get(label.split(",")[0], label.split(",")[0])
+        found = {row["quant"]: row for row in documents[file]["rows"] if row["model"] == model}
+        steps = [found[theirs][key] / found[ours][key] for key in ("step_us_1", "step_us_16", "step_us_64")]
+        prompts = found[ours]["prefill_tokens_s"] / found[theirs]["prefill_tokens_s"]
+        lines.append([label, *(f"{each:.2f}" for each in (*steps, prompts))])
+    return _rows(["times as fast in vLLM 0.26", "1 sequence", "16", "64", "prefill"], lines)
+
+
 def grid(rows: dict[str, str], others: str, document: Document) -> str:
     """A line a contestant and a column an m: how many times as fast as the fastest of the others, geometric mean over
     the layers; and in the worst of them."""
@@ -532,6 +558,7 @@ SUMMARIES: dict[str, tuple[Callable[..., str], ...]] = {
 }
 """What `measure` prints of a run's file at the end."""
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
+    "served": ("vllm_two_level_h200 vllm_h200", partial(served, SERVED)),
     "speeds": ("h200 peers_h200", partial(speeds, SPEEDS, RANGES)),
     "experts-speeds": ("moe_h200 moe_mxfp4_h200", partial(speeds, EXPERTS_SPEEDS, FEW_OR_MANY)),
     "experts-layer": ("moe_layer_w8_h200", partial(
