@@ -112,10 +112,10 @@ class Packing:
         """
         if (first.group_size, first.format) == (weight.group_size, weight.format):
             return weight
-        if first.format == first.format.for_any_values and first.k == weight.k:
-            general = for_any_values(weight)
-            if (first.group_size, first.format) == (general.group_size, general.format):
-                return general
+        size, format = _group_for_any_values(weight), weight.format
+        format = format if size == weight.group_size else replace(format, group_size=size)
+        if (first.group_size, first.format) == (size, format.for_any_values):
+            return for_any_values(weight)
         if first.group_size == weight.group_size and not self.graphs:
             return weight
         raise ValueError(
@@ -148,14 +148,18 @@ def for_any_values(weight: Weight) -> Weight:
 
     The codes are reordered in the weight's own memory, where the number of bytes stays.
     """
-    inner = CODES[weight.format.code].inner
-    weight = weight.regrouped((inner and inner.spared) or weight.group_size)
+    weight = weight.regrouped(_group_for_any_values(weight))
     common = weight.format.for_any_values
     if common == weight.format:
         return weight
     blocks = weight.blocks if weight.experts is not None else weight.blocks[None]
     layout.reorder_codes(blocks, common.code, weight.format.order, common.order)
     return replace(weight, format=common)
+
+
+def _group_for_any_values(weight: Weight) -> int:
+    inner = CODES[weight.format.code].inner
+    return (inner and inner.spared) or weight.group_size
 
 
 class PackedLinearMethod(Packing):

@@ -178,8 +178,8 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     @property
     def captures_graphs(self) -> bool:
         """Whether vLLM may capture CUDA graphs of the model."""
-        config = get_current_vllm_config_or_none()
-        return config is None or config.model_config is None or not config.model_config.enforce_eager
+        model = getattr(get_current_vllm_config_or_none(), "model_config", None)
+        return model is None or not model.enforce_eager
 
     @staticmethod
     def keep(module: torch.nn.Module) -> None:

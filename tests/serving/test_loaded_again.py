@@ -31,7 +31,9 @@ from vllm_layers import experts, rank
 import jitgemm
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packing import for_any_values
-from sglang.srt.layers.linear import MergedColumnParallelLinear
+
+# isort: split
+from sglang.srt.layers.linear import MergedColumnParallelLinear  # which sglang_layers puts there
 
 K, N, COUNT = 128, 64, 2
 SHARDS = {"w1": (N, K), "w3": (N, K), "w2": (K, N)}
