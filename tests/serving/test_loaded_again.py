@@ -123,7 +123,7 @@ class Server:
 
 def bytes_alive():
     gc.collect()
-    held = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not each.is_meta)
+    held = [each for each in gc.get_objects() if type(each) is torch.Tensor and not each.is_meta]  # no tracer's
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}.values())
 
 
@@ -152,7 +152,7 @@ def test_ten_updates_in_any_order_and_twice_take_no_memory(engine, kind, name):
         assert not any(matrix.kept or matrix.numbers for matrix in server.layer.quant_method.matrices)
         del come, dense
         alive.append(bytes_alive())
-    assert len(set(alive[1:])) == 1
+    assert max(alive[2:]) <= alive[1]
 
 
 @pytest.mark.parametrize("name", FORMS)
