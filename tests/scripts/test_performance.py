@@ -72,7 +72,8 @@ def test_a_grid_has_mean_and_worst_of_each_m_and_where_it_loses():
 
 
 def test_an_interrupted_benchmark_ends_by_itself(tmp_path):
-    wait = "import time\nprint('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: raise SystemExit(7)"
+    wait = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job ignores it
+    wait += "print('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: raise SystemExit(7)"
     path = tmp_path / "log"
 
     def interrupt() -> None:
