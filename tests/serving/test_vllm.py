@@ -1294,7 +1294,8 @@ def test_models_whose_rows_vllm_sorts_are_served_from_tensors_with_rows(monkeypa
             assert isinstance(layer().quant_method, JitGemmLinearMethod)
         else:
             try:  # vLLM's own kernels serve it, if it has some
-                assert name != "saved" and not isinstance(layer().quant_method, JitGemmLinearMethod)
+                theirs = layer().quant_method
+                assert name != "saved" and not isinstance(theirs, JitGemmLinearMethod)
             except ValueError as error:
                 assert "query_key_value: expected tensors with a row each" in str(error)
 
