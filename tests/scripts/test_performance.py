@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,6 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import performance
 import pictures
+
+SCRIPTS = str(performance.ROOT / "scripts")
 
 
 @pytest.mark.parametrize("page", performance.PAGES, ids=lambda page: page.name)
@@ -72,21 +73,19 @@ def test_a_grid_has_mean_and_worst_of_each_m_and_where_it_loses():
 
 
 def test_an_interrupted_benchmark_ends_by_itself(tmp_path):
-    wait = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job ignores it
-    wait += "print('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: raise SystemExit(7)"
     path = tmp_path / "log"
-
-    def interrupt() -> None:
-        while "ready" not in path.read_text():
+    to_int = "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job ignores it
+    wait = to_int + "print('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(7)"
+    code = to_int + f"sys.path.insert(0, {SCRIPTS!r})\nimport performance\n"
+    code += (
+        f"log = open({str(path)!r}, 'w')\nprint(performance._run([sys.executable, '-c', {wait!r}], log), flush=True)\n"
+    )
+    code += "print(performance._run([sys.executable, '-c', 'exit(3)'], log))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (path.exists() and "ready" in path.read_text()):
             time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    with path.open("w") as log:
-        sender = threading.Thread(target=interrupt)
-        sender.start()
-        found = performance._run([sys.executable, "-c", wait], log)
-        sender.join()
-    assert found == (7, True) and performance._run([sys.executable, "-c", "exit(3)"], subprocess.DEVNULL) == (3, False)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=50)[0].splitlines() == ["(7, True)", "(3, False)"]
 
 
 def test_rows_of_a_run_become_a_file_of_results(tmp_path):
