@@ -362,12 +362,6 @@ class Weight(NoTensor, WeightBase):
         tensors = self.with_sums("f32")._tensors | {"meta": meta}
         return {prefix + name: tensor for name, tensor in tensors.items()}
 
-    @staticmethod
-    def sizes_of(meta: torch.Tensor) -> tuple[int, int]:
-        """(n, k) of the weight whose state dict has this `meta`."""
-        _, _, n, k, *_ = meta.tolist()
-        return n, k
-
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:
         """The weight whose `state_dict(prefix)` is among `tensors`, on the device of its blocks; memory is shared.
