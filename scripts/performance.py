@@ -547,10 +547,6 @@ GRID = {
     "int8_ch": "int8, per channel", "int8_2l": "int8, two levels", "e4m3_g128_f16": "e4m3, groups of 128, sums in f16",
     "e4m3_g128": "e4m3, groups of 128, exact", "mxfp4_ch": "MXFP4, a base a row",
 }  # fmt: skip
-SUMMARIES: dict[str, tuple[Callable[..., str], ...]] = {
-    "grid_h200": (partial(grid, GRID, " ".join(TORCH)), partial(loses, GRID, " ".join(TORCH))),
-}
-"""What `measure` prints of a run's file at the end."""
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "served": ("vllm_two_level_h200 vllm_h200", partial(served, SERVED)),
     "speeds": ("h200 peers_h200", partial(speeds, SPEEDS, RANGES)),
@@ -570,6 +566,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         times, {"e4m3_g128": "e4m3", "int8_g128": "int8", "int8_ch": "int8 per channel"} | HUMMING)),
     "formats-wide": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (28672, 4096))),
     "formats-square": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (4096, 4096))),
+    "grid": ("grid_h200", partial(grid, GRID, " ".join(TORCH))),
+    "grid-loses": ("grid_h200", partial(loses, GRID, " ".join(TORCH))),
     "w8": ("w8_h200", partial(times, W8)),
     "sustained": ("sustained_h200", partial(
         held, OURS | {"w8_e4m3_ch": "8 bits, e4m3", "w8_int8_ch": "8 bits, int8", "hum_fp8_g128": "humming e4m3"}
@@ -597,6 +595,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "sglang-experts": ("sglang_h100", partial(engines, SGLANG_ENGINES)),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
+SUMMARIES = {"grid_h200": ("grid", "grid-loses")}
+"""Tables that `measure` prints of a run's file at the end."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -670,7 +670,7 @@ def measure(
             document = shown(json.loads(raw.read_text()))
             write(out / f"{name}.json", document)
             for table in SUMMARIES.get(name, ()):
-                common.out().print(table(document), markup=False, soft_wrap=True)
+                common.out().print(TABLES[table][1](document), markup=False, soft_wrap=True)
         if stopped:
             raise KeyboardInterrupt
         failed += [name] if code else []
