@@ -64,6 +64,11 @@ RUNS: dict[str, tuple[str, ...]] = {
         "e4m3_g128 e4m3_g128_f16 int8_ch int8_2l mxfp4_ch", "--peer", "fp8row", "--peer", "fp8ten", "--preset", "grid",
         "--rounds", "2", "--check-once",
     ),
+    "grid_peers_h200": _benchmark(
+        "e4m3_g128 int8_ch int8_2l mxfp4_ch", "--peer", "hum_fp8_g128", "--peer", "hum_int8_g128", "--peer",
+        "hum_int8_ch", "--peer", "hum_mxfp4", "--preset", "grid", "--m", "400,700,2500,4000", "--rounds", "2",
+        "--check-once",
+    ),
     "w8_h200": _benchmark(
         "w8_e4m3_ch w8_int8_ch w8_e4m3_block w8_int8_block w8_e4m3_block_b128", "--peer", "fp8row", "--peer", "fp8ten",
         "--peer", "fp8block", "--rounds", "2", "--m", "1,16,64,128,256,512,1024,4096",
@@ -268,19 +273,23 @@ def served(rows: Sequence[tuple[str, str, int, str, str]], *documents: Document)
     return _rows(["times as fast in vLLM 0.26", "1 sequence", "16", "64", "prefill"], lines)
 
 
-def grid(rows: dict[str, str], others: str, document: Document) -> str:
-    """A line a contestant and a column an m: how many times as fast as the fastest of the others, geometric mean over
-    the layers; and in the worst of them."""
+def grid(rows: Sequence[tuple[str, str, str]], document: Document) -> str:
+    """A line a contestant, a column of all m and one an m: how many times as fast as the fastest of others, geometric
+    mean over the layers; and in the worst of them.
+
+    Args:
+        rows: (name, words for people, names of the others).
+    """
     ms = sorted({cell["m"] for cell in document["cells"]})
 
     def text(found: list[float]) -> str:
         return f"{geometric_mean(found):.2f}; {min(found):.2f}" if found else "-"
 
     lines = [
-        [label, *(text([each for _, each in _ahead(name, others, document, m)]) for m in ms)]
-        for name, label in rows.items()
+        [label, *(text([each for _, each in _ahead(name, others, document, m)]) for m in (None, *ms))]
+        for name, label, others in rows
     ]
-    return _rows(["times as fast, m =", *(f"{m:,}" for m in ms)], lines)
+    return _rows(["times as fast, m =", "all", *(f"{m:,}" for m in ms)], lines)
 
 
 def loses(rows: dict[str, str], others: str, document: Document) -> str:
@@ -547,6 +556,12 @@ GRID = {
     "int8_ch": "int8, per channel", "int8_2l": "int8, two levels", "e4m3_g128_f16": "e4m3, groups of 128, sums in f16",
     "e4m3_g128": "e4m3, groups of 128, exact", "mxfp4_ch": "MXFP4, a base a row",
 }  # fmt: skip
+GRID_HUMMING = (
+    ("e4m3_g128", "e4m3, groups of 128", "hum_fp8_g128"),
+    ("int8_ch", "int8, per channel", "hum_int8_ch"),
+    ("int8_2l", "int8, two levels; humming's groups of 128 made integers", "hum_int8_g128"),
+    ("mxfp4_ch", "MXFP4, a base a row; humming's per token", "hum_mxfp4"),
+)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "served": ("vllm_two_level_h200 vllm_h200", partial(served, SERVED)),
     "speeds": ("h200 peers_h200", partial(speeds, SPEEDS, RANGES)),
@@ -566,7 +581,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         times, {"e4m3_g128": "e4m3", "int8_g128": "int8", "int8_ch": "int8 per channel"} | HUMMING)),
     "formats-wide": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (28672, 4096))),
     "formats-square": ("formats_h200", partial(ratios, "e4m3_g128", FORMATS, (4096, 4096))),
-    "grid": ("grid_h200", partial(grid, GRID, " ".join(TORCH))),
+    "grid": ("grid_h200", partial(grid, [(*row, " ".join(TORCH)) for row in GRID.items()])),
+    "grid-humming": ("grid_peers_h200", partial(grid, GRID_HUMMING)),
     "grid-loses": ("grid_h200", partial(loses, GRID, " ".join(TORCH))),
     "w8": ("w8_h200", partial(times, W8)),
     "sustained": ("sustained_h200", partial(

@@ -65,8 +65,13 @@ def test_speeds_span_all_cells_of_a_range():
 def test_a_grid_has_mean_and_worst_of_each_m_and_where_it_loses():
     times = {(64, 1): (2.0, 4.0), (96, 1): (2.0, 2.0), (64, 9): (2.0, 1.0), (96, 9): (1.0, 2.0)}
     cells = [{"n": n, "k": 128, "m": m, "us": {"a": a, "b": b, "c": 9.0}} for (n, m), (a, b) in times.items()]
-    made = performance.grid({"a": "x", "none": "y"}, "b c", {"cells": cells})
-    assert made.splitlines()[2:] == ["| x | 1.41; 1.00 | 1.00; 0.50 |", "| y | - | - |"]
+    made = performance.grid([("a", "x", "b c"), ("none", "y", "b"), ("a", "z", "c")], {"cells": cells})
+    lines = [
+        "| x | 1.19; 0.50 | 1.41; 1.00 | 1.00; 0.50 |",
+        "| y | - | - | - |",
+        "| z | 5.35; 4.50 | 4.50; 4.50 | 6.36; 4.50 |",
+    ]
+    assert made.splitlines()[2:] == lines
     made = performance.loses({"a": "x", "c": "y"}, "b", {"cells": cells[:3]})
     assert made.splitlines()[2] == "| x | 1 of 3 | 9 | 0.50: 64 × 128, m = 9 |"
     assert performance.loses({"b": "z"}, "c", {"cells": cells}).splitlines()[2] == "| z | 0 of 4 | - | - |"
