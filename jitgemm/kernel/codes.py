@@ -1,7 +1,7 @@
 """What a weight's codes are: one entry a code, which formats, kernels, the selector and the error bound ask.
 
 No torch, no CUDA. `jitgemm.weight.codes` has the bytes and numbers, under the same names. "Adding a weight format" in
-docs/architecture.md lists what else a code needs.
+docs/extending.md lists what else a code needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A code of one's own, "Adding a weight format" in docs/architecture.md: unsigned 4-bit integers without zero points.
+"""A code of one's own, "Adding a weight format" in docs/extending.md: unsigned 4-bit integers without zero points.
 
 Everything that the code needs stands here, and it goes wherever int4 goes.
 """
