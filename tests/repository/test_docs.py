@@ -16,6 +16,8 @@ import tomllib
 from pathlib import Path
 
 import builders
+import files_awq
+import layers
 import mxfp4
 import pytest
 import torch
@@ -73,6 +75,22 @@ def model_folder(name: str) -> None:
     config.save_pretrained(name)
 
 
+def awq_folder(name: str) -> None:
+    """A Llama with one layer of 64 × 64 Linears, in AWQ's gemm files."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    tensors = dict(transformers.AutoModelForCausalLM.from_config(config).state_dict())
+    for seed, key in enumerate([key for key in tensors if key.endswith("_proj.weight")]):
+        prefix = key.removesuffix("weight")
+        packed = files_awq.gemm(layers.layer(seed, *tensors.pop(key).shape))
+        tensors |= {prefix + suffix: tensor for suffix, tensor in packed.items()}
+    Path(name).mkdir()
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, f"{name}/model.safetensors")
+    config.quantization_config = files_awq.GEMM | {"group_size": 64}
+    config.save_pretrained(name)
+
+
 def floats_folder(name: str) -> None:
     """A Llama with one layer of 64 × 64 Linears, in bf16."""
     transformers = pytest.importorskip("transformers")
@@ -127,6 +145,7 @@ REPLACED = {
 NAMED = {
     "Meta-Llama-3-8B-Instruct-W4AFP8": model_folder,
     "Llama-3-8B-bf16": floats_folder,
+    "Qwen3-8B-AWQ": awq_folder,
     "gpt-oss-20b": gpt_oss_folder,
 }
 """What makes the folder that a sample names."""
