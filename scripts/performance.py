@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -260,9 +261,25 @@ SERVED = (
     ("gpt-oss-120b", "next to humming", 1, "jitgemm", "humming"),
 )
 """Rows of the first table: the model, what is compared, which document, and both engines."""
+VLLM_RATIOS = (
+    ("llama8b", "next to FP8", 0, "jitgemm", "fp8"),
+    ("llama8b", "sums in f16, next to FP8", 0, 'jitgemm:{"sums": "f16"}', "fp8"),
+    ("llama8b", "host and GPU in turn, next to FP8", 0, "jitgemm+sync", "fp8+sync"),
+    ("gpt-oss-120b", "next to vLLM's choice", 0, "jitgemm", "vllm"),
+    ("gpt-oss-120b", "next to humming", 0, "jitgemm", "humming"),
+    ("v4-flash-moe", "next to vLLM's choice", 0, "jitgemm", "vllm"),
+    ("v4-flash-moe", "next to humming", 0, "jitgemm", "humming"),
+)
+SGLANG_RATIOS = (
+    ("llama8b", "next to FP8", 0, "jitgemm", "fp8"),
+    ("llama8b", "sums in f16, next to FP8", 0, 'jitgemm:{"sums": "f16"}', "fp8"),
+    ("qwen3-30b", "next to FP8", 0, "jitgemm-w4a8", "fp8"),
+    ("qwen3-30b", "next to SGLang's CUTLASS W4A8", 1, "jitgemm-w4a8", "w4a8"),
+    ("gpt-oss-120b", "next to SGLang's choice", 1, "jitgemm", "sglang"),
+)
 
 
-def served(rows: Sequence[tuple[str, str, int, str, str]], *documents: Document) -> str:
+def served(rows: Sequence[tuple[str, str, int, str, str]], *documents: Document, engine: str = "vLLM 0.26") -> str:
     """A line a model: how many times as fast it decodes with 1, 16 and 64 sequences, and reads prompts."""
     lines = []
     for model, what, file, ours, theirs in rows:
@@ -270,7 +287,7 @@ def served(rows: Sequence[tuple[str, str, int, str, str]], *documents: Document)
         steps = [found[theirs][key] / found[ours][key] for key in ("step_us_1", "step_us_16", "step_us_64")]
         prompts = found[ours]["prefill_tokens_s"] / found[theirs]["prefill_tokens_s"]
         lines.append([f"{SERVED_MODELS[model]}, {what}", *(f"{each:.2f}" for each in (*steps, prompts))])
-    return _rows(["times as fast in vLLM 0.26", "1 sequence", "16", "64", "prefill"], lines)
+    return _rows([f"times as fast in {engine}", "1 sequence", "16", "64", "prefill"], lines)
 
 
 def grid(rows: Sequence[tuple[str, str, str]], document: Document) -> str:
@@ -466,12 +483,14 @@ SGLANG_ENGINES = {
 
 
 def engines(labels: dict[str, str], document: Document) -> str:
-    """A line a model and engine: microseconds a decode step by sequences, and tokens a second of prefill."""
+    """A line a model and engine: microseconds a decode step by sequences, and tokens a second of prefill. Models that
+    one engine alone served are left out."""
     columns = ("step_us_1", "step_us_16", "step_us_64", "prefill_tokens_s")
+    compared = Counter(row.get("model", "llama8b") for row in document["rows"])
     rows = [
         [SERVED_MODELS[row["model"]], labels[row["quant"]], *(f"{row[key]:,}" for key in columns)]
         for row in sorted(document["rows"], key=lambda row: list(SERVED_MODELS).index(row.get("model", "llama8b")))
-        if all(key in row for key in columns)
+        if all(key in row for key in columns) and compared[row.get("model", "llama8b")] > 1
     ]
     return _rows(["model", "engine", "1 sequence", "16", "64", "prefill, tokens/s"], rows)
 
@@ -607,6 +626,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
                   "collectives", "nvlink_us": "nvlink", "any_us": "any number"})),
     "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
     "vllm-two-level": ("vllm_two_level_h200", partial(engines, VLLM_ENGINES)),
+    "vllm-ratios": ("vllm_h200", partial(served, VLLM_RATIOS)),
+    "sglang-ratios": ("sglang_h200 sglang_h100", partial(served, SGLANG_RATIOS, engine="SGLang")),
     "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
     "sglang-experts": ("sglang_h100", partial(engines, SGLANG_ENGINES)),
 }  # fmt: skip

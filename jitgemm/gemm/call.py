@@ -81,7 +81,7 @@ def gemm_w4a8_nt(
         kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
             CPU the reference runs whichever it is.
 
-    All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
+    All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (0.5 to 3 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
 
     Raises:

@@ -34,7 +34,7 @@ GEMM = (
     ("f16", r"f16", "groups are added up in f16"),
     ("parts", r"parts", "int8 groups are added up unconverted"),
     ("xfp16", r"x(bf16|fp16)", "zero points or offsets are corrections, with factors of type {0}"),
-    ("e128", r"e(\d+)", "a grouped GEMM, for up to {0} experts"),
+    ("e256", r"e(\d+)", "a grouped GEMM, for up to {0} experts"),
     ("debug", r"debug", "barrier waits trap instead of hanging"),
 )  # fmt: skip
 """(examples, pattern of a part, what it says) of GEMM kernels' labels; the first pattern that fits counts."""

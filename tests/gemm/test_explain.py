@@ -116,8 +116,8 @@ def test_no_rows_are_an_error():
             {"m256hn128": "halves", "tofp32": "fp32", "g64z": "(z)"},
         ),
         (
-            "e4m3w8-channel-m64n128-s4-ss-tr-e128",
-            {"e4m3w8": "8-bit weights", "channel": "one scale", "e128": "128 experts"},
+            "e4m3w8-channel-m64n128-s4-ss-tr-e256",
+            {"e4m3w8": "8-bit weights", "channel": "one scale", "e256": "256 experts"},
         ),
         ("quantize-bf16-s8-rmsnorm-rotated-v4c2", {"rotated": "Hadamard", "v4c2": "4 vectors"}),
         ("quantize-bf16-s8z-silumul-permuted-v4", {"s8z": "zero point", "silumul": "silu(gate)", "v4": "4 vectors"}),
@@ -153,8 +153,8 @@ def described(rows) -> list[str]:
     lines = []
     for examples, pattern, text in rows:
         if examples:
-            words = text.format(*re.fullmatch(pattern, examples.split(", ")[0]).groups())
-            lines.append(f"| {', '.join(f'`{each}`' for each in examples.split(', '))} | {words} |")
+            for part in examples.split(", "):
+                lines.append(f"| `{part}` | {text.format(*re.fullmatch(pattern, part).groups())} |")
     return lines
 
 
