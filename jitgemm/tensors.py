@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,17 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(tensor: torch.Tensor) -> str:
+class Described(Protocol):
+    """A tensor, or what a file's header says of one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def describe(tensor: Described) -> str:
     """dtype and shape in a message: "bfloat16 [4, 64]"."""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 

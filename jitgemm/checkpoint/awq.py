@@ -69,21 +69,22 @@ class _Awq(Gptq):
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         if scheme.form != "gemv":
             return super().sizes(headers, scheme)
-        sizes, given = super().sizes(headers, replace(scheme, group_size=None)), scheme.group_size
+        n, k, _ = super().sizes(headers, replace(scheme, group_size=None)).known
+        given = scheme.group_size
         if given is None:
             raise ValueError("group_size: expected it in the config, as gemv files pad scales; found none")
-        size = group_size_of(sizes.k, ceil_div(sizes.k, given) if given > 0 else 1, given, "scales")
-        groups, width = ceil_div(sizes.k, size), headers["scales"].shape[1]
+        size = group_size_of(k, ceil_div(k, given) if given > 0 else 1, given, "scales")
+        groups, width = ceil_div(k, size), headers["scales"].shape[1]
         if width < groups:
-            raise ValueError(f"scales: expected {groups} or more columns for k = {sizes.k}, got {width}")
-        return Sizes(sizes.n, sizes.k, size)
+            raise ValueError(f"scales: expected {groups} or more columns for k = {k}, got {width}")
+        return Sizes(n, k, size)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, scale = self.sizes(tensors, scheme), tensors["scales"]
+        (_, k, group_size), scale = self.sizes(tensors, scheme).known, tensors["scales"]
         order = None if scheme.form == "gemv" else AWQ_ORDER
         q, zero = (unpack_nibbles(tensors[name], 1, order=order) for name in ("qweight", "qzeros"))
         if scheme.form == "gemv":
-            groups = ceil_div(sizes.k, sizes.group_size)
+            groups = ceil_div(k, group_size)
             scale, zero = scale[:, :groups], zero[:, :groups]
         else:
             q, scale, zero = q.T, scale.T, zero.T
@@ -92,7 +93,7 @@ class _Awq(Gptq):
                 "qzeros: expected 8 in every group, as the config says zero_point: false (or sym: true), got "
                 f"{int(zero.min())}..{int(zero.max())}; a config with zero_point: true takes them as they are"
             )
-        return integer_zero(q.contiguous(), scale.contiguous(), zero, sizes.group_size, name="qzeros")
+        return integer_zero(q.contiguous(), scale.contiguous(), zero, group_size, name="qzeros")
 
 
 FORMAT = _Awq()

@@ -89,15 +89,16 @@ class _BitBlas(Format):
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         sizes = super().sizes(headers, scheme)
-        if sizes.k % 8 and _order(scheme.settings, headers["scales"].dtype) is not None:
+        _, k, group_size = sizes.known
+        if k % 8 and _order(scheme.settings, headers["scales"].dtype) is not None:
             expected = "k to be a multiple of 8 for fast_decoding"
             raise ValueError(f"qweight: expected {expected}, got {describe(headers['qweight'])}")
-        if sizes.group_size != sizes.k:
+        if group_size != k:
             check_setting(scheme.settings, False, "desc_act")
         return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        size, scales, name = self.sizes(tensors, scheme).group_size, tensors["scales"], _zeros_name(tensors)
+        (_, _, size), scales, name = self.sizes(tensors, scheme).known, tensors["scales"], _zeros_name(tensors)
         order = _order(scheme.settings, scales.dtype)
         q = unpack_nibbles(tensors["qweight"].contiguous().view(torch.int32 if order else torch.int8), 1, order=order)
         if name is None:

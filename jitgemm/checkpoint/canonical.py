@@ -79,11 +79,11 @@ class CanonicalWeight:
     turned: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def __post_init__(self) -> None:
-        expected, given_scales = self.ops.given(self.zero is not None), self.ops.given_scales
+        codes, given_scales = self.ops.given(self.zero is not None), self.ops.given_scales
         if self.offset is not None and not CODES[self.code].offsets:
             raise ValueError(f"offset: expected none with {self.bits} bits, got one")
-        if self.q.dim() != 2 or self.q.dtype != expected:
-            raise ValueError(f"q: expected {dtype_name(expected)} [n, k], got {describe(self.q)}")
+        if self.q.dim() != 2 or self.q.dtype != codes:
+            raise ValueError(f"q: expected {dtype_name(codes)} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))
@@ -140,10 +140,10 @@ class CanonicalWeight:
     def k(self) -> int:
         return self.q.shape[1]
 
-    def parameters(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """scale, zero and offset, each changed where the weight has it."""
-        found = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
-        return {name: None if values is None else change(values) for name, values in found.items()}
+    def parameters(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """scale, zero and offset, changed where the weight has them: fields for `replace`."""
+        tensors = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
+        return {name: None if values is None else change(values) for name, values in tensors.items()}
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], the layer's weight with columns in its order: scale and offset widened to fp32, one rounding an
@@ -231,7 +231,9 @@ class CanonicalWeight:
                 f"{size}, exactly; the GEMM applies them {self.group_size // size} times as often, which takes longer",
                 stacklevel=2,
             )
-        permutation, picked, groups = None, slice(start, stop), slice(start // size, stop // size)
+        permutation = None
+        picked: slice | torch.Tensor = slice(start, stop)
+        groups: slice | torch.Tensor = slice(start // size, stop // size)
         if self.permutation is not None:
             # The groups that hold this rank's columns, wherever the permutation has put them.
             mine = (self.permutation >= start) & (self.permutation < stop)
@@ -243,7 +245,9 @@ class CanonicalWeight:
                 )
             picked, groups = mine.nonzero().flatten(), whole.all(1).nonzero().flatten()
             permutation = self.permutation[picked] - start
-        parameters = {} if per_channel else self.regrouped(size).parameters(lambda values: values[:, groups])
+        parameters: dict[str, Any] = (
+            {} if per_channel else self.regrouped(size).parameters(lambda values: values[:, groups])
+        )
         return replace(self, q=self.q[:, picked], **parameters, group_size=size, permutation=permutation)
 
     def regrouped(self, size: int) -> CanonicalWeight:
@@ -317,7 +321,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     only("group size", lambda w: min(w.group_size, w.k))
     only("scale dtype", lambda w: dtype_name(w.scale.dtype))
     for name in ("offset", "permutation", "input_scale"):
-        only(f"kind of {name}", lambda w, name=name: "none" if getattr(w, name) is None else "given")
+        only(f"kind of {name}", lambda w: "none" if getattr(w, name) is None else "given")
         values = [getattr(w, name) for w in weights]
         if name != "offset" and values[0] is not None and not all(torch.equal(values[0], each) for each in values):
             raise ValueError(
@@ -326,7 +330,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     if len({bias.dtype for bias in biases}) > 1:
         only("bias dtype", lambda w: w.bias if w.bias is None else dtype_name(w.bias.dtype))
     bias = [w.q.new_zeros(w.n, dtype=biases[0].dtype) if w.bias is None else w.bias for w in weights if biases]
-    joined = {
+    joined: dict[str, Any] = {
         name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])
         for name in ("scale", "zero", "offset")
     }

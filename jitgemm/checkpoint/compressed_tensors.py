@@ -172,8 +172,8 @@ class _CompressedTensors(Format):
         check_known(headers, (*self.tensors(scheme), *self.also))
         words, zero = headers.get("weight_packed"), headers.get("weight_zero_point")
         if words is not None and words.dtype == torch.uint8 and scheme.form != "fp4":
-            found = describe(words)
-            raise ValueError(f"weight_packed: expected int32, or num_bits 4 and type 'float' in a config, got {found}")
+            got = describe(words)
+            raise ValueError(f"weight_packed: expected int32, or num_bits 4 and type 'float' in a config, got {got}")
         if words is not None and _KINDS[scheme.code].words is None:
             raise ValueError(f"weight_packed: expected int32 of integers, got {describe(words)}")
         if zero is None and scheme.zero_points:
@@ -194,6 +194,7 @@ class _CompressedTensors(Format):
         if scheme.form == "fp4":
             return _MXFP4_TENSORS | scheme.static
         packed, word = scheme.form == "packed", scheme.per_word
+        codes: dict[str, TensorLayout]
         if packed:
             wanted = "[n, ceil(k / %d)] for weight_shape [{n}, {k}], got {got}" % word
             codes = {"weight_packed": stored(INT32, N, K / word, wanted=wanted)}
@@ -208,10 +209,11 @@ class _CompressedTensors(Format):
             actorder = (scheme.settings.get("weights") or {}).get("actorder")
             order = f"the tensor, as the config says actorder {actorder!r}"
             layout["weight_g_idx"] = stored((torch.int32, torch.int64), K, optional=order)
-        return layout | scheme.static | scheme.found
+        return {**layout, **scheme.static, **scheme.found}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, eight, middle = self.sizes(tensors, scheme), scheme.eight_bits, 128 if scheme.eight_bits else 8
+        (n, k, group_size), eight = self.sizes(tensors, scheme).known, scheme.eight_bits
+        middle = 128 if eight else 8
         if scheme.form == "fp4":
             codes, scale = unpack_nibbles(tensors["weight_packed"], 1), tensors["weight_scale"].view(torch.uint8)
             if _two_too_low(scheme.settings):
@@ -224,22 +226,22 @@ class _CompressedTensors(Format):
             return CanonicalWeight(codes, scale, group_size=EXPONENT_GROUP, code="e2m1")
         zero, g_idx = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
         if scheme.form == "packed":
-            q = minus(unpack_words(tensors["weight_packed"], 1, scheme.per_word)[:, : sizes.k], middle)
+            q = minus(unpack_words(tensors["weight_packed"], 1, scheme.per_word)[:, :k], middle)
         else:
             q = tensors["weight"]
             if not eight:
                 form = " in int-quantized int8; num_bits 8 in a config says that there are more,"
                 check_codes("weight", q, -8, 7, form)
         if zero is not None and zero.dtype == torch.int32:
-            zero = minus(unpack_words(zero, 0, scheme.per_word)[: sizes.n], middle)
+            zero = minus(unpack_words(zero, 0, scheme.per_word)[:n], middle)
         elif zero is not None:
-            zero = scheme.by_row("weight_zero_point", zero, sizes.n)
+            zero = scheme.by_row("weight_zero_point", zero, n)
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
             raise ValueError(
                 "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
             )
-        scale = scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n)
-        weight = CanonicalWeight(q, scale, group_size=sizes.group_size, code=scheme.code)
+        scale = scheme.by_row("weight_scale", tensors["weight_scale"], n)
+        weight = CanonicalWeight(q, scale, group_size=group_size, code=scheme.code)
         if zero is not None and bool(zero.float().any()):
             if not scheme.zero_points:
                 raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")

@@ -85,7 +85,7 @@ class _ExecuTorch(Format):
         return Scheme(self.name, group_size=size, zero_points=True, form=form, found=found)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        size, name = self.sizes(tensors, scheme).group_size, next(iter(scheme.found))
+        (_, _, size), name = self.sizes(tensors, scheme).known, next(iter(scheme.found))
         if scheme.form == "unpacked":
             return unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"), size)
         q = unpack_nibbles(tensors[name], 1, order=HIGH_FIRST)

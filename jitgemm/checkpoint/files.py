@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -55,7 +55,8 @@ class Rows:
     numbers: bool = False
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """`count` elements from `start` on along a tensor's dimension `axis`."""
 
     axis: int
@@ -98,6 +99,7 @@ class Checkpoint:
         self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
         self._warned: set[str] = set()
         self._found: Mapping[str, torch.Tensor | Path | Rows]  # each tensor, or its file
+        self._base: Checkpoint  # of `with_rows`: what has the rows' tensors
         folder = None
         if isinstance(source, Mapping):
             self.where = "the tensors given"
@@ -192,7 +194,7 @@ class Checkpoint:
         it may get another tensor than the index names."""
         unlisted = []
         for name, file in self.elsewhere():
-            if (place := self._listed.get(name)) is None:
+            if not isinstance(place := self._listed.get(name), Path):
                 unlisted.append(name)
                 continue
             own, other = (self._open(each).get_tensor(name) for each in (place, file))
@@ -250,12 +252,13 @@ class Checkpoint:
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
     ) -> torch.Tensor:
         """The tensor on a device; or one expert's, without the first dimension; or a part of it."""
-        found, at = self._found[name], (expert,) if expert is not None else ()
+        found = self._found[name]
+        at: tuple[int | slice, ...] = (expert,) if expert is not None else ()
         if part is not None and expert is None:
             at = (*(slice(None),) * part.axis, slice(part.start, part.start + part.count))
         if isinstance(found, Rows):
             if part is not None and part.axis == 0 and len(found.sources) == 1:
-                return self._base.read(found.sources[0], device, None, part._replace(start=found.start + part.start))
+                return self._base.read(found.sources[0], device, None, replace(part, start=found.start + part.start))
             parts = [self._base.read(source, device) for source in found.sources]
             if found.numbers:
                 return torch.cat((parts[0].new_tensor([found.count]), parts[0][1:]))

@@ -139,7 +139,7 @@ class Transform:
         size = self.size or whole
         if self.known and size is not None and size & (size - 1):
             raise ValueError(f"transform_config: expected a power of two for {self}, got {size}")
-        if whole is not None and whole % size:
+        if whole is not None and size is not None and whole % size:
             raise ValueError(f"transform_config: head_dim: expected a divisor of {whole}, got {size} of {self}")
         own = f"{prefix}.{self.name}_{self.location}.weight"
         if own in checkpoint or self.known:
@@ -202,9 +202,11 @@ class Scheme:
 
     def rotation(self, k: int | None) -> int:
         """128 where the quantiser does all that the transforms do to an input of k columns, else 0."""
-        first, *others = self.transforms or (None,)
-        known = first is not None and first.known and first.location == INPUT and not others and not self.ordered
-        return ROTATION if known and (first.size or k) == ROTATION else 0
+        if len(self.transforms) != 1 or self.ordered:
+            return 0
+        transform = self.transforms[0]
+        known = transform.known and transform.location == INPUT
+        return ROTATION if known and (transform.size or k) == ROTATION else 0
 
     def why_dense(self, k: int | None) -> str | None:
         """Why no packed layer of k columns can do what the transforms do; None where one can."""
@@ -242,6 +244,12 @@ class Sizes:
     n: int
     k: int | None
     group_size: int | None = None
+
+    @property
+    def known(self) -> tuple[int, int, int]:
+        """n, k and group_size of a layer whose headers tell them all, as those of most formats do."""
+        assert self.k is not None and self.group_size is not None
+        return self.n, self.k, self.group_size
 
 
 class Format:

@@ -74,7 +74,9 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
         raise ValueError(f"format: {layer} is {other}, which is not read here; it has {listed}")
     if (otherwise := stored_otherwise(config, names)) is not None:
         raise ValueError(f"format: {otherwise}; {layer} has {listed}")
-    methods = [f", and {key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
+    methods = [
+        f", and {key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if config and config.get(key)
+    ]
     known = ", ".join(format.name for format in FORMATS)
     raise ValueError(f"format: {layer} is of no format known here ({known}); it has {listed}{''.join(methods)}")
 

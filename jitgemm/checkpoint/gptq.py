@@ -88,7 +88,8 @@ class Gptq(Format):
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        size, middle, word = self.sizes(tensors, scheme).group_size, 128 if scheme.eight_bits else 8, scheme.per_word
+        (_, _, size), middle = self.sizes(tensors, scheme).known, 128 if scheme.eight_bits else 8
+        word = scheme.per_word
         qzeros, zero, note = tensors["qzeros"], None, None
         if scheme.zero_points:
             in_words = scheme.form == "gptq" and _written_by_gptqmodel(scheme.settings)

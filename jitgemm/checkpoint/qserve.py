@@ -78,12 +78,12 @@ class _QServe(Format):
             got = describe(headers["qweight"])
             raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {got}")
         sizes = super().sizes(headers, scheme)
-        if k % sizes.group_size:
+        if k % sizes.known[2]:
             raise ValueError(f"group_size: expected a divisor of k = {k}, got {sizes.group_size}")
         return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        group_size = self.sizes(tensors, scheme).group_size
+        _, _, group_size = self.sizes(tensors, scheme).known
         q, s1 = _codes(tensors["qweight"]), tensors["s1_scales"][:, None]
         if scheme.strategy == "channel":
             return scaled_zero(q, s1, tensors["s1_szeros"][:, None], group_size)

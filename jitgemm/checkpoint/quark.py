@@ -106,7 +106,7 @@ class _Quark(Format):
         }  # fmt: skip
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        size, (dtype, _, packing) = self.sizes(tensors, scheme).group_size, scheme.form.partition(" ")
+        (_, _, size), (dtype, _, packing) = self.sizes(tensors, scheme).known, scheme.form.partition(" ")
         order, middle = AWQ_ORDER if packing == "reorder" else None, 8 if dtype == "int4" else 0
         names = [name for name in ("weight", "weight_zero_point") if name in tensors]
         q, *zeros = ((unpack_nibbles(tensors[name], 1, order=order) ^ middle).T.contiguous() for name in names)

@@ -167,19 +167,19 @@ class _TorchAo(Format):
             if q.shape[0] < n or q.shape[1] < k:
                 raise ValueError(f"weight: expected qdata for at least [{n}, {k}], got {list(q.shape)}")
             return tinygemm(q[:n, :k], parameters[: ceil_div(k, size), :n], size)
-        qdata, scale, zero = tensors[_QDATA], tensors[_SCALE], tensors.get(_ZERO)
+        (n, _, group_size), qdata, scale, zero = sizes.known, tensors[_QDATA], tensors[_SCALE], tensors.get(_ZERO)
         if scheme.eight_bits:
             for name in (_ZERO, _FLAT + "act_quant_zero_point"):
                 if name in tensors and bool(tensors[name].float().any()):
                     raise ValueError(f"{name}: expected zeros with 8 bits, got others")
-            scale = scheme.by_row(_SCALE, scale, sizes.n)
-            return CanonicalWeight(qdata, scale, group_size=sizes.group_size, code=scheme.code)
+            scale = scheme.by_row(_SCALE, scale, n)
+            return CanonicalWeight(qdata, scale, group_size=group_size, code=scheme.code)
         if form == "IntxUnpackedToInt8Tensor":
-            return unpacked(_QDATA, qdata, scale, zero, sizes.group_size)
-        q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
+            return unpacked(_QDATA, qdata, scale, zero, group_size)
+        q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), tensors[_ZERO].T.contiguous()
         if form == "Int4Tensor":
-            return float_zero(twos_complement(q), scale, zero, sizes.group_size)
-        return integer_zero(q, scale, zero, sizes.group_size, name=_ZERO)
+            return float_zero(twos_complement(q), scale, zero, group_size)
+        return integer_zero(q, scale, zero, group_size, name=_ZERO)
 
 
 # ---- what headers say --------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def _encoded(value: Any) -> Any:
     """What JSON has no form for, as torchao writes it."""
     if isinstance(value, torch.dtype):
         return {"_type": "torch.dtype", "_data": dtype_name(value)}
-    data = value.name if isinstance(value, Enum) else str(value)
+    data: Any = value.name if isinstance(value, Enum) else str(value)
     if is_dataclass(value):
         data = {each.name: getattr(value, each.name) for each in fields(value)}
     return {"_type": type(value).__name__, "_data": data}

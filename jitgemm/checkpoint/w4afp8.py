@@ -43,8 +43,9 @@ class _W4AFp8(Format):
         if scale is not None:  # int8 in blocks has one too, with fewer rows, or a config that says so
             int8 = (config or {}).get("quant_method") in INT8_METHODS or scale.dtype in E8M0  # MXFP4
             return not int8 and scale.dim() == 2 and scale.shape[0] == weight.shape[0]
-        modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
-        return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
+        if not {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names):
+            return False
+        return names["weight_scale"].shape[:1] == (2 * weight.shape[0],)  # ModelOpt's
 
     def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         size = (config or {}).get("group_size")
@@ -70,14 +71,15 @@ class _W4AFp8(Format):
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         sizes, given = super().sizes(headers, replace(scheme, group_size=None)), scheme.group_size
-        if given not in (None, sizes.group_size):
-            expected = f"k / columns of weight_scale_inv = {sizes.k} / {sizes.k // sizes.group_size}"
+        _, k, group_size = sizes.known
+        if given not in (None, group_size):
+            expected = f"k / columns of weight_scale_inv = {k} / {k // group_size}"
             raise ValueError(f"group_size: expected {expected}, got {given}")
         return sizes
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         q = twos_complement(unpack_nibbles(tensors["weight"], 1))
-        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=self.sizes(tensors, scheme).group_size)
+        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=self.sizes(tensors, scheme).known[2])
 
     def elsewhere(self, prefix: str) -> Mapping[str, str]:
         match = re.fullmatch(r"(.*\.experts\.\d+\.)(gate_proj|down_proj|up_proj)", prefix)

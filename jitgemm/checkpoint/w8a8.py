@@ -88,7 +88,7 @@ class _W8A8(Format):
             if (got := setting(config, key)) is not None and str(got).lower() not in map(str.lower, known):
                 raise ValueError(f"{key}: expected {' or '.join(known)}, got {got!r}")
         code, name, strategy, dims = _by_headers(config, headers)
-        block = tuple(dim.per for dim in dims if isinstance(dim, Dim)) if strategy == "block" else None
+        block = (_block(config) or _BLOCK) if strategy == "block" else None
         inputs, size = (
             inputs_of(config, code, headers, block is not None),
             EXPONENT_GROUP if strategy == "group" else -1,
@@ -103,9 +103,9 @@ class _W8A8(Format):
         return {"weight": stored(CODE_TYPES[scheme.code], N, K), **scheme.found, **scheme.static}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, name = self.sizes(tensors, scheme), _scale_name(tensors)
-        scale = scheme.by_row(name, tensors[name], sizes.n)
-        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, code=scheme.code)
+        (n, _, group_size), name = self.sizes(tensors, scheme).known, _scale_name(tensors)
+        scale = scheme.by_row(name, tensors[name], n)
+        return CanonicalWeight(tensors["weight"], scale, group_size=group_size, code=scheme.code)
 
 
 _Found = tuple[str, str, str, tuple[Dim | int, ...]]

@@ -231,8 +231,8 @@ def _lost_by_parts(scale: torch.Tensor) -> torch.Tensor:
     def back(records: int) -> torch.Tensor:  # the records' so many before
         return size[PARTS_RECORDS - records :][:runs]
 
-    of_pairs = [sum(back(first + 2 * pair) for pair in range(PARTS_RECORDS // 2)) for first in (0, 1)]
-    return (2.0**-23 * PARTS * (torch.maximum(*of_pairs) + back(0) + back(-1))).sum(0)
+    even, odd = (sum(map(back, range(first, PARTS_RECORDS, 2)), size.new_zeros(())) for first in (0, 1))
+    return (2.0**-23 * PARTS * (torch.maximum(even, odd) + back(0) + back(-1))).sum(0)
 
 
 def _lost_in_f16(sums: torch.Tensor, loss: torch.Tensor, unit: torch.Tensor, groups: int) -> torch.Tensor:

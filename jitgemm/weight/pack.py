@@ -81,8 +81,8 @@ def pack_w4(
             sums that the weight cannot have.
     """
     check_sums(sums)
-    others = {"scale": scale, "zero": zero, "offset": offset, "permutation": permutation}
-    others = {name: tensor for name, tensor in others.items() if tensor is not None or name == "scale"}
+    optional = {"zero": zero, "offset": offset, "permutation": permutation}
+    others = {"scale": scale} | {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in {"q": q, **others}.items():
         check_plain(name, check_tensor(name, tensor))
     check_values("q", q)
@@ -134,9 +134,9 @@ def pack_w4(
     if scale.shape[-1] != groups:
         sizes = f"k = {k} and group_size {group_size}"
         raise ValueError(f"scale: expected shape {[*lead, n, groups]} for {sizes}, got {list(scale.shape)}")
-    for name, tensor in (("zero", zero), ("offset", offset)):
-        if tensor is not None and tensor.shape != scale.shape:
-            raise ValueError(f"{name}: expected scale's shape {list(scale.shape)}, got {list(tensor.shape)}")
+    for name, by_group in (("zero", zero), ("offset", offset)):
+        if by_group is not None and by_group.shape != scale.shape:
+            raise ValueError(f"{name}: expected scale's shape {list(scale.shape)}, got {list(by_group.shape)}")
     permutation = None if permutation is None else check_permutation(permutation, k)
 
     with torch.inference_mode(False), torch.no_grad():
@@ -163,9 +163,11 @@ def pack_w4(
         if correction:
             tuned = _corrected(replace(format, order="any"), q, scale, zero, offset)
         packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=tuned)
-        sizes = n, k, group_size, tuned
-        rest = dict(row_sum=packed.row_sum, permutation=permutation)
-        return W4Weight(packed.blocks, packed.channel_scale, *sizes, **rest).with_sums(sums)
+        shape = {"n": n, "k": k, "group_size": group_size}
+        weight = W4Weight(
+            packed.blocks, packed.channel_scale, **shape, format=tuned, row_sum=packed.row_sum, permutation=permutation
+        )
+        return weight.with_sums(sums)
 
 
 def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | None = None) -> W8Weight:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from jitgemm.tensors import dtype_name
 
 Tried = Iterator[tuple[torch.Tensor, ...]]
+_Bound = TypeVar("_Bound", int, torch.Tensor)
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Values worked on at once: what fits a core's cache, or a GPU's L2; temporaries are about 32 bytes a value."""
@@ -190,7 +191,7 @@ def check_underflow(scale: torch.Tensor, w: torch.Tensor) -> None:
 
 
 def _squared_error(
-    nearest: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor, steps: torch.Tensor, scale: torch.Tensor,
+    nearest: torch.Tensor, low: _Bound, high: _Bound, steps: torch.Tensor, scale: torch.Tensor,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Sum over each group of importance * (q * scale - w)^2 in fp64, with q = nearest clamped to low..high.
