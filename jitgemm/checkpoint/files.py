@@ -90,7 +90,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, source: str | os.PathLike[str] | list[str] | Mapping[str, torch.Tensor],
+        self, source: str | os.PathLike[str] | list[str] | list[Path] | Mapping[str, torch.Tensor],
         config: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
     ):  # fmt: skip

@@ -129,7 +129,12 @@ def info(as_json: common.Json = False) -> None:
     for root in settings.cache_roots():
         inside = [entry for entry in entries if entry.root == root]
         good = [kind_of(entry.metadata["label"]) for entry in inside if entry.ok]
-        facts = {"path": str(root), "exists": os.path.isdir(root), "writable": _writable(root), "kernels": len(good)}
+        facts: dict[str, Any] = {
+            "path": str(root),
+            "exists": os.path.isdir(root),
+            "writable": _writable(root),
+            "kernels": len(good),
+        }
         facts |= {"quantizers": good.count("quantizer"), "bad": len(inside) - len(good)}
         roots.append(facts | {"size": sum(entry.size for entry in inside)})
     if as_json:

@@ -29,10 +29,11 @@ FOUND, USAGE, FAILED = 1, 2, 3
 
 LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 """Types of activations: the names that people use, and the package's."""
-Lhs = Enum("Lhs", {name: name for name in LHS_TYPES}, type=str)
-RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
+# Members come from tables, so defaults are looked up by value: Sums("f32").
+Lhs = Enum("Lhs", {name: name for name in LHS_TYPES}, type=str)  # type: ignore[misc]
+RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)  # type: ignore[misc]
 """Types of scales, results and unquantised activations. Each is part of a kernel."""
-Sums = Enum("Sums", {name: name for name in SUMS}, type=str)
+Sums = Enum("Sums", {name: name for name in SUMS}, type=str)  # type: ignore[misc]
 HELP = {
     "--lhs": "Activations: e4m3 (or fp8), int8.",
     "--weight": "Its format's name, such as g128-bf16-z.",
@@ -102,8 +103,9 @@ def table(
     caption = f"left out in {out().width} columns: {', '.join(missing)}; --json has all" if missing else None
     made = Table(box=None, pad_edge=False, header_style="bold", caption=caption, caption_justify="left")
     for column in shown:
-        justify = "left" if column in left else "right"
-        made.add_column(column, justify=justify, no_wrap=not folds[column], overflow="fold")
+        made.add_column(
+            column, justify="left" if column in left else "right", no_wrap=not folds[column], overflow="fold"
+        )
     for row in cells:
         made.add_row(*(Text(cell) for column, cell in zip(columns, row) if column in shown))  # no markup
     return made

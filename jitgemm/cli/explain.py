@@ -28,11 +28,11 @@ def explain(
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
     weight: Annotated[str, layer_option("--weight", "Default: g128-bf16-any.", metavar="NAME")] = "g128-bf16-any",
     lhs: Annotated[common.Lhs | None, layer_option("--lhs", "Default: e4m3, or what it meets.")] = None,
-    out: Annotated[common.RealType, layer_option("--out", "Default: bf16.")] = common.RealType.bf16,
+    out: Annotated[common.RealType, layer_option("--out", "Default: bf16.")] = common.RealType("bf16"),
     batch_invariant: common.BatchInvariant = False,
     block_scales: Annotated[bool, layer_option("--block-scales", metavar=None)] = False,
     e8m0: Annotated[bool, layer_option("--e8m0", metavar=None)] = False,
-    sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
+    sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums("f32"),
     rotation: Annotated[int, typer.Option("--rotation", metavar="128", help=_ROTATION, show_default=False)] = 0,
     experts: Annotated[int | None, typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
@@ -107,7 +107,7 @@ def explain(
     if device is None and local_device() is None:
         common.note(f"no Hopper GPU is at hand: this is what an {target.name} would run; --device names another")
     common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{why(ranked)}")
-    for note in filter(None, (faster_instead(problem), rotation and ROTATED)):
+    for note in filter(None, (faster_instead(problem), ROTATED if rotation else "")):
         common.note(note)
     common.note("\n".join([f"times of {chosen.kernel.label}; all but the last two overlap", *bars]))
     parts = legend(chosen.kernel.label)

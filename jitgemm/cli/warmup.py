@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,8 +35,13 @@ from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 
-Use = Enum("Use", {name: name for name in ("linear", "compiled", "vllm")}, type=str)
-"""How --model runs, see `jitgemm.nn.warm.ahead`."""
+
+class Use(StrEnum):
+    """How --model runs, see `jitgemm.nn.warm.ahead`."""
+
+    linear = "linear"
+    compiled = "compiled"
+    vllm = "vllm"
 
 
 def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -92,7 +97,7 @@ def warmup(
     e8m0: Annotated[bool, _shape("--e8m0", metavar=None)] = False,
     quantizer: Annotated[Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER)] = None,
     out: Annotated[list[common.RealType] | None, layer_option("--out")] = None,
-    sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums.f32,
+    sums: Annotated[common.Sums, layer_option("--sums", "Default: f32.", metavar="SUMS")] = common.Sums("f32"),
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
@@ -141,7 +146,7 @@ def warmup(
         sums_of = {"correction": format.lhs_sums} if format.lhs_sums else {}
         specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags, **sums_of)]
         for result, lhs_group in product(outs or ["bf16"], sorted(groups)):
-            more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
+            more: dict[str, Any] = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
             more["sums"] = "f32" if len(weights) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)
             specs += [replace(spec, debug=settings.debug()) for spec in gemms]
@@ -237,7 +242,13 @@ def _facts(job: Job, kind: str, layers: list[str]) -> dict[str, Any]:
     """What --json prints of a kernel."""
     there = "unstored" if not job.stored else "compiled" if job.compiled else "cached"
     status = "failed" if job.error else there if job.entry else "missing"
-    facts = {"label": job.source.label, "kind": kind, "key": job.key, "status": status, "layers": layers}
+    facts: dict[str, Any] = {
+        "label": job.source.label,
+        "kind": kind,
+        "key": job.key,
+        "status": status,
+        "layers": layers,
+    }
     built = {"serialised": ""} | job.entry.metadata if job.entry else {}
     facts |= {name: built.get(name) for name in ("registers", "spill_bytes", "serialised")}
     facts["seconds"] = built.get("seconds") if status in ("compiled", "unstored") else None

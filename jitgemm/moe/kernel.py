@@ -41,12 +41,25 @@ _VECTOR = 8
 class RoutingSpec:
     """Everything that is a compile-time constant of a kernel other than GEMMs and quantisers: of each family a class.
 
-    `family` names its header in include/jitgemm/moe, `function` what it calls there, if that has another name; `bounds`
-    are those of its launch, and `config` is the text of `jitgemm::Config`, if there is one.
+    `family` names its header in include/jitgemm/moe, `function` what it calls there, if that has another name.
     """
 
     kind, family, function = "routing", "", ""
-    bounds, config = str(COMBINE_THREADS), ""
+
+    @property
+    def label(self) -> str:
+        """The kernel's name."""
+        raise NotImplementedError
+
+    @property
+    def bounds(self) -> str:
+        """Arguments of `__launch_bounds__`."""
+        return str(COMBINE_THREADS)
+
+    @property
+    def config(self) -> str:
+        """The text of `jitgemm::Config`; "" for none."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

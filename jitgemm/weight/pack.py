@@ -163,11 +163,9 @@ def pack_w4(
         if correction:
             tuned = _corrected(replace(format, order="any"), q, scale, zero, offset)
         packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=tuned)
-        shape = {"n": n, "k": k, "group_size": group_size}
-        weight = W4Weight(
-            packed.blocks, packed.channel_scale, **shape, format=tuned, row_sum=packed.row_sum, permutation=permutation
-        )
-        return weight.with_sums(sums)
+        return W4Weight(
+            packed.blocks, packed.channel_scale, n, k, group_size, tuned, row_sum=packed.row_sum, permutation=permutation,
+        ).with_sums(sums)  # fmt: skip
 
 
 def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | None = None) -> W8Weight:

@@ -1,8 +1,8 @@
-"""A model as it will be loaded, for warm-up on any machine: made from its config without data, its packed layers without
-values, in the formats that the headers of its files say, and the first rows where values decide.
+"""A model as it will be loaded, for warm-up on any machine. No data is loaded: the model is made from its config, and its
+packed layers have formats and no values.
 
-What the model is, transformers says; what becomes of its layers, `load_`'s plan. Where neither transformers nor
-`torch.distributed` runs the model but vLLM, `_as_vllm` joins and cuts layers as vLLM's models do.
+transformers makes the model. `load_`'s plan says which layers are packed; headers of the files say their formats, or the first
+rows where values decide. For vLLM, `_as_vllm` joins and cuts layers as vLLM's models do.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def model_of(folder: str | Path) -> torch.nn.Module:
     with naming_config(Path(folder), passes=()):
         settings, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
         names = (getattr(transformers, name, None) for name in settings.get("architectures") or ())
-        kind = next((each for each in names if getattr(each, "config_class", None) is not None), None)
-        config = (transformers.AutoConfig if kind is None else kind.config_class).from_pretrained(folder)
+        model_class = next((named for named in names if getattr(named, "config_class", None) is not None), None)
+        config = (transformers.AutoConfig if model_class is None else model_class.config_class).from_pretrained(folder)
         with _without_data():
-            if kind is not None:
-                return kind(config)
+            if model_class is not None:
+                return model_class(config)
             for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
                 if type(config) in auto._model_mapping:
                     return auto.from_config(config)
@@ -83,7 +83,7 @@ def _without_data() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = registered  # type: ignore[assignment, method-assign]
     try:
         with torch.no_grad(), _NoMemory():
             yield
@@ -93,9 +93,10 @@ def _without_data() -> Iterator[None]:
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
     """The type that a model's config says it runs in; bfloat16 where that is none of ours."""
-    configs = model.config, model.config.get_text_config()
+    config: Any = model.config
+    configs = config, config.get_text_config()
     # transformers 5 warns of the older name, so it is read last, and lazily.
-    stated = (getattr(config, name, None) for name in ("dtype", "torch_dtype") for config in configs)
+    stated: Iterator[Any] = (getattr(config, name, None) for name in ("dtype", "torch_dtype") for config in configs)
     return next((dtype for dtype in stated if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
 
 
@@ -134,14 +135,17 @@ def models_ahead(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = None if checkpoint is None else plan_for(model, checkpoint, None, activation, None, ["*"], False)
-        read = plan is not None and (plan.layers or config)
-        if read and values is not decided[0]:
-            continue
-        if read and (recipe or not plan.layers):
-            why = "no recipe, as its files say all that"
-            why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
-            raise ValueError(f"{folder}: expected {why}")
-        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, wanted, values, use == "vllm")
+        layers: LayersOfPlan | LayersOfFloats
+        if plan is not None and (plan.layers or config):
+            if values is not decided[0]:
+                continue
+            if recipe or not plan.layers:
+                why = "no recipe, as its files say all that"
+                why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
+                raise ValueError(f"{folder}: expected {why}")
+            layers = LayersOfPlan(plan)
+        else:
+            layers = LayersOfFloats(model, wanted, values, use == "vllm")
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts)
         for layer in made.modules():
@@ -165,7 +169,8 @@ class _Cuts:
     def __init__(self, model: torch.nn.Module, use: str, tp: Cut, ep: Cut):
         self.tp, self.ep, self.use = tp, ep, use
         self.division: Any = None
-        self.kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or tp.world
+        config: Any = model.config
+        self.kv_heads = getattr(config.get_text_config(), "num_key_value_heads", None) or tp.world
         if tp.world > 1 and use != "vllm":
             from jitgemm.nn.parallel.plan import ShardingPlan, plan_of  # half a second of torch.distributed
 
@@ -189,7 +194,7 @@ class _Cuts:
             rank, world = rank * heads // world, heads  # as many ranks as share a head have it
         return None if world == 1 else Cut(dim, rank, world)
 
-    def look(self, layers: Any, name: str) -> Look | ExpertsLook:
+    def look(self, layers: LayersOfPlan | LayersOfFloats, name: str) -> Look | ExpertsLook:
         """A rank's part of a layer."""
         if (layout := layers.experts.get(name)) is None:
             return layers.look(name, self.linear(name))
@@ -199,12 +204,12 @@ class _Cuts:
         mine = range(rank * layout.experts // world, (rank + 1) * layout.experts // world)
         along_inter = self.use == "vllm" and world == 1 < self.tp.world
         cuts = [self.tp._replace(dim=dim) if along_inter else None for dim in "nk"]
-        looks = [layers.part(name, part, mine, cut) for part, cut in enumerate(cuts)]
-        return ExpertsLook(*looks, len(mine), layout.gate, layout.top_k)
+        w13, w2 = (layers.part(name, part, mine, cut) for part, cut in enumerate(cuts))
+        return ExpertsLook(w13, w2, len(mine), layout.gate, layout.top_k)
 
 
-def _as_loaded(layers: Any, cuts: _Cuts) -> torch.nn.Module:
-    """The model with its layers in their places, those of one kind one module."""
+def _as_loaded(layers: LayersOfPlan | LayersOfFloats, cuts: _Cuts) -> torch.nn.Module:
+    """The model with its layers in their places. Layers that look the same share a module."""
     made: dict[Hashable, torch.nn.Module] = {}
     for name, places in layers.places.items():
         key = _pattern(name), cuts.look(layers, name)
@@ -215,27 +220,27 @@ def _as_loaded(layers: Any, cuts: _Cuts) -> torch.nn.Module:
     return layers.model
 
 
-def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
-    """vLLM's layers of the model, each kind once, by the names of the layers that it joins."""
-    made: dict[Hashable, torch.nn.Module] = {}
+def _as_vllm(layers: LayersOfPlan | LayersOfFloats, cuts: _Cuts) -> torch.nn.Module:
+    """The layers that vLLM makes of the model, joined where vLLM joins them. Of layers that look the same there is one."""
+    made: dict[tuple[str, Look | ExpertsLook], torch.nn.Module] = {}
     gates = gates_of(layers.model.config)
     done: set[str] = set()
     for name in layers.places:
         above, dot, last = name.rpartition(".")
-        whole, parts = next((each for each in JOINED.items() if last in each[1]), ("", ()))
+        joined, parts = next((row for row in JOINED.items() if last in row[1]), ("", ()))
         names = [above + dot + part for part in parts]
-        if not names or not all(each in layers.places for each in names):
-            whole, names = last, [name]
+        if not names or not all(part in layers.places for part in names):
+            joined, names = last, [name]
         if name in done or name == layers.head:  # which vLLM's own method serves
             continue
         done |= {*names}
-        dim, key = cuts.dim(name), _pattern(above + dot + whole)
+        dim, key = cuts.dim(name), _pattern(above + dot + joined)
         try:
-            look, *others = [cuts.look(layers, each) for each in names]
+            look, *others = [cuts.look(layers, part) for part in names]
             if isinstance(look, Look):
                 static = look.static and last != "kv_b_proj"  # whose weight MLA reads
-                n, formats = look.n + sum(each.n for each in others), [look.format, *(x.format for x in others)]
-                format = in_common(of_parts(formats))
+                looks = [look, *(other for other in others if isinstance(other, Look))]
+                n, format = sum(x.n for x in looks), in_common(of_parts([x.format for x in looks]))
                 size = format.group_size or look.group_size
                 look = replace(look, n=n, format=format, group_size=size, static=static)
             layer: Any = look.module()

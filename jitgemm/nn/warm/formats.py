@@ -69,11 +69,11 @@ class ExpertsLook:
     top_k: int | None
 
     def module(self) -> PackedExperts:
-        weights = [
+        w13, w2 = (
             empty_weight(x.k, x.n, x.group_size, x.format, experts=self.count, rotation=x.rotation)
             for x in (self.w13, self.w2)
-        ]
-        return packed_experts(*weights, gate=self.gate, activation=self.w13.activation, top_k=self.top_k)
+        )
+        return packed_experts(w13, w2, gate=self.gate, activation=self.w13.activation, top_k=self.top_k)
 
 
 class LayersOfPlan:
@@ -124,30 +124,35 @@ class LayersOfPlan:
     def _packed(
         self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1, correction: bool | None = False
     ) -> tuple[WeightFormat, Any, CanonicalWeight]:
-        """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
-        for whole in (False, True):
+        """(format, weight, layer before packing) of layers, each of parts that are joined. The first rows of one layer say
+        it for all if they can; else every row of every layer is read."""
+        for all_rows in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
-                joined = concat([self._rows(layer, cut, whole, halves) for layer in parts])
+                joined = concat([self._rows(layer, cut, all_rows, halves) for layer in parts])
                 weight = joined.pack(parts[0].lhs_dtype, correction)
-                if not whole and all(_tells(layer, weight.format) for layer in parts):
+                if not all_rows and all(_rows_tell(layer, weight.format) for layer in parts):
                     return weight.format, weight, joined
                 formats.append(weight.format)
         return in_common(formats), weight, joined
 
-    def _rows(self, layer: LayerSource, cut: Cut | None, whole: bool, halves: int) -> CanonicalWeight:
-        """A layer, or its first rows, as a rank has them. Experts that stand in one tensor have gate above up there: in
-        so many halves each rank has its part."""
-        expert, by_rows = layer.expert, cut is not None and cut.dim == "n"
-        if whole and by_rows and expert is not None:
+    def _rows(self, layer: LayerSource, cut: Cut | None, all_rows: bool, halves: int) -> CanonicalWeight:
+        """A rank's part of a layer, or the first rows of its part.
+
+        halves: 2 if one tensor holds all experts with gate's rows above up's: a rank then has its part of each half.
+        """
+        expert, rank, world = layer.expert, 0, 1
+        if cut is not None and cut.dim == "n":
+            _, rank, world = cut
+        if all_rows and world > 1 and expert is not None:
             weight = layer.canonical(_CPU)
-            return concat([weight.shard("n", half, halves).shard(*cut) for half in range(halves)])
-        size = layer.n // (cut.world * (1 if expert is None else halves)) if by_rows else layer.n
+            return concat([weight.shard("n", half, halves).shard("n", rank, world) for half in range(halves)])
+        size = layer.n // (world * (1 if expert is None or world == 1 else halves))
         rows = ROWS if size % ROWS == 0 else size
-        if whole or not size or layer.n % rows or (by_rows and layer.n % cut.world):
+        if all_rows or not size or layer.n % rows or layer.n % world:
             return layer.canonical(_CPU, cut)
-        weight = layer.canonical(_CPU, ("n", cut.rank * size // rows if by_rows else 0, layer.n // rows))
-        return weight if cut is None or by_rows else weight.shard(*cut)
+        weight = layer.canonical(_CPU, ("n", rank * size // rows, layer.n // rows))
+        return weight if cut is None or cut.dim == "n" else weight.shard(*cut)
 
 
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
@@ -160,9 +165,10 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     return replace(first, group_size=size, zero_point=zero_point, order=order, uniform_strip_scale=strips)
 
 
-def _tells(layer: LayerSource, format: WeightFormat) -> bool:
-    """Whether the first rows determine the format of all rows. They do not where it depends on values: a code -8, zero points
+def _rows_tell(layer: LayerSource, format: WeightFormat) -> bool:
+    """True if the first rows determine the format of all rows. They do not if it depends on values: a code -8, zero points
     other than 8, the spread of MXFP4's scales, the bits of a correction's factors."""
+    assert layer.header is not None  # layers that jitgemm saved have their format in the file
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)
     by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads, look_up
-from jitgemm.gemm.partial import finish_kernels
-from jitgemm.gemm.ranks import ranks_kernels
+from jitgemm.gemm.partial import FinishSpec, finish_kernels
+from jitgemm.gemm.ranks import RanksSpec, ranks_kernels
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.exchange import CollectSpec, DispatchSpec, exchange_specs
-from jitgemm.moe.kernel import CombineSpec, RouteQuantizeSpec, GatherSpec, RouteSpec, layer_specs
+from jitgemm.moe.exchange import exchange_specs
+from jitgemm.moe.kernel import RoutingSpec, layer_specs
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.invariant import kernels_of
@@ -35,7 +35,7 @@ from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DEVICES, DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
-Spec = KernelSpec | QuantizeSpec | RouteSpec | RouteQuantizeSpec | CombineSpec | DispatchSpec | GatherSpec | CollectSpec
+Spec = KernelSpec | QuantizeSpec | RoutingSpec | FinishSpec | RanksSpec
 MOST_TOP_K = 16
 """Experts of a token where a layer does not say: no model that we know takes more."""
 
@@ -76,8 +76,8 @@ def warmup(
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     if dtype is not None:
         check_dtype("dtype", dtype, REAL_TYPES)
-    own = dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)
-    dtypes = list(own) or [torch.bfloat16] if dtype is None else [dtype]
+    of_model = dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)
+    dtypes = list(of_model) or [torch.bfloat16] if dtype is None else [dtype]
     needed: dict[Spec, dict[int | None, None]] = {}
     for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
         needed.setdefault(spec, {})[index] = None
@@ -108,14 +108,14 @@ def warmup(
     if failed:
         error = failed[0]
         more: Any = {"log": getattr(error, "log", ""), "source_path": getattr(error, "source_path", None)}
-        told = f"{len(failed)} of {len(missing)} kernels did not compile; the first: {error}"
-        raise CompileError(told, **more) from error
+        message = f"{len(failed)} of {len(missing)} kernels did not compile; the first: {error}"
+        raise CompileError(message, **more) from error
     return [job.source.label for job in missing if job.compiled]
 
 
-def _family(spec: Any) -> KernelFamily[Any]:
-    own = {"finish": finish_kernels, "ranks": ranks_kernels}.get(spec.family)
-    return FAMILIES[spec.family] if own is None else own()
+def _family(spec: Spec) -> KernelFamily[Any]:
+    made_late: dict[str, Callable[[], KernelFamily[Any]]] = {"finish": finish_kernels, "ranks": ranks_kernels}
+    return made_late[spec.family]() if spec.family in made_late else FAMILIES[spec.family]
 
 
 def _name(gpu: DeviceSpec) -> str:
@@ -139,39 +139,44 @@ def kernels(
     model: torch.nn.Module, max_m: int, dtypes: Sequence[torch.dtype], device: str | None, compiled: bool = False,
     sums: str | None = None,
 ) -> Iterator[tuple[Spec, int | None, str]]:  # fmt: skip
-    """(spec, index of the GPU or None, a layer that needs it) of every kernel, layers of one kind once.
+    """(spec, index of the GPU or None, a layer that needs it) of every kernel; layers that need the same kernels count once.
 
-    sums: of layers without values, that they will have; None: their own.
+    sums: what layers without values will add up in; None: what they say.
     """
     seen = set()
-    more = _prologues_in_graphs(model) if compiled else {}
+    in_graphs = _prologues_in_graphs(model) if compiled else {}
     for name, layer in model.named_modules():
         prologues: tuple[Prologue, ...] = ()
         parts: list[Any]
         if isinstance(layer, PackedLinear):
-            prologues, parts = tuple(dict.fromkeys((*layer.prologues, *more.get(name, ())))), [layer]
+            prologues, parts = tuple(dict.fromkeys((*layer.prologues, *in_graphs.get(name, ())))), [layer]
         elif isinstance(layer, PackedExperts):
             parts = [layer.w13, layer.w2]
         else:
             continue
         where, weights = parts[0].weight.device, [part.weight for part in parts]
-        kind = [
+        gemms = [
             (x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme, x.call_sums) for x in parts
         ]
-        own = prologues or (layer.gate, layer.top_k, layer.batched, _over_nvlink(layer))
-        split, invariant = layer.split, prologues and layer.tp_invariant
-        invariant = invariant and (invariant, split is not None and (split.mesh.size(), split.nvlink))
-        if (key := (*kind, own, layer.batch_invariant, invariant, where)) in seen:
+        others: Any = prologues
+        invariant: Any = None
+        if isinstance(layer, PackedExperts):
+            others = layer.gate, layer.top_k, layer.batched, _over_nvlink(layer)
+        elif layer.tp_invariant:
+            split = layer.split
+            invariant = layer.tp_invariant, split is not None and (split.mesh.size(), split.nvlink)
+        if (needs := (*gemms, others, layer.batch_invariant, invariant, where)) in seen:
             continue
-        seen.add(key)
-        count = [] if prologues else [str(layer.num_experts)]
+        seen.add(needs)
+        count = [str(layer.num_experts)] if isinstance(layer, PackedExperts) else []
         label = " ".join([name, *count, *(f"{weight.n}x{weight.k}" for weight in weights)]).strip()
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
             for spec in _specs(layer, parts, prologues, TYPE_NAMES[dtype], figures, max_m, sums):
-                debug = settings.debug() and spec.kind == "gemm"
-                yield replace(spec, debug=True) if debug else spec, index, label
+                if isinstance(spec, KernelSpec) and settings.debug():
+                    spec = replace(spec, debug=True)
+                yield spec, index, label
 
 
 def _specs(
@@ -181,24 +186,25 @@ def _specs(
     if prologues and layer.tp_invariant:
         yield from kernels_of(layer, x, figures, max_m)
         return
-    scheme, rows, experts = parts[0].scheme, max_m, {}
+    scheme, rows = parts[0].scheme, max_m
+    options: dict[str, Any] = {"batch_invariant": layer.batch_invariant}
     for prologue in prologues:
         flags = scheme.flags | prologue.flags | {"permuted": layer.weight.permutation is not None}
         flags |= {"correction": layer.weight.correction}
         yield from quantize_specs(layer.weight.k, x, scheme.dtype, **flags)
     if not prologues:
-        sizes = layer.hidden_dim, layer.intermediate_dim
         flags = {name: scheme.flags[name] for name in ("affine", "block", "rotated")}
-        yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
+        yield from layer_specs(
+            layer.hidden_dim, layer.intermediate_dim, x, scheme.dtype, layer.gate, **flags, masked=layer.batched
+        )
         if _over_nvlink(layer):
             yield from exchange_specs(layer.hidden_dim, x, scheme.dtype, **flags)
-        rows, experts = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K)), {"experts": layer.num_experts}
-    group = LHS_GROUP if scheme.block else 0
+        rows, options["experts"] = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K)), layer.num_experts
+    options["lhs_group"] = LHS_GROUP if scheme.block else 0
     for part, weight in ((part, part.weight) for part in parts):
-        sizes = weight.n, weight.k, scheme.dtype, weight.format, figures, rows
-        options = {"batch_invariant": layer.batch_invariant, "lhs_group": group} | experts
-        for each in _sums_of(part, sums):
-            yield from kernels_for(*sizes, out=x, sums=each, **options)
+        problem = weight.n, weight.k, scheme.dtype, weight.format, figures, rows
+        for added_in in _sums_of(part, sums):
+            yield from kernels_for(*problem, out=x, sums=added_in, **options)
 
 
 def _over_nvlink(layer: PackedExperts) -> bool:
@@ -206,7 +212,7 @@ def _over_nvlink(layer: PackedExperts) -> bool:
 
 
 def _sums_of(part: Packed, sums: str | None) -> tuple[str, ...]:
-    """Types of sums to compile for. The scales of a weight without values may turn out not to fit f16: then both."""
+    """Types of sums to compile for. A weight without values may turn out not to fit f16, so both are compiled."""
     fmt, scheme = part.weight.format, part.scheme
     if sums is None:
         return ("f16", "f32") if part.call_sums == "f16" and part.blocks.is_meta else (part.call_sums,)
@@ -228,8 +234,8 @@ def gates_of(config: Any) -> tuple[Gate, ...]:
 
 
 def prologues_in_vllm(dim: str | None, gates: Sequence[Gate]) -> tuple[Prologue, ...]:
-    """`PackedLinear.prologues` in graphs that vLLM compiles: column-parallel layers ("n") read norms, row-parallel ones
-    ("k") products of gates, and layers that every rank has whole (None) may read either."""
+    """`PackedLinear.prologues` in graphs that vLLM compiles. Column-parallel layers ("n") read norms, row-parallel layers
+    ("k") read products of gates, and layers that no rank divides (None) may read either."""
     return _prologues(NORMS if dim != "k" else (), gates if dim != "n" else ())
 
 
@@ -238,28 +244,31 @@ def _prologues(norms: Sequence[Prologue], gates: Sequence[Gate]) -> tuple[Prolog
 
 
 def _prologues_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]:
-    """What quantisers may compute first in compiled graphs, by layer.
+    """What quantisers may compute before they quantise, by layer, in compiled graphs.
 
-    A norm, where one of the model is as wide as the layer's input; a gate's product, where the Linears that stand
-    nearest to it give that, twice as wide in all. Of layers without a model around them all.
+    A norm, if the model has a norm as wide as the layer's input. A gate's product, if the Linears nearest to the layer
+    give inputs of that width: one Linear twice as wide, or two. Layers without a model around them may read all.
     """
     gates = gates_of(getattr(model, "config", None))
     linears: dict[str, Any] = {}
-    norms = set()
+    norms: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
         if isinstance(module, (torch.nn.Linear, PackedLinear)):
             linears[name] = module
         elif weight is not None and weight.dim() == 1:
             norms.add(weight.shape[0])
-    found = {}
+    prologues = {}
     for name, layer in linears.items():
         if "prologues" in vars(layer):  # a plug-in says what the graphs of its engine put ahead
             continue
-        near, above = [], name
-        while above and not near:
+        nearest: list[int] = []
+        above = name
+        while above and not nearest:
             above = above.rpartition(".")[0]
-            near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
-        gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
-        found[name] = _prologues(NORMS if not norms or layer.in_features in norms else (), gates if gated else ())
-    return found
+            near = (linear for other, linear in linears.items() if other != name and f"{other}.".startswith(above))
+            nearest = [linear.out_features for linear in near]
+        gated = not norms or 2 * layer.in_features in nearest or nearest.count(layer.in_features) > 1
+        normed = not norms or layer.in_features in norms
+        prologues[name] = _prologues(NORMS if normed else (), gates if gated else ())
+    return prologues
