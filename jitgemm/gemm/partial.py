@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from jitgemm.select.devices import DeviceSpec
     from jitgemm.weight.packed import AnyWeight
 
+PARTS = (1, 2, 4, 8)
+"""Ranks, and chunks of one, that `finish` adds up."""
 TALLEST = 256
 """Rows of the largest tile."""
 BAND_BYTES = 32 << 20

@@ -131,21 +131,24 @@ def agree(buffer: SumBuffer, scales: torch.Tensor | None) -> None:
 
 def total(
     buffer: SumBuffer, of: torch.dtype, out: torch.Tensor, x_scale: torch.Tensor, channel_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None, own: bool = False,
 ) -> None:  # fmt: skip
-    """out [m, n] = what all ranks' `sums` are together, as `finish` has it; unchecked. Closes the call."""
+    """out [m, n] = what all ranks' `sums` are together, as `finish` has it; unchecked. Closes the call.
+
+    own: this rank's part of the rows alone, ceil(m / world) for each rank in its turn.
+    """
     m, n = out.shape
-    each = 0 if 4 * m * n <= ALONE_BYTES else ceil_div(m, buffer.world)
+    each = 0 if 4 * m * n <= ALONE_BYTES and not own else ceil_div(m, buffer.world)
     scales = (x_scale, channel_scale) if of == torch.int32 else (None, None)
     call = _Ranks("total", buffer, None, *scales, bias, out, m, n, TYPE_NAMES[of], each)
     _run(call)
-    if each:
+    if each and not own:
         _run(call._replace(function="gather"))
 
 
 def _run(call: _Ranks) -> None:
     tensors = [each for each in (call.buffer.peers, *call.operands()[1:]) if each is not None]
-    key = call.function, call.of, call.m, call.n, call.bias is None, call.buffer.rank
+    key = call.function, call.of, call.m, call.n, call.each, call.bias is None, call.buffer.rank
     run_prepared(key, tensors, call)
 
 

@@ -58,13 +58,13 @@ class Ranks:
             run(rank)
             assert all(self.counts(other, kind)[rank] == calls for other in range(self.world))
 
-    def total(self, of: torch.dtype, outs: list[torch.Tensor], given, gathers: bool) -> None:
+    def total(self, of: torch.dtype, outs: list[torch.Tensor], given, gathers: bool, own: bool) -> None:
         calls = {rank: [] for rank in range(self.world)}
         run = ranks._run
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "_run", lambda call: calls[call.buffer.rank].append(call))
             for buffer, out in zip(self.buffers, outs):
-                ranks.total(buffer, of, out, *given)
+                ranks.total(buffer, of, out, *given, own)
         assert all([call.function for call in each] == ["total", "gather"][: 1 + gathers] for each in calls.values())
         self.meeting(0, self.calls, lambda rank: run(calls[rank][0]))
         if gathers:
@@ -81,7 +81,8 @@ def test_all_ranks_get_the_largest_scales_and_the_same_result(monkeypatch, world
     host = Ranks(emulator, world)
     weight = builders.weight_parts(3, n, 256, 0).packed
     bias = torch.randn(n, generator=g)
-    for m, alone in ((5, True), (1, True), (7, False), (5, True), (3, False)):
+    calls = ((5, True), (1, True), (7, False), (5, True, True), (5, True), (1, False, True), (3, False))
+    for m, alone, *own in calls:
         monkeypatch.setattr(ranks, "ALONE_BYTES", 2 << 20 if alone else 0)
         scales = [torch.rand(m, generator=g) + 0.01 for _ in range(world)]
         scales[1][0] = torch.nan
@@ -94,12 +95,16 @@ def test_all_ranks_get_the_largest_scales_and_the_same_result(monkeypatch, world
         for buffer, part in zip(host.buffers, parts):
             buffer.sums(m, n, of).copy_(part)
         outs = [torch.full((m, n), 3.0, dtype=into) for _ in range(world)]
-        host.total(of, outs, (expected, weight.channel_scale, bias), not alone)
+        host.total(of, outs, (expected, weight.channel_scale, bias), not alone and not own, bool(own))
         factors = (expected, weight.channel_scale) if of == torch.int32 else (None, None)
         reference = partial._Finish(parts, *factors, bias, outs[0].clone())
         reference.run_reference(())
-        for out in outs:
-            assert builders.same_bits(out.nan_to_num(7), reference.out.nan_to_num(7))
+        for rank, out in enumerate(outs):
+            wanted, each = reference.out, -(-m // world)
+            if own:  # and no other row is written
+                wanted = torch.full_like(out, 3.0)
+                wanted[rank * each : (rank + 1) * each] = reference.out[rank * each : (rank + 1) * each]
+            assert builders.same_bits(out.nan_to_num(7), wanted.nan_to_num(7))
 
 
 def test_a_call_without_scales_meets_as_well(monkeypatch):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import jitgemm.nn
 from jitgemm.nn.layers import invariant
 from jitgemm.nn.layers.shard_weight import Cut
+from jitgemm.nn.layers.sharding import EngineSharding
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.parallel.plan import ShardingPlan
 from jitgemm.nn.warm import warm
@@ -57,6 +58,21 @@ def same_bits_of(mesh, name: str) -> list[str]:
             if not builders.same_bits(out, on_one(layer, x)):
                 wrong.append(f"{world} ranks, {rows} rows")
     return wrong
+
+
+def added_later(mesh, name: str) -> None:
+    """As engines have it, whose sum over the ranks has other layers' parts in it."""
+    layer, rank = CASES[name](), mesh_of(4).get_local_rank()
+    divided = parallelize_module(copy.deepcopy(layer), mesh_of(4), RowwiseParallel(tp_invariant=True))
+    divided.split = EngineSharding(mesh_of(4).get_group(), rank, 4)
+    for rows in (1, 5):
+        x = x_of(layer, torch.bfloat16, rows)
+        out, expected = invariant.multiply_invariantly(divided, x.chunk(4, -1)[rank].contiguous()), on_one(layer, x)
+        own = slice(rank * -(-rows // 4), (rank + 1) * -(-rows // 4))
+        assert builders.same_bits(out[own], expected[own])
+        assert builders.same_bits(out.index_fill(0, torch.arange(rows)[own], -0.0), torch.full_like(out, -0.0))
+        divided.split.sum(out)
+        assert builders.same_bits(out, expected)
 
 
 def columns(mesh, name: str) -> None:
@@ -120,6 +136,11 @@ def test_a_layer_has_one_gpu_s_bits(eight, name):
     assert eight(same_bits_of, name) == [[]] * 8
 
 
+@pytest.mark.parametrize("name", ["int8, per channel", "e4m3, groups of 128"])
+def test_sums_that_an_engine_brings_together_are_the_same(eight, name):
+    eight(added_later, name)
+
+
 @pytest.mark.parametrize("name", ["e4m3, groups of 128", "zero points, affine", "rotated", "static"])
 def test_columns_have_one_gpu_s_bits(eight, name):
     eight(columns, name)
@@ -165,6 +186,8 @@ def test_chunks_of_as_many_ranks_as_divide_k():
     words = r"model.down: expected k = 768 to be a multiple of 4 ranks \* 128 for tp_invariant"
     with pytest.raises(ValueError, match=words):
         invariant.invariant_part(layer, Cut("k", 0, 4))
+    with pytest.raises(ValueError, match="model.down: expected 1, 2, 4 or 8 ranks for tp_invariant, got 3"):
+        invariant.invariant_part(layer, Cut("k", 0, 3))
 
 
 REFUSED = {

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from jitgemm.gemm import ranks as sums
 from jitgemm.nn.layers import invariant
+from jitgemm.nn.layers.sharding import EngineSharding
 from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
 from jitgemm.nn.parallel.styles import EXCHANGES
 
@@ -49,6 +50,29 @@ def a_layer(mesh, name: str, exchange: str) -> list[str]:
     return wrong
 
 
+def added_later(mesh, name: str, exchange: str) -> list[str]:
+    """As engines have it, in turns with what needs no later sum, whose buffers are the same."""
+    layer, rank, wrong = CASES[name]().cuda(), mesh.get_local_rank(), []
+    whole = parallelize_module(copy.deepcopy(layer), mesh, RowwiseParallel(tp_invariant=True, exchange=exchange))
+    divided = copy.deepcopy(whole)
+    divided.split = EngineSharding(mesh.get_group(), rank, 2, exchange == "nvlink")
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        out = invariant.multiply_invariantly(divided, x)
+        divided.split.sum(out)
+        return out
+
+    x = x_of(layer, torch.bfloat16, 2100).cuda()
+    for m in (1, 7, 700, 2100):
+        mine = x[:m].chunk(2, 1)[rank].contiguous()
+        outs = {"whole": whole(mine), "eager": summed(mine)}
+        torch.cuda.synchronize()  # a graph is captured on another stream
+        outs["a graph"] = in_a_graph(summed, mine)
+        expected = on_one(layer, x[:m])
+        wrong += [f"{m} rows, {what}" for what, out in outs.items() if not builders.same_bits(out, expected)]
+    return wrong
+
+
 def columns(mesh, name: str) -> list[int]:
     """m of other bits: of tokens through a rank's rows of the weight, and through all of them."""
     layer = CASES[name]().cuda()
@@ -70,6 +94,12 @@ def greedy(mesh, kind: str, compiling: bool) -> list[tuple[list[int], torch.Tens
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_has_one_gpu_s_bits(both, name, exchange):
     assert both(a_layer, name, exchange) == [[], []]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", ["int8, per channel", "e4m3, groups of 128"])
+def test_sums_that_an_engine_brings_together_are_the_same(both, name, exchange):
+    assert both(added_later, name, exchange) == [[], []]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,6 +14,9 @@ Ranks that share k, "k":
 
 One rank computes the same, for it is what the bits are. Weights are slices of the whole layer's records.
 
+An engine adds up what its ranks' layers return, with what LoRA and other layers return. There each rank returns an equal
+part of the rows, whole, and NOTHING in the others: the engine's sum only brings them together.
+
 Ranks that share n, "n": each quantises whole tokens. k is added up in its order, by kernels that do not split it: which
 split is the fastest would depend on a rank's n.
 """
@@ -30,7 +33,7 @@ import torch
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.activations.scheme import Activation, activation_named
-from jitgemm.gemm.partial import FinishSpec, finish, gemm_in_order, partial_sums, sum_chunks
+from jitgemm.gemm.partial import PARTS, FinishSpec, finish, gemm_in_order, partial_sums, sum_chunks
 from jitgemm.gemm.ranks import RanksSpec
 from jitgemm.kernel.formats import BLOCK_K, format_named
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
     from jitgemm.select.devices import DeviceSpec
     from jitgemm.weight.packed import Weight
 
+NOTHING = -0.0
+"""What changes no number that it is added to, -0.0 among them."""
 CHUNKS = 8
 """Of k, at most: ranks that can share a layer."""
 GATHERED_BYTES = 2 << 20
@@ -60,6 +65,8 @@ def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = 
         ValueError: results would depend on the ranks, or so many ranks do not have whole chunks.
     """
     name, fmt = weight.layer or "weight", weight.format
+    if world not in PARTS:
+        raise ValueError(f"{name}: expected 1, 2, 4 or 8 ranks for tp_invariant, got {world}")
     if activation.affine:
         raise ValueError(f"{name}: expected activations without zero points for tp_invariant, got int8_affine")
     if activation.dtype == "s8" and not activation.block and not fmt.group_size:
@@ -86,7 +93,7 @@ def make_invariant(layer: Any, dim: str) -> None:
     if dim == "n":
         return
     parts = without_correction(layer.parts)
-    chunks_of(parts.weight, layer.scheme, 1 if layer.split is None else layer.split.mesh.size())
+    chunks_of(parts.weight, layer.scheme, 1 if layer.split is None else layer.split.world)
     if parts.weight is not layer.weight:
         layer.take(parts)
 
@@ -117,19 +124,21 @@ def without_correction(parts: Parts) -> Parts:
     return parts._replace(weight=weight)
 
 
-def multiply_invariantly(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The layer's result of rows [m, k], of this rank's columns where ranks share them: [m, n], all or this rank's."""
+def multiply_invariantly(layer: Any, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer's result of rows [m, k], of this rank's columns where ranks share them: [m, n], all or this rank's.
+
+    bias: bf16 or fp32 [n], instead of the layer's.
+    """
     split, buffers, weight, scheme = layer.split, layer._buffers, layer.weight, layer.scheme
     columns = layer.tp_invariant == "n"
     alone = split is None or columns
-    world, group = (1, "") if alone else (split.mesh.size(), split.group.group_name)
-    rank = 0 if alone else split.mesh.get_local_rank()
+    rank, world, group = (0, 1, "") if alone else (split.rank, split.world, split.group.group_name)
     chunks = 0 if columns else chunks_of(weight, scheme, world)
     scales = None if weight.sums == "f16" else weight.channel_scale  # powers, which sums in fp32 do without
     arguments = (
         rows, weight.blocks, scales, weight.row_sum, buffers["permutation"], buffers["input_scale"],
-        buffers["bias"], weight.n, weight.k, weight.format.name, layer.activation, scheme.rotation, columns, chunks, group,
-        rank, world, not alone and split.nvlink,
+        buffers["bias"] if bias is None else bias, weight.n, weight.k, weight.format.name, layer.activation,
+        scheme.rotation, columns, chunks, group, rank, world, not alone and split.nvlink, not alone and split.added_later,
     )  # fmt: skip
     if needs_dispatcher(rows, rows):
         return torch.ops.jitgemm.invariant_linear(*arguments)
@@ -140,7 +149,7 @@ def kernels_of(layer: Any, x: str, device: DeviceSpec, max_m: int) -> Iterator[A
     """Every kernel that a layer's calls of up to max_m rows of type x can need, on one GPU or on this rank's."""
     scheme, weight, split = layer.scheme, layer.weight, layer.split
     columns = layer.tp_invariant == "n"
-    world = 1 if columns or split is None else split.mesh.size()
+    world = 1 if columns or split is None else split.world
     shared = not columns and scheme.scheme == "token" and (world > 1 or scheme.rotation)
     for each in (scheme, scheme.given) if shared else (scheme,):
         flags = each.flags | {"permuted": weight.permutation is not None, "correction": weight.correction}
@@ -167,7 +176,7 @@ def _multiply(
     rows: torch.Tensor, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
     permutation: torch.Tensor | None, input_scale: torch.Tensor | None, bias: torch.Tensor | None, n: int, k: int,
     format: str, activation: str, rotation: int, columns: bool, chunks: int, group: str, rank: int, world: int,
-    nvlink: bool,
+    nvlink: bool, added_later: bool,
 ) -> torch.Tensor:  # fmt: skip
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
     out = rows.new_empty((rows.shape[0], n))
@@ -184,7 +193,9 @@ def _multiply(
         return out
     ranks = _ranks(group, rank, world, nvlink, out)
     lhs = _quantised(rows, scheme, input_scale, permutation, ranks)
-    return ranks.sum(lhs, weight, chunks, bias, out)
+    if added_later:
+        out.fill_(NOTHING)
+    return ranks.sum(lhs, weight, chunks, bias, out, added_later)
 
 
 def _ranks(group: str, rank: int, world: int, nvlink: bool, out: torch.Tensor) -> Ranks | NvlinkRanks:
@@ -238,9 +249,9 @@ class Ranks:
 
     def sum(
         self, lhs: tuple[torch.Tensor, torch.Tensor], weight: PackedWeight, chunks: int, bias: torch.Tensor | None,
-        out: torch.Tensor,
+        out: torch.Tensor, own: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """out = the sums over all ranks of lhs times weight, and the bias."""
+        """out = the sums over all ranks of lhs times weight, and the bias; own: of this rank's part of the rows alone."""
         m, n, world = *out.shape, self.world
         scale = lhs[1]
         if world == 1:
@@ -249,7 +260,7 @@ class Ranks:
             return finish(partial_sums(lhs, weight, 0)[None], out, scale, weight, bias)
         import torch.distributed as dist
 
-        small = 4 * m * n <= GATHERED_BYTES
+        small = 4 * m * n <= GATHERED_BYTES and not own
         each = m if small else -(-m // world)
         mine = out.new_empty((m if small else world * each, n), dtype=torch.float32 if chunks else torch.int32)
         if chunks:
@@ -263,9 +274,11 @@ class Ranks:
         dist.all_to_all_single(parts.view(world * each, n), mine, group=self._group)
         first = min(self.rank * each, m)
         rows = slice(first, min(first + each, m))
-        done = out.new_empty((each, n))
+        done = out[rows] if own else out.new_empty((each, n))
         if rows.stop > first:
             finish(parts, done[: rows.stop - first], scale[rows], weight, bias)
+        if own:
+            return out
         whole = out.new_empty((world * each, n))
         _all_gather(whole, done, self._group)
         return whole[:m]
@@ -282,7 +295,7 @@ def _all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> None:
 define_op(
     "invariant_linear(Tensor rows, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, Tensor? permutation, "
     "Tensor? input_scale, Tensor? bias, SymInt n, SymInt k, str format, str activation, int rotation, bool columns, "
-    "int chunks, str group, int rank, int world, bool nvlink) -> Tensor",
+    "int chunks, str group, int rank, int world, bool nvlink, bool added_later) -> Tensor",
     _multiply,
     lambda rows, *rest: rows.new_empty((rows.shape[0], rest[6])),
 )

@@ -37,15 +37,15 @@ class NvlinkRanks:
 
     def sum(
         self, lhs: tuple[torch.Tensor, torch.Tensor], weight: PackedWeight, chunks: int, bias: torch.Tensor | None,
-        out: torch.Tensor,
+        out: torch.Tensor, own: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """out = the sums over all ranks of lhs times weight, and the bias."""
+        """As `Ranks.sum`."""
         sums = self._buffer.sums(*out.shape, torch.float32 if chunks else torch.int32)
         if chunks:
             sum_chunks(lhs, weight, chunks, sums)
         else:
             partial_sums(lhs, weight, 0, sums)
-        total(self._buffer, sums.dtype, out, lhs[1], weight.channel_scale, bias)
+        total(self._buffer, sums.dtype, out, lhs[1], weight.channel_scale, bias, own)
         return out
 
 

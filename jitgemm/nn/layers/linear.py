@@ -27,7 +27,7 @@ from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import check_packed, check_rotated
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.sharding import LinearSharding
+    from jitgemm.nn.layers.sharding import EngineSharding, LinearSharding
 
 
 Device = torch.device | str | int | None
@@ -71,7 +71,7 @@ class PackedLinear(Packed):
 
     batch_invariant = False
     _tp_invariant: str | None = None
-    split: LinearSharding | None = None
+    split: LinearSharding | EngineSharding | None = None
     prologues: Sequence[Prologue] = (NO_PROLOGUE,)
     """What the layer's quantiser may compute first."""
 
@@ -221,7 +221,8 @@ class PackedLinear(Packed):
         parts += [f"rotation={self.scheme.rotation}"] if self.scheme.rotation else []
         parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
-        parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
+        parts += [f"tp_invariant={self.tp_invariant!r}"] if self.tp_invariant is not None else []
+        parts += [f"1 of {self.split.world} parts along {self.split.dim}"] if self.split is not None else []
         return ", ".join(parts + decoded)
 
 

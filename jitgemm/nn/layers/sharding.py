@@ -58,6 +58,15 @@ class LinearSharding(Sharding):
     local_output: bool = True
     tp_invariant: bool = False
     nvlink: bool = False
+    added_later = False
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    @property
+    def world(self) -> int:
+        return self.mesh.size()
 
     @property
     def wanted(self) -> Placement:
@@ -93,6 +102,21 @@ class LinearSharding(Sharding):
         distributed = DTensor.from_local(y, self.mesh, [self.given], run_check=False)
         distributed = distributed.redistribute(self.mesh, [self.output_layout])
         return distributed.to_local() if self.local_output else distributed
+
+
+@dataclass(frozen=True)
+class EngineSharding(Sharding):
+    """How an engine divides a layer with `tp_invariant` along k, whose input it cuts and whose outputs it adds up.
+
+    Attributes:
+        rank, world: this rank, and how many.
+        nvlink: as in `LinearSharding`.
+    """
+
+    rank: int
+    world: int
+    nvlink: bool = False
+    dim, sums, added_later = "k", False, True
 
 
 @dataclass(frozen=True)
