@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from jitgemm.kernel.codes import CODES
+from jitgemm.nn.layers.invariant import invariant_part, multiply_invariantly
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
+from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.collected import CHILD, Collected
 from jitgemm.serving.stored import StoredLayers
@@ -93,7 +95,7 @@ class Packing:
 
     def pack(self, layer: torch.nn.Module) -> None:
         """Gives a layer its packed weights. It keeps its parameters: engines look for those of other ranks' experts."""
-        parts, old = [matrix.parts(layer) for matrix in self.matrices], layer._modules.get(CHILD)
+        parts, old = [self.of_rank(matrix.parts(layer)) for matrix in self.matrices], layer._modules.get(CHILD)
         if old is not None:
             first = old.packed_parts("").values()
             parts = [
@@ -122,6 +124,10 @@ class Packing:
             f"weights: expected values that the first ones' format holds, {first!r}, whose kernels CUDA graphs may have "
             f"captured, got {weight!r} (layer {self.names[0]}); the first weights serve on"
         )
+
+    def of_rank(self, parts: Parts) -> Parts:
+        """This rank's part of a weight that was read."""
+        return parts
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> torch.nn.Module:
         """The packed module of these weights."""
@@ -163,9 +169,16 @@ def _group_for_any_values(weight: Weight) -> int:
 
 
 class PackedLinearMethod(Packing):
-    """A linear with a packed weight, activations quantised to 8 bits on the way in."""
+    """A linear with a packed weight, activations quantised to 8 bits on the way in.
+
+    Attributes:
+        tp_invariant: of the packed layer; along k each rank reads all columns, and keeps a part of what is packed of them.
+        ranks: (this rank, number of ranks) along k.
+    """
 
     dtype = torch.bfloat16
+    tp_invariant: str | None = None
+    ranks = (0, 1)
 
     def place(
         self, layer: torch.nn.Module, widths: Sequence[int], k: int, whole: int, rank: int, dtype: torch.dtype,
@@ -180,22 +193,43 @@ class PackedLinearMethod(Packing):
             attributes: what the engine wants the parameters to have, its "weight_loader" among that.
         """
         self.dtype = dtype
+        if self.config.tp_invariant:
+            self.tp_invariant = "n" if self.config.ranks_that_share(layer) is None else "k"
+            self.ranks, k, rank = (rank, whole // k), whole, 0
         self.matrices = [Collected(self, widths, k, whole, rank)]
         self.create(layer, dtype, attributes)
+
+    def of_rank(self, parts: Parts) -> Parts:
+        if self.tp_invariant != "k":
+            return parts
+        parts.weight.named(self.names[0])
+        return invariant_part(parts, Cut("k", *self.ranks))
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedLinear:
         weight, bias, activation, input_scale = parts[0]
         if self.names[0].rpartition(".")[2] == "kv_b_proj":  # whose weight MLA takes from the product with an identity
             input_scale = None
-        return LINEARS[weight.bits](weight, bias, activation=activation, input_scale=input_scale)
+        made = LINEARS[weight.bits](weight, bias, activation=activation, input_scale=input_scale)
+        if self.tp_invariant == "k" and self.ranks[1] > 1:
+            from jitgemm.nn.layers.sharding import EngineSharding  # with torch.distributed
+
+            nvlink = self.config.exchange == "nvlink"
+            made.split = EngineSharding(self.config.group_of(layer), *self.ranks, nvlink)
+        made.tp_invariant = self.tp_invariant
+        return made
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         module = getattr(layer, CHILD)
         rows = input_rows(x, module.in_features)
-        out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
+        if module.split is not None and not layer.skip_bias_add:
+            bias = layer.bias  # which engines give one rank alone
         if bias is not None and bias.dtype == torch.float16:
             bias = bias.float()
-        module.multiply(module.quantise(rows), out, bias)
+        if module.tp_invariant is not None:
+            out = multiply_invariantly(module, rows, bias)
+        else:
+            out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
+            module.multiply(module.quantise(rows), out, bias)
         return out.view(*x.shape[:-1], module.out_features)
 
 

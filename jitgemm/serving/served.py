@@ -23,6 +23,7 @@ from jitgemm.checkpoint.folder import weights_of
 from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.checkpoint.layouts import FLOATS
+from jitgemm.nn.layers.invariant import EXCHANGES
 from jitgemm.nn.layers.packed import set_sums
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.nn.recipe import Recipe
@@ -30,6 +31,7 @@ from jitgemm.nn.report import some
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.serving.stored import StoredLayers, Unsupported, check_alike, source_of
 from jitgemm.serving.warm import Layers
+from jitgemm.tensors import check_flag
 
 NAME = "jitgemm"
 
@@ -48,12 +50,14 @@ class ServedModel:
         checkpoint: the quantization_config of a quantised checkpoint; None for a model in floats, whose linears and
             experts are quantised while it is loaded.
         options: a mapping with any of a `Recipe`'s fields. Of a quantised checkpoint only activation, sums and lm_head
-            count; there an activation of None is what the checkpoint says.
+            count; there an activation of None is what the checkpoint says. Also the attributes tp_invariant and exchange.
 
     Attributes:
         recipe: what the options say.
         engine, logger: how messages call the engine, and its logger.
         batch_invariant: whether the user wants results that do not depend on the other tokens.
+        tp_invariant: whether linears have the same bits on any number of ranks; `jitgemm.nn.layers.invariant`.
+        exchange: one of EXCHANGES, for the sums of such linears.
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
         saved: whether the files hold layers that jitgemm packed.
         from_files: layers whose weights are read from the files.
@@ -91,8 +95,15 @@ class ServedModel:
         if not isinstance(options, Mapping):
             raise ValueError(f"jitgemm: expected options by name, got {options!r}")
         self._said |= options
+        said = dict(self._said)
         try:
-            self.recipe = Recipe.of(self._said)
+            self.tp_invariant = said.pop("tp_invariant", False)
+            check_flag("tp_invariant", self.tp_invariant)
+            self.exchange = said.pop("exchange", EXCHANGES[0])
+            if self.exchange not in EXCHANGES[: 1 + self.tp_invariant]:
+                wanted = f"one of {EXCHANGES}" if self.tp_invariant else f"{EXCHANGES[0]!r} without tp_invariant"
+                raise ValueError(f"exchange: expected {wanted}, got {self.exchange!r}")
+            self.recipe = Recipe.of(said)
         except (TypeError, ValueError) as error:
             raise ValueError(f"jitgemm: {error}") from error
 
@@ -179,8 +190,11 @@ class ServedModel:
             plain: the engine's own of a layer in floats.
 
         Raises:
-            ValueError: some of the layers that are joined here are quantised and others are not, or differently.
+            ValueError: some of the layers that are joined here are quantised and others are not, or differently; the layer
+                has none of the bits that tp_invariant promises.
         """
+        if experts:
+            self.check_invariant(layer, prefix, "experts")
         names, joined = self._experts_names(prefix) if experts else (self._names(prefix),) * 2
         quantised = {name: self._quantised(name, layer, prefix) for name in joined}
         if len(set(quantised.values())) > 1:
@@ -194,9 +208,27 @@ class ServedModel:
                 theirs = self._checkpoints_own()
                 if theirs is None and (self.saved or self.checkpoint is not None):
                     raise ValueError(f"{prefix}: {reason}") from reason
+                self.check_invariant(layer, prefix, str(reason))
                 text = "jitgemm: %s's own kernels serve layers such as %s: %s"
                 self.logger.warning_once(text, self.engine, prefix, str(reason))
+        self.check_invariant(layer, prefix, "one in floats")
         return plain() if theirs is None else theirs.get_quant_method(layer, prefix)
+
+    def check_invariant(self, layer: torch.nn.Module, prefix: str, got: str) -> None:
+        """Raises ValueError for a layer that ranks share, and jitgemm does not serve with tp_invariant."""
+        ranks = self.ranks_that_share(layer) if self.tp_invariant else None
+        if ranks is not None and ranks > 1:
+            wanted = f"a linear that jitgemm serves, as {ranks} ranks share the layer with tp_invariant"
+            raise ValueError(f"{prefix}: expected {wanted}, got {got}")
+
+    def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
+        """How many ranks the engine adds up the outputs of: of experts, and of linears that ranks may have parts of the columns
+        of; None for others."""
+        raise NotImplementedError
+
+    def group_of(self, layer: torch.nn.Module) -> Any:
+        """The process group of such a linear's ranks."""
+        raise NotImplementedError
 
     def of_embedding(self, layer: torch.nn.Module, prefix: str, make: Callable[..., Any] | None) -> Any:
         """The method of an embedding or an output layer; None for one that stays in its type.

@@ -176,6 +176,20 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def keep(module: torch.nn.Module) -> None:
         """Nothing: SGLang leaves modules alone that have no method of their own."""
 
+    def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
+        from sglang.srt.layers.linear import RowParallelLinear
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        if isinstance(layer, FusedMoE):
+            return layer.moe_tp_size * layer.moe_ep_size
+        if not isinstance(layer, RowParallelLinear):
+            return None
+        group = getattr(layer, "tp_group", None)
+        return getattr(layer, "tp_size", 1) if group is None else group.world_size
+
+    def group_of(self, layer: torch.nn.Module) -> Any:
+        return layer.tp_group.device_group
+
     @staticmethod
     def logical_experts(layer: torch.nn.Module) -> int:
         """Experts of the model."""

@@ -60,6 +60,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         theirs = self.config._checkpoints_own()
         if theirs is None and (self.config.saved or self.config.checkpoint is not None):
             raise ValueError(f"{self.prefix}: {reason}") from reason
+        self.config.check_invariant(layer, self.prefix, str(reason))
         text = "jitgemm: SGLang's own kernels serve layers such as %s: %s"
         self.config.logger.warning_once(text, self.prefix, str(reason))
         return UnquantizedLinearMethod() if theirs is None else theirs.get_quant_method(layer, self.prefix)

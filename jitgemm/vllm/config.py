@@ -188,6 +188,20 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
         SKIP_MODULES.update(type(each).__name__ for each in module.modules())
 
+    def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import RowParallelLinear
+
+        if isinstance(layer, RoutedExperts):
+            place = layer.moe_config.moe_parallel_config
+            return place.tp_size * place.ep_size
+        return layer.tp_size if isinstance(layer, RowParallelLinear) else None
+
+    def group_of(self, layer: torch.nn.Module) -> Any:
+        from vllm.distributed import parallel_state
+
+        return parallel_state.get_tp_group().device_group
+
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]
         return bool(envs.VLLM_BATCH_INVARIANT)

@@ -38,11 +38,23 @@ def hide() -> None:
 
 
 @contextmanager
-def rank(number: int = 0, size: int = 1):
-    """Layers that are made and loaded inside are those of a rank of tensor parallelism."""
+def rank(number: int = 0, size: int = 1, group: Any = None):
+    """Layers that are made and loaded inside are those of a rank of tensor parallelism.
+
+    group: the ranks' process group, with which layers that are called inside sum up.
+    """
     import pytest
 
+    def summed(out):
+        torch.distributed.all_reduce(out, group=group)
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
+        if group is not None:
+            linears = "vllm.model_executor.layers.linear" if REAL else "vllm_standin"
+            patch.setattr(f"{linears}.tensor_model_parallel_all_reduce", summed)
+            place = SimpleNamespace(device_group=group)
+            patch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: place)
         if REAL:
             from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
@@ -132,7 +144,7 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
             )  # fmt: skip
     else:
         place = SimpleNamespace(
-            tp_rank=tp_rank, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads,
+            tp_rank=tp_rank, tp_size=tp_size, ep_size=ep_size, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads,
             enable_eplb=redundant is not None,
         )  # fmt: skip
         moe = SimpleNamespace(**said, moe_parallel_config=place, intermediate_size_per_partition=inter // tp_size)

@@ -171,13 +171,24 @@ class QKVParallelLinear(LinearBase):
         param.fill(loaded_weight, start, count, part, self._kv_rank if part else None)
 
 
+def tensor_model_parallel_all_reduce(input_):
+    raise AssertionError("one rank of several, without a process group")
+
+
 class RowParallelLinear(LinearBase):
+    skip_bias_add = False
+
     def __init__(self, input_size, output_size, bias=True, params_dtype=None, quant_config=None, prefix=""):
         sizes = input_size, output_size, input_size // RANK.size
         super().__init__(*sizes, [output_size], bias, params_dtype, quant_config, prefix)
 
     def weight_loader_v2(self, param, loaded_weight):
         param.fill_columns(loaded_weight)
+
+    def forward(self, input_):
+        output = self.quant_method.apply(self, input_, None if self.tp_rank > 0 or self.skip_bias_add else self.bias)
+        bias = self.bias if self.skip_bias_add else None
+        return (output if self.tp_size == 1 else tensor_model_parallel_all_reduce(output)), bias
 
 
 SUPPORTED: list[str] = []
@@ -430,6 +441,7 @@ def install() -> dict[str, ModuleType]:
         "vllm": {"__version__": f"{VERSION}, a stand-in"},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": logger},
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: None},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm.transformers_utils.config": {"get_safetensors_params_metadata": lambda model, *, revision=None: {}},
         "vllm.model_executor.utils": {"set_weight_attrs": attributes},

@@ -185,9 +185,9 @@ def test_chunks_of_as_many_ranks_as_divide_k():
     layer.weight.named("model.down")
     words = r"model.down: expected k = 768 to be a multiple of 4 ranks \* 128 for tp_invariant"
     with pytest.raises(ValueError, match=words):
-        invariant.invariant_part(layer, Cut("k", 0, 4))
+        invariant.invariant_part(layer.parts, Cut("k", 0, 4))
     with pytest.raises(ValueError, match="model.down: expected 1, 2, 4 or 8 ranks for tp_invariant, got 3"):
-        invariant.invariant_part(layer, Cut("k", 0, 3))
+        invariant.invariant_part(layer.parts, Cut("k", 0, 3))
 
 
 REFUSED = {
@@ -203,13 +203,13 @@ def test_layers_that_have_no_such_bits_are_refused_by_name(name):
     layer = make()
     layer.weight.named("model.down")
     with pytest.raises(ValueError, match=f"model.down: .*{words}"):
-        invariant.invariant_part(layer, Cut("k", 0, 2))
+        invariant.invariant_part(layer.parts, Cut("k", 0, 2))
 
 
 def test_corrections_become_zero_points_again():
     layer = corrected()
     assert layer.weight.format.correction
-    part = invariant.invariant_part(layer, Cut("k", 1, 4))
+    part = invariant.invariant_part(layer.parts, Cut("k", 1, 4))
     assert not part.weight.format.correction and part.weight.format.zero_point
 
 

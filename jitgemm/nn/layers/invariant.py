@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from jitgemm.select.devices import DeviceSpec
     from jitgemm.weight.packed import Weight
 
+EXCHANGES = ("collectives", "nvlink")
+"""How sums, and tokens of each rank's own for experts on others, get from rank to rank."""
 NOTHING = -0.0
 """What changes no number that it is added to, -0.0 among them."""
 CHUNKS = 8
@@ -98,14 +100,16 @@ def make_invariant(layer: Any, dim: str) -> None:
         layer.take(parts)
 
 
-def invariant_part(layer: Any, cut: Cut) -> Parts:
+def invariant_part(parts: Parts, cut: Cut) -> Parts:
     """A rank's part of a whole layer: a slice of its records, with all of the bias.
 
     Raises:
         ValueError: results would depend on the ranks.
     """
-    parts = without_correction(layer.parts)
-    chunks = chunks_of(parts.weight, layer.scheme, cut.world, whole=True)
+    parts = without_correction(parts)
+    chunks = chunks_of(parts.weight, activation_named(parts.activation), cut.world, whole=True)
+    if cut.world == 1:
+        return parts
     part = part_of(parts, cut, summed_first=True)
     if chunks and part.weight.format != parts.weight.format:
         raise ValueError(

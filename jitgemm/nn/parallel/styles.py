@@ -21,13 +21,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.nn.layers.invariant import invariant_part
+from jitgemm.nn.layers.invariant import EXCHANGES, invariant_part
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 from jitgemm.tensors import check_flag
-
-EXCHANGES = ("collectives", "nvlink")
-"""How tokens of each rank's own get to experts on others."""
 
 
 class _Divides(ParallelStyle):
@@ -72,7 +69,7 @@ class _Divides(ParallelStyle):
         try:
             cut = Cut(self.dim, *rank_of(device_mesh))
             invariant = self.tp_invariant and self.dim == "k"
-            module.take(invariant_part(module, cut) if invariant else part_of(module.parts, cut))
+            module.take(invariant_part(module.parts, cut) if invariant else part_of(module.parts, cut))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         module.in_features, module.out_features = module.weight.k, module.weight.n
