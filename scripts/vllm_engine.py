@@ -3,6 +3,8 @@
     python scripts/vllm_engine.py speed MODEL/QUANT... OUT.jsonl    weights of real sizes and no meaning
     python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2] [--checkpoint ONE]
                                                                     small checkpoints with real weights, all engines
+    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--tps 1 2] [--eager] [--seconds 600]
+                                                                    whether a model says the same on any number of GPUs
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
@@ -19,6 +21,9 @@ jitgemm, with options or without.
 KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that engine_lib/checkpoints.py
 lists; of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
+same serves one small Llama in bf16 by each QUANT, such as 'jitgemm:{"tp_invariant": true}', on each number of GPUs, compiled
+and eager or --eager alone, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, of prompts, too.
+
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
 engine that has not started within --start-seconds is ended; after --seconds no more is asked, and what was measured by
@@ -29,11 +34,14 @@ OUT, too, and a layer's one after another.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -225,8 +233,50 @@ def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
     compared.compare(__file__, folder, given, out, {"kind": kind, "tp": tp})
 
 
-def one(arguments: str, out: str) -> None:
-    """Logprobs of every token of some prompts, as JSON."""
+def same(quants: list[str], out: str, tps: list[int], eager: bool, seconds: float) -> None:
+    """Whether the first number of GPUs and the others have equal tokens and logprobs."""
+    folder, deadline = Path(tempfile.mkdtemp()), time.monotonic() + seconds
+    small("dense", folder, [])
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    # vLLM's norm as it sums over ranks is another one than on one GPU.
+    compiled = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
+    modes = {"eager": {"enforce_eager": True}} | ({} if eager else {"compiled": compiled})
+    started = []
+    for number, quant in enumerate(quants):
+        path = folder / str(number)
+        path.mkdir()
+        config, more = engine_of("small", quant)
+        said = json.loads((folder / "bf16" / "config.json").read_text())
+        said |= {} if config is None else {"quantization_config": config}
+        (path / "config.json").write_text(json.dumps(said))
+        (path / "model.safetensors").symlink_to(folder / "bf16" / "model.safetensors")
+        for mode, tp in product(modes, tps):
+            arguments = {"model": str(path), "tensor_parallel_size": tp, **modes[mode], **more}
+            values = path / f"{mode}-{tp}.json"
+            command = [sys.executable, __file__, "one", json.dumps(arguments), str(values), "--made", "24"]
+            with Path(out).with_name(f"same-{number}-{mode}-{tp}.log").open("w") as log:
+                started.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+    for engine in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.wait(max(deadline - time.monotonic(), 0))
+        turns.end(engine)
+    for (number, quant), mode in product(enumerate(quants), modes):
+        files = [folder / str(number) / f"{mode}-{tp}.json" for tp in tps]
+        found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+        for tp, values in zip(tps[1:], found[1:]):
+            row: dict[str, Any] = {"quant": quant, "mode": mode, "tp": [tps[0], tp]}
+            if found[0] is None or values is None:
+                report(out, row | {"failed": [tp for tp, file in zip(tps, files) if not file.exists()]})
+                continue
+            apart = [abs(a - b) for a, b in zip(found[0]["logprobs"], values["logprobs"])]
+            report(out, row | {
+                "tokens": len(values["tokens"]), "equal_tokens": values["tokens"] == found[0]["tokens"],
+                "logprobs": len(apart), "equal_logprobs": values == found[0], "most_apart": max(apart),
+            })  # fmt: skip
+
+
+def one(arguments: str, out: str, made: int) -> None:
+    """Logprobs of every token of some prompts, as JSON; of those that are made, too, and these, where made is not 0."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -234,12 +284,20 @@ def one(arguments: str, out: str) -> None:
         enable_prefix_caching=False, disable_log_stats=True, **json.loads(arguments),
     )  # fmt: skip
     prompts = [{"prompt_token_ids": each} for each in compared.prompts()]
-    how = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    values = []
+    how = SamplingParams(
+        temperature=0, max_tokens=max(made, 1), prompt_logprobs=0, detokenize=False,
+        **{"logprobs": 0, "ignore_eos": True} if made else {},
+    )  # fmt: skip
+    values: list[float] = []
+    tokens: list[int] = []
     for prompt, answer in zip(prompts, llm.generate(prompts, how, use_tqdm=False)):
         ids = prompt["prompt_token_ids"]
         values += [each[ids[i]].logprob for i, each in enumerate(answer.prompt_logprobs) if each is not None]
-    compared.write(out, values)
+        if made:
+            [said] = answer.outputs
+            tokens += said.token_ids
+            values += [each[token].logprob for each, token in zip(said.logprobs, said.token_ids, strict=True)]
+    compared.write(out, {"tokens": tokens, "logprobs": values} if made else values)
 
 
 def speed(**given: Any) -> None:
@@ -247,9 +305,13 @@ def speed(**given: Any) -> None:
 
 
 def main() -> None:
-    parser, commands = turns.command_line(__doc__, KINDS)
+    parser, commands = turns.command_line(__doc__, KINDS, ("same", ("quants", "out")))
     commands["logprobs"].add_argument("--tp", type=int, default=1)
     commands["logprobs"].add_argument("--checkpoint", choices={name for each in KINDS.values() for name in each})
+    commands["one"].add_argument("--made", type=int, default=0, help="tokens of each prompt")
+    commands["same"].add_argument("--tps", type=int, nargs="+", default=[1, 2])
+    commands["same"].add_argument("--eager", action="store_true")
+    commands["same"].add_argument("--seconds", type=float, default=600)
     given = vars(parser.parse_args())
     turns.find_plug_ins("vllm.general_plugins", PLUG_INS)
     globals()[given.pop("command")](**given)

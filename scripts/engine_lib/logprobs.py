@@ -52,7 +52,7 @@ def compare(script: str, folder: Path, engines: dict[Engine, dict[str, Any]], ou
         report(out, line)
 
 
-def write(out: str, values: list[float]) -> None:
+def write(out: str, values: list[float] | dict[str, Any]) -> None:
     """A file that is there as a whole or not at all."""
     part = Path(out).with_suffix(".part")
     part.write_text(json.dumps(values))

@@ -139,18 +139,20 @@ def find_plug_ins(group: str, plug_ins: dict[str, str]) -> None:
     sys.path[:0] = paths
 
 
-def command_line(doc: str | None, kinds: Iterable[str]) -> tuple[argparse.ArgumentParser, Any]:
-    """The commands that the scripts have in common, and them by name."""
+def command_line(
+    doc: str | None, kinds: Iterable[str], *more: tuple[str, tuple[str, ...]]
+) -> tuple[argparse.ArgumentParser, Any]:
+    """The commands that the scripts have in common, with more (name, arguments), and them by name."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, arguments in (
         ("speed", ("engines", "out")), ("engine", ("model", "quant", "out")),
-        ("logprobs", ("kind", "out")), ("one", ("arguments", "out")),
+        ("logprobs", ("kind", "out")), ("one", ("arguments", "out")), *more,
     ):  # fmt: skip
         command = commands.add_parser(name)
         for argument in arguments:
             allowed = list(kinds) if argument == "kind" else None
-            command.add_argument(argument, nargs="+" if argument == "engines" else None, choices=allowed)
+            command.add_argument(argument, nargs="+" if argument in ("engines", "quants") else None, choices=allowed)
         if name in ("speed", "engine"):
             command.add_argument("--steps", type=int, default=512, help="timed, of each number of sequences")
     commands.choices["speed"].add_argument("--rounds", type=int, default=3)

@@ -338,3 +338,55 @@ def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatc
     for name, (a, b) in apart.items():
         assert found[name]["most_apart"] == max(a, b)
         assert found[name]["mean_apart"] == pytest.approx((a * first + b * rest) / (first + rest))
+
+
+SAYS_TOO = """
+import json
+import os
+from types import SimpleNamespace
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, prompt_logprobs, detokenize, logprobs, ignore_eos):
+        self.made = max_tokens
+
+
+class LLM:
+    def __init__(self, model, tensor_parallel_size, enforce_eager=False, **arguments):
+        options = json.load(open(os.path.join(model, "config.json")))["quantization_config"]
+        assert os.path.exists(os.path.join(model, "model.safetensors")) and os.environ["VLLM_BATCH_INVARIANT"] == "1"
+        if options.get("sums") == "exact" and tensor_parallel_size == 2:
+            os._exit(3)
+        self.apart = 0.0 if options.get("tp_invariant") else 0.5 * tensor_parallel_size * (1 - enforce_eager)
+
+    def generate(self, prompts, how, use_tqdm):
+        for prompt in prompts:
+            words = [{each: SimpleNamespace(logprob=-1.0)} for each in prompt["prompt_token_ids"]]
+            made = [7 + int(self.apart) * (i == 2) for i in range(how.made)]
+            said = [{token: SimpleNamespace(logprob=self.apart - 2)} for token in made]
+            said = SimpleNamespace(token_ids=made, logprobs=said)
+            yield SimpleNamespace(prompt_logprobs=[None, *words[1:]], outputs=[said])
+"""
+
+
+def test_numbers_of_gpus_are_compared_by_tokens_and_logprobs(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(SAYS_TOO)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+
+    def with_a_file(kind, folder, names):
+        configs_alone(kind, folder, names)
+        (folder / "bf16" / "model.safetensors").touch()
+
+    monkeypatch.setattr(vllm_engine, "small", with_a_file)
+    out, quants = tmp_path / "out.jsonl", ['jitgemm:{"tp_invariant": true}', "jitgemm", 'jitgemm:{"sums": "exact"}']
+    vllm_engine.same(quants, str(out), [1, 2], False, 60)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["quant"], row["mode"]) for row in rows] == [
+        (each, mode) for each in quants for mode in ("eager", "compiled")
+    ]
+    assert all(row["tp"] == [1, 2] for row in rows) and [row.get("failed") for row in rows] == [None] * 4 + [[2]] * 2
+    found = [(row["equal_tokens"], row["equal_logprobs"], row["most_apart"]) for row in rows[:4]]
+    assert found == [(True, True, 0), (True, True, 0), (True, True, 0), (False, False, 0.5)]
+    assert rows[0]["tokens"] == 8 * 24 and rows[0]["logprobs"] == 8 * 24 + sum(63 + 50 * i for i in range(8))
