@@ -3,7 +3,7 @@
     python scripts/vllm_engine.py speed MODEL/QUANT... OUT.jsonl    weights of real sizes and no meaning
     python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2] [--checkpoint ONE]
                                                                     small checkpoints with real weights, all engines
-    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--tps 1 2] [--eager] [--seconds 600]
+    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--tps 1 2] [--modes eager compiled] [--seconds 600]
                                                                     whether a model says the same on any number of GPUs
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
@@ -21,8 +21,8 @@ jitgemm, with options or without.
 KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that engine_lib/checkpoints.py
 lists; of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
-same serves one small Llama in bf16 by each QUANT, such as 'jitgemm:{"tp_invariant": true}', on each number of GPUs, compiled
-and eager or --eager alone, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, of prompts, too.
+same serves one small Llama in bf16 by each QUANT, such as 'jitgemm:{"tp_invariant": true}', on each number of GPUs and in
+each mode, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, those of prompts, too.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
@@ -233,14 +233,14 @@ def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
     compared.compare(__file__, folder, given, out, {"kind": kind, "tp": tp})
 
 
-def same(quants: list[str], out: str, tps: list[int], eager: bool, seconds: float) -> None:
+def same(quants: list[str], out: str, tps: list[int], modes: list[str], seconds: float) -> None:
     """Whether the first number of GPUs and the others have equal tokens and logprobs."""
     folder, deadline = Path(tempfile.mkdtemp()), time.monotonic() + seconds
     small("dense", folder, [])
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     # vLLM's norm as it sums over ranks is another one than on one GPU.
     compiled = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
-    modes = {"eager": {"enforce_eager": True}} | ({} if eager else {"compiled": compiled})
+    arguments_of: dict[str, Any] = {"eager": {"enforce_eager": True}, "compiled": compiled}
     started = []
     for number, quant in enumerate(quants):
         path = folder / str(number)
@@ -251,7 +251,7 @@ def same(quants: list[str], out: str, tps: list[int], eager: bool, seconds: floa
         (path / "config.json").write_text(json.dumps(said))
         (path / "model.safetensors").symlink_to(folder / "bf16" / "model.safetensors")
         for mode, tp in product(modes, tps):
-            arguments = {"model": str(path), "tensor_parallel_size": tp, **modes[mode], **more}
+            arguments = {"model": str(path), "tensor_parallel_size": tp, **arguments_of[mode], **more}
             values = path / f"{mode}-{tp}.json"
             command = [sys.executable, __file__, "one", json.dumps(arguments), str(values), "--made", "24"]
             with Path(out).with_name(f"same-{number}-{mode}-{tp}.log").open("w") as log:
@@ -310,7 +310,7 @@ def main() -> None:
     commands["logprobs"].add_argument("--checkpoint", choices={name for each in KINDS.values() for name in each})
     commands["one"].add_argument("--made", type=int, default=0, help="tokens of each prompt")
     commands["same"].add_argument("--tps", type=int, nargs="+", default=[1, 2])
-    commands["same"].add_argument("--eager", action="store_true")
+    commands["same"].add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     commands["same"].add_argument("--seconds", type=float, default=600)
     given = vars(parser.parse_args())
     turns.find_plug_ins("vllm.general_plugins", PLUG_INS)
