@@ -21,7 +21,7 @@ jitgemm, with options or without.
 KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that engine_lib/checkpoints.py
 lists; of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
-same serves one small Llama in bf16 by each QUANT, such as 'jitgemm:{"tp_invariant": true}', on each number of GPUs and in
+same serves one small Llama in bf16 by each QUANT, such as 'jitgemm:{"tp_invariant": true}', on each number of GPUs, in
 each mode, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, those of prompts, too.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When

@@ -68,6 +68,10 @@ def divided(mesh, name: str) -> list[torch.Tensor]:
         layer.skip_bias_add = True
         out, bias = layer(inputs(2).chunk(2, 1)[number].contiguous())
         assert bias is layer.bias
+        torch._dynamo.reset()  # a process compiles a function for eight layers at most
+        compiled = torch.compile(lambda x: layer.quant_method.apply(layer, x), backend="aot_eager", fullgraph=True)
+        x = inputs(7).chunk(2, 1)[number].contiguous()
+        assert builders.same_bits(compiled(x), layer.quant_method.apply(layer, x))
         return [*found, out]
 
 
