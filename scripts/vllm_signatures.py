@@ -45,7 +45,6 @@ FUNCTIONS = (
     LAYERS + "quantization:register_quantization_config",
     LAYERS + "quantization:get_quantization_config",
     LAYERS + "fused_moe.all2all_utils:maybe_make_prepare_finalize",
-    LAYERS + "fused_moe.prepare_finalize:make_moe_prepare_and_finalize_no_dp_ep",
     LAYERS + "fused_moe.modular_kernel:FusedMoEKernel",
     LAYERS + "fused_moe.modular_kernel:FusedMoEKernel.apply",
     LAYERS + "fused_moe.config:fp8_w8a8_moe_quant_config",

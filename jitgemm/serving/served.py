@@ -53,11 +53,11 @@ class ServedModel:
             count; there an activation of None is what the checkpoint says. Also the attributes tp_invariant and exchange.
 
     Attributes:
-        recipe: what the options say.
+        recipe: what the options say of weights.
         engine, logger: how messages call the engine, and its logger.
         batch_invariant: whether the user wants results that do not depend on the other tokens.
         tp_invariant: whether linears have the same bits on any number of ranks; `jitgemm.nn.layers.invariant`.
-        exchange: one of EXCHANGES, for the sums of such linears.
+        exchange: one of EXCHANGES, for the sums of such linears, and for experts' tokens where `experts_over_nvlink`.
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
         saved: whether the files hold layers that jitgemm packed.
         from_files: layers whose weights are read from the files.
@@ -69,6 +69,7 @@ class ServedModel:
 
     engine: str
     logger: Any
+    experts_over_nvlink = False
     warmer: Any
     batch_invariant: bool
     packed_modules_mapping: Mapping[str, list[str]]
@@ -100,8 +101,9 @@ class ServedModel:
             self.tp_invariant = said.pop("tp_invariant", False)
             check_flag("tp_invariant", self.tp_invariant)
             self.exchange = said.pop("exchange", EXCHANGES[0])
-            if self.exchange not in EXCHANGES[: 1 + self.tp_invariant]:
-                wanted = f"one of {EXCHANGES}" if self.tp_invariant else f"{EXCHANGES[0]!r} without tp_invariant"
+            wide = self.tp_invariant or self.experts_over_nvlink
+            if self.exchange not in EXCHANGES[: 1 + wide]:
+                wanted = f"one of {EXCHANGES}" if wide else f"{EXCHANGES[0]!r} without tp_invariant"
                 raise ValueError(f"exchange: expected {wanted}, got {self.exchange!r}")
             self.recipe = Recipe.of(said)
         except (TypeError, ValueError) as error:

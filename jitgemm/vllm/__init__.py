@@ -3,6 +3,7 @@
     config       the quantisation config that vLLM asks
     linear       the methods of vLLM's linears and of its output layer
     experts      the method of vLLM's fused experts
+    exchange     experts' tokens sent between data-parallel ranks by jitgemm's kernels
     warm_graphs  what vLLM says of tokens and graphs to `jitgemm.serving.warm`
     fusion       norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
     lora         adapters' products added between the steps of experts

@@ -29,7 +29,7 @@ logger = init_logger("vllm." + __name__)
 class JitGemmConfig(ServedModel, QuantizationConfig):
     """What vLLM asks of `ServedModel`."""
 
-    engine, logger = "vLLM", logger
+    engine, logger, experts_over_nvlink = "vLLM", logger, True
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__(checkpoint, options)
@@ -180,6 +180,12 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """Whether vLLM may capture CUDA graphs of the model."""
         model = getattr(get_current_vllm_config_or_none(), "model_config", None)
         return model is None or not model.enforce_eager
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks may come and go while vLLM serves."""
+        parallel = getattr(get_current_vllm_config_or_none(), "parallel_config", None)
+        return bool(getattr(parallel, "enable_elastic_ep", False))
 
     @staticmethod
     def keep(module: torch.nn.Module) -> None:

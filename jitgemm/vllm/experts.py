@@ -2,13 +2,13 @@
 
 vLLM routes; `jitgemm.fused_experts` does the rest, for the experts of this rank. Where data-parallel ranks exchange
 tokens, and where experts have LoRAs, it does so inside a modular kernel of vLLM; backends that sort tokens by expert
-(DeepEP low latency, NIXL) get `fused_experts_masked`.
+(DeepEP low latency, NIXL) get `fused_experts_masked`. With `exchange="nvlink"` this method exchanges tokens itself.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -35,6 +35,9 @@ from jitgemm.serving.stored import Unsupported
 from jitgemm.vllm.eplb import expert_rows
 from jitgemm.vllm.lora import run_adapted
 
+if TYPE_CHECKING:
+    from jitgemm.nn.layers.sharding import ExpertSharding
+
 logger = init_logger("vllm." + __name__)
 _GATES = {
     "silu": ("silu", "gate_up"),
@@ -50,7 +53,13 @@ _GATES = {
 
 
 class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
-    """Experts with packed weights."""
+    """Experts with packed weights.
+
+    Attributes:
+        split: how jitgemm's kernels exchange the ranks' tokens; None where vLLM does, or nobody.
+    """
+
+    split: ExpertSharding | None = None
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
@@ -73,6 +82,11 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return True
 
     @property
+    def supports_internal_mk(self) -> bool:
+        """Whether this method exchanges tokens itself, or its modular kernel does: vLLM's runner does not then."""
+        return self.moe_kernel is not None or self.split is not None
+
+    @property
     def _moves(self) -> bool:
         """Whether vLLM moves experts between ranks."""
         return bool(self.moe.moe_parallel_config.enable_eplb)
@@ -84,6 +98,10 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         sizes = hidden_size, intermediate_size_per_partition, self.moe.intermediate_size
         inputs, rank = Gate(*_GATES[self.moe.activation.value]).inputs, self.moe.moe_parallel_config.tp_rank
         biased = self.moe.has_bias
+        if self.config.exchange == "nvlink":
+            from jitgemm.vllm.exchange import sharding_of  # with torch.distributed
+
+            self.split = sharding_of(self.moe, layer.expert_map, self.config.elastic, logger)
         self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
@@ -95,6 +113,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             name = f"{self.names[0].rpartition('.')[0]}.gate"
             raise ValueError(f"{name}: expected order {expected} with LoRA, as vLLM's adapters have it, got {order}")
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
+        module.split = self.split
         return module
 
     def gate(self, layer: torch.nn.Module) -> Gate:
@@ -149,15 +168,15 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
         from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
-        from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepare_and_finalize_no_dp_ep
 
         backend = self.moe.moe_parallel_config.all2all_backend
         if backend in ("passthrough", "moonep"):
             raise ValueError(f"all2all_backend: expected one that exchanges tokens around the experts, got {backend}")
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, layer._expert_routing_tables())
-        if exchange is None and self.moe.is_lora_enabled:
-            exchange = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
+        # With adapters there is one always, as vLLM's runner gathers tokens for methods alone that have none.
+        options = {"allow_new_interface": self.moe.is_lora_enabled}
+        tables = layer._expert_routing_tables()
+        exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables, **options)
         if exchange is None:
             return None
         given = getattr(layer, CHILD), self.moe, self.moe_quant_config
@@ -192,6 +211,8 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             )  # fmt: skip
         if on_input:
             x, topk_weights = weighed(x, topk_weights)
+        if self.split is not None:
+            return module.run(x, topk_ids.contiguous(), topk_weights.contiguous())
         return module.run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
 
 

@@ -471,13 +471,12 @@ def install() -> dict[str, ModuleType]:
             ),
         },
         LAYERS + "fused_moe.all2all_utils": {
-            "maybe_make_prepare_finalize": lambda moe, quant_config, tables=None: None
+            "maybe_make_prepare_finalize": lambda moe, quant_config, tables=None, allow_new_interface=False: (
+                NoExchange() if allow_new_interface else None
+            )
         },
         LAYERS + "fused_moe.modular_kernel": {"FusedMoEKernel": FusedMoEKernel},
         LAYERS + "fused_moe.experts.lora_experts_mixin": {"LoRAExpertsMixin": LoRAExpertsMixin},
-        LAYERS + "fused_moe.prepare_finalize": {
-            "make_moe_prepare_and_finalize_no_dp_ep": lambda use_monolithic: NoExchange()
-        },
         LAYERS + "fused_moe.prepare_finalize.batched": {"BatchedPrepareAndFinalize": BatchedPrepareAndFinalize},
         LAYERS + "fused_moe.topk_weight_and_reduce": {
             name: type(name, (), {}) for name in ("TopKWeightAndReduceNoOP", "TopKWeightAndReduceDelegate")

@@ -23,7 +23,7 @@ CEILINGS = {
     "load_: files": 85,
     "load_: lines": 17_490,
     "files above 450 lines": 0,
-    "lines of the package": 32_750,
+    "lines of the package": 32_860,
 }
 
 

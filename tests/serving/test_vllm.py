@@ -1757,7 +1757,7 @@ def batched(monkeypatch, config, sizes, ep, max_num_tokens=8, **options):
 
     asked = []
 
-    def exchange(moe, quant_config, routing_tables=None):
+    def exchange(moe, quant_config, routing_tables=None, allow_new_interface=False):
         asked.append(quant_config)
         return BatchedPrepareAndFinalize(max_num_tokens, moe.num_local_experts, 1, ep[0])
 

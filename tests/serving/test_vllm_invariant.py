@@ -138,10 +138,6 @@ def test_weights_that_are_loaded_again_are_cut_as_the_first():
 
 REFUSED = {
     "options": ({"tp_invariant": 1}, "jitgemm: tp_invariant: expected a bool, got int"),
-    "exchange": (
-        {"exchange": "nvlink"},
-        "jitgemm: exchange: expected 'collectives' without tp_invariant, got 'nvlink'",
-    ),
     "exchanges": ({"tp_invariant": True, "exchange": "ib"}, r"jitgemm: exchange: expected one of \('coll.*, got 'ib'"),
 }
 

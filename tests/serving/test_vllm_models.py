@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from vllm_cases import CONFIGS, scheme, stored
+from vllm_cases import CONFIGS, SHARDS, mixture, scheme, stored
 
 import jitgemm.vllm
 from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
@@ -38,9 +38,14 @@ EXPERTS, INTER = 4, 384
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+def replica(rank, replicas):
+    """Arguments of one of so many data-parallel ranks."""
+    return {"data_parallel_size": replicas, "data_parallel_rank": rank} if replicas > 1 else {}
+
+
 @contextmanager
-def process_group(file, rank=0, size=1):
-    """A process group of gloo; this process is one rank of it."""
+def process_group(file, rank=0, size=1, replicas=1):
+    """A process group of gloo; this process is one rank of it: of `size` that share the model, or of so many replicas."""
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
@@ -48,10 +53,12 @@ def process_group(file, rank=0, size=1):
         init_distributed_environment,
     )
 
-    config = VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=ParallelConfig(tensor_parallel_size=size))
+    parallel = ParallelConfig(tensor_parallel_size=size, enable_expert_parallel=replicas > 1, **replica(rank, replicas))
+    config = VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=parallel)
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
         patch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)  # torch 2.13 has none on the CPU
-        init_distributed_environment(size, rank, f"file://{file}", rank, "gloo")
+        torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=size * replicas)
+        init_distributed_environment(size, 0 if replicas > 1 else rank, "env://", rank, "gloo")
         ensure_model_parallel_initialized(size, 1)
         yield
     cleanup_dist_env_and_memory()
@@ -570,6 +577,48 @@ def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
         else:
             expected, joined = dense[layer], torch.cat(found, 1)
         assert torch.equal(joined, expected), layer
+
+
+# ---- experts whose ranks have other tokens ----------------------------------------------------------------------------
+
+TOKENS = (1, 5)
+
+
+def rank_with_tokens(rank, folder, exchange):
+    """In a process of its own: what vLLM's runner makes of this rank's tokens."""
+    from vllm.forward_context import set_forward_context
+
+    with process_group(folder / "store", rank, replicas=2):
+        options = {"hf_overrides": {"jitgemm": {"exchange": "nvlink"}}} if exchange else {}
+        model, config = loaded_with_config(folder, enable_expert_parallel=True, **replica(rank, 2), **options)
+        runner = model.model.layers[0].mlp.experts
+        torch.manual_seed(rank)
+        x, ids = (
+            torch.randn(TOKENS[rank], SIZES["hidden_size"]).bfloat16(),
+            torch.rand(TOKENS[rank], EXPERTS).argsort(1),
+        )
+        weights, ids = torch.rand(TOKENS[rank], 2), ids[:, :2].int()
+        runner.router.select_experts = lambda **_: (weights, ids)  # vLLM's is in its libraries
+        found = {"x": x, "ids": ids, "weights": weights, "gathers": runner.do_naive_dispatch_combine}
+        if exchange:
+            with set_forward_context(None, config, len(x), torch.tensor(TOKENS, dtype=torch.int32)):
+                found["out"] = runner(x, torch.zeros(len(x), EXPERTS, dtype=torch.bfloat16))
+        torch.save(found, folder / f"rank{rank}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["nvlink", "vllm's"])
+def test_ranks_send_their_tokens_themselves(tmp_path, exchange):
+    """On a CPU jitgemm's collectives carry them; vLLM's runner, which asks who does, is the same."""
+    dense = save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, True)
+    [start] = {key.partition(".experts.")[0] for key in dense if ".experts." in key}
+    experts = {(e, proj): dense[f"{start}.experts.{e}.{proj}"] for e in range(EXPERTS) for proj in SHARDS}
+    torch.multiprocessing.spawn(rank_with_tokens, (tmp_path, exchange), 2)
+    for rank in (torch.load(tmp_path / f"rank{number}") for number in range(2)):
+        assert rank["gathers"] is not exchange
+        if exchange:
+            expected = mixture(rank["x"], rank["ids"], rank["weights"], experts)
+            assert (rank["out"].double() - expected).norm() < 0.06 * expected.norm()
 
 
 # ---- experts that move, experts with adapters ------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""Who sends experts' tokens between vLLM's ranks; on stand-ins, or on the real vLLM. `test_vllm_models.py` sends some."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm_cases import CONFIGS, expert_tensors, load_experts, made, vllm_is_there
+from vllm_layers import experts, rank
+
+from jitgemm.nn.layers.sharding import ExpertSharding
+from jitgemm.vllm.exchange import reason_against, sharding_of
+
+__all__ = ["vllm_is_there"]
+
+
+def ranks(**more):
+    said = dict(
+        dp_size=2, ep_size=2, ep_rank=1, tp_size=1, pcp_size=1, sp_size=1, is_sequence_parallel=False, use_ep=True,
+        use_ag_rs_all2all_kernels=True, all2all_backend="allgather_reducescatter",
+    )  # fmt: skip
+    return SimpleNamespace(**said | more)
+
+
+def config(of_ranks, **more):
+    said = dict(moe_parallel_config=of_ranks, num_local_experts=2, max_num_tokens=33, is_lora_enabled=False)
+    return SimpleNamespace(**said | more)
+
+
+def reason(of_ranks=None, places=(-1, -1, 0, 1), elastic=False, internode=False, **more):
+    of_ranks = of_ranks or ranks()
+    split = ExpertSharding(None, of_ranks.ep_rank, of_ranks.ep_size, 2, exchanges=True)
+    places = None if places is None else torch.tensor(places, dtype=torch.int32)
+    return reason_against(config(of_ranks, **more), split, places, elastic, SimpleNamespace(internode=internode))
+
+
+def test_ranks_of_one_host_with_their_own_tokens_exchange_them():
+    assert reason() is None
+    halves = ranks(dp_size=1, sp_size=2, is_sequence_parallel=True)
+    assert reason(halves) is None
+
+
+@pytest.mark.parametrize(
+    ("why", "what"),
+    [
+        (
+            "all2all_backend allgather_reducescatter, got deepep_high_throughput",
+            {"of_ranks": ranks(use_ag_rs_all2all_kernels=False, all2all_backend="deepep_high_throughput")},
+        ),
+        ("prefill_context_parallel_size=2", {"of_ranks": ranks(pcp_size=2)}),
+        ("got tensor-parallel ranks that have the same", {"of_ranks": ranks(dp_size=1)}),
+        ("at most 8 ranks, got 9", {"of_ranks": ranks(dp_size=9, ep_size=9), "places": (-1, -1, 0, 1, *[-1] * 14)}),
+        ("got several hosts", {"internode": True}),
+        ("another expert placement", {"places": (-1, 0, -1, 1)}),
+        ("another expert placement", {"places": (-1, -1, -1, 0, 1)}),
+        ("another expert placement", {"places": None}),
+        ("--enable-elastic-ep", {"elastic": True}),
+        ("--enable-lora", {"is_lora_enabled": True}),
+    ],
+)
+def test_what_kernels_cannot_exchange_is_said(why, what):
+    assert why in reason(**what)
+
+
+def test_ranks_with_the_same_tokens_exchange_none_and_shared_experts_warn():
+    said = []
+    logger = SimpleNamespace(warning_once=lambda text, *given: said.append(text % given))
+    assert sharding_of(config(ranks(dp_size=1)), None, False, logger) is None and not said
+    assert sharding_of(config(ranks(use_ep=False)), None, False, logger) is None
+    assert len(said) == 1 and "expects --enable-expert-parallel, got experts that all ranks share" in said[0]
+
+
+@pytest.mark.parametrize("value", ["deepep", True])
+def test_an_exchange_that_there_is_not_is_an_error(value):
+    with pytest.raises(ValueError, match=f"exchange: expected one of .*'nvlink'.*, got {value!r}"):
+        made(CONFIGS["packed"], {"exchange": value})
+    assert made(None, {"exchange": "nvlink", "scheme": "int4"}).recipe.scheme == "int4"
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_kernel_with_adapters_exchanges_tokens_as_vllms_runner_does_for_none(monkeypatch, adapters):
+    """The runner gathers no tokens for a modular kernel, which adapters need."""
+    owner = importlib.import_module("vllm.model_executor.layers.fused_moe.all2all_utils")
+    make, asked = owner.maybe_make_prepare_finalize, []
+
+    def recorded(moe, *given, **options):
+        asked.append(options)
+        return make(moe, *given, **options)
+
+    monkeypatch.setattr(owner, "maybe_make_prepare_finalize", recorded)
+    monkeypatch.setattr(owner, "get_ep_all2all_manager", lambda *_: SimpleNamespace(world_size=2), raising=False)
+    with rank():
+        layer = experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, more={"is_lora_enabled": adapters})
+        load_experts(layer, "m.experts", expert_tensors(CONFIGS["packed"], 4, 64, 64)[0])
+        layer.quant_method.process_weights_after_loading(layer)
+    assert asked == [{"allow_new_interface": adapters}]
+    assert (layer.quant_method.moe_kernel is not None) is adapters is layer.quant_method.supports_internal_mk
