@@ -40,13 +40,7 @@ def test_gptqs_tensors_are_read_with_the_zero_points_of_their_packing(config, mi
     layers.assert_exactly(read(files_gptq.packed(layer, minus_one=minus_one), **config), layer.weight)
 
 
-@pytest.mark.parametrize("packing", ["auto_round:auto_awq", "auto_round:awq", "auto_round:auto_awq:gemm"])
-def test_awqs_tensors_are_read(packing):
-    layer = layers.layer(1)
-    layers.assert_exactly(read(files_awq.gemm(layer), packing_format=packing), layer.weight)
-
-
-@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round", "auto_round:auto_awq"])
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:auto_awq", "auto_round:awq", "auto_round:auto_awq:gemm"])
 def test_sym_means_q_minus_8(packing):
     layer = layers.layer(3, zeros=(8, 8))
     tensors = files_awq.gemm(layer) if "awq" in packing else files_gptq.packed(layer, minus_one=False)

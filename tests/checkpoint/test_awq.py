@@ -12,8 +12,7 @@ from jitgemm.checkpoint import read_layer
 from jitgemm.checkpoint.awq import FORMAT
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("group_size, dtype", [(32, torch.float16), (64, torch.bfloat16), (256, torch.float16)])
 def test_a_gemm_file_reads_as_what_the_definition_packed(tmp_path, group_size, dtype):
     layer = layers.layer(group_size, k=512, group_size=group_size, dtype=dtype)
     weight = layers.load(tmp_path, gemm(layer), GEMM | {"group_size": group_size})
@@ -76,47 +75,15 @@ def test_a_setting_that_cannot_be_read_is_named(said, message):
         layers.read(FORMAT, gemm(layers.layer(0)), GEMM | said)
 
 
-def test_packing_keeps_the_matrix():
-    layer = layers.layer(5)
-    assert torch.equal(layers.read(FORMAT, gemm(layer), GEMM).pack().dequantize().double(), layer.weight)
-
-
-@pytest.mark.parametrize("config", [None, GEMM, {"w_bit": 4, "version": "GEMM"}])
-def test_gemm_is_detected_and_taken_for_nothing_else(config):
-    assert layers.detecting(gemm(layers.layer(0)), config) == ["awq"]
-
-
-@pytest.mark.parametrize("config", [GEMV, {"w_bit": 4, "version": "GEMV"}])
-def test_gemv_is_detected_by_its_config(config):
-    assert layers.detecting(gemv(layers.layer(0), 1), config) == ["awq"]
-
-
 @pytest.mark.parametrize("version", ["gemv_fast", "llm-awq", "marlin"])
 def test_other_versions_are_refused(version):
-    config = GEMM | {"version": version}
-    assert layers.detecting(gemm(layers.layer(0)), config) == ["awq"]
     with pytest.raises(ValueError, match=f"version: expected gemm or gemv, got '{version}'"):
-        layers.read(FORMAT, gemm(layers.layer(0)), config)
+        layers.read(FORMAT, gemm(layers.layer(0)), GEMM | {"version": version})
 
 
 def test_gemv_without_a_group_size_is_refused():
     with pytest.raises(ValueError, match="group_size: expected it in the config"):
         layers.read(FORMAT, gemv(layers.layer(0), 1), GEMV)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"qzeros": None}, r"qzeros: expected int32 \[G, n / 8\], found none"),
-        ({"scales": torch.ones(3, 32).half()}, r"qzeros: expected shape \[3, 4\], got \[4, 4\]"),
-        ({"pre_quant_scale": torch.ones(256)}, r"pre_quant_scale: expected only qweight, scales, qzeros and bias"),
-        ({"qweight": torch.zeros(256, 4, dtype=torch.int16)}, r"qweight: expected int32 .*, got int16"),
-    ],
-)
-def test_a_tensor_of_another_form_is_refused(change, message):
-    tensors = {name: t for name, t in (gemm(layers.layer(0)) | change).items() if t is not None}
-    with pytest.raises(ValueError, match=message):
-        layers.read(FORMAT, tensors, GEMM)
 
 
 # ---- AutoAWQ ---------------------------------------------------------------------------------------------------------

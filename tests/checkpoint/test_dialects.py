@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,51 @@ def test_a_tensor_of_another_dtype_is_named_before_anything_is_converted(case, b
                 continue
             with pytest.raises(ValueError, match=rf"\b({'|'.join({suffix, *case.tensors})})\b"):
                 read(case, case.config, **{suffix: other})
+
+
+def others(tensor: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """In a tensor's place: none, one of a row or a column less, and two of them."""
+    yield None
+    if tensor.dim():
+        yield from (tensor[:-1], tensor[..., :-1])
+    yield tensor[None].expand(2, *tensor.shape).contiguous()
+
+
+@of_every_case
+def test_what_is_missing_or_does_not_fit_is_named_and_no_other_weight_of_this_size_is_read(case):
+    for suffix, tensor in case.tensors.items():
+        for other in others(tensor):
+            source = {name: each for name, each in case.tensors.items() if name != suffix}
+            changed = replace(case, tensors=source | ({} if other is None else {suffix: other}))
+            try:
+                found = read(changed, case.config)
+            except ValueError as error:
+                assert re.search(rf"\b({'|'.join(case.tensors)}|format|s1_szeros)\b", str(error)), (suffix, error)
+                continue
+            symmetric = suffix == "weight_zero_point" and other is None  # as Quark means a file without them
+            same = found.shape == case.weight.shape and not symmetric
+            assert not same or torch.equal(found, case.weight.float().double()), suffix
+
+
+def with_nan(tensor: torch.Tensor, suffix: str) -> torch.Tensor | None:
+    """Its first value is no number; None where the type has only numbers, and for scales that are not used."""
+    if tensor.dtype == torch.uint8 and "scale" in suffix:  # e8m0
+        tensor = tensor.view(torch.float8_e8m0fnu)
+    if not tensor.dtype.is_floating_point or suffix == "input_global_scale":
+        return None
+    found = tensor.clone(memory_format=torch.contiguous_format)
+    found.view(-1)[0] = torch.nan
+    return found
+
+
+@of_every_case
+def test_what_is_no_number_is_named(case):
+    for suffix, tensor in case.tensors.items():
+        other = with_nan(tensor, suffix)
+        if other is None:
+            continue
+        with pytest.raises(ValueError, match=rf"\b(q|offset|scale|input_scale|{'|'.join(case.tensors)}): expected"):
+            read(case, case.config, **{suffix: other.view(tensor.dtype)})
 
 
 def settings(config: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -27,8 +27,9 @@ def exactly(layer: layers.Layer) -> torch.Tensor:
     return (layer.q - layer.zero[:, layer.group]).float() * layer.scale[:, layer.group]
 
 
-@pytest.mark.parametrize("names", [("weight", "weight_scales_and_zeros"), ("weights_4x2", "scales_and_zeros")])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("group_size, names", [
+    (32, ("weight", "weight_scales_and_zeros")), (256, ("weights_4x2", "scales_and_zeros"))
+])  # fmt: skip
 def test_linear_qga4w_equals_pytorchs_cpu_op(tmp_path, group_size, names):
     n, k = 64, 512
     g = builders.generator(group_size)
@@ -84,11 +85,6 @@ def test_8da4w_equals_torchaos_dequantisation():
     layers.assert_exactly(layers.read(FORMAT, tensors, None), exact)
 
 
-def test_packing_keeps_the_matrix():
-    layer = layers.layer(4, dtype=torch.float32)
-    assert torch.equal(layers.read(FORMAT, qta8a_qga4w(layer), None).pack().dequantize(), exactly(layer))
-
-
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
@@ -98,15 +94,7 @@ def test_packing_keeps_the_matrix():
             None,
             r"weight_zeros \+ 8: expected zero points 0..16",
         ),
-        ({"weight_zeros": torch.zeros(4, 32)}, None, r"weight_zeros: expected int32 or .*, got float32"),
-        ({"weight": torch.zeros((32, 128), dtype=torch.int8)}, None, r"weight: expected uint8 \[n, k / 2\], got int8"),
-        (
-            {"input_scales": torch.ones(256)},
-            None,
-            r"input_scales: expected only weight, weight_scales, weight_zeros and",
-        ),
         ({}, {"group_size": 32}, r"weight_scales: expected 8 groups for k = 256 and group_size 32, got 4"),
-        ({"weight_scales": torch.ones(3, 32)}, None, r"weight_zeros: expected shape \[3, 32\], got \[4, 32\]"),
     ],
 )
 def test_a_layer_that_cannot_be_read_is_refused(change, config, message):

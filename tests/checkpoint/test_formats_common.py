@@ -28,20 +28,6 @@ from jitgemm.weight.given import activation_order
 # --- nibbles ---
 
 
-def pack_nibbles(
-    values: torch.Tensor, dim: int = -1, *, dtype: torch.dtype = torch.int32, order: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """The inverse of `unpack_nibbles`: the low four bits of integers into words; a last word is filled with 0."""
-    per_word = 2 * dtype.itemsize
-    last = (values.movedim(dim, -1) & 0xF).to(torch.uint8)
-    last = torch.nn.functional.pad(last, (0, -last.shape[-1] % per_word))
-    if order is not None:
-        unpack_nibbles(torch.zeros(1, dtype=dtype), order=order)  # which checks it
-        last = last.unflatten(-1, (-1, per_word))[..., list(order)].flatten(-2)
-    pairs = last[..., 0::2] | last[..., 1::2] << 4
-    return pairs.clone(memory_format=torch.contiguous_format).view(dtype).movedim(-1, dim)
-
-
 @given(
     seed=st.integers(0, 2**31),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
@@ -56,10 +42,7 @@ def test_words_in_any_order_and_direction_unpack_to_what_the_definition_packed(s
     sizes = list(shape)
     sizes[dim] *= per_word
     values = torch.randint(0, 16, sizes, generator=builders.generator(seed), dtype=torch.uint8)
-    packed = checkpoints.words(values, dim, dtype, order)
-    assert torch.equal(unpack_nibbles(packed, dim, order=order), values)
-    again = pack_nibbles(values, dim, dtype=dtype, order=order)
-    assert again.dtype == dtype and torch.equal(again, packed)
+    assert torch.equal(unpack_nibbles(checkpoints.words(values, dim, dtype, order), dim, order=order), values)
 
 
 def test_the_first_value_is_the_low_nibble():
@@ -77,10 +60,6 @@ def test_high_first_bytes_hold_the_even_value_in_the_high_nibble():
 def test_strided_words_unpack():
     packed = torch.tensor([[0x76543210, 0], [0x0FEDCBA9, 0]], dtype=torch.int32)[:, :1].expand(2, 3)
     assert unpack_nibbles(packed, 0)[:8, 2].tolist() == list(range(8))
-
-
-def test_an_incomplete_last_word_is_filled_with_zeros():
-    assert pack_nibbles(torch.tensor([1, 2, 3]), dtype=torch.uint8).tolist() == [0x21, 0x03]
 
 
 def test_no_words_unpack_to_no_values():
@@ -101,8 +80,6 @@ def test_other_word_dtypes_and_orders_are_refused():
     for order in ((0, 0), (0, 1, 2), (1, 2)):
         with pytest.raises(ValueError, match=r"order: expected a permutation of 0\.\.1"):
             unpack_nibbles(torch.zeros(2, dtype=torch.uint8), order=order)
-        with pytest.raises(ValueError, match=r"order: expected a permutation of 0\.\.1"):
-            pack_nibbles(torch.zeros(2, dtype=torch.uint8), dtype=torch.uint8, order=order)
 
 
 # --- the canonical weight ---

@@ -57,7 +57,6 @@ FILES = {
     "compressed-tensors": (compressed, config()),
     "compressed-tensors without a config": (compressed, None),
     "preset": (compressed, config() | {"config_groups": {"NVFP4A16": ["Linear"]}}),
-    "modelopt": (of_modelopt, modelopt()),
     "modelopt without a config": (of_modelopt, None),
 }
 
@@ -77,19 +76,6 @@ def test_every_weight_is_the_specification_s(tmp_path, file):
     weight = load(folder, LAYER, device="cpu")
     assert weight.format == parts.packed.format and torch.equal(weight.blocks, parts.packed.blocks)
     assert torch.equal(weight.channel_scale, parts.packed.channel_scale)
-
-
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("dim", ["n", "k"])
-def test_ranks_together_hold_the_layer(file, dim):
-    tensors, settings = FILES[file]
-    parts = parts_of(2, 64, 640)
-    read = [
-        read_layer(tensors(parts), LAYER, device="cpu", config=settings, tp_dim=dim, tp_rank=rank, tp_size=2)
-        for rank in range(2)
-    ]
-    whole = torch.cat([each.dequantize() for each in read], "nk".index(dim))
-    assert torch.equal(whole.double(), parts.dequantize_fp64())
 
 
 def test_joined_layers_keep_their_scales():
@@ -190,10 +176,9 @@ def test_what_is_not_nvfp4_is_named():
         )
 
 
-@pytest.mark.parametrize(("byte", "value"), [(127, "nan"), (0xB8, "-1.0")])
 @pytest.mark.parametrize("file", FILES)
-def test_a_wrong_scale_is_named(file, byte, value):
+def test_a_negative_scale_is_named(file):
     tensors, settings = FILES[file]
     parts = parts_of(1, 72, 416)
-    parts.scales.view(torch.uint8)[5, 3] = byte
-    assert f"scale: expected numbers of at least 0, got {value} at [5, 3]" in error_of(tensors(parts), settings)
+    parts.scales.view(torch.uint8)[5, 3] = 0xB8
+    assert "scale: expected numbers of at least 0, got -1.0 at [5, 3]" in error_of(tensors(parts), settings)
