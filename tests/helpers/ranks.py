@@ -31,14 +31,13 @@ def _serve(rank: int, folder: str, backend: str, pipe: Any, world: int) -> None:
         timeout=datetime.timedelta(seconds=LIMIT_S * world // WORLD), device_id=None if device.type == "cpu" else device,
     )  # fmt: skip
     mesh = dist.device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    while (job := pipe.recv()) is not None:
-        run, arguments = job
+    while True:
+        run, arguments = pipe.recv()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 pipe.send((run(mesh, *arguments), None))
         except BaseException:  # noqa: BLE001 - told to the test
             pipe.send((None, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 @contextmanager
@@ -47,7 +46,10 @@ def two_ranks(folder: Path, backend: str = "gloo", world: int = WORLD) -> Iterat
 
     The function is one of a module; what it returns goes through pickle. A failure on any rank is raised.
     """
-    context, limit_s = mp.get_context("spawn"), LIMIT_S * world // WORLD
+    # On the CPU of a process that has imported what all of them need; CUDA's are not to be forked.
+    context, limit_s = mp.get_context("forkserver" if backend == "gloo" else "spawn"), LIMIT_S * world // WORLD
+    if backend == "gloo":
+        context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor.parallel", "jitgemm.nn.parallel"])
     pipes, processes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
@@ -73,10 +75,6 @@ def two_ranks(folder: Path, backend: str = "gloo", world: int = WORLD) -> Iterat
 
     try:
         yield run
-        for pipe in pipes:
-            pipe.send(None)
-        for process in processes:
-            process.join(30)
     finally:
         for process in processes:
             process.kill()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import io
-import pickle
 import pty
+import re
 import sys
 import warnings
 import weakref
@@ -47,13 +45,59 @@ def test_what_is_no_model_is_refused(call):
         getattr(jitgemm.nn, call)("model", *source)
 
 
-def test_a_filter_that_is_no_function_is_refused():
-    for call in (lambda: quantize(Model(), ["blocks.*"]), lambda: load_(Model(), {}, filter=["blocks.*"])):
-        with pytest.raises(TypeError, match="^filter: expected a function of a name and a module, got list$"):
-            call()
+OPTIONS = [
+    ({"bits": 6}, "bits"), ({"scheme": "nf4"}, "scheme"), ({"block": 128}, "block"), ({"lm_head": "fp8"}, "lm_head"),
+    ({"activation": "fp8"}, "activation"), ({"scale_dtype": "fp8"}, "scale_dtype"), ({"sums": "f64"}, "sums"),
+    ({"group_size": -2}, "group_size"), ({"group_size": "128"}, "group_size"), ({"symmetric": "no"}, "symmetric"),
+    ({"clip_steps": "many"}, "clip_steps"), ({"scale_dtype": torch.int8}, "scale_dtype"),
+    *(({"rotation": rotation}, "rotation") for rotation in (64, 0, True, 128.0)),
+    *(({"bits": 8, name: value}, name) for name, value in (("group_size", 64), ("symmetric", True), ("clip_steps", 3))),
+    *(({"sums": sums, "activation": activation}, "sums") for sums, activation in (
+        ("f16", "int8"), ("exact", "e4m3"), ("f16", "e4m3_block"))),
+    *(({"scheme": "mxfp4"} | {name: value}, name) for name, value in (
+        ("bits", 8), ("activation", "int8"), ("group_size", 32), ("symmetric", True), ("clip_steps", 3))),
+    *(({"scheme": "two-level"} | {name: value}, name) for name, value in (
+        ("bits", 8), ("activation", "e4m3"), ("group_size", 32))),
+]  # fmt: skip
+"""Of a recipe, by whatever door: what is wrong, and which name the error begins with."""
+DOORS = {
+    "quantize_": lambda **options: jitgemm.nn.quantize_(Model(), **options),
+    "from_pretrained": lambda **options: pytest.importorskip("jitgemm.hf").JitGemmConfig(**options),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("options, name", OPTIONS, ids=str)
+def test_wrong_options_of_a_recipe_are_named(door, options, name):
+    with pytest.raises((TypeError, ValueError), match=rf"(^|: ){name}: expected "):
+        DOORS[door](**options)
 
 
 # ---- quantize_ -------------------------------------------------------------------------------------------------------
+
+
+def broken(change) -> Model:
+    model = Model()
+    change(model)
+    return model
+
+
+WRONG = [
+    (torch.nn.Linear(64, 32), {}, "model: expected a module that holds Linears, got a Linear"),
+    (Block(), {"lm_head": "int8"}, "lm_head: expected a model whose output embedding is a Linear"),
+    (Model(), {"filter": ["blocks.*"]}, "filter: expected a function"),
+    (Model(), {"filter": lambda name, _: name == "odd"}, "odd: expected out_features a multiple of 8 and in_features"),
+    (broken(lambda model: model.blocks[1].up.to("meta")), {}, r"blocks\.1\.up: expected a weight with data"),
+    (Model(), {"clip_steps": -1}, r"blocks\.0\.up: clip_steps: expected at least 0"),
+    *([] if torch.cuda.is_available() else [(Model(), {"device": "cuda"}, ".*device: expected one that is here, got cuda")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, options, message", WRONG, ids=lambda each: each if isinstance(each, str) else "")
+def test_what_quantize_cannot_do_is_named_and_nothing_is_changed(model, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        jitgemm.nn.quantize_(model, **options)
+    assert quantised_names(model) == []
 
 
 def test_quantize_swaps_the_linears_that_fit_but_the_head():
@@ -96,27 +140,8 @@ def test_the_head_is_quantised_to_8_bits_where_asked_for(lm_head, tied):
     both = Model(tied)
     assert quantize(both, group_size=32, lm_head=lm_head) == [*BLOCKS, "lm_head"]
     assert same_state(both, model)
-
-
-def test_widths_and_heads_that_there_are_not_are_named():
-    model = Model()
-    with pytest.raises(ValueError, match="bits: expected 4 or 8, got 6"):
-        jitgemm.nn.quantize_(model, bits=6)
-    with pytest.raises(ValueError, match="lm_head: expected None or one of e4m3, int8.*, got 'fp8'"):
-        jitgemm.nn.quantize_(model, lm_head="fp8")
-    with pytest.raises(ValueError, match="lm_head: expected a model whose output embedding is a Linear, found none"):
-        jitgemm.nn.quantize_(Block(), lm_head="int8")
-    quantize(model, lm_head="int8")
     with pytest.raises(ValueError, match="lm_head: lm_head: is a W8A8Linear already"):
         quantize(model, lm_head="int8")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_named():
-    model = Model()
-    with pytest.raises(ValueError, match="device: expected one that is here, got cuda, and PyTorch finds no GPU"):
-        jitgemm.nn.quantize_(model, device="cuda")
-    assert quantised_names(model) == []
 
 
 def test_a_filter_chooses():
@@ -128,11 +153,6 @@ def test_a_filter_chooses():
     ]
     model = Model()
     assert quantize(model, lambda _, linear: linear.in_features == 96) == ["blocks.0.down", "blocks.1.down"]
-
-
-def test_a_chosen_linear_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 16"):
-        quantize(Model(), lambda name, _: name == "odd")
 
 
 def test_a_failure_names_the_linear():
@@ -260,18 +280,6 @@ def test_dtypes_that_cannot_be_quantised_are_skipped_and_refused_where_a_filter_
     assert quantised_names(chosen) == []
 
 
-def test_errors_of_options_and_of_weights_without_data_name_the_linear_and_change_nothing():
-    model = Model()
-    with pytest.raises(TypeError, match=r"^scale_dtype: expected"):
-        quantize(model, scale_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"blocks\.0\.up: clip_steps: expected at least 0"):
-        quantize(model, clip_steps=-1)
-    model.blocks[1].up.to("meta")
-    with pytest.raises(ValueError, match=r"blocks\.1\.up: expected a weight with data, got one on the meta device"):
-        quantize(model)
-    assert quantised_names(model) == []
-
-
 class Conv1D(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -306,16 +314,8 @@ def test_the_report_is_a_list_and_prints_as_a_summary():
     report = quantize(Model())
     assert isinstance(report, list) and list(report) == BLOCKS
     largest = ", ".join(f"{name} {report.errors[name]:.2%}" for name in report.worst[:3])
-    median = sorted(report.errors.values())[1]
-    assert str(report).splitlines() == [
-        "converted: 4 (blocks.0.up, blocks.0.down, blocks.1.up and 1 more)",
-        "skipped: 2",
-        "  1 expected out_features a multiple of 8 and in_features a multiple of 16, got 10 and 64: odd",
-        "  1 output embedding: lm_head",
-        f"squared error of weights: median {median:.2%}; largest: {largest}",
-        "from the weights alone: calibration=batches, a few thousand tokens of text, makes a 4-bit model far better "
-        "(docs/quantize.md)",
-    ]
+    for part in ("4 (blocks.0.up, ", "2\n", ": odd\n", ": lm_head\n", f": {largest}\n", "calibration=batches"):
+        assert part in str(report)
 
 
 def test_choosing_walks_the_model_a_fixed_number_of_times():
@@ -349,11 +349,6 @@ def test_a_parent_that_reads_the_weight_gets_an_error_that_names_layer_and_filte
     quantize(model)
     with pytest.raises(TypeError, match=r"0\.proj: expected a tensor for linear.*leave the layer out with filter="):
         model(torch.zeros(1, 64))
-
-
-def test_a_linear_alone_cannot_be_swapped():
-    with pytest.raises(ValueError, match="model: expected a module that holds Linears, got a Linear; use W4A8Linear"):
-        quantize(torch.nn.Linear(64, 32))
 
 
 def test_every_original_is_freed_before_the_next_is_quantised(monkeypatch):
@@ -407,22 +402,6 @@ def test_a_bar_names_the_layers_where_stderr_is_a_terminal_and_nothing_is_writte
     assert capsys.readouterr().out == ""
     for text in (doing, f"{len(names)}/{len(names)}", names[-1]):
         assert text in written.decode()
-
-
-def test_a_whole_model_through_pickle_and_deepcopy():
-    model = Model()
-    quantize(model)
-    with torch.no_grad():
-        expected = model(IDS)[0]
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert builders.same_bits(other(IDS)[0], expected)
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-        buffer.seek(0)
-        fresh = Model()
-        quantize(fresh)
-        fresh.load_state_dict(torch.load(buffer, weights_only=True))
-        assert builders.same_bits(fresh(IDS)[0], expected)
 
 
 # ---- load_ -----------------------------------------------------------------------------------------------------------
@@ -538,29 +517,18 @@ def test_tied_weights_need_to_be_stored_once():
     assert torch.equal(untied.lm_head.weight, before)
 
 
-def test_a_checkpoint_of_another_model_is_refused():
-    tensors, _ = checkpoint_tensors(Model())
-    other = {"blocks.0.down.weight": tensors["blocks.1.up.weight"], "blocks.0.down.weight_scale": torch.ones(96, 1)}
-    with pytest.raises(ValueError, match=r"blocks\.0\.down: expected k, n = \(96, 64\), got \(64, 96\)"):
-        load_(Model(), opened(tensors | other))
-    wrong = {name: tensor for name, tensor in tensors.items() if name != "blocks.0.up.bias"}
-    with pytest.raises(ValueError, match=r"blocks\.0\.up: expected a bias, as the model has it, got none"):
-        load_(Model(), opened(wrong))
-    with pytest.raises(ValueError, match=r"odd\.weight: expected shape \[10, 64\], got \[10, 32\]"):
-        load_(Model(), opened(tensors | {"odd.weight": torch.zeros(10, 32)}))
-    with pytest.raises(ValueError, match=r"odd\.bias: expected torch.float32, got torch.int64"):
-        load_(Model(), opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}))
-
-
 # ---- load_: what is missing, and what has no place -------------------------------------------------------------------
 
 
 def test_a_tensor_that_nothing_fills_is_an_error_whatever_strict_says():
     tensors, _ = checkpoint_tensors(Model())
-    source = {"model." + name: tensor for name, tensor in tensors.items()}
+    source = {"net." + name: tensor for name, tensor in tensors.items()}
     for strict in (True, False):
-        with pytest.raises(ValueError, match=r"found none for embed\.weight, blocks\.0\.norm\.weight.*allow_missing="):
+        with pytest.raises(
+            ValueError, match=r"found none for embed\.weight, blocks\.0\.norm\.weight.*allow_missing="
+        ) as error:
             load_(Model(), opened(source), strict=strict)
+        assert "the file calls embed.weight net.embed.weight" in str(error.value)
 
 
 def test_tensors_without_a_place_are_refused_or_ignored_and_reported():
@@ -644,14 +612,6 @@ def test_what_stays_as_it_was_is_reported_and_warned_of():
     assert "not filled: 2" in str(report)
 
 
-def test_names_that_differ_by_a_prefix_are_told():
-    tensors, _ = checkpoint_tensors(Model())
-    with pytest.raises(
-        ValueError, match="the file calls embed.weight net.embed.weight: give its tensors under the model's"
-    ):
-        load_(Model(), opened({f"net.{name}": tensor for name, tensor in tensors.items()}))
-
-
 def test_a_method_of_the_config_that_is_not_read_is_told_first():
     model = torch.nn.ModuleDict({"linear": torch.nn.Linear(64, 32, bias=False)})
     tensors = {"linear.weight.codes": torch.zeros(4), "linear.weight.codebooks": torch.zeros(4)}
@@ -665,13 +625,13 @@ def test_the_cause_of_missing_experts_is_told():
     model = torch.nn.ModuleDict({"experts": Experts(), "linear": torch.nn.Linear(64, 32, bias=False)})
     layer = {f"linear.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
     each = {f"experts.{i}.gate_proj.weight": torch.zeros(64, 32) for i in range(4)}
-    with pytest.raises(ValueError, match="none for experts.gate_up_proj.*stacks a layer's experts in one parameter"):
-        load_(model, opened(layer | each), strict=False)
-    packed = {"experts.gate_up_proj_blocks": torch.zeros(4, 4), "experts.gate_up_proj_scales": torch.zeros(4, 4)}
-    with pytest.raises(
-        ValueError, match="none for experts.gate_up_proj; found no place for experts.gate_up_proj_blocks"
+    packed = {f"experts.gate_up_proj_{what}": torch.zeros(4, 4) for what in ("blocks", "scales")}
+    for source, cause in (
+        (each, ".*stacks a layer's experts in one parameter"),
+        (packed, "; found no place for experts"),
     ):
-        load_(model, opened(layer | packed), strict=False)
+        with pytest.raises(ValueError, match=f"none for experts.gate_up_proj{cause}"):
+            load_(model, opened(layer | source), strict=False)
 
 
 def test_a_checkpoint_without_quantised_layers_is_a_warning():
@@ -717,23 +677,30 @@ def without(tensors, *names):
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def broken_files():
+def broken_files() -> dict[str, tuple[Checkpoint, str]]:
+    """What is wrong: the file, and what the error says."""
     tensors, _ = checkpoint_tensors(Model())
     last = "blocks.1.down"
     return {
-        "missing scale": opened(without(tensors, last + ".weight_scale")),
-        "scale of another shape": opened(tensors | {last + ".weight_scale": torch.ones(3, 1)}),
-        "8 bits": Checkpoint(tensors, config(bits=8)),
-        "activations": opened(tensors, strategy="tensor"),
-        "static scale": opened(tensors, strategy="tensor", dynamic=False),
-        "sizes": opened(tensors | {last + ".weight": torch.zeros(64, 64, dtype=torch.int8)}),
-        "bias": opened(tensors | {last + ".bias": torch.ones(64)}),
-        "missing layer": opened(without(tensors, last + ".weight", last + ".weight_scale")),
-        "missing tensor": opened(without(tensors, "odd.bias")),
-        "no place": opened(tensors | {"other": torch.zeros(1)}),
-        "shape": opened(tensors | {"odd.bias": torch.zeros(11)}),
-        "dtype": opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}),
-    }
+        "missing scale": (opened(without(tensors, last + ".weight_scale")), last),
+        "scale of another shape": (opened(tensors | {last + ".weight_scale": torch.ones(3, 1)}), last),
+        "8 bits": (Checkpoint(tensors, config(bits=8)), "blocks.0.up"),
+        "activations": (opened(tensors, strategy="tensor"), "blocks.0.up"),
+        "static scale": (opened(tensors, strategy="tensor", dynamic=False), "blocks.0.up"),
+        "sizes": (
+            opened(tensors | {last + ".weight": torch.zeros(64, 64, dtype=torch.int8)}),
+            f"{last}: expected k, n = (96, 64), got (64, 64)",
+        ),
+        "bias": (opened(tensors | {last + ".bias": torch.ones(64)}), f"{last}.bias: expected no bias"),
+        "missing bias": (opened(without(tensors, "blocks.0.up.bias")), "blocks.0.up: expected a bias, as the model has"),
+        "missing layer": (
+            opened(without(tensors, last + ".weight", last + ".weight_scale")), f"found none for {last}.weight",
+        ),
+        "missing tensor": (opened(without(tensors, "odd.bias")), "found none for odd.bias"),
+        "no place": (opened(tensors | {"other": torch.zeros(1)}), "found no place for other"),
+        "shape": (opened(tensors | {"odd.weight": torch.zeros(10, 32)}), "odd.weight: expected shape [10, 64], got [10, 32]"),
+        "dtype": (opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}), "odd.bias: expected torch.float32"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", broken_files())
@@ -741,8 +708,9 @@ def test_what_headers_show_to_be_wrong_leaves_the_model_as_it_was(kind):
     model, untouched = Model(), Model()
     torch.nn.init.zeros_(model.embed.weight)
     torch.nn.init.zeros_(untouched.embed.weight)
-    with pytest.raises(ValueError, match=r"odd|other|blocks\.[01]\."):
-        load_(model, broken_files()[kind])
+    source, message = broken_files()[kind]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_(model, source)
     assert same_state(model, untouched)
 
 
