@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import sys
 import time
 
@@ -215,8 +216,16 @@ def test_a_model(both):
     assert builders.same_bits(first, second)
 
 
-def one_rank_raises(rank: int, folder: str, said: str) -> None:
-    """Rank 0's call ends between dispatch and collect; rank 1's waits for it."""
+LIMIT_S = 3
+
+
+def killed(*_) -> None:
+    torch.cuda.synchronize()  # both ranks' tokens have come
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_rank_ends(rank: int, folder: str, said: str, by_signal: bool) -> None:
+    """Rank 0's call ends between dispatch and collect, or its process does; rank 1's call waits for it."""
     sys.stderr = open(said, "w")
     os.dup2(sys.stderr.fileno(), 2)  # the driver writes there
     torch.cuda.set_device(rank)
@@ -230,32 +239,39 @@ def one_rank_raises(rank: int, folder: str, said: str) -> None:
         nvlink(*given)
         torch.cuda.synchronize()
         if rank == 0:
-            exchange.multiply = None  # as a kernel that does not compile, or memory that is not there
+            exchange.multiply = (
+                killed if by_signal else None
+            )  # as a kernel that does not compile, or memory that is not there
             with pytest.raises(TypeError):
                 nvlink(*given)
             with pytest.raises(RuntimeError, match="exchange: expected every call before this one to end"):
                 nvlink(*given)
             time.sleep(8)
         else:
+            began = time.monotonic()
             nvlink(*given)
             with pytest.raises(RuntimeError, match="CUDA error"):
                 torch.cuda.synchronize()
+            assert time.monotonic() - began < 3 * LIMIT_S
     print("as expected", file=sys.stderr, flush=True)
     os._exit(0)  # no communicator can be closed now
 
 
-def test_a_rank_whose_other_one_raised_stops_with_a_message(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_signal", [False, True], ids=["raised", "was killed"])
+def test_a_rank_whose_other_one_ended_stops_with_a_message(tmp_path, monkeypatch, by_signal):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs of one host")
-    monkeypatch.setenv("JITGEMM_EXCHANGE_TIMEOUT_S", "3")
+    monkeypatch.setenv("JITGEMM_EXCHANGE_TIMEOUT_S", str(LIMIT_S))
     context = torch.multiprocessing.get_context("spawn")
     said = [tmp_path / f"rank{rank}" for rank in range(2)]
-    processes = [context.Process(target=one_rank_raises, args=(r, str(tmp_path), str(said[r]))) for r in range(2)]
+    arguments = [(rank, str(tmp_path), str(said[rank]), by_signal) for rank in range(2)]
+    processes = [context.Process(target=one_rank_ends, args=each) for each in arguments]
     for process in processes:
         process.start()
     for process in processes:
         process.join(90)
         process.kill()
     words = [each.read_text() for each in said]
-    assert all("as expected" in each for each in words), words
+    assert ["as expected" in each for each in words] == [not by_signal, True], words
+    assert not by_signal or processes[0].exitcode == -signal.SIGKILL
     assert "did not come within JITGEMM_EXCHANGE_TIMEOUT_S" in words[1] and "rank:0" in words[1]
