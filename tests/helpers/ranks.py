@@ -49,7 +49,9 @@ def two_ranks(folder: Path, backend: str = "gloo", world: int = WORLD) -> Iterat
     # On the CPU of a process that has imported what all of them need; CUDA's are not to be forked.
     context, limit_s = mp.get_context("forkserver" if backend == "gloo" else "spawn"), LIMIT_S * world // WORLD
     if backend == "gloo":
-        context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor.parallel", "jitgemm.nn.parallel"])
+        context.set_forkserver_preload(
+            ["pytest", "torch._dynamo", "torch.distributed.tensor.parallel", "jitgemm.nn.parallel"]
+        )
     pipes, processes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
