@@ -1,5 +1,6 @@
 """What plug-ins of serving engines are made of. It imports no engine: `jitgemm.vllm` and `jitgemm.sglang` do.
 
+    engine          what all of this asks of an engine: its plug-in's config answers
     served          which layers are quantised, and how: what a checkpoint and a user say
     stored          how the files hold the layers that an engine joins, as their headers tell
     collected       a weight of a linear: its tensors as the files have them, and the packed weight once all are there

@@ -109,7 +109,7 @@ class Collected:
 
     def key(self, *shard: Any, **shards: Any) -> Any:
         """What a loader is asked to write: by the number or letter of a joined layer, or several."""
-        part = next(iter((*shard, *shards.values())), None)
+        part: Any = next(iter((*shard, *shards.values())), None)
         self.of_attention |= part in ("q", "k", "v")
         return tuple(part) if isinstance(part, (tuple, list)) else {"q": 0, "k": 1, "v": 2}.get(part, part)
 
@@ -236,13 +236,12 @@ class Collected:
     def leave_meta(self, layer: torch.nn.Module) -> None:
         """Of an engine that has made the layer on the meta device, and its parameters on another since."""
         if self.device.type == "meta":
-            self.device = next(
-                param.device for name, param in layer._parameters.items() if name in self.parameters.values()
-            )
+            self.device = next(getattr(layer, name).device for name in self.parameters.values())
 
     def of_files(self, layer: torch.nn.Module) -> Parts:
         """Of tensors that the reader knows."""
-        sources, order, old = self.sources(), [*self.in_order()], layer._modules.get(CHILD)
+        sources, order = self.sources(), [*self.in_order()]
+        old: Any = layer._modules.get(CHILD)
         if old is not None:
             for key, found in self.kept.items():
                 self.config.check_loaded_again(self.name(key), found)

@@ -15,6 +15,7 @@ from jitgemm.serving.collected import one_activation
 from jitgemm.serving.experts import CollectedExperts
 from jitgemm.serving.packing import Packing
 from jitgemm.serving.saved import SavedExperts
+from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import StoredLayers
 
 
@@ -28,7 +29,9 @@ class PackedExpertsMethod(Packing):
     bias = "bias"
 
     @staticmethod
-    def stored_of(config: Any, names: list[str], hidden: int, inter: int, whole: int, inputs: int) -> StoredLayers:
+    def stored_of(
+        config: ServedModel, names: list[str], hidden: int, inter: int, whole: int, inputs: int
+    ) -> StoredLayers:
         """How the files hold experts, as a rank has them.
 
         Args:
@@ -39,7 +42,7 @@ class PackedExpertsMethod(Packing):
         Raises:
             Unsupported: jitgemm cannot serve them as they are cut.
         """
-        stored: StoredLayers = config.stored(names)
+        stored = config.stored(names)
         stored.check([inter] * inputs, hidden, hidden)
         stored.check([hidden], inter, whole)
         return stored

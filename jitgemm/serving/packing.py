@@ -16,6 +16,7 @@ from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.collected import CHILD, Collected
+from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import StoredLayers
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
@@ -39,7 +40,7 @@ class Packing:
 
     option, may_lack, made_up, copies, complete, graphs = "activation", False, False, False, False, True
 
-    def __init__(self, config: Any, names: list[str], stored: StoredLayers, *given: Any):
+    def __init__(self, config: ServedModel, names: list[str], stored: StoredLayers, *given: Any):
         super().__init__(*given)
         self.config, self.names, self.stored = config, names, stored
         self.matrices: Sequence[Any] = ()
@@ -47,19 +48,19 @@ class Packing:
 
     @property
     def wanted(self) -> str | None:
-        """The activation that the user's options say."""
-        said: str | None = getattr(self.config.recipe, self.option)
-        return said
+        """The activation that the user's options name."""
+        activation: str | None = getattr(self.config.recipe, self.option)
+        return activation
 
     @property
     def recipe(self) -> Recipe:
-        """Of weights in floats."""
-        recipe: Recipe = self.config.recipe
+        """How the layer's weights are quantised if the files have them in floats."""
+        recipe = self.config.recipe
         recipe = recipe.head if self.option == "lm_head" and recipe.head is not None else recipe
-        found = recipe.for_columns(*(matrix.k for matrix in self.matrices))
-        if found is not recipe:
+        of_layer = recipe.for_columns(*(matrix.k for matrix in self.matrices))
+        if of_layer is not recipe:
             self.config.logger.warning_once("jitgemm: some layers are in %s", recipe.why_otherwise)
-        return found
+        return of_layer
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
         """Gives a layer its parameters."""
@@ -73,7 +74,7 @@ class Packing:
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
         """Gives a packed layer its parameters back, to be loaded again, where SGLang wants to."""
         if CHILD in layer._modules and not all(matrix.present(layer) for matrix in self.matrices):
-            with torch.device(next(layer._modules[CHILD].buffers()).device):
+            with torch.device(next(getattr(layer, CHILD).buffers()).device):
                 self.create(layer, *self.given)
 
     def pack_if_complete(self, layer: torch.nn.Module) -> None:
@@ -90,12 +91,12 @@ class Packing:
         if CHILD not in layer._modules or any(matrix.loaded for matrix in self.matrices):
             self.pack(layer)
         else:  # with its last tensor, or before: files that are loaded again have none
-            self.config.warmer.packed(layer, layer._modules[CHILD])
+            self.config.warmer.packed(layer, getattr(layer, CHILD))
         self.finish(layer)
 
     def pack(self, layer: torch.nn.Module) -> None:
         """Gives a layer its packed weights. It keeps its parameters: engines look for those of other ranks' experts."""
-        parts, old = [self.of_rank(matrix.parts(layer)) for matrix in self.matrices], layer._modules.get(CHILD)
+        parts, old = [self.of_rank(matrix.parts(layer)) for matrix in self.matrices], getattr(layer, CHILD, None)
         if old is not None:
             first = old.packed_parts("").values()
             parts = [

@@ -51,12 +51,13 @@ class SavedExperts(CollectedExperts):
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         """This rank's experts, in their order on it."""
-        device, packed = layer._buffers[self.buffer].device, layer._modules.get(CHILD)
+        device, packed = getattr(layer, self.buffer).device, layer._modules.get(CHILD)
         if packed is not None:  # where vLLM loads again, and the layer is on the meta device
             device = getattr(packed, self.part).blocks.device
-        files, prefix, places = self.config.files(), f"{self.module}.{self.part}.", layer.expert_map
+        files, prefix = self.config.files(), f"{self.module}.{self.part}."
+        expert_map: Any = layer.expert_map
         self.found = decoded(files.read(f"{self.module}.gate", CPU))
-        places = range(self.count) if places is None else places.tolist()
+        places = [*range(self.count)] if expert_map is None else expert_map.tolist()
         names, count = files.layer(prefix), self.config.logical_experts(layer)
         if (held := files.info(names["blocks"]).shape[0]) != count:
             raise ValueError(f"{prefix}blocks: expected {count} experts, as the model has, got {held}")

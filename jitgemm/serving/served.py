@@ -29,8 +29,9 @@ from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import some
 from jitgemm.nn.load.layer_source import LayerSource
+from jitgemm.serving.engine import Engine
 from jitgemm.serving.stored import StoredLayers, Unsupported, check_alike, source_of
-from jitgemm.serving.warm import Layers
+from jitgemm.serving.warm import Layers, Warmer
 from jitgemm.tensors import check_flag
 
 NAME = "jitgemm"
@@ -43,7 +44,7 @@ SHAPE = "weight_shape"
 """A tensor of sizes, whose numbers no header has."""
 
 
-class ServedModel:
+class ServedModel(Engine):
     """What `--quantization jitgemm` means for a model.
 
     Args:
@@ -54,25 +55,21 @@ class ServedModel:
 
     Attributes:
         recipe: what the options say of weights.
-        engine, logger: how messages call the engine, and its logger.
         batch_invariant: whether the user wants results that do not depend on the other tokens.
         tp_invariant: whether linears have the same bits on any number of ranks; `jitgemm.nn.layers.invariant`.
         exchange: one of EXCHANGES, for the sums of such linears, and for experts' tokens where `experts_over_nvlink`.
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
         saved: whether the files hold layers that jitgemm packed.
         from_files: layers whose weights are read from the files.
-        packed_modules_mapping: {layer of the engine's: the layers that it joins}.
+        adapted: vLLM's layers of experts that have adapters (LoRA).
 
     Raises:
         ValueError: an option is not known or wrong, or the checkpoint's names of layers that it leaves out are.
     """
 
-    engine: str
-    logger: Any
-    experts_over_nvlink = False
-    warmer: Any
+    warmer: Warmer
+    adapted: Layers
     batch_invariant: bool
-    packed_modules_mapping: Mapping[str, list[str]]
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__()
@@ -223,15 +220,6 @@ class ServedModel:
             wanted = f"a linear that jitgemm serves, as {ranks} ranks share the layer with tp_invariant"
             raise ValueError(f"{prefix}: expected {wanted}, got {got}")
 
-    def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
-        """How many ranks the engine adds up the outputs of: of experts, and of linears that ranks may have parts of the columns
-        of; None for others."""
-        raise NotImplementedError
-
-    def group_of(self, layer: torch.nn.Module) -> Any:
-        """The process group of such a linear's ranks."""
-        raise NotImplementedError
-
     def of_embedding(self, layer: torch.nn.Module, prefix: str, make: Callable[..., Any] | None) -> Any:
         """The method of an embedding or an output layer; None for one that stays in its type.
 
@@ -245,8 +233,7 @@ class ServedModel:
         header = self._headers.get(names[0], {})
         given = self.saved or self.checkpoint is not None
         if not (given and header and self._quantised(names[0], layer)):
-            ours = make is not None and self.recipe.lm_head is not None
-            return make(names, self._floats()) if ours else None
+            return None if make is None or self.recipe.lm_head is None else make(names, self._floats())
         if make is not None and self.saved:
             return make(names, self.stored(names))
         theirs = self._checkpoints_own()

@@ -77,8 +77,8 @@ class Warmer:
         new, self._new = self._new, []
         if not new:
             return []
-        options = {"build": settings.jit_mode() != "off", "compiled": self.compiled}
-        return warmup(torch.nn.ModuleList(new), self.tokens, dtype=self._dtype, **options)
+        build = settings.jit_mode() != "off"
+        return warmup(torch.nn.ModuleList(new), self.tokens, dtype=self._dtype, build=build, compiled=self.compiled)
 
 
 def on_gpu(module: torch.nn.Module) -> bool:

@@ -7,7 +7,7 @@ SGLang routes and its dispatcher exchanges tokens; `jitgemm.fused_experts` does 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.moe import get_deepep_mode, get_moe_a2a_backend, get_moe_runner_backend
@@ -23,8 +23,14 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
+from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import Unsupported
 from jitgemm.sglang.arguments import setting
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe import MoeRunnerConfig
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher import CombineInput, DispatchOutput
 
 _RUNNERS = ("auto", "triton")
 """--moe-runner-backend that leaves tensors as the files have them; neither runs here."""
@@ -37,7 +43,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
     runner = None  # a direct kernel: SGLang gives it routed tokens and the numbers of this rank's experts
 
     @classmethod
-    def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
+    def of(cls, config: ServedModel, layer: FusedMoE, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of SGLang's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         hidden, (inter, whole), inputs = layer.hidden_size, cut(config, layer), gate_of(layer.moe_runner_config).inputs
         stored = cls.stored_of(config, names, hidden, inter, whole, inputs)
@@ -49,7 +55,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return cls(config, names, stored)
 
     def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        self, layer: FusedMoE, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
         params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         """Raises ValueError for what would move or store packed experts otherwise than SGLang's loader finds them."""
@@ -65,7 +71,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         inputs, rank, biased = self.gate(layer).inputs, layer.moe_tp_rank, layer.with_bias
         self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, attributes)
 
-    def gate(self, layer: torch.nn.Module) -> Gate:
+    def gate(self, layer: FusedMoE) -> Gate:
         return gate_of(layer.moe_runner_config)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
@@ -73,23 +79,23 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         module.batched = get_moe_a2a_backend().is_deepep() and get_deepep_mode().enable_low_latency()
         return module
 
-    def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+    def install(self, layer: FusedMoE, module: torch.nn.Module) -> None:
         super().install(layer, module)
         layer.deprecate_flag = True  # of DeepEPMoE: it calls this method, as FusedMoE does
         if get_moe_a2a_backend().is_deepep():
             experts = getattr(layer, CHILD)  # the dispatcher rotates no token
             codes = "fp8" if experts.activation == "e4m3_block" and not experts.w13.scheme.rotation else "bf16"
-            said = {"dispatcher_output_dtype": "bf16", "low_latency_dispatcher_output_dtype": codes}
-            layer.dispatcher.set_quant_config({**(getattr(layer.dispatcher, "quant_config", None) or {}), **said})
+            dtypes = {"dispatcher_output_dtype": "bf16", "low_latency_dispatcher_output_dtype": codes}
+            layer.dispatcher.set_quant_config({**(getattr(layer.dispatcher, "quant_config", None) or {}), **dtypes})
 
-    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+    def create_moe_runner(self, layer: FusedMoE, moe_runner_config: MoeRunnerConfig) -> None:
         """Raises ValueError for a runner that wants weights or tokens of its own."""
         backend = get_moe_runner_backend().value
         if backend not in _RUNNERS:
             raise ValueError(f"moe_runner_backend: expected {' or '.join(_RUNNERS)} with jitgemm, got {backend}")
         self.moe_runner_config = moe_runner_config
 
-    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+    def apply(self, layer: FusedMoE, dispatch_output: DispatchOutput) -> CombineInput:
         """Runs the experts on what the dispatcher gave.
 
         Raises ValueError for a dispatcher, or a form of its tokens, that is not served.
@@ -100,12 +106,12 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return _FORMS[form](module, self.moe_runner_config, dispatch_output)
 
 
-def _standard(module: PackedExperts, config: Any, given: Any) -> Any:
+def _standard(module: PackedExperts, config: MoeRunnerConfig, tokens: DispatchOutput) -> CombineInput:
     """Tokens as they are, weighed and summed; experts of other ranks are -1."""
-    topk = given.topk_output
+    topk = tokens.topk_output
     if not hasattr(topk, "topk_ids"):
         raise ValueError(f"topk_output: expected experts and weights of tokens, got {type(topk).__name__}")
-    x, weights = _plain(given), topk.topk_weights
+    x, weights = _plain(tokens), topk.topk_weights
     if config.apply_router_weight_on_input:
         x, weights = weighed(x, weights)
     if config.routed_scaling_factor not in (None, 1.0):
@@ -113,29 +119,29 @@ def _standard(module: PackedExperts, config: Any, given: Any) -> Any:
     return StandardCombineInput(hidden_states=module.run(x, topk.topk_ids, weights))
 
 
-def _deepep_normal(module: PackedExperts, config: Any, given: Any) -> Any:
+def _deepep_normal(module: PackedExperts, config: MoeRunnerConfig, tokens: DispatchOutput) -> CombineInput:
     """The same for tokens that other ranks sent. The model scales the combined output."""
-    out = module.run(_plain(given), given.topk_ids, given.topk_weights)
-    return DeepEPNormalCombineInput(hidden_states=out, topk_ids=given.topk_ids, topk_weights=given.topk_weights)
+    out = module.run(_plain(tokens), tokens.topk_ids, tokens.topk_weights)
+    return DeepEPNormalCombineInput(hidden_states=out, topk_ids=tokens.topk_ids, topk_weights=tokens.topk_weights)
 
 
-def _deepep_low_latency(module: PackedExperts, config: Any, given: Any) -> Any:
+def _deepep_low_latency(module: PackedExperts, config: MoeRunnerConfig, tokens: DispatchOutput) -> CombineInput:
     """Tokens sorted by expert, [experts, max_m, hidden], as e4m3 with a scale for each token and 128 columns or in the
     model's type; the combine weighs and sums."""
-    x, scale = given.hidden_states, given.hidden_states_scale
+    x, scale = tokens.hidden_states, tokens.hidden_states_scale
     out = torch.empty(x.shape, dtype=config.params_dtype if scale is not None else x.dtype, device=x.device)
-    live, expected = given.masked_m[: module.num_experts].to(torch.int32), min(given.expected_m, x.shape[1])
+    live, expected = tokens.masked_m[: module.num_experts].to(torch.int32), min(tokens.expected_m, x.shape[1])
     run_batched(module, x if scale is None else (x, scale), out, live, expected)
-    return DeepEPLLCombineInput(hidden_states=out, topk_ids=given.topk_ids, topk_weights=given.topk_weights)
+    return DeepEPLLCombineInput(hidden_states=out, topk_ids=tokens.topk_ids, topk_weights=tokens.topk_weights)
 
 
 _FORMS = {"standard": _standard, "deepep_normal": _deepep_normal, "deepep_ll": _deepep_low_latency}
 """SGLang's DispatchOutputFormat: what runs the experts."""
 
 
-def _plain(given: Any) -> torch.Tensor:
+def _plain(tokens: DispatchOutput) -> torch.Tensor:
     """Tokens in the model's type. Raises ValueError for quantised ones."""
-    x, scale = given.hidden_states, given.hidden_states_scale
+    x, scale = tokens.hidden_states, tokens.hidden_states_scale
     if scale is not None or not isinstance(x, torch.Tensor):
         raise ValueError(
             "hidden_states: expected tokens in the model's type (--deepep-dispatcher-output-dtype bf16), got codes"
@@ -143,7 +149,7 @@ def _plain(given: Any) -> torch.Tensor:
     return x
 
 
-def cut(config: Any, layer: torch.nn.Module) -> tuple[int, int]:
+def cut(config: ServedModel, layer: FusedMoE) -> tuple[int, int]:
     """An expert's size between the GEMMs on this rank, and on all. gpt-oss' model cuts its own format between scales: the last
     rank may have less. Raises Unsupported where that leaves a rank nothing."""
     inter, ranks = layer.intermediate_size_per_partition, layer.moe_tp_size
@@ -157,7 +163,7 @@ def cut(config: Any, layer: torch.nn.Module) -> tuple[int, int]:
     return inter, whole
 
 
-def gate_of(config: Any) -> Gate:
+def gate_of(config: MoeRunnerConfig) -> Gate:
     """The gate of SGLang's MoeRunnerConfig. Raises Unsupported for one that jitgemm has not."""
     kind, gated = config.activation, config.is_gated
     limit, alpha = config.gemm1_clamp_limit, config.gemm1_alpha
@@ -183,5 +189,5 @@ def gate_of(config: Any) -> Gate:
 def check_arguments() -> None:
     """Raises ValueError for arguments of SGLang's by which it moves experts' tensors itself."""
     for name, plain in (("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial")):
-        if (given := setting(name)) not in (None, plain):
-            raise ValueError(f"{name}: expected {plain} with jitgemm's packed experts, got {given}")
+        if (got := setting(name)) not in (None, plain):
+            raise ValueError(f"{name}: expected {plain} with jitgemm's packed experts, got {got}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
@@ -10,7 +10,11 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from jitgemm.serving.packing import PackedHead, PackedLinearMethod
+from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import StoredLayers, Unsupported
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.linear import LinearBase
 
 ABSORBED = "kv_b_proj"
 """The layer whose weight MLA's attention takes apart, before it is packed."""
@@ -26,7 +30,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
     prefix = ""
 
     @classmethod
-    def of(cls, config: Any, layer: torch.nn.Module, prefix: str, names: list[str]) -> JitGemmLinearMethod:
+    def of(cls, config: ServedModel, layer: LinearBase, prefix: str, names: list[str]) -> JitGemmLinearMethod:
         """The method for a layer of SGLang's, which does not know yet how it is cut.
 
         Raises Unsupported for one that jitgemm cannot read."""
@@ -37,7 +41,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         return method
 
     def create_weights(
-        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        self, layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         """Gives a layer its parameters; hands a layer that jitgemm cannot serve as it is cut to SGLang's own method."""
@@ -55,7 +59,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         rank = rank_of(layer) if k != input_size else 0
         self.place(layer, widths, k, input_size, rank, params_dtype, attributes)
 
-    def instead(self, layer: torch.nn.Module, reason: Unsupported) -> Any:
+    def instead(self, layer: LinearBase, reason: Unsupported) -> Any:
         """SGLang's own method. Raises ValueError where it has none for the checkpoint."""
         theirs = self.config._checkpoints_own()
         if theirs is None and (self.config.saved or self.config.checkpoint is not None):
@@ -69,12 +73,12 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
 class JitGemmHeadMethod(PackedHead, JitGemmLinearMethod):
     """SGLang's."""
 
-    def __init__(self, config: Any, names: list[str], stored: StoredLayers):
+    def __init__(self, config: ServedModel, names: list[str], stored: StoredLayers):
         super().__init__(config, names, stored)
         self.prefix = names[0]
 
 
-def rank_of(layer: torch.nn.Module) -> int:
+def rank_of(layer: LinearBase) -> int:
     """Which part of a row-parallel layer's columns this process has."""
     group = getattr(layer, "tp_group", None)
     return getattr(layer, "tp_rank", 0) if group is None else group.rank_in_group

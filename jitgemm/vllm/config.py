@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
@@ -21,6 +21,9 @@ from jitgemm.checkpoint.formats import idle
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Layers
 from jitgemm.vllm.warm_graphs import GraphWarmer
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 logger = init_logger("vllm." + __name__)
 
@@ -152,7 +155,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return self.of_gpt_oss or (self.checkpoint is not None and not gpt_oss)
 
     @staticmethod
-    def logical_experts(layer: torch.nn.Module) -> int:
+    def logical_experts(layer: RoutedExperts) -> int:
         """Experts of the model, each counted once: EPLB has some of them several times."""
         return layer.moe_config.num_logical_experts
 

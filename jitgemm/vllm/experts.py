@@ -31,11 +31,14 @@ from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
 from jitgemm.serving.packing import for_any_values
+from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import Unsupported
 from jitgemm.vllm.eplb import expert_rows
 from jitgemm.vllm.lora import run_adapted
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
     from jitgemm.nn.layers.sharding import ExpertSharding
 
 logger = init_logger("vllm." + __name__)
@@ -60,9 +63,10 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
     """
 
     split: ExpertSharding | None = None
+    moe_kernel: Any
 
     @classmethod
-    def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
+    def of(cls, config: ServedModel, layer: RoutedExperts, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         moe = layer.moe_config
         if moe.activation.value not in _GATES:
@@ -92,7 +96,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return bool(self.moe.moe_parallel_config.enable_eplb)
 
     def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
         params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         sizes = hidden_size, intermediate_size_per_partition, self.moe.intermediate_size
@@ -116,7 +120,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         module.split = self.split
         return module
 
-    def gate(self, layer: torch.nn.Module) -> Gate:
+    def gate(self, layer: RoutedExperts) -> Gate:
         """The gate that vLLM's layer has. Raises ValueError for SiTU without its beta."""
         kind, order = _GATES[layer.activation.value]
         limit, alpha = (getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha"))
@@ -132,7 +136,8 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         default = 1.702 if kind == "swiglu_oai" else 1.0
         return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
 
-    def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+    def install(self, layer: RoutedExperts, module: torch.nn.Module) -> None:
+        assert isinstance(module, PackedExperts)
         if self._moves and module.sums == "f16":
             text = "jitgemm: %s is added up in fp32, as experts move between ranks (EPLB), and f16 may not hold their scales"
             logger.warning_once(text, self.names[0].rpartition(".")[0])
@@ -164,7 +169,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             )
         return found
 
-    def _modular_kernel(self, layer: torch.nn.Module) -> Any:
+    def _modular_kernel(self, layer: RoutedExperts) -> Any:
         """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
         from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
@@ -198,7 +203,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
         shared_experts: Any, shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         module, on_input = getattr(layer, CHILD), layer.apply_router_weight_on_input

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packing import PackedHead, PackedLinearMethod
+from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import StoredLayers, Unsupported
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import LinearBase
 
 REORDERED = ("bloom", "falcon", "gpt_neox")
 """Types of models of which vLLM sorts the rows of query_key_value before a layer's loader gets them."""
@@ -20,7 +24,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
     """vLLM's."""
 
     @classmethod
-    def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmLinearMethod:
+    def of(cls, config: ServedModel, layer: LinearBase, names: list[str]) -> JitGemmLinearMethod:
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         k = getattr(layer, "input_size_per_partition", layer.input_size)
         stored = config.stored(names)
@@ -30,7 +34,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         return cls(config, names, stored)
 
     def create_weights(
-        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        self, layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         k, rank = input_size_per_partition, layer.tp_rank if input_size_per_partition != input_size else 0

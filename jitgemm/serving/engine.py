@@ -1,0 +1,90 @@
+"""What `jitgemm.serving` asks of an engine. Its plug-in's config answers; knows no engine."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from jitgemm.checkpoint.files import Checkpoint
+
+
+class Logger(Protocol):
+    """An engine's logger; `_once` says the same text with the same values only once."""
+
+    def info(self, msg: str, *args: object) -> None: ...
+    def info_once(self, msg: str, *args: object) -> None: ...
+    def warning(self, msg: str, *args: object) -> None: ...
+    def warning_once(self, msg: str, *args: object) -> None: ...
+
+
+class Engine:
+    """An engine, as its plug-in's config knows it.
+
+    Attributes:
+        engine, logger: its name in messages, and its logger.
+        experts_over_nvlink: True if jitgemm's kernels may send experts' tokens between its ranks.
+        packed_modules_mapping: {layer of the engine's: the layers of the files that it joins}.
+    """
+
+    engine: str
+    logger: Logger
+    experts_over_nvlink = False
+    packed_modules_mapping: dict[str, list[str]]
+
+    @property
+    def model_type(self) -> str:
+        """The model's type by its config.json; "" if the engine does not say."""
+        return ""
+
+    @property
+    def parameter_classes(self) -> Any:
+        """The engine's module of parameters that cut and join themselves."""
+        raise NotImplementedError
+
+    @property
+    def loads_biases(self) -> bool:
+        """True if the engine's model calls the loaders of experts' biases."""
+        raise NotImplementedError
+
+    @property
+    def makes_weights_up(self) -> bool:
+        """True if the engine calls no loaders (--load-format dummy)."""
+        raise NotImplementedError
+
+    @property
+    def reuses_memory(self) -> bool:
+        """True if the engine reads tensors into the memory of earlier ones."""
+        raise NotImplementedError
+
+    @property
+    def captures_graphs(self) -> bool:
+        """True if the engine may capture CUDA graphs of the model."""
+        raise NotImplementedError
+
+    @staticmethod
+    def logical_experts(layer: Any) -> int:
+        """Experts of the model in a layer of experts; an expert that ranks hold several times counts once."""
+        raise NotImplementedError
+
+    @staticmethod
+    def keep(module: torch.nn.Module) -> None:
+        """Has the engine leave a layer's packed weights where they are when it loads the layer again."""
+        raise NotImplementedError
+
+    def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
+        """How many ranks the engine adds up the outputs of: of experts, and of linears that ranks may have parts of the columns
+        of; None for others."""
+        raise NotImplementedError
+
+    def group_of(self, layer: torch.nn.Module) -> Any:
+        """The process group of such a linear's ranks."""
+        raise NotImplementedError
+
+    def reads_files_for(self, layer: torch.nn.Module) -> None:
+        """Notes a layer whose weights are read from the files."""
+        raise NotImplementedError
+
+    def files(self) -> Checkpoint:
+        """The checkpoint's files, once they are on this machine."""
+        raise NotImplementedError
