@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import builders
 import gpt_oss_experts
 import pytest
+import ranks
 import torch
 from safetensors.torch import save_file
 from sglang_cases import GPT_OSS, made, row
@@ -114,6 +116,51 @@ def test_ranks_of_a_row_parallel_layer_add_up(name):
         total += layer.quant_method.apply(layer, x[:, columns].contiguous()).double()
     expected = x.double() @ dense.T
     assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+def summed_by_ranks(mesh, name):
+    tensors, _ = stored(CONFIGS[name], 64, 256)
+    number, group = mesh.get_local_rank(), mesh.get_group()
+    with running(number, 2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JitGemmConfig, "group_of", lambda self, layer: group)  # which needs SGLang's processes
+        layer = row(made(CONFIGS[name], tp_invariant=True), 256, 64)
+        load(layer, tensors)
+        process(layer)
+    out = layer.quant_method.apply(layer, x_of(5).chunk(2, 1)[number].contiguous())
+    torch.distributed.all_reduce(out, group=group)
+    return out
+
+
+def x_of(rows):
+    return torch.arange(rows * 256).view(rows, 256).sin().to(BF16)
+
+
+def test_ranks_of_a_row_parallel_layer_have_one_ranks_bits_with_tp_invariant(monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks, "LIMIT_S", 400 if REAL else ranks.LIMIT_S)  # SGLang takes long to import
+    with ranks.two_ranks(tmp_path) as run:
+        for name in ("packed", "qserve"):
+            tensors, _ = stored(CONFIGS[name], 64, 256)
+            with running():
+                layer = row(made(CONFIGS[name], tp_invariant=True), 256, 64)
+                load(layer, tensors)
+            assert process(layer).tp_invariant == "k"
+            expected = layer.quant_method.apply(layer, x_of(5))
+            assert all(builders.same_bits(found, expected) for found in run(summed_by_ranks, name))
+
+
+def test_layers_without_such_bits_are_refused_by_name_with_tp_invariant():
+    words = "expected a linear that jitgemm serves, as 2 ranks share the layer with tp_invariant, got"
+    with running(0, 2):
+        with pytest.raises(ValueError, match=f"m.o_proj: {words} expected rows in multiples of 8"):
+            row(made(None, tp_invariant=True), 48, 64)
+        with pytest.raises(ValueError, match=f"m.o_proj: {words} one in floats"):
+            row(made(None, tp_invariant=True, ignore=["m.o_proj"]), 256, 64)
+        with pytest.raises(ValueError, match=f"m.experts: {words} experts"):
+            experts(made(None, tp_invariant=True), SIZES, 2)
+        gate = gate_up(made(None, tp_invariant=True), 256, 64)
+        for part in range(2):
+            load(gate, {"weight": torch.randn(64, 256)}, part)
+        assert process(gate).tp_invariant == "n"
 
 
 def test_q_k_and_v_are_joined_and_a_bias_is_added_once():
