@@ -206,6 +206,18 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             return place.tp_size * place.ep_size
         return layer.tp_size if isinstance(layer, RowParallelLinear) else None
 
+    def warn_of_others(self) -> None:
+        """Says which of vLLM's kernels may have other bits on other numbers of GPUs, whatever jitgemm's do."""
+        config = get_current_vllm_config_or_none()
+        if config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:
+            text = "jitgemm: tp_invariant: norms computed as vLLM sums over ranks have other bits than one GPU's; set "
+            logger.warning_once(text + "pass_config.fuse_allreduce_rms to false in --compilation-config")
+        if not self.batch_invariant:
+            text = (
+                "jitgemm: tp_invariant: attention and layers in floats choose kernels by a rank's heads and rows; set "
+            )
+            logger.warning_once(text + "VLLM_BATCH_INVARIANT=1")
+
     def group_of(self, layer: torch.nn.Module) -> Any:
         from vllm.distributed import parallel_state
 

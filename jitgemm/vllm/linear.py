@@ -38,6 +38,8 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         k, rank = input_size_per_partition, layer.tp_rank if input_size_per_partition != input_size else 0
+        if self.config.tp_invariant:
+            self.config.warn_of_others()
         self.place(layer, output_partition_sizes, k, input_size, rank, params_dtype, extra_weight_attrs)
 
     def finish(self, layer: torch.nn.Module) -> None:

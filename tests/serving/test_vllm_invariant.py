@@ -12,6 +12,8 @@ from vllm_cases import BF16, CONFIGS, SAVED, dense_of, gate_up, load, made, proc
 from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank, show
 
+import jitgemm.vllm.config as configs
+
 K, N = 512, 64
 GROUP = SimpleNamespace(group_name="of two")
 FLOATS = {
@@ -167,3 +169,20 @@ def test_layers_without_such_bits_are_refused_by_name():
             experts(config(), "m.experts", (4, 64, 64), 2, tp=(0, 2))
     with rank():
         experts(config(), "m.experts", (4, 64, 64), 2)
+
+
+def test_kernels_of_vllms_with_other_bits_are_named(monkeypatch):
+    said = []
+    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=True)))
+    monkeypatch.setattr(configs.logger, "warning_once", said.append)
+    with rank():
+        monkeypatch.setattr(configs, "get_current_vllm_config_or_none", lambda: config)
+        made(None, {"tp_invariant": True}).warn_of_others()
+        monkeypatch.setattr(configs, "get_current_vllm_config_or_none", lambda: None)
+        row(made(None, {"tp_invariant": True}), K, N)
+        monkeypatch.setattr(configs.JitGemmConfig, "batch_invariant", True)
+        row(made(None, {"tp_invariant": True}), K, N)
+    assert [text.rpartition("; set ")[2] for text in said] == [
+        "pass_config.fuse_allreduce_rms to false in --compilation-config", "VLLM_BATCH_INVARIANT=1",
+        "VLLM_BATCH_INVARIANT=1",
+    ]  # fmt: skip
