@@ -30,19 +30,6 @@ FORMATS = {"pack-quantized": pack_quantized, "int-quantized": int_quantized}
 # --- from the definition ---
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
-def test_every_weight_is_the_definition_s(tmp_path, format, group_size, zero_point, scale_type):
-    parts = builders.weight_parts(1, 24, 512, group_size, zero_point=zero_point, scale_type=scale_type)
-    strategy = "group" if group_size else "channel"
-    settings = config(scheme(strategy, group_size, symmetric=not zero_point), format=format)
-    folder = checkpoints.save(tmp_path, FORMATS[format](parts), settings)
-    weight = load(folder, LAYER, device="cpu")
-    expected = checkpoints.dequantized(parts.q, parts.scale, parts.zero).float()
-    assert torch.equal(weight.dequantize(), expected)
-    assert weight.group_size == (group_size or 512) and weight.scale_dtype == parts.scale.dtype
-
-
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(1, 8).map(lambda x: 8 * x),

@@ -6,17 +6,19 @@ import copy
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import builders
 import dialects
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from jitgemm.checkpoint import Checkpoint, read_layer
-from jitgemm.checkpoint.reader import layer_header
+from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.nn import PackedLinear, load_
 from jitgemm.nn.load.layer_source import OF_BESIDE, LayerSource
 
@@ -266,12 +268,42 @@ def test_what_other_errors_advise_works():
     assert torch.equal(read(case, case.config | {"zero_point": True}), case.weight)
 
 
+class Counted(Checkpoint):
+    """A checkpoint that counts the bytes that are read."""
+
+    bytes = 0
+
+    def read(self, *arguments):
+        tensor = super().read(*arguments)
+        self.bytes += tensor.nbytes
+        return tensor
+
+
+def read_whole(key: tuple[str, str, str], dim: str) -> bool:
+    """Whether a rank reads the whole layer to cut it."""
+    (_, tool, form), ordered = key, "g_idx" in CASES[key].tensors
+    own_order = tool in ("torchao", "ExecuTorch", "BitBLAS", "QServe") or form == "AWQ gemv"
+    return own_order or ("blocks" in form if dim == "n" else ordered)
+
+
 @pytest.mark.parametrize("dim", ["n", "k"])
-@of_every_case
-def test_ranks_together_hold_the_layer(case, dim):
-    parts = [
-        read_layer(case.source, dialects.LAYER, device="cpu", config=case.config, tp_dim=dim, tp_rank=rank, tp_size=2)
-        for rank in range(2)
-    ]
-    whole = torch.cat([part.dequantize() for part in parts], "nk".index(dim))
-    assert torch.equal(whole.double(), case.weight.float().double())
+@pytest.mark.parametrize("key", CASES, ids=" ".join)
+def test_a_rank_s_part_is_the_shard_of_the_layer_and_read_alone(tmp_path, key, dim):
+    case = CASES[key]
+    tensors = case.source | {f"{dialects.LAYER}.bias": torch.arange(dialects.N).bfloat16()}
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    for opened in (tensors, [tmp_path / "a.safetensors"]):
+        source = Counted(opened, case.config)
+        whole = read_layer(source, dialects.LAYER, device="cpu")
+        everything, header = source.bytes, layer_header(source, dialects.LAYER)
+        for rank in range(2):
+            source.bytes = 0
+            part = read_header(source, header, torch.device("cpu"), cut=(dim, rank, 2))
+            expected = whole.shard(dim, rank, 2)
+            for field in fields(part):
+                got, wanted = getattr(part, field.name), getattr(expected, field.name)
+                if isinstance(wanted, torch.Tensor):
+                    assert builders.same_bits(got, wanted), field.name
+                else:
+                    assert got == wanted, field.name
+            assert (source.bytes > 0.55 * everything) == read_whole(key, dim)

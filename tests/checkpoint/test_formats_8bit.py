@@ -41,31 +41,6 @@ def assert_holds(folder, q: torch.Tensor, scale: torch.Tensor, layer: str = LAYE
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------------------
 
-STRATEGIES = {
-    "channel": ({}, lambda n, k: (n, 1), lambda n, k: (1, k)),
-    "tensor": ({}, lambda n, k: (1,), lambda n, k: (n, k)),
-    "group": ({"group_size": 128}, lambda n, k: (n, k // 128), lambda n, k: (1, 128)),
-    "block": (
-        {"block_structure": [128, 128]}, lambda n, k: (ceil_div(n, 128), ceil_div(k, 128)), lambda n, k: (128, 128),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind, codes_type", [("float", E4M3), ("int", torch.int8)])
-def test_compressed_tensors_of_8_bits_hold_the_file_s_weight(tmp_path, kind, codes_type, strategy, dtype):
-    n, k = (200, 416) if strategy == "block" else (200, 384)
-    more, shape, block = STRATEGIES[strategy]
-    q, scale = codes(1, n, k, codes_type), scales(2, *shape(n, k), dtype=dtype)
-    told = scheme(kind, strategy, f"{kind}-quantized", inputs(kind), **more)
-    folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}, told, shards=2)
-    every = over(scale.reshape(scale.shape[0], -1), n, k, *block(n, k))
-    weight = assert_holds(folder, q, every)
-    assert weight.scale_dtype == dtype
-    layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu")
-    assert type(layer) is W8A8Linear and layer.activation == ("e4m3" if kind == "float" else "int8")
-
 
 @pytest.mark.parametrize("format", ["int-quantized", "pack-quantized"])
 @pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])

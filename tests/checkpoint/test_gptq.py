@@ -49,14 +49,6 @@ def test_group_size_minus_one_is_one_group_a_row():
     assert weight.group_size >= weight.k
 
 
-@pytest.mark.parametrize("version", [V1, V2])
-def test_constant_zero_8_becomes_signed_codes(version):
-    layer = layers.layer(4, zeros=(8, 8))
-    weight = read(packed(layer, minus_one=version is V1), version | {"sym": True})
-    assert weight.zero is None and weight.q.dtype == torch.int8
-    layers.assert_exactly(weight, layer.weight)
-
-
 def test_g_idx_may_be_absent():
     layer = layers.layer(5)
     tensors = packed(layer, minus_one=False)

@@ -68,14 +68,6 @@ def test_groups_of_every_size_equal_pytorchs_cpu_op(group_size, dtype):
     assert weight.group_size == group_size
 
 
-def test_pytorchs_cpu_packing_has_the_shape_of_plain_bytes_but_another_order():
-    q = codes(3, 64, 128)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    plain = high_first(q)
-    assert packed.shape == plain.shape and packed.dtype == plain.dtype
-    assert not torch.equal(packed, plain)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner_k_tiles", [2, 4, 8])
 def test_tiles_that_the_gpu_packed_unpack(inner_k_tiles):
@@ -155,12 +147,6 @@ def test_a_weight_of_another_form_is_refused(weight, config, message):
 # ---- tensor subclasses, flattened as torchao's safetensors code does -------------------------------------------------
 
 
-def test_flattened_tiles_read_as_the_definition(tmp_path):
-    q, parameters = codes(8, 16, 256), scales_and_zeros(8, 16, 4, torch.bfloat16)
-    tensors = {"_weight_qdata": tiles(q, 8), "_weight_scale_and_zero": parameters}
-    layers.assert_exactly(layers.load(tmp_path, tensors), tinygemm(q, parameters))
-
-
 def test_the_files_metadata_says_the_size_of_flattened_tiles(tmp_path):
     from safetensors.torch import save_file
 
@@ -171,31 +157,33 @@ def test_the_files_metadata_says_the_size_of_flattened_tiles(tmp_path):
     layers.assert_exactly(checkpoint.read_layer(tmp_path, "layer", device="cpu"), tinygemm(q, parameters)[:, :320])
 
 
-def test_a_flattened_int4_tensor_reads_as_the_definition(tmp_path):
-    q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
-    flat = {
-        "qdata": checkpoints.words(q - 8, 1, torch.int8),
-        "scale": parameters[..., 0],
-        "zero_point": parameters[..., 1],
-    }
-    tensors = {f"_weight_{name}": t for name, t in flat.items()}
-    layers.assert_exactly(layers.load(tmp_path, tensors), tinygemm(q, parameters))
+Q, PARAMETERS = codes(8, 16, 256), scales_and_zeros(8, 16, 4, torch.bfloat16)
+PLAIN, FP32 = layers.layer(10, dtype=torch.bfloat16), layers.layer(11, dtype=torch.float32)
+UNPACKED = {"qdata": (FP32.q - 8).to(torch.int8), "scale": FP32.scale, "zero_point": (FP32.zero - 8).to(torch.int8)}
+OF_FP32 = (FP32.q - FP32.zero[:, FP32.group]).float() * FP32.scale[:, FP32.group]
+FLAT = {
+    "tiles": ({"qdata": tiles(Q, 8), "scale_and_zero": PARAMETERS}, tinygemm(Q, PARAMETERS)),
+    "Int4Tensor": (
+        {
+            "qdata": checkpoints.words(Q - 8, 1, torch.int8),
+            "scale": PARAMETERS[..., 0],
+            "zero_point": PARAMETERS[..., 1],
+        },
+        tinygemm(Q, PARAMETERS),
+    ),
+    "plain int32": (
+        {"qdata": checkpoints.words(PLAIN.q, 1), "scale": PLAIN.scale.T, "zero_point": PLAIN.zero.T.to(torch.int8)},
+        PLAIN.weight,
+    ),
+    "unpacked": (UNPACKED, OF_FP32),
+    "unpacked, zeros in floats": (UNPACKED | {"zero_point": UNPACKED["zero_point"].float()}, OF_FP32),
+}
 
 
-def test_a_flattened_plain_int32_tensor_reads_as_the_definition(tmp_path):
-    layer = layers.layer(10, dtype=torch.bfloat16)
-    flat = {"qdata": checkpoints.words(layer.q, 1), "scale": layer.scale.T, "zero_point": layer.zero.T.to(torch.int8)}
-    tensors = {f"_weight_{name}": t for name, t in flat.items()}
-    layers.assert_exactly(layers.load(tmp_path, tensors), layer.weight)
-
-
-@pytest.mark.parametrize("zero_dtype", [torch.int8, torch.float32])
-def test_a_flattened_unpacked_tensor_reads_as_the_definition(tmp_path, zero_dtype):
-    layer = layers.layer(11, dtype=torch.float32)
-    flat = {"qdata": (layer.q - 8).to(torch.int8), "scale": layer.scale, "zero_point": (layer.zero - 8).to(zero_dtype)}
-    weight = layers.load(tmp_path, {f"_weight_{name}": t for name, t in flat.items()})
-    expected = (layer.q - layer.zero[:, layer.group]).float() * layer.scale[:, layer.group]
-    assert torch.equal(weight.dequantize(), expected)
+@pytest.mark.parametrize("form", FLAT)
+def test_a_flattened_tensor_reads_as_the_definition(tmp_path, form):
+    flat, expected = FLAT[form]
+    layers.assert_exactly(layers.load(tmp_path, {f"_weight_{name}": t for name, t in flat.items()}), expected)
 
 
 @pytest.mark.parametrize(

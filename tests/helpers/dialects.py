@@ -224,6 +224,16 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("INT4", "compressed-tensors", "plain"): (
             {"weight": plain, "weight_scale": GROUPS}, _compressed("int-quantized", **ints), int4 * over(GROUPS)
         ),
+        ("INT4", "compressed-tensors", "zero points"): (
+            of_groups | {"weight_packed": checkpoints.words(ZEROS.q, 1), "weight_scale": ZEROS.scale,
+                         "weight_zero_point": checkpoints.words(ZEROS.zero, 0)},
+            _compressed("pack-quantized", **ints, symmetric=False), ZEROS.weight,
+        ),
+        ("INT4", "compressed-tensors", "zero points in bytes"): (
+            {"weight": (ZEROS.q - 8).to(torch.int8), "weight_scale": ZEROS.scale,
+             "weight_zero_point": (ZEROS.zero - 8).to(torch.int8)},
+            _compressed("int-quantized", **ints, symmetric=False), ZEROS.weight,
+        ),
         ("INT4", "AutoRound", "as GPTQ"): (of_gptq, _autoround("int", 4, 64, "auto_round:auto_gptq", sym=False), ZEROS.weight),
         ("INT4", "AutoRound", "as GPTQ v2"): (of_gptq_v2, _autoround("int", 4, 64, "auto_round", sym=False), ZEROS.weight),
         ("INT4", "AutoRound", "as AWQ"): (
@@ -261,6 +271,9 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("INT8", "compressed-tensors", "packed"): (
             {"weight_packed": checkpoints.words(INT8.long() + 128, 1, bits=8), "weight_shape": torch.tensor([N, K]), "weight_scale": ROWS},
             _compressed("pack-quantized", **ints_8), int8 * over(ROWS),
+        ),
+        ("INT8", "compressed-tensors", "groups"): (
+            {"weight": INT8, "weight_scale": GROUPS}, _compressed("int-quantized", **ints | in_8), int8 * over(GROUPS)
         ),
         ("INT8", "ModelOpt", ""): ({"weight": INT8, "weight_scale": ROWS[:, 0]}, _modelopt("W8A8_SQ_PER_CHANNEL"), int8 * over(ROWS)),
         ("INT8", "AutoRound", "as GPTQ"): (of_gptq_8, _autoround("int", 8, 64, "auto_round:auto_gptq"), ZEROS_8.weight),
