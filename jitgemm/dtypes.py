@@ -40,6 +40,7 @@ DTYPES = {
         DType("e8m0", "float8_e8m0fnu", 1),
         DType("s8", "int8", 1),
         DType("s32", "int32", 4, 3),
+        DType("s64", "int64", 8),
     )
 }
 """By name."""
@@ -48,6 +49,8 @@ REAL_TYPES = ("bf16", "fp16", "fp32")
 """Types of scales, results, and activations before they are quantised."""
 LHS_TYPES = ("e4m3", "s8")
 """Types of quantised activations."""
+INDEX_TYPES = ("s32", "s64")
+"""Types of experts' ids and of numbers of rows."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,6 +1,8 @@
-"""What every module says of a tensor in a message, and the checks that more than one call makes.
+"""What every module says of a tensor in a message, and the checks that more than one call makes: plain ones, and rows that
+TMA can walk.
 
-The lowest module that imports PyTorch; knows nothing of weights, calls and kernels.
+The lowest module that imports PyTorch; knows nothing of weights, calls and addresses. Looks at dtypes, shapes, strides and
+devices of real and fake tensors.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from jitgemm.dtypes import DTYPES, torch_dtype
+from jitgemm.kernel.formats import MAX_ROWS
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The classes of tensors that have addresses and versions of their own: no tracer's, no wrapper of others."""
+
+ALIGNMENT = 16
+"""Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
 
 TYPE_NAMES = {torch_dtype(name): name for name in DTYPES}
 """`jitgemm.dtypes`' name of a PyTorch dtype."""
@@ -87,12 +93,82 @@ def check_values(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected a tensor with values, got one on the meta device")
 
 
-def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
-    """The name of a dtype that is one of `types`; else TypeError."""
+def check_dtype(name: str, dtype: object, types: tuple[str, ...], why: str = "") -> str:
+    """The name of a dtype that is one of `types`; else TypeError, which may say why it has to be."""
     found = TYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None
     if found not in types:
-        raise TypeError(f"{name}: expected {one_of(types)}, got {dtype_name(dtype)}")
+        raise TypeError(f"{name}: expected {one_of(types)}{why and f', {why}'}, got {dtype_name(dtype)}")
     return found
+
+
+def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) -> None:
+    """A matrix with contiguous rows whose stride TMA can walk."""
+    rows, columns = tensor.shape
+    if statically_true(tensor.stride(1) != 1) and statically_true(columns > 1):
+        raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
+    if statically_true(rows > MAX_ROWS):
+        raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}")
+    if statically_true(rows < 2):  # one row has no stride to walk
+        return
+    unit = ALIGNMENT // tensor.element_size()
+    if statically_true(tensor.stride(0) % unit != 0):
+        multiple = f"a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes)"
+        raise ValueError(f"{name}: expected {multiple}, got {tensor.stride(0)}")
+    if statically_true(tensor.stride(0) < columns) and not may_overlap:
+        apart = f"rows that do not overlap (row stride at least {columns})"
+        raise ValueError(f"{name}: expected {apart}, got row stride {tensor.stride(0)}")
+
+
+def check_matrix(
+    name: str, value: object, shape: tuple[int | None, int | None], types: tuple[str, ...], why: str = ""
+) -> None:
+    """`check_rows` of a tensor of this shape, None for any size; types, why: as for `check_dtype`."""
+    tensor = check_tensor(name, value)
+    if not torch.compiler.is_compiling():  # a tracer cannot ask
+        check_plain(name, tensor)
+    check_dtype(name, tensor.dtype, types, why)
+    wrong = (size is not None and statically_true(size != found) for size, found in zip(shape, tensor.shape))
+    if tensor.dim() != 2 or any(wrong):
+        rows, columns = (each if size is None else size for each, size in zip(("rows", "columns"), shape))
+        raise ValueError(f"{name}: expected shape [{rows}, {columns}], got {list(tensor.shape)}")
+    check_rows(name, tensor)
+
+
+def check_exact(name: str, value: object, shape: Sequence[Any], types: tuple[str, ...]) -> None:
+    """A contiguous tensor of this shape."""
+    tensor = check_tensor(name, value)
+    check_plain(name, tensor)
+    check_dtype(name, tensor.dtype, types)
+    if shapes_differ(tensor.shape, shape) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(tensor.shape)} with strides "
+            f"{tuple(tensor.stride())}"
+        )
+
+
+def check_vector(name: str, value: object, types: tuple[str, ...], elements: int) -> None:
+    """A contiguous vector, or for one element a tensor of any shape."""
+    tensor = check_tensor(name, value)
+    check_dtype(name, tensor.dtype, types)
+    check_plain(name, tensor)
+    several = statically_true(elements > 1)
+    if statically_true(tensor.numel() != elements) or (several and tensor.dim() != 1):
+        expected = f"shape [{elements}]" if several else "one element"
+        raise ValueError(f"{name}: expected {expected}, got shape {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+
+
+def check_device(name: str, tensor: torch.Tensor, where: str, device: torch.device) -> None:
+    """The device is that of the call's first tensor, whose name is `where`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, where {where} is, got one on {tensor.device}")
+
+
+def check_runs(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor where no call can run, such as one on the meta device."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{name}: expected a CUDA or CPU tensor, got one on {tensor.device}")
 
 
 def check_no_grad(name: str, tensor: torch.Tensor | None) -> None:
@@ -103,6 +179,12 @@ def check_no_grad(name: str, tensor: torch.Tensor | None) -> None:
             f"{name}: expected a tensor that does not require grad, since jitgemm computes no gradients, got one that "
             "does; run under torch.no_grad() or torch.inference_mode()"
         )
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a result that a gradient is expected for, whether gradients are on or not."""
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -65,7 +65,7 @@ def calls_of(
     """For "layer" and each part, a call for each routing."""
     import torch
 
-    import jitgemm.moe.call
+    import jitgemm.moe.route
     from jitgemm.activations.arguments import activation_of
     from jitgemm.activations.run import QuantizeCall, quantize
     from jitgemm.activations.scheme import SILU_MUL, Prologue
@@ -92,7 +92,7 @@ def calls_of(
         first = QuantizeCall(x, activation_of(lhs_dtype, scheme, False))
         options: dict[str, Any] = {"expected_m": hint}
         gather = routing.row_index
-        if hint >= jitgemm.moe.call.GATHER_M:  # the layer's quantiser gathers then
+        if hint >= jitgemm.moe.route.GATHER_M:  # the layer's quantiser gathers then
             first, gather = replace(first, row_count=routing.offsets[-1:], row_index=gather), None
         lhs1 = quantize(first)
         gemm(lhs1[:2], w13, hidden, routing.offsets, row_index=gather, **options)
@@ -160,9 +160,9 @@ def main() -> None:
     from benchmark_lib.results import environment
 
     if arguments.gather_m is not None:
-        import jitgemm.moe.call
+        import jitgemm.moe.route
 
-        jitgemm.moe.call.GATHER_M = arguments.gather_m
+        jitgemm.moe.route.GATHER_M = arguments.gather_m
     table = arguments.json != "-"
     if table:
         print(f"{torch.cuda.get_device_name()}, us, medians of {arguments.rounds * REPLAYS} replays\n")

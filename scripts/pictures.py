@@ -139,7 +139,7 @@ def call(results: Path) -> str:
     picture.text(128, 176, "found", "small soft", "end")
     picture.arrow(140, 124, 140, 222)
     picture.box(
-        20, 222, 330, 40, "box", "parameters by addresses: checks, TMA maps\nruntime/checks.py, cuTensorMapEncodeTiled"
+        20, 222, 330, 40, "box", "parameters by addresses: checks, TMA maps\nruntime/launch.py, cuTensorMapEncodeTiled"
     )
     picture.arrow(350, 242, 380, 242)
     picture.box(380, 222, 170, 40, "math", "cuLaunchKernelEx\non the current stream")

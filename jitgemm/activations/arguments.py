@@ -1,7 +1,7 @@
 """Checks of a quantiser call's arguments: what each must be, in one message that names it.
 
 Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
-`runtime/checks.py`'s.
+`runtime/launch.py`'s.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from jitgemm.activations.kernel import most_k
 from jitgemm.activations.scheme import GELU_MULS, SCHEMES, SILU_MUL, Activation, Gate, Prologue
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ROTATION, Correction, ceil_div, lhs_columns
-from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_float, check_no_grad, check_plain, check_tensor
-from jitgemm.tensors import shapes_differ, dtype_name, statically_true
+from jitgemm.runtime.launch import Pointer
+from jitgemm.tensors import ALIGNMENT, check_device, check_dtype, check_flag, check_float, check_no_grad
+from jitgemm.tensors import check_plain, check_rows, check_runs, check_tensor, check_vector, dtype_name
+from jitgemm.tensors import shapes_differ, statically_true
 
 POINTERS = (
     Pointer("x", "x", ALIGNMENT),
@@ -150,12 +151,6 @@ def check_arguments(
         check_no_grad(name, value)
 
 
-def check_runs(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor where no call can run, such as one on the meta device."""
-    if tensor.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"{name}: expected a CUDA or CPU tensor, got one on {tensor.device}")
-
-
 def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in two dimensions, without a copy."""
     if tensor.dim() == 0:
@@ -178,8 +173,7 @@ def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
     if shapes_differ(tensor.shape, x.shape):
         raise ValueError(f"{name}: expected shape {list(x.shape)}, x's, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype:
-        check_dtype("x", x.dtype, REAL_TYPES)
-        raise TypeError(f"{name}: expected {dtype_name(x.dtype)}, x's type, got {dtype_name(tensor.dtype)}")
+        check_dtype(name, tensor.dtype, (check_dtype("x", x.dtype, REAL_TYPES),), "x's type")
     check_device(name, tensor, "x", x.device)
     return as_rows(name, tensor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -211,13 +211,11 @@ def _results(call: QuantizeCall, outputs: Outputs) -> tuple[torch.Tensor, ...]:
     return results if total is None else (*results, total)
 
 
-def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _of_op(*arguments)
+def _run(call: QuantizeCall) -> tuple[torch.Tensor, ...]:
     return _results(call, quantize(call))
 
 
-def _fake_op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _of_op(*arguments)
+def _fake(call: QuantizeCall) -> tuple[torch.Tensor, ...]:
     call.check()
     return _results(call, call.new_outputs())
 
@@ -227,11 +225,8 @@ _ARGUMENTS = (
     "Tensor? rms_norm, float eps, Tensor? permutation, bool block"
 )
 _BEHIND = "str? correction=None, int correction_group=0, int rotation=0"
+_RESULTS = "(Tensor, Tensor, Tensor"
+define_op(f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None, {_BEHIND}) -> {_RESULTS})", _run, _fake, _of_op)
 define_op(
-    f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None, {_BEHIND}) -> (Tensor, Tensor, Tensor)", _op, _fake_op
-)
-define_op(
-    f"add_quantize_activations{_ARGUMENTS}, Tensor residual, {_BEHIND}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _op,
-    _fake_op,
+    f"add_quantize_activations{_ARGUMENTS}, Tensor residual, {_BEHIND}) -> {_RESULTS}, Tensor)", _run, _fake, _of_op
 )

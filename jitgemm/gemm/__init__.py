@@ -11,6 +11,7 @@ Files::
     explain       which kernel a call takes, and why
     grouped       others' ways to say which rows are which expert's
     int8_out      a GEMM whose result is 8-bit again
-    reference     the exact GEMM, which CPU tensors run
+    exact         the exact GEMM, which CPU tensors run
+    reference     its public calls
     bound         how far a result may be from the exact one
 """

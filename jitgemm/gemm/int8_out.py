@@ -16,9 +16,8 @@ from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.gemm.problem import POINTERS, W4, X, X_SCALE, X_ZERO, Gemm, Lhs, check_types, check_weight
 from jitgemm.gemm.problem import split_lhs
 from jitgemm.kernel.formats import K_ALIGNMENT
-from jitgemm.runtime.checks import Pointer, address_of, check_addresses
 from jitgemm.runtime.dispatch import needs_dispatcher
-from jitgemm.runtime.launch import check_once
+from jitgemm.runtime.launch import Pointer, address_of, check_addresses, check_once
 
 if TYPE_CHECKING:
     from jitgemm.weight.packed import W4Weight

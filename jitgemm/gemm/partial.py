@@ -20,9 +20,8 @@ import torch
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import POINTERS, Gemm, lhs_group_of
 from jitgemm.kernel.formats import BLOCK_K, ceil_div
-from jitgemm.runtime.checks import ALIGNMENT, Pointer
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, prepare, run_prepared, this_thread
-from jitgemm.tensors import TYPE_NAMES
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, prepare, run_prepared, this_thread
+from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class _InOrder(Gemm):
     __slots__ = ()
 
     def run_reference(self, operands: Operands) -> None:
-        from jitgemm.gemm.reference import write_reference
+        from jitgemm.gemm.exact import write_reference
 
         write_reference(self)
 
@@ -160,7 +159,7 @@ class _Sums(NamedTuple):
         return self.gemm.operands()
 
     def run_reference(self, operands: Operands) -> None:
-        from jitgemm.gemm.reference import integer_sums, write_reference
+        from jitgemm.gemm.exact import integer_sums, write_reference
 
         x, x_scale, _, weight, out = self.gemm[:5]
         packed = weight if isinstance(weight, PackedWeight) else weight.packed

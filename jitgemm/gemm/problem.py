@@ -2,7 +2,7 @@
 what came.
 
 Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
-`runtime/checks.py`'s.
+`runtime/launch.py`'s.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
+from jitgemm.dtypes import DTYPES, INDEX_TYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, ceil_div, lhs_columns
-from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name, shapes_differ
-from jitgemm.tensors import statically_true
+from jitgemm.runtime.launch import Pointer
+from jitgemm.tensors import ALIGNMENT, check_device, check_dtype, check_exact, check_flag, check_plain, check_rows
+from jitgemm.tensors import check_tensor, check_vector, check_written, dtype_name, shapes_differ, statically_true
 from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts
 
 if TYPE_CHECKING:
@@ -145,9 +145,7 @@ class Gemm(NamedTuple):
         if lhs_type == "s8" and not lhs_group_of(x_scale) and k > most:
             why = "int8 with scales per channel, whose sums are 32-bit"
             raise ValueError(f"{X}: expected k of at most {most} for {why}, got {k}")
-        if lhs_type not in format.lhs_types:
-            expected = DTYPES[format.lhs_types[0]].torch_name
-            raise TypeError(f"{X}: expected {expected}, {format.why_lhs('rhs')}, got {dtype_name(x.dtype)}")
+        check_dtype(X, x.dtype, format.lhs_types, format.why_lhs("rhs"))
         check_sums_with(weight, lhs_type, lhs_group_of(x_scale) > 0, "rhs")
         # Those per token and 128 k of masked calls have a dimension for the experts.
         masked = groups is not None and groups.masked
@@ -160,14 +158,11 @@ class Gemm(NamedTuple):
         _check_matrix("out", out, "[m, n]", n)
         if (groups is None or groups.row_index is None) and statically_true(out.shape[0] != m):
             raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
-        if out.requires_grad:
-            raise ValueError("out: expected a tensor that does not require grad, got one that does")
-        if bias is not None and experts is not None:
-            if shapes_differ(bias.shape, (experts, n)) or not bias.is_contiguous():
-                raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
-            bias = bias.view(-1)
-        if bias is not None:
-            check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
+        check_written("out", out)
+        if bias is not None and experts is None:
+            check_vector("bias", bias, ("bf16", "fp32"), n)
+        elif bias is not None:
+            check_exact("bias", bias, (experts, n), ("bf16", "fp32"))
 
         if x.device.type not in ("cuda", "cpu"):
             raise ValueError(f"{X}: expected a CUDA or CPU tensor, got one on {x.device}")
@@ -330,17 +325,13 @@ def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) 
     sizes, row_index, _, _ = groups
     name, shapes = ("masked_m", [[experts]]) if groups.masked else ("offsets", [[experts + 1], [experts, 2]])
     check_plain(name, sizes)
-    if sizes.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
+    check_dtype(name, sizes.dtype, INDEX_TYPES)
     if all(shapes_differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
         expected = " or ".join(map(str, shapes))
         raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
     check_device(name, sizes, X, device)
     if row_index is not None:
-        check_plain("row_index", check_tensor("row_index", row_index))
-        check_dtype("row_index", row_index.dtype, ("s32",))
-        if shapes_differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
-            raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
+        check_exact("row_index", row_index, (rows,), ("s32",))
         check_device("row_index", row_index, X, device)
 
 

@@ -16,9 +16,8 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.partial import FINISH_THREADS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.runtime.checks import ALIGNMENT, Pointer
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, run_prepared
-from jitgemm.tensors import TYPE_NAMES
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
+from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource

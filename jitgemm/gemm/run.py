@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 # ---- dense -----------------------------------------------------------------------------------------------------------
 
 
-class _Call(Gemm):
+class GemmCall(Gemm):
     """As `run_prepared` takes it."""
 
     __slots__ = ()
 
-    def amended(self) -> _Call:
+    def amended(self) -> GemmCall:
         """The checked call itself, or, still to be checked, with packed exponents for others, or with sums that x lacks."""
         if self.packs_scales:
             return self._replace(x_scale=pack_e8m0(self.x_scale))
@@ -48,7 +48,7 @@ class _Call(Gemm):
         return self._replace(x=with_late_sums(self.x, weight.format.lhs_sums, getattr(weight, "layer", "")))
 
     def run_reference(self, operands: Sequence[torch.Tensor | None]) -> None:
-        from jitgemm.gemm.reference import write_reference
+        from jitgemm.gemm.exact import write_reference
 
         write_reference(self)
 
@@ -96,7 +96,7 @@ def _run(
     if launch is None:
         if bits:
             check_weight(weight, bits)
-        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
+        call = GemmCall(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
         if (other := call.amended()) is not call:
             return _run(*other[:6], *other[7:], bits)
         launch = prepare(key, tensors, call, call.operands())
@@ -151,10 +151,11 @@ def masked(
 
 def _call_grouped(*arguments: Any) -> None:
     """The call of a `Gemm`'s fields."""
-    call_op(Gemm(*arguments)) if needs_dispatcher(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
+    call_op(Gemm(*arguments)) if needs_dispatcher(arguments[0], arguments[4]) else run_grouped(GemmCall(*arguments))
 
 
-def _run_grouped(gemm: _Call) -> None:
+def run_grouped(gemm: GemmCall) -> None:
+    """`run_prepared`, unrolled: writes to f16 sums' weights are followed between its steps."""
     x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
     sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
     # A tracer may not know out's rows: what depends on their number waits until here.
@@ -166,7 +167,7 @@ def _run_grouped(gemm: _Call) -> None:
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
     launch = this_thread.cache.find_plan(key, tensors)
     if launch is None and (other := gemm.amended()) is not gemm:
-        return _run_grouped(other)
+        return run_grouped(other)
     if weight.sums == "f16":
         weight.follow_writes()
     operands = gemm.operands()
@@ -206,20 +207,15 @@ def gemm_of_op(
     channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None,
     n: int, k: int, format: str, batch_invariant: bool, label: str | None = None, exact: bool = False,
     groups: Groups | None = None,
-) -> _Call:  # fmt: skip
+) -> GemmCall:  # fmt: skip
     """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own besides an op's arguments."""
     weight = weight_of_op(blocks, channel_scale, row_sum, n, k, format, exact=exact)
-    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label)
+    return GemmCall(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label)
 
 
-def _grouped_of_op(*arguments: Any) -> _Call:
+def _grouped_of_op(*arguments: Any) -> GemmCall:
     """The same where the fields of `Groups` stand behind the bias."""
     return gemm_of_op(*arguments[:8], *arguments[12:], groups=Groups(*arguments[8:12]))
-
-
-def _op(*arguments: Any) -> None:
-    gemm = gemm_of_op(*arguments)
-    _run(*gemm[:6], *gemm[7:])
 
 
 _TENSORS = (
@@ -229,12 +225,14 @@ _TENSORS = (
 _REST = "int n, int k, str format, bool batch_invariant, str? label"
 define_op(
     f"gemm_w4a8_nt({_TENSORS}, {_REST}=None, bool exact=False) -> ()",
-    _op,
-    lambda *arguments: gemm_of_op(*arguments).check(),
+    lambda gemm: _run(*gemm[:6], *gemm[7:]),
+    GemmCall.check,
+    gemm_of_op,
 )
 define_op(
     f"m_grouped_gemm_w4a8_nt({_TENSORS}, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, SymInt expected_rows, "
     f"{_REST}, bool exact=False) -> ()",
-    lambda *arguments: _run_grouped(_grouped_of_op(*arguments)),
-    lambda *arguments: _grouped_of_op(*arguments).check(),
+    run_grouped,
+    GemmCall.check,
+    _grouped_of_op,
 )

@@ -1,29 +1,27 @@
 """The calls of the layer, and checks of their arguments: what each must be, in one message that names it.
 
 Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
-`runtime/checks.py`'s.
+`runtime/launch.py`'s.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from jitgemm.activations.arguments import activation_of, check_runs
+from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Activation, Gate
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
+from jitgemm.dtypes import INDEX_TYPES, LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import X_SCALE, X_ZERO, as_rows, check_sums_with
 from jitgemm.kernel.formats import MAX_ROWS, ROTATION
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
-from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_addresses
-from jitgemm.runtime.checks import check_device, check_rows, check_vector
-from jitgemm.runtime.launch import Operands, check_once
-from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
-from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
+from jitgemm.runtime.launch import Operands, Pointer, address_of, check_addresses, check_once, check_places
+from jitgemm.tensors import ALIGNMENT, TYPE_NAMES, check_device, check_dtype, check_exact, check_float, check_int
+from jitgemm.tensors import check_matrix, check_plain, check_runs, check_tensor, check_vector, check_written, describe
+from jitgemm.tensors import dtype_name, statically_true
 from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed
 
 if TYPE_CHECKING:
@@ -76,12 +74,12 @@ class Routing(NamedTuple):
     Attributes:
         offsets: int32 [experts + 1]: expert e has the rows offsets[e]..offsets[e + 1] - 1, in the order of its choices
             in topk_ids.
-        row_index: int32 [tokens * top_k]; undefined from offsets[experts] on.
+        row_index: int32 [tokens * top_k]; undefined from offsets[experts] on. None: tokens are sorted as the rows are.
         inverse: int32 [tokens, top_k]: row of each choice, -1 where it is skipped.
     """
 
     offsets: torch.Tensor
-    row_index: torch.Tensor
+    row_index: torch.Tensor | None
     inverse: torch.Tensor
 
 
@@ -136,19 +134,20 @@ class ExpertsCall:
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         x, w13, w2 = self.x, self.w13, self.w2
-        experts = check_experts(w13, w2, self.activation, self.gate)
-        _check_matrix("x", x, None, w13.k, REAL_TYPES)
-        check_runs("x", x)
+        experts = check_layer(w13, w2, self.activation, self.gate, self.bias13, self.bias2)
         check_routing(self.topk_ids, experts, self.expert_map)
+        check_matrix("x", x, (None, w13.k), REAL_TYPES)
+        check_runs("x", x)
         if statically_true(self.topk_ids.shape[0] != x.shape[0]):
             raise ValueError(f"topk_ids: expected shape [{x.shape[0]}, top_k], got {list(self.topk_ids.shape)}")
-        _check_exact("topk_weights", self.topk_weights, self.topk_ids.shape, REAL_TYPES)
-        _check_biases(w13, w2, self.bias13, self.bias2)
+        check_exact("topk_weights", self.topk_weights, self.topk_ids.shape, REAL_TYPES)
+        shape, like = (x.shape[0], w2.n), (TYPE_NAMES[x.dtype],)
         if self.addend is not None:
-            _check_result("addend", self.addend, (x.shape[0], w2.n), x.dtype, "the result's type")
-        _check_places(self.pointers, _operands(self), "x", x.device)
+            check_matrix("addend", self.addend, shape, like, "the result's type")
         if self.out is not None:
-            check_out(self.out, x, w2)
+            check_matrix("out", self.out, shape, like, "as x is")
+            check_written("out", self.out)
+        check_places(self.pointers, _operands(self), "x", x.device)
 
 
 @dataclass(slots=True)
@@ -190,16 +189,15 @@ class MaskedCall:
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
         x, w13, w2, out = self.x, self.w13, self.w2, self.out
-        experts = check_experts(w13, w2, self.activation, self.gate)
+        experts = check_layer(w13, w2, self.activation, self.gate, self.bias13, self.bias2)
         types = REAL_TYPES if self.x_scale is None else (self.activation.dtype,)
         for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
             check_tensor(name, tensor)
             max_m = x.shape[1] if x.dim() == 3 else 0
-            _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
+            check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), (None, columns), names)
         check_runs("x", x)
         check_vector("masked_m", self.masked_m, ("s32",), experts)
-        _check_biases(w13, w2, self.bias13, self.bias2)
-        _check_places(self.pointers, _operands(self), "x", x.device)
+        check_places(self.pointers, _operands(self), "x", x.device)
 
 
 def _operands(call: ExpertsCall | MaskedCall) -> Operands:
@@ -274,8 +272,7 @@ def tokens_activation(
 def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
     """Raises TypeError or ValueError unless choices, map and number of experts fit together."""
     check_plain("topk_ids", check_tensor("topk_ids", topk_ids))
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}")
+    check_dtype("topk_ids", topk_ids.dtype, INDEX_TYPES)
     if topk_ids.dim() != 2 or statically_true(topk_ids.shape[1] < 1):
         raise ValueError(f"topk_ids: expected shape [tokens, top_k], top_k at least 1, got {list(topk_ids.shape)}")
     if not topk_ids.is_contiguous():
@@ -286,14 +283,11 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     if not 1 <= check_int("experts", experts) <= MAX_EXPERTS:
         raise ValueError(f"experts: expected 1 to {MAX_EXPERTS}, got {experts}")
     if expert_map is not None:
-        check_tensor("expert_map", expert_map)
-        sizes = expert_map.shape
-        if len(sizes) != 1 or statically_true(sizes[0] < 1) or statically_true(sizes[0] > MAX_GLOBAL_EXPERTS):
-            raise ValueError(
-                f"expert_map: expected shape [global_experts], 1 to {MAX_GLOBAL_EXPERTS} of them, got "
-                f"{list(expert_map.shape)}"
-            )
-        check_vector("expert_map", expert_map, ("s32",), sizes[0])
+        shape = check_tensor("expert_map", expert_map).shape
+        if len(shape) != 1 or statically_true(shape[0] < 1) or statically_true(shape[0] > MAX_GLOBAL_EXPERTS):
+            expected = f"shape [global_experts], 1 to {MAX_GLOBAL_EXPERTS} of them"
+            raise ValueError(f"expert_map: expected {expected}, got {list(shape)}")
+        check_vector("expert_map", expert_map, ("s32",), shape[0])
         check_device("expert_map", expert_map, "topk_ids", topk_ids.device)
 
 
@@ -301,7 +295,7 @@ def check_combining(
     rows: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor, addend: torch.Tensor | None, out: torch.Tensor
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError unless the tensors fit together."""
-    _check_matrix("rows", rows, None, None, REAL_TYPES)
+    check_matrix("rows", rows, (None, None), REAL_TYPES)
     columns = rows.shape[1]
     if columns % 8 or not rows.is_contiguous():
         raise ValueError(
@@ -311,11 +305,12 @@ def check_combining(
     check_plain("inverse", check_tensor("inverse", inverse))
     if inverse.dtype != torch.int32 or inverse.dim() != 2 or not inverse.is_contiguous():
         raise ValueError(f"inverse: expected contiguous int32 [tokens, top_k], got {describe(inverse)}")
-    _check_exact("topk_weights", topk_weights, inverse.shape, REAL_TYPES)
-    _check_matrix("out", out, inverse.shape[0], columns, REAL_TYPES)
+    check_exact("topk_weights", topk_weights, inverse.shape, REAL_TYPES)
+    shape = inverse.shape[0], columns
+    check_matrix("out", out, shape, REAL_TYPES)
     if addend is not None:
-        _check_result("addend", addend, (inverse.shape[0], columns), out.dtype, "the result's type")
-    _check_places(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out), "rows", rows.device)
+        check_matrix("addend", addend, shape, (TYPE_NAMES[out.dtype],), "the result's type")
+    check_places(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out), "rows", rows.device)
 
 
 def check_weights(w13: Any, w2: Any, inputs: int | None = None, rotation: int | None = None) -> int:
@@ -345,8 +340,10 @@ def check_weights(w13: Any, w2: Any, inputs: int | None = None, rotation: int | 
     return counts[0]
 
 
-def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate) -> int:
-    """`check_weights`, and that they multiply these activations, and add up so."""
+def check_layer(
+    w13: Any, w2: Any, activation: Activation, gate: Gate, bias13: torch.Tensor | None, bias2: torch.Tensor | None
+) -> int:
+    """`check_weights`, and that both have such biases, multiply these activations, and add up so."""
     experts = check_weights(w13, w2, gate.inputs, activation.rotation)
     for name, weight in (("w13", w13), ("w2", w2)):
         if activation.dtype not in weight.format.lhs_types:
@@ -360,61 +357,12 @@ def check_experts(w13: Any, w2: Any, activation: Activation, gate: Gate) -> int:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
     if is_exact(w13, w2) and any(w.sums != "exact" and w.format.sums_by_parts for w in (w13, w2)):
         raise ValueError(f"w2.sums: expected {w13.sums!r}, as w13 has, got {w2.sums!r}")
+    for name, bias, weight in (("bias13", bias13, w13), ("bias2", bias2, w2)):
+        if bias is not None:
+            check_exact(name, bias, (experts, weight.n), ("bf16", "fp32"))
     return experts
 
 
 def is_exact(w13: AnyWeight, w2: AnyWeight) -> bool:
     """What an op says of both weights' sums. One that has none by parts is exact whatever it says."""
     return "exact" in (w13.sums, w2.sums)
-
-
-def check_out(out: torch.Tensor, x: torch.Tensor, w2: AnyWeight) -> None:
-    """Raises TypeError or ValueError unless the layer can write there."""
-    _check_result("out", out, (x.shape[0], w2.n), x.dtype, "as x is")
-    check_device("out", out, "x", x.device)
-    if out.requires_grad:
-        raise ValueError("out: expected a tensor that does not require grad, got one that does")
-
-
-def _check_result(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, why: str) -> None:
-    _check_matrix(name, tensor, *shape, REAL_TYPES)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype_name(dtype)}, {why}, got {dtype_name(tensor.dtype)}")
-
-
-def _check_biases(w13: AnyWeight, w2: AnyWeight, bias13: torch.Tensor | None, bias2: torch.Tensor | None) -> None:
-    for name, bias, weight in (("bias13", bias13, w13), ("bias2", bias2, w2)):
-        if bias is not None:
-            _check_exact(name, bias, (weight.experts, weight.n), ("bf16", "fp32"))
-
-
-def _check_places(pointers: Sequence[Pointer], operands: Operands, where: str, device: torch.device) -> None:
-    """All are on one device, that of `where`, and no gradient is expected for any."""
-    for pointer, tensor in zip(pointers, operands, strict=True):
-        if tensor is not None:
-            name = pointer.argument.partition(".")[0]
-            check_device(name, tensor, where, device)
-            check_no_grad(name, tensor)
-
-
-def _check_exact(name: str, tensor: torch.Tensor, shape: Any, types: tuple[str, ...]) -> None:
-    """A contiguous tensor of this shape."""
-    check_plain(name, check_tensor(name, tensor))
-    check_dtype(name, tensor.dtype, types)
-    if shapes_differ(tensor.shape, shape) or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(tensor.shape)} with strides "
-            f"{tuple(tensor.stride())}"
-        )
-
-
-def _check_matrix(name: str, tensor: torch.Tensor, rows: int | None, columns: int | None, types: tuple[str, ...]) -> None:  # fmt: skip
-    check_tensor(name, tensor)
-    if not torch.compiler.is_compiling():  # a tracer cannot ask
-        check_plain(name, tensor)
-    check_dtype(name, tensor.dtype, types)
-    sizes = zip((rows, columns), tensor.shape)
-    if tensor.dim() != 2 or any(wanted is not None and statically_true(wanted != size) for wanted, size in sizes):
-        expected = f"[{'rows' if rows is None else rows}, {'columns' if columns is None else columns}]"
-        raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
-    check_rows(name, tensor)

@@ -7,29 +7,29 @@ be replayed with other routings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.run import QuantizeCall, quantize
-from jitgemm.activations.scheme import Gate, Prologue
+from jitgemm.activations.scheme import Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import ANY, Gemm, Groups, Lhs, split_lhs
-from jitgemm.gemm.run import contiguous, weight_of_op
+from jitgemm.gemm.problem import Gemm, Groups, Lhs, expected_rows_of
+from jitgemm.gemm.run import GemmCall, run_grouped, weight_of_op
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
-from jitgemm.moe.arguments import ExpertsCall, Routing, check_call_once, check_out, check_weights
+from jitgemm.moe.arguments import ExpertsCall, MaskedCall, Routing, check_call_once, check_weights
 from jitgemm.moe.arguments import is_exact, make_gate, tokens_activation
-from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M
-from jitgemm.moe.route import combine, combine_reference, gather, route, route_and_quantize, route_reference
+from jitgemm.moe.kernel import GATHER_M
+from jitgemm.moe.route import combine, combine_reference, route, route_reference, sort, sort_sent
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
+from jitgemm.tensors import TYPE_NAMES, check_device, check_dtype, check_flag, check_int, check_matrix, check_tensor
+from jitgemm.tensors import check_written, take_rows
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
-    from jitgemm.weight.packed import AnyWeight, Weight
+    from jitgemm.weight.packed import Weight
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""
@@ -114,7 +114,9 @@ def fused_experts(
     result = torch.ops.jitgemm.fused_experts(*op_arguments(call))
     if out is None:
         return result
-    check_out(check_tensor("out", out), x, w2)
+    check_matrix("out", out, (x.shape[0], w2.n), (TYPE_NAMES[x.dtype],), "as x is")
+    check_device("out", out, "x", x.device)
+    check_written("out", out)
     return out.copy_(result)
 
 
@@ -140,24 +142,18 @@ def layer_reference(call: ExpertsCall) -> torch.Tensor:
     is quantised.
     """
     from jitgemm.activations.reference import gated, quantize_reference
-    from jitgemm.gemm.reference import round_fp64, write_reference
+    from jitgemm.gemm.exact import round_fp64, write_reference
 
-    x = call.x
+    x, gate, activation = call.x, call.gate, call.activation
     offsets, row_index, inverse = route_reference(call.topk_ids, call.experts, call.expert_map)
     live = int(offsets[-1])
-
-    def quantize(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = quantize_reference(values, call.activation)
-        return tuple(result for result in results if result is not None)
-
-    def multiply(lhs: tuple[torch.Tensor, ...], weight: AnyWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty((live, weight.n))
-        write_reference(Gemm(*split_lhs(lhs), weight, out, bias, Groups(offsets, None, 0, live)))
-        return out
-
-    tokens = row_index[:live].long()
-    hidden = multiply(tuple(take_rows(part, tokens) for part in quantize(x)), call.w13, call.bias13)
-    rows = multiply(quantize(gated(hidden.double(), call.gate).float()), call.w2, call.bias2)
+    groups, tokens = Groups(offsets, None, 0, live), row_index[:live].long()  # type: ignore[index]
+    hidden, rows = x.new_empty((live, call.w13.n)), x.new_empty((live, call.w2.n))
+    q, scale, zero = quantize_reference(x, activation)
+    zero = None if zero is None else take_rows(zero, tokens)
+    write_reference(Gemm(take_rows(q, tokens), take_rows(scale, tokens), zero, call.w13, hidden, call.bias13, groups))
+    codes = quantize_reference(gated(hidden.double(), gate).float(), activation)
+    write_reference(Gemm(*codes, call.w2, rows, call.bias2, groups))
     return round_fp64(combine_reference(rows, inverse, call.topk_weights, call.addend), x.dtype)
 
 
@@ -230,63 +226,36 @@ def launch(
     """
     if expected_m is None:
         expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
-    routing, lhs = _sorted(call, sent, expected_m)
+    choices = call.topk_ids, call.experts, call.expert_map
+    lhs: Outputs | Lhs
+    if sent is None:
+        routing, lhs = sort(call.x, call.activation, *choices, expected_m)
+    else:
+        routing, lhs = sort_sent(route(*choices), sent, expected_m)
     rows, addend = multiply(call, routing, lhs, expected_m, adapt)
     combine(rows, routing.inverse, call.topk_weights, out, addend=addend)
 
 
 def multiply(
-    call: ExpertsCall, routing: Sorted, lhs: Lhs, expected_m: float, adapt: Adapt | None = None
+    call: ExpertsCall, routing: Routing, lhs: Outputs | Lhs, expected_m: float, adapt: Adapt | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What both GEMMs make of tokens, [choices, n], a row for each choice that is not skipped, and what is added to it.
 
     Of x only the type counts; adapt: as for `launch`.
     """
-    offsets, gather, inverse = routing
-    hidden, rows = _workspace(call, inverse.numel())
-    rest = expected_m, call.batch_invariant
-    contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, *rest)
+    (offsets, gather, inverse), w13, w2 = routing, call.w13, call.w2
+    choices, expected_rows = inverse.numel(), expected_rows_of(call.experts, expected_m)
+    # Where both write: the first one's result is gone when the second writes.
+    memory = torch.empty(choices * max(w13.n, w2.n), dtype=call.x.dtype, device=call.x.device)
+    hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
+    q, scale, zero = lhs if len(lhs) == 3 else (*lhs, None)
+    groups = Groups(offsets, gather, 0, expected_rows)
+    run_grouped(GemmCall(q, scale, zero, w13, hidden, call.bias13, groups, call.batch_invariant))
     addend = call.addend if adapt is None else adapt(hidden, inverse)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
-    contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, *rest)
+    groups = Groups(offsets, None, 0, expected_rows)
+    run_grouped(GemmCall(*codes, w2, rows, call.bias2, groups, call.batch_invariant))
     return rows, addend
-
-
-class Sorted(NamedTuple):
-    """A `Routing`, its row_index None where the tokens are in the rows' order."""
-
-    offsets: torch.Tensor
-    gather: torch.Tensor | None
-    inverse: torch.Tensor
-
-
-def sort_sent(routing: Routing, sent: Lhs, expected_m: float) -> tuple[Sorted, Lhs]:
-    """Quantised tokens for the first GEMM: it gathers few rows itself."""
-    if expected_m < GATHER_SENT_M:
-        return Sorted(*routing), sent
-    offsets, index, inverse = routing
-    return Sorted(offsets, None, inverse), gather(sent, index, offsets[-1:])
-
-
-def _sorted(call: ExpertsCall, sent: Lhs | None, expected_m: float) -> tuple[Sorted, Lhs]:
-    """Routing and tokens for the first GEMM."""
-    if expected_m < GATHER_M and sent is None:
-        tokens = QuantizeCall(call.x, call.activation)
-        routing, codes = route_and_quantize(tokens, call.topk_ids, call.experts, call.expert_map)
-        return Sorted(*routing), lhs_of(codes)
-    routing = route(call.topk_ids, call.experts, expert_map=call.expert_map)
-    if sent is not None:
-        return sort_sent(routing, sent, expected_m)
-    offsets, index, inverse = routing
-    codes = quantize(QuantizeCall(call.x, call.activation, row_count=offsets[-1:], row_index=index))
-    return Sorted(offsets, None, inverse), lhs_of(codes)
-
-
-def _workspace(call: ExpertsCall, choices: int) -> list[torch.Tensor]:
-    """Where the GEMMs write. The first one's result is gone when the second writes."""
-    widths = call.w13.n, call.w2.n
-    memory = torch.empty(choices * max(widths), dtype=call.x.dtype, device=call.x.device)
-    return [memory[: choices * n].view(choices, n) for n in widths]
 
 
 def lhs_of(outputs: Outputs) -> Lhs:
@@ -298,63 +267,62 @@ def lhs_of(outputs: Outputs) -> Lhs:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def op_arguments(call: ExpertsCall) -> tuple[Any, ...]:
-    """What an op takes of a call without out, as CALL_SCHEMA has it."""
-    check_weights(call.w13, call.w2, rotation=call.activation.rotation)
-    for name in ("x", "topk_ids", "topk_weights"):
-        check_tensor(name, getattr(call, name))
-    dtype, scheme, affine, rotation = call.activation
-    return (
-        call.x, *op_weights(call.w13, call.w2), call.topk_ids, call.topk_weights, *op_gate(call.gate), CODES[dtype], affine,
-        call.expert_map, call.bias13, call.bias2, call.addend, call.batch_invariant, scheme == "block",
-        is_exact(call.w13, call.w2), rotation,
-    )  # fmt: skip
-
-
 WEIGHTS_SCHEMA = ", ".join(
     f"Tensor blocks{i}, Tensor? channel_scale{i}, Tensor? row_sum{i}, int n{i}, int k{i}, str format{i}"
     for i in (13, 2)
 )
-GATE_SCHEMA = "str activation, str order, float? limit, float alpha"
+HOW_SCHEMA = "str activation, str order, float? limit, float alpha, ScalarType lhs_dtype, bool affine"
+"""Gate and activation."""
+LAST_SCHEMA = "bool exact=False, int rotation=0"
 CALL_SCHEMA = (
-    f"Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, "
-    "Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, bool block=False, "
-    "bool exact=False, int rotation=0"
+    f"Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {HOW_SCHEMA}, Tensor? expert_map, Tensor? bias13, "
+    f"Tensor? bias2, Tensor? addend, bool batch_invariant, bool block=False, {LAST_SCHEMA}"
 )
 
 
-def op_weights(w13: AnyWeight, w2: AnyWeight) -> list[Any]:
-    """What an op takes of both, as WEIGHTS_SCHEMA has it."""
-    parts = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (w13, w2)]
-    return [*parts[0], *parts[1]]
+def op_arguments(call: ExpertsCall) -> tuple[Any, ...]:
+    """What an op takes of a call without out, as CALL_SCHEMA has it."""
+    for name in ("x", "topk_ids", "topk_weights"):
+        check_tensor(name, getattr(call, name))
+    weights, how, last = op_layer(call)
+    rest = call.expert_map, call.bias13, call.bias2, call.addend, call.batch_invariant
+    return call.x, *weights, call.topk_ids, call.topk_weights, *how, *rest, *last
 
 
-def weights_of_op(arguments: Sequence[Any], exact: bool) -> tuple[PackedWeight, PackedWeight]:
-    """w13 and w2 of what `op_weights` gave; exact: `is_exact` of them."""
-    return weight_of_op(*arguments[:6], exact=exact), weight_of_op(*arguments[6:], exact=exact)
-
-
-def op_gate(gate: Gate) -> tuple[Any, ...]:
-    """What an op takes of it, as GATE_SCHEMA has it, and `make_gate`."""
-    return gate.kind, gate.order, None if gate.limit == math.inf else gate.limit, gate.alpha
-
-
-def call_of_op(x: torch.Tensor, *arguments: Any) -> ExpertsCall:
+def call_of_op(x: torch.Tensor, *given: Any) -> ExpertsCall:
     """The call of what `op_arguments` gave."""
-    topk_ids, topk_weights, *gate = arguments[12:18]
-    lhs_dtype, affine, *rest = arguments[18:25]
-    last = dict(zip(("block", "exact", "rotation"), arguments[25:]))  # which may be left out, from the end
-    w13, w2 = weights_of_op(arguments[:12], last.get("exact", False))
-    scheme = "block" if last.get("block") else "token"
-    activation = tokens_activation(w13, lhs_dtype, scheme, affine, last.get("rotation", 0))
-    return ExpertsCall(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), activation, *rest)
+    w13, w2, *how = layer_of_op(given[:12], given[14:20], *given[25:])
+    return ExpertsCall(x, w13, w2, *given[12:14], *how, *given[20:25])
+
+
+def op_layer(call: ExpertsCall | MaskedCall) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
+    """What an op takes of a call's weights, as WEIGHTS_SCHEMA has it, of gate and activation, as HOW_SCHEMA, and last: by
+    block?, and as LAST_SCHEMA. Raises TypeError or ValueError for what are no weights of a layer."""
+    (dtype, scheme, affine, rotation), gate = call.activation, call.gate
+    check_weights(call.w13, call.w2, rotation=rotation)
+    weights = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (call.w13, call.w2)]
+    how = *gate.keywords.values(), CODES[dtype], affine
+    return [*weights[0], *weights[1]], how, (scheme == "block", is_exact(call.w13, call.w2), rotation)
+
+
+def layer_of_op(
+    weights: Sequence[Any], how: Sequence[Any], block: bool = False, exact: bool = False, rotation: int = 0
+) -> tuple[PackedWeight, PackedWeight, Gate, Activation]:
+    """(w13, w2, gate, activation) of what `op_layer` gave."""
+    w13, w2 = (weight_of_op(*weights[i : i + 6], exact=exact) for i in (0, 6))
+    *gate, lhs_dtype, affine = how
+    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine, rotation)
+    return w13, w2, make_gate(*gate), activation
 
 
 def fake_op(*arguments: Any) -> torch.Tensor:
     """What tracers are given for a call's result."""
-    call = call_of_op(*arguments)
+    return _fake(call_of_op(*arguments))
+
+
+def _fake(call: ExpertsCall) -> torch.Tensor:
     call.check()
     return call.new_out()
 
 
-define_op(f"fused_experts({CALL_SCHEMA}) -> Tensor", lambda *arguments: _run(call_of_op(*arguments)), fake_op)
+define_op(f"fused_experts({CALL_SCHEMA}) -> Tensor", _run, _fake, call_of_op)

@@ -20,13 +20,13 @@ from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import Lhs
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.moe.arguments import ExpertsCall, Routing
-from jitgemm.moe.call import multiply, sort_sent
+from jitgemm.moe.call import multiply
 from jitgemm.moe.kernel import COMBINE_THREADS, ONE_CTA_CHOICES, ROUTE_QUANTIZE_THREADS, GatherSpec, RouteQuantizeSpec
 from jitgemm.moe.kernel import RoutingSpec, combine_blocks, route_quantize_spec, route_smem_bytes, route_spec
 from jitgemm.moe.kernel import type_config
-from jitgemm.runtime.checks import ALIGNMENT, Pointer
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, run_prepared
-from jitgemm.tensors import TYPE_NAMES
+from jitgemm.moe.route import sort_sent
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
+from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.ready import is_captured
 
 MOST_CHOICES = 2**24

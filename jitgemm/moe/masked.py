@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.activations.arguments import CODES
 from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
-from jitgemm.gemm.problem import ANY, Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, expected_rows_of, split_lhs
 from jitgemm.gemm.run import masked
-from jitgemm.gemm.problem import expected_rows_of
-from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights, is_exact
-from jitgemm.moe.arguments import make_gate, tokens_activation
-from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
+from jitgemm.moe.arguments import MaskedCall, check_call_once, check_weights, make_gate, tokens_activation
+from jitgemm.moe.call import HOW_SCHEMA, LAST_SCHEMA, WEIGHTS_SCHEMA, layer_of_op, lhs_of, op_layer
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
 from jitgemm.weight.parts import check_rotated
@@ -58,17 +55,16 @@ def fused_experts_masked(
     if quantised := isinstance(x, (tuple, list)):
         check_rotated(x, rotation, "x")
     lhs = split_lhs(x, "x") if quantised else (x, None, None)
+    rest = gate, tokens, bias13, bias2, batch_invariant
+    call = MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, *rest)
     if not needs_dispatcher(lhs[0], out):
-        rest = gate, tokens, bias13, bias2, batch_invariant
-        _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, *rest))
+        _run(call)
         return
-    check_experts(w13, w2, tokens, gate)
+    weights, how, last = op_layer(call)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
-    torch.ops.jitgemm.fused_experts_masked(
-        *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), CODES[tokens[0]], affine, bias13,
-        bias2, batch_invariant, scheme == "block", is_exact(w13, w2), rotation,
-    )  # fmt: skip
+    rest = bias13, bias2, batch_invariant
+    torch.ops.jitgemm.fused_experts_masked(*lhs, *weights, out, masked_m, expected_rows, *how, *rest, *last)
 
 
 def _run(call: MaskedCall) -> None:
@@ -91,20 +87,16 @@ def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _of_op(*arguments: Any) -> MaskedCall:
-    out, masked_m, expected_rows, *gate = arguments[15:22]
-    lhs_dtype, affine, bias13, bias2, batch_invariant, block = arguments[22:28]
-    last = dict(zip(("exact", "rotation"), arguments[28:]))  # which may be left out, from the end
-    w13, w2 = weights_of_op(arguments[3:15], last.get("exact", False))
-    activation = tokens_activation(w13, lhs_dtype, "block" if block else "token", affine, last.get("rotation", 0))
-    rest = make_gate(*gate), activation, bias13, bias2, batch_invariant
-    return MaskedCall(*arguments[:3], w13, w2, out, masked_m, expected_rows, *rest)
+def _of_op(*given: Any) -> MaskedCall:
+    w13, w2, *how = layer_of_op(given[3:15], given[18:24], *given[27:])
+    return MaskedCall(*given[:3], w13, w2, *given[15:18], *how, *given[24:27])
 
 
 define_op(
-    f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, "
-    f"Tensor masked_m, SymInt expected_rows, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, Tensor? bias13, "
-    "Tensor? bias2, bool batch_invariant, bool block, bool exact=False, int rotation=0) -> ()",
-    lambda *arguments: _run(_of_op(*arguments)),
-    lambda *arguments: _of_op(*arguments).check(),
+    f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, Tensor masked_m, "
+    f"SymInt expected_rows, {HOW_SCHEMA}, Tensor? bias13, Tensor? bias2, bool batch_invariant, bool block, "
+    f"{LAST_SCHEMA}) -> ()",
+    _run,
+    MaskedCall.check,
+    _of_op,
 )

@@ -11,17 +11,18 @@ import torch
 
 from jitgemm.activations.arguments import Outputs
 from jitgemm.activations.run import QuantizeCall, quantize
+from jitgemm.activations.scheme import Activation
 from jitgemm.gemm.problem import Lhs, split_lhs
-from jitgemm.gemm.reference import round_fp64
+from jitgemm.gemm.exact import round_fp64
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_QUANTIZE_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.arguments import check_combining, check_routing
-from jitgemm.moe.kernel import RouteQuantizeSpec, route_quantize_spec
+from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M, RouteQuantizeSpec, route_quantize_spec
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES, take_rows
 
 
-def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | None = None) -> Routing:
+def route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None = None) -> Routing:
     """Sorts choices by expert, stably, on the current stream; the same result in every run.
 
     Args:
@@ -86,7 +87,7 @@ def route_and_quantize(
     flags = affine, scheme == "block", rotation != 0
     spec = route_quantize_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], dtype, *flags)
     if spec is None or not x.is_cuda:
-        return route(topk_ids, experts, expert_map=expert_map), quantize(tokens)
+        return route(topk_ids, experts, expert_map), quantize(tokens)
     layouts = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]
     call = _RouteAndQuantize(_Route(topk_ids, experts, expert_map), tokens, spec)
     _, _, *made = run_prepared(("route_quantize", spec.label, experts, expert_map is None), layouts, call)
@@ -116,6 +117,28 @@ class _RouteAndQuantize(NamedTuple):
         from jitgemm.moe.plan import prepare_route_and_quantize
 
         return prepare_route_and_quantize(self.spec, self.tokens.x, *self.routing)
+
+
+def sort(
+    x: torch.Tensor, activation: Activation, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None,
+    expected_m: float,
+) -> tuple[Routing, Outputs]:  # fmt: skip
+    """The routing of tokens x, and their codes for the first GEMM, which gathers rows of few itself; row_index is None
+    where the codes stand in the order of experts."""
+    if expected_m < GATHER_M:
+        return route_and_quantize(QuantizeCall(x, activation), topk_ids, experts, expert_map)
+    routing = route(topk_ids, experts, expert_map)
+    row_count, row_index = routing.offsets[-1:], routing.row_index
+    codes = quantize(QuantizeCall(x, activation, row_count=row_count, row_index=row_index))
+    return routing._replace(row_index=None), codes
+
+
+def sort_sent(routing: Routing, sent: Lhs, expected_m: float) -> tuple[Routing, Lhs]:
+    """`sort` of quantised tokens whose routing is known."""
+    if expected_m < GATHER_SENT_M:
+        return routing, sent
+    offsets, index, _ = routing
+    return routing._replace(row_index=None), gather(sent, index, offsets[-1:])  # type: ignore[arg-type]
 
 
 def gather(lhs: Lhs, row_index: torch.Tensor, row_count: torch.Tensor) -> Lhs:

@@ -30,16 +30,22 @@ def on_trace(subscriber: Callable[[], object]) -> None:
     _subscribers.append(subscriber)
 
 
-def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values."""
+def define_op(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], call: Callable[..., Any] | None = None
+) -> None:
+    """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values; both take what
+    `call` makes of the op's arguments, if it is given."""
+
+    def given(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if call is None else lambda *arguments: function(call(*arguments))
 
     def trace(*arguments: Any, **options: Any) -> Any:
         for subscriber in _subscribers:
             subscriber()
-        return fake(*arguments, **options)
+        return given(fake)(*arguments, **options)
 
     name = schema.partition("(")[0]
     _library.define(schema)
     for device in ("CUDA", "CPU"):
-        _library.impl(name, run, device)
+        _library.impl(name, given(run), device)
     torch.library.register_fake(f"jitgemm::{name}", trace, lib=_library)

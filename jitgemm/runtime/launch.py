@@ -1,5 +1,5 @@
-"""A call's one way to the GPU, a launch prepared except for its addresses, and what a thread
-remembers of both: plans by what decides them, launch parameters by addresses.
+"""A call's one way to the GPU: its operands and the checks of their addresses, a launch prepared except for these, and what
+a thread remembers: plans by what decides them, launch parameters by addresses.
 
 Knows addresses, fields and sizes; nothing of what a kernel computes. The CUDA driver is imported with the first launch
 that is made, so that importing jitgemm touches none.
@@ -12,15 +12,34 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from jitgemm.runtime.checks import Pointer, address_of, check_addresses
 from jitgemm.runtime.torch_private import TensorGuards, current_device, current_stream
+from jitgemm.tensors import check_device, check_no_grad
 
 if TYPE_CHECKING:
     from jitgemm.runtime import driver
+
+
+class Pointer(NamedTuple):
+    """An operand of a call: an address that a launch takes.
+
+    Attributes:
+        field: its name in the kernel's argument block; None for one that is not in it.
+        argument: the caller's name of the tensor there.
+        alignment: on a GPU the address is a multiple of so many bytes.
+        written: the call writes there; other operands are read.
+        in_place: arguments that the tensor may be itself, not only a part of: of its shape, type and columns' stride.
+    """
+
+    field: str | None
+    argument: str
+    alignment: int = 1
+    written: bool = False
+    in_place: tuple[str, ...] = ()
+
 
 Operands = Sequence[torch.Tensor | None]
 """What a call's pointers point to, in their order; None for what it does without."""
@@ -89,6 +108,82 @@ def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[
     if this_thread.cache.find_plan(key, layouts) is None:
         check()
         this_thread.cache.add_plan(key, layouts, True)
+
+
+# ---- operands and their addresses ------------------------------------------------------------------------------------
+
+
+def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raises ValueError for a misaligned CUDA tensor, or one that is written and overlaps another; TypeError for one
+    without memory, such as a DTensor next to a plain x.
+
+    Args:
+        tensors: what the pointers point to, in their order; None for what the call does without.
+    """
+    spans = []
+    for pointer, tensor in zip(pointers, tensors):
+        if tensor is None:
+            continue
+        start = address_of(tensor) or 0
+        if start == 0 and tensor.numel() > 0:
+            kind = type(tensor).__name__
+            raise TypeError(f"{pointer.argument}: expected a tensor with memory of its own, got a {kind} without")
+        if start % pointer.alignment and tensor.is_cuda:
+            multiple, past = f"a multiple of {pointer.alignment} bytes", start % pointer.alignment
+            raise ValueError(
+                f"{pointer.argument}: expected an address that is {multiple}, got one that is {past} bytes past it"
+            )
+        spans.append((pointer, tensor, start, start + byte_extent(tensor)))
+    for i, (pointer, tensor, start, end) in enumerate(spans):
+        for j, (other, other_tensor, other_start, other_end) in enumerate(spans if pointer.written else ()):
+            apart = end <= other_start or other_end <= start or i == j or (other.written and j > i)
+            apart = apart or (other.argument in pointer.in_place and (start, end) == (other_start, other_end))
+            if not apart and _share_a_byte(tensor, other_tensor):
+                got = f"a tensor that overlaps {other.argument}"
+                raise ValueError(f"{pointer.argument}: expected memory of its own, got {got}")
+
+
+def check_places(
+    pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None], where: str, device: torch.device
+) -> None:
+    """Raises ValueError unless all tensors are on one device, that of the argument `where`, and no gradient is expected for
+    any."""
+    for pointer, tensor in zip(pointers, tensors, strict=True):
+        if tensor is not None:
+            name = pointer.argument.partition(".")[0]
+            check_device(name, tensor, where, device)
+            check_no_grad(name, tensor)
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Where the tensor is, 0 for one that is nowhere, None for None."""
+    try:
+        return None if tensor is None else tensor.data_ptr()
+    except RuntimeError:  # of a fake tensor
+        return 0
+
+
+def byte_extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    if tensor.numel() == 0:
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+
+
+def _share_a_byte(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of tensors whose extents cross. Column slices of one matrix interleave without sharing any."""
+    if b.dim() == 1:
+        b = b[:, None]
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] < 2 or b.shape[0] < 2:
+        return True
+    pitch = a.stride(0) * a.element_size()
+    if pitch != b.stride(0) * b.element_size():
+        return True
+    # Rows of the same pitch: they meet only if their windows within the pitch do, wrapping around it.
+    offset = (b.data_ptr() - a.data_ptr()) % pitch
+    return offset < byte_extent(a[0]) or offset + byte_extent(b[0]) > pitch
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -262,9 +357,9 @@ def same_layout_check(*tensors: torch.Tensor) -> Callable[..., bool]:
     """
     if TensorGuards is not None:
         try:
-            check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            if check(*tensors):
-                return check
+            same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            if same(*tensors):
+                return same
         except Exception:  # another PyTorch's: whatever has changed, calls must not fail over it
             pass
     facts = [_facts(tensor) for tensor in tensors]

@@ -14,8 +14,8 @@ from prepared_calls import K, N, gemm_operands, without_driver
 
 import jitgemm
 from jitgemm.gemm import launch as gemms
+from jitgemm.gemm.exact import round_fp64
 from jitgemm.gemm.problem import Gemm, Groups, fp32_scales, pack_e8m0
-from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import promote_records

@@ -9,7 +9,8 @@ from tensor_core import TensorCore
 
 from jitgemm.gemm import bound
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.reference import gemm_w4a8_reference, round_fp64
+from jitgemm.gemm.exact import round_fp64
+from jitgemm.gemm.reference import gemm_w4a8_reference
 
 HOPPER = TensorCore()
 CORES = {"hopper": HOPPER, "14 bits": TensorCore(bits=14), "sign fill": TensorCore(sign_fill=True)}

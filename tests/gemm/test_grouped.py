@@ -145,7 +145,7 @@ CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
         (dict(offsets=torch.zeros(E + 1)), "offsets: expected int32 or int64, got float32"),
         (dict(offsets=[0]), "offsets: expected a torch.Tensor, got list"),
         (dict(offsets=torch.zeros(2 * E + 2, dtype=torch.int32)[::2]), "offsets: expected a contiguous tensor"),
-        (dict(bias=torch.zeros(N)), r"bias: expected a contiguous tensor \[5, 72\], got \[72\]"),
+        (dict(bias=torch.zeros(N)), r"bias: expected a contiguous tensor of shape \[5, 72\], got \[72\]"),
         (dict(bias=torch.zeros(E, N).half()), "bias: expected"),
         (dict(row_index=torch.zeros(4)), "row_index: expected int32"),
         (dict(row_index=torch.zeros(5, dtype=torch.int32)), r"row_index: .* shape \[4\], got \[5\]"),

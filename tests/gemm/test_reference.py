@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm.gemm import reference
+from jitgemm.gemm import exact as exact_gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.call import gemm_w4a8_bf16_nt
-from jitgemm.gemm.reference import gemm_w4a8_reference, round_fp64
+from jitgemm.gemm.exact import round_fp64
+from jitgemm.gemm.reference import gemm_w4a8_reference
 
 
 def exact(lhs: tuple, weight, **rest) -> torch.Tensor:
@@ -133,7 +134,7 @@ def test_tiles_do_not_change_the_result(monkeypatch, dtype, group_size, zero_poi
     parts = builders.weight_parts(3, 200, 416, group_size, zero_point=zero_point, scale_type=scale_type)
     lhs, bias = builders.lhs(4, 9, 416, dtype), builders.bias(5, 200)
     whole = exact(lhs, parts.packed, bias=bias)
-    monkeypatch.setattr(reference, "_BUDGET", 2048)
+    monkeypatch.setattr(exact_gemm, "_BUDGET", 2048)
     tiled = exact(lhs, parts.packed, bias=bias)
     assert torch.allclose(whole, tiled, rtol=1e-12, atol=1e-12 * float(whole.abs().max()))
 
@@ -263,7 +264,7 @@ def test_tiles_do_not_change_the_result_with_offsets_and_zero_points(monkeypatch
     weight = builders.weight_parts(3, 200, 416, 64, zero_point=True, offset=True).packed
     lhs = builders.affine_lhs(4, 9, 416) if dtype == "s8" else builders.lhs(4, 9, 416)
     whole = exact(lhs, weight)
-    monkeypatch.setattr(reference, "_BUDGET", 2048)
+    monkeypatch.setattr(exact_gemm, "_BUDGET", 2048)
     assert torch.allclose(whole, exact(lhs, weight), rtol=1e-12, atol=1e-12 * float(whole.abs().max()))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jitgemm.gemm.reference import round_fp64
+from jitgemm.gemm.exact import round_fp64
 
 STEP = 32
 RUN = 128

@@ -343,7 +343,7 @@ def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype, rot
     layer = ExpertsCall(x, w13, w2, ids, weights, gate, tokens, expert_map, **options)
     out, gathered = torch.empty((2, 9, 72), dtype=dtype)
     launch(layer, out)
-    monkeypatch.setattr("jitgemm.moe.call.GATHER_M", 1)
+    monkeypatch.setattr("jitgemm.moe.route.GATHER_M", 1)
     launch(layer, gathered)
     assert builders.same_bits(out, gathered)
     options |= {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "expert_map": expert_map}

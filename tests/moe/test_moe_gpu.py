@@ -452,7 +452,7 @@ def test_tokens_may_be_gathered_by_the_quantiser_or_the_gemm(monkeypatch):
     case = Case(tokens=300, top_k=4, experts=16, mode="s8", **SMALL)
     outs = []
     for most in (1.0, 1e9):
-        monkeypatch.setattr("jitgemm.moe.call.GATHER_M", most)
+        monkeypatch.setattr("jitgemm.moe.route.GATHER_M", most)
         outs.append(assert_layer(case))
     assert_near(*outs, "s8")
 

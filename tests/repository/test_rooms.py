@@ -15,8 +15,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "jitgemm"
 LAYERS = (
     ("errors", "settings", "dtypes"),
-    ("jit", "tensors"),
+    ("jit",),
     ("kernel",),
+    ("tensors",),
     ("select", "weight"),
     ("runtime", "checkpoint"),
     ("activations",),

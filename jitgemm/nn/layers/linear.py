@@ -21,8 +21,7 @@ from jitgemm.gemm.run import gemm
 from jitgemm.nn.layers.invariant import make_invariant, multiply_invariantly
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.runtime.checks import ALIGNMENT
-from jitgemm.tensors import check_dtype, check_no_grad
+from jitgemm.tensors import ALIGNMENT, check_dtype, check_no_grad
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import check_packed, check_rotated
 
