@@ -270,7 +270,7 @@ CALLS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "W4A8Linear, corrected": (corrected, ROWS),
     "W4A8Linear, sums in f16": (lambda: in_f16(linear(group_size=32)), ROWS),
     "W4A8Linear, two levels": (
-        lambda: jitgemm.nn.W4A8Linear.from_linear_two_level(torch.nn.Linear(K, N, dtype=torch.bfloat16)), ROWS
+        lambda: jitgemm.nn.W4A8Linear.from_linear(torch.nn.Linear(K, N, dtype=torch.bfloat16), scheme="two-level"), ROWS
     ),
     "W8A8Linear": (lambda: linear(kind=jitgemm.nn.W8A8Linear), ROWS),
     "W8A8Linear, blocks": (lambda: linear(kind=jitgemm.nn.W8A8Linear, activation="e4m3_block", block=128), ROWS),

@@ -299,10 +299,10 @@ SAVED = {
     "static": lambda n, k: W4A8Linear(
         W4A8Linear.from_linear(floats(n, k), group_size=64).weight, input_scale=torch.tensor([0.5])
     ),
-    "mxfp4": lambda n, k: W4A8Linear.from_linear_mxfp4(floats(n, k)),
+    "mxfp4": lambda n, k: W4A8Linear.from_linear(floats(n, k), scheme="mxfp4"),
     "nvfp4": lambda n, k: W4A8Linear(nvfp4.parts(n, n, k).packed),
-    "two levels": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k)),
-    "two levels, rotated": lambda n, k: W4A8Linear.from_linear_two_level(floats(n, k), rotation=128),
+    "two levels": lambda n, k: W4A8Linear.from_linear(floats(n, k), scheme="two-level"),
+    "two levels, rotated": lambda n, k: W4A8Linear.from_linear(floats(n, k), scheme="two-level", rotation=128),
     "corrected": lambda n, k: W4A8Linear(corrected(n, k), activation="int8"),
     "8 bits": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="int8"),
     "8 bits in blocks": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="e4m3_block", block=128),

@@ -318,6 +318,9 @@ def test_wrong_arguments_of_from_linear_are_named():
         W4A8Linear.from_linear(torch.nn.Linear(32, 8, device="meta"))
     with pytest.raises(ValueError, match="w: expected n, its rows, to be a positive multiple of 8, got 10"):
         W4A8Linear.from_linear(torch.nn.Linear(32, 10))
+    for name in ("bits", "sums", "ignore", "block", "blok"):
+        with pytest.raises(TypeError, match=name):
+            W4A8Linear.from_linear(linear(), **{name: 8})
 
 
 # ---- copies, moves, files --------------------------------------------------------------------------------------------

@@ -326,7 +326,10 @@ def test_layers_are_loaded_from_their_like_alone():
 
 def test_compiled_layers_rotate_behind_what_they_compute_first():
     torch._dynamo.reset()
-    layer, w = W4A8Linear.from_linear_two_level(torch.nn.Linear(256, 64, bias=False), rotation=128), normal(256)
+    layer, w = (
+        W4A8Linear.from_linear(torch.nn.Linear(256, 64, bias=False), scheme="two-level", rotation=128),
+        normal(256),
+    )
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return layer(torch.nn.functional.rms_norm(x, (256,), w, 1e-6))

@@ -18,7 +18,6 @@ from jitgemm.tensors import check_dtype
 from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, kind_of
 from jitgemm.weight.parts import format_group
-from jitgemm.weight.quantize import CLIP_STEPS
 
 T = TypeVar("T", bound=PackedLinear)
 
@@ -27,10 +26,38 @@ class _OfWidth(PackedLinear):
     """A layer of one width, which can be made of a Linear in floats."""
 
     @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, *, device: Device = None, moments: torch.Tensor | None = None, **options: Any
+    ) -> Self:  # fmt: skip
+        """A layer whose weight is `linear`'s, quantised by a `Recipe` of as many bits::
+
+            W4A8Linear.from_linear(linear)                                    # int4 in groups of 128, by quantize_w4
+            W4A8Linear.from_linear(linear, activation="int8", group_size=32, symmetric=False)
+            W4A8Linear.from_linear(linear, scheme="mxfp4")                    # by quantize_mxfp4
+            W4A8Linear.from_linear(linear, scheme="two-level", rotation=128)  # by quantize_w4_two_level
+            W8A8Linear.from_linear(linear, activation="e4m3_block", block=128)  # by quantize_w8
+
+        Args:
+            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
+            device: where to quantise and keep the weight; None for where it is.
+            moments: as in `quantize_w4`; may be on another device.
+            options: of the recipe. scheme: None for integers (of 8 bits the activations' type), "mxfp4" or "two-level".
+                activation: one of ACTIVATIONS; "e4m3" where none is said, of two levels "int8". group_size, symmetric,
+                scale_dtype, full_range, positive_scales, clip_steps: as in `quantize_w4`. act_order: of all 4-bit ones.
+                block: as in `quantize_w8`. rotation: 128: the weight is rotated, and the layer's quantiser rotates inputs.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or the weight has no such form.
+        """
+        if of_models := options.keys() & {"bits", "sums", "lm_head", "ignore", "otherwise"}:
+            raise TypeError(f"{min(of_models)}: expected none, as from_linear makes one layer, got one")
+        return cls.by_recipe(linear, Recipe(bits=cls.kind.bits, **options), device=device, moments=moments)
+
+    @classmethod
     def by_recipe(
         cls, linear: torch.nn.Linear, recipe: Recipe, *, device: Device = None, moments: torch.Tensor | None = None
     ) -> Self:
-        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear`'s."""
+        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear` takes it."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         if linear.weight.is_meta:
@@ -46,51 +73,6 @@ class W4A8Linear(_OfWidth):
     """A linear layer with a packed 4-bit weight and activations quantised to 8 bits; see `PackedLinear`."""
 
     kind = W4Weight
-
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", group_size: int | str = 128, symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, positive_scales: bool = False,
-        clip_steps: int = CLIP_STEPS, moments: torch.Tensor | None = None, act_order: bool = True,
-        device: Device = None, rotation: int | None = None,
-    ) -> W4A8Linear:  # fmt: skip
-        """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
-
-        Args:
-            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
-            activation: one of ACTIVATIONS.
-            group_size, symmetric, scale_dtype, full_range, positive_scales, clip_steps, moments, act_order: as in
-                `quantize_w4`; moments may be on another device.
-            device: where to quantise and keep the weight; None for where it is.
-            rotation: 128: the weight is rotated, and the layer's quantiser rotates inputs; None: neither.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no such form; see `quantize_w4`.
-        """
-        recipe = Recipe(
-            activation=activation, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype,
-            full_range=full_range, positive_scales=positive_scales, clip_steps=clip_steps, act_order=act_order,
-            rotation=rotation,
-        )  # fmt: skip
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
-
-    @classmethod
-    def from_linear_mxfp4(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", moments: torch.Tensor | None = None,
-        act_order: bool = True, device: Device = None, rotation: int | None = None,
-    ) -> W4A8Linear:  # fmt: skip
-        """As `from_linear`, by `quantize_mxfp4`; activation: "e4m3" or "e4m3_block", others raise TypeError."""
-        recipe = Recipe(scheme="mxfp4", activation=activation, act_order=act_order, rotation=rotation)
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
-
-    @classmethod
-    def from_linear_two_level(
-        cls, linear: torch.nn.Linear, *, activation: str = "int8", moments: torch.Tensor | None = None,
-        act_order: bool = True, device: Device = None, rotation: int | None = None,
-    ) -> W4A8Linear:  # fmt: skip
-        """As `from_linear`, by `quantize_w4_two_level`; activation: one of int8, others raise TypeError."""
-        recipe = Recipe(scheme="two-level", activation=activation, act_order=act_order, rotation=rotation)
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def empty(
@@ -121,21 +103,6 @@ class W8A8Linear(_OfWidth):
     """
 
     kind = W8Weight
-
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None,
-        moments: torch.Tensor | None = None, device: Device = None, rotation: int | None = None,
-    ) -> W8A8Linear:  # fmt: skip
-        """As `W4A8Linear.from_linear`, by `quantize_w8`; the weight is of the activations' type.
-
-        Args:
-            block: None for a scale per row, 128 for one per block of 128 x 128.
-            moments: as in `quantize_w8`; may be on another device.
-            rotation: as there.
-        """
-        recipe = Recipe(bits=8, activation=activation, block=block, rotation=rotation)
-        return cls.by_recipe(linear, recipe, device=device, moments=moments)
 
     @classmethod
     def empty(
