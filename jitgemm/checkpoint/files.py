@@ -13,6 +13,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """safetensors' names of dtypes."""
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 _STACKED = {
@@ -278,6 +280,22 @@ class Checkpoint:
         found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
         names = {suffix.removeprefix(inner): parent + suffix for suffix in found}
         return names | self._of_parameter(prefix)
+
+    def is_quantised(self, prefix: str) -> bool:
+        """Whether a layer has tensors, and its weight is no plain one of floats."""
+        names = self.layer(prefix)
+        if "weight" not in names:
+            return bool(set(names) - {"bias"})
+        info = self.info(names["weight"])
+        return bool(info.kind) or info.dtype not in _PLAIN_DTYPES
+
+    @contextmanager
+    def errors_that_name(self, prefix: str) -> Iterator[None]:
+        """Adds layer and checkpoint to a ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{error} (layer {prefix!r} of {self.where})") from error
 
     def _of_parameter(self, name: str) -> dict[str, str]:
         """Of a quantised parameter, which stacks experts: what a layer's tensors would be called; {} for all others."""

@@ -9,7 +9,7 @@ import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Source, opened
-from jitgemm.checkpoint.reader import errors_that_name, layer_header, read_header, target_device
+from jitgemm.checkpoint.reader import layer_header, read_header, target_device
 from jitgemm.weight.packed import W4Weight, W8Weight
 
 
@@ -69,7 +69,7 @@ def read_layer(
     cut, parts = None if tp_dim is None else (tp_dim, tp_rank, tp_size), []
     with torch.no_grad():
         for name in prefixes:
-            with errors_that_name(checkpoint, name):
+            with checkpoint.errors_that_name(name):
                 header = layer_header(checkpoint, name, expert, format)
                 parts.append(read_header(checkpoint, header, device, expert, cut))
         return concat(parts)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,15 +54,6 @@ def target_device(device: torch.device | str | int | None) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that is here, got {target}, and PyTorch finds no GPU")
     return target
-
-
-@contextmanager
-def errors_that_name(checkpoint: Checkpoint, prefix: str) -> Iterator[None]:
-    """Adds layer and checkpoint to a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{error} (layer {prefix!r} of {checkpoint.where})") from error
 
 
 def layer_header(

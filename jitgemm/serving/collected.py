@@ -16,7 +16,6 @@ import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.layouts import FLOATS
-from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.layers.shard_weight import unpacked
@@ -256,7 +255,7 @@ class Collected:
         scales = [weight.input_scale for weight, _ in read.values() if weight.input_scale is not None]
         weights = {key: replace(weight, input_scale=None) for key, (weight, _) in read.items()}
         weights[MISSING] = next(iter(weights.values()))
-        with errors_that_name(next(iter(sources.values())).checkpoint, ", ".join(self.names)):
+        with next(iter(sources.values())).checkpoint.errors_that_name(", ".join(self.names)):
             joined = concat([
                 _without(weights[key].rows(rows.to(self.device)), rows >= 0) if key == MISSING else weights[key]
                 for key, rows in order

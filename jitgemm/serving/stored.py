@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import Scheme
-from jitgemm.checkpoint.reader import errors_that_name, layer_header
+from jitgemm.checkpoint.reader import layer_header
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.load.layer_source import LayerSource
@@ -91,7 +91,7 @@ def source_of(checkpoint: Checkpoint, name: str, wanted: str | None, k: int | No
     """
     if {"blocks", "meta"} <= checkpoint.layer(name).keys():
         return LayerSource.find(checkpoint, name)
-    with errors_that_name(checkpoint, name):
+    with checkpoint.errors_that_name(name):
         scheme = layer_header(checkpoint, name, k=k).scheme
     if wanted is not None and scheme.eight_bits and not wanted.startswith(scheme.code):
         wanted = None

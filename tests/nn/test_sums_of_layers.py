@@ -18,7 +18,7 @@ from small_models import Model
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.gemm import launch, reference
+from jitgemm.gemm import exact, launch
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.moe import call as moe_call
 from jitgemm.nn import W4A8Experts, W4A8Linear, W8A8Linear
@@ -49,8 +49,8 @@ def layer(activation: str = "e4m3", sums: str = "f16", **options) -> W4A8Linear:
 def given(monkeypatch) -> list[str]:
     """What the GEMMs of this test were asked to add up in."""
     found = []
-    write = reference.write_reference
-    monkeypatch.setattr(reference, "write_reference", lambda gemm: (found.append(gemm.weight.sums), write(gemm))[1])
+    write = exact.write_reference
+    monkeypatch.setattr(exact, "write_reference", lambda gemm: (found.append(gemm.weight.sums), write(gemm))[1])
     return found
 
 

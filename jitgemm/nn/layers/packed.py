@@ -379,12 +379,15 @@ def check_layers(sums: str, activations: Iterable[tuple[str, str]]) -> None:
             raise ValueError(f"{error} (layer {name})") from None
 
 
-def put_sums(layers: Mapping[str, torch.nn.Module], sums: str, call: str, stacklevel: int = 3) -> None:
-    """`set_sums`, with one warning, in the name of the caller's caller, for all weights that are added up in fp32 instead.
+def put_sums(layers: Mapping[str, torch.nn.Module], sums: str, call: str) -> None:
+    """`set_sums` and `warn_of_sums`, in the name of the caller's caller."""
+    warn_of_sums(set_sums(layers, sums), call, stacklevel=4)
 
-    call: who warns.
-    """
-    if problems := set_sums(layers, sums):
+
+def warn_of_sums(problems: Mapping[str, str], call: str, stacklevel: int = 3) -> None:
+    """One warning, in the name of the caller's caller, for all weights of which `set_sums` says why they are added up in
+    fp32; call: who warns."""
+    if problems:
         count, lines = len(problems), "\n".join(by_reason(problems))
         text = f"{call}: {count} weights are added up in fp32, as sums in f16 cannot be had:\n{lines}"
         warnings.warn(text, stacklevel=stacklevel)

@@ -27,12 +27,11 @@ import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, check_order, concat, pack_experts
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
 from jitgemm.checkpoint.format import INPUT_TENSORS, check_beside
-from jitgemm.nn.load.layer_source import LayerSource, is_quantised, parts_without_data
+from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.weight.packed import Weight
 
@@ -93,7 +92,7 @@ class ExpertsSource:
                 return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, layout, each, find))
         own_names = layout.parameters
         for names in (own_names, tuple(f"{name}_" for name in own_names), *_STACKED):
-            if all(is_quantised(checkpoint, f"{prefix}.{name}") for name in names):
+            if all(checkpoint.is_quantised(f"{prefix}.{name}") for name in names):
                 parts = [_all_in_one(checkpoint, prefix, layout, part, names[part], find) for part in (0, 1)]
                 return _checked(checkpoint, prefix, layout, order, parts)
         return None
@@ -125,7 +124,7 @@ class ExpertsSource:
         """Raises ValueError where the first expert has an activation order: then most have one. Reads that expert."""
         for projection in self.projections:
             if projection[0][0].expert is None and any("g_idx" in suffix for suffix in projection[0][0].names):
-                with errors_that_name(self.checkpoint, self.prefix):
+                with self.checkpoint.errors_that_name(self.prefix):
                     check_order(_joined(projection[0], _CPU), 0)
 
     def read(self, device: torch.device, which: range | None = None) -> PackedExperts:
@@ -157,7 +156,7 @@ class ExpertsSource:
             check_order(weight, which[e])
             return weight
 
-        with errors_that_name(self.checkpoint, self.prefix):
+        with self.checkpoint.errors_that_name(self.prefix):
             return pack_experts(len(which), expert, LHS_DTYPES[self.activation], projection[0][0].bits)
 
     def _bias(self, part: int, device: torch.device, which: range) -> torch.Tensor | None:
@@ -195,7 +194,7 @@ def _layers(projections: Iterable[Projection]) -> Iterable[LayerSource]:
 def _joined(layers: Sequence[LayerSource], device: torch.device) -> CanonicalWeight:
     """An expert's projection before packing."""
     read = [layer.canonical(device) for layer in layers]
-    with errors_that_name(layers[0].checkpoint, layers[0].prefix):
+    with layers[0].checkpoint.errors_that_name(layers[0].prefix):
         return concat(read)
 
 
@@ -205,7 +204,7 @@ def _saved(checkpoint: Checkpoint, prefix: str, layout: ExpertsLayout, activatio
         raise ValueError(f"{prefix}.gate: expected {layout.gate}, as the model has it, got {gate}")
     for part, (n, k) in zip(("w13", "w2"), layout.sizes):
         layer = f"{prefix}.{part}"
-        with errors_that_name(checkpoint, layer):
+        with checkpoint.errors_that_name(layer):
             saved = parts_without_data(checkpoint, checkpoint.layer(layer), activation)
         expected, got = [layout.experts, n, k], [saved.weight.experts, saved.weight.n, saved.weight.k]
         if got != expected:
@@ -253,7 +252,7 @@ def _layer(
 ) -> LayerSource:  # fmt: skip
     """A layer of experts, quantised or in floats, without a static scale, and without a bias of zeros where the module's
     experts have none."""
-    if is_quantised(checkpoint, prefix):
+    if checkpoint.is_quantised(prefix):
         layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
     else:
         names = checkpoint.layer(prefix)
@@ -267,7 +266,7 @@ def _layer(
 
 def _check_bias(layer: LayerSource) -> None:
     """Raises ValueError for a bias that is none of floats, as a layer's header is checked."""
-    with errors_that_name(layer.checkpoint, layer.prefix):
+    with layer.checkpoint.errors_that_name(layer.prefix):
         check_beside({name: layer.checkpoint.info(layer.names[name]) for name in ("bias",) if name in layer.names})
 
 

@@ -15,14 +15,13 @@ from jitgemm.activations.scheme import NAMED, activation_name
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import BESIDE, INPUT_SCALES, INPUT_TENSORS, Inputs
-from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
+from jitgemm.checkpoint.reader import LayerHeader, layer_header, read_header
 from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 
 OF_BESIDE = "scale of the KV cache, attention or outputs, not quantised here"
-_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
 
 
@@ -74,7 +73,7 @@ class LayerSource:
             ValueError: the layer cannot be read exactly, or has activations that a `PackedLinear` does not.
         """
         names = checkpoint.layer(prefix)
-        with errors_that_name(checkpoint, prefix):
+        with checkpoint.errors_that_name(prefix):
             if {"blocks", "meta"} <= names.keys():
                 saved = parts_without_data(checkpoint, names, activation)
                 weight = saved.weight
@@ -142,7 +141,7 @@ class LayerSource:
         """Before packing, whole or a rank's part; of a layer that has a header."""
         assert self.header is not None
         name = self.prefix if self.expert is None else f"{self.prefix}[{self.expert}]"
-        with errors_that_name(self.checkpoint, name):
+        with self.checkpoint.errors_that_name(name):
             return read_header(self.checkpoint, replace(self.header, names=self.names), device, self.expert, cut)
 
     def read(
@@ -158,14 +157,14 @@ class LayerSource:
             ValueError: a value is out of range.
         """
         if self.header is None:
-            with errors_that_name(self.checkpoint, self.prefix):
+            with self.checkpoint.errors_that_name(self.prefix):
                 read = self.checkpoint.read
                 parts = state_dict_parts(
                     {suffix: read(name, _CPU if suffix in ON_CPU else device) for suffix, name in self.names.items()}
                 )
                 return parts if cut is None else part_of(parts, cut)
         weight = self.canonical(device, cut)
-        with errors_that_name(self.checkpoint, self.prefix):
+        with self.checkpoint.errors_that_name(self.prefix):
             weight = weight if columns is None else weight.columns(*columns)
             packed = weight.pack(self.lhs_dtype, self.correction if correction is None else correction)
             return Parts(packed, weight.bias, self.activation, weight.input_scale)
@@ -180,18 +179,9 @@ class LayerSource:
         if not self.bits:
             return self.checkpoint.read(self.names["weight"], device)
         weight = unpacked(self.read(device).weight) if self.header is None else self.canonical(device)
-        with errors_that_name(self.checkpoint, self.prefix):
+        with self.checkpoint.errors_that_name(self.prefix):
             dense = weight.dequantize()
         return dense.t().contiguous() if self.transposed else dense
-
-
-def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
-    """Whether the layer has tensors, and its weight is no plain one of floats."""
-    names = checkpoint.layer(prefix)
-    if "weight" not in names:
-        return bool(set(names) - {"bias"})
-    info = checkpoint.info(names["weight"])
-    return bool(info.kind) or info.dtype not in _PLAIN_DTYPES
 
 
 def zero_bias(checkpoint: Checkpoint, name: str) -> str:

@@ -14,10 +14,10 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.packed import check_layers, put_sums
+from jitgemm.nn.layers.packed import check_layers, set_sums, warn_of_sums
 from jitgemm.nn.load.plan import Plan, plan_for
 from jitgemm.nn.load.plan_layers import LEFT_OUT
-from jitgemm.nn.quantize.replaceable import Filter, check_model
+from jitgemm.nn.quantize.replaceable import PACKED, Filter, check_model
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers, put_tensor
 from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
 from jitgemm.tensors import check_flag
@@ -104,9 +104,7 @@ def load_(
     if division is not None:
         division.check(model, plan.layers)
     check_sums(plan, sums)
-    _carry_out(plan, target, division)
-    if sums is not None:
-        put_sums({name: model.get_submodule(name) for name in plan.layers}, sums, "load_")
+    warn_of_sums(_carry_out(plan, target, division, sums), "load_")
     report = Report(plan.layers, plan.skipped, plan.ignored, plan.kept)
     report.mxfp4 = _tiers(model, plan.layers)
     warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
@@ -149,14 +147,22 @@ def warn_of(report: Report, call: str, where: str, instead: str) -> None:
         )
 
 
-def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan | None) -> None:
+def _carry_out(
+    plan: Plan, target: torch.device | None, division: ShardingPlan | None, sums: str | None
+) -> dict[str, str]:
+    """What `set_sums` says of the layers, whose sums are these, or None for those of packed layers in their places."""
     model: Any = plan.model
+    problems: dict[str, str] = {}
 
     def device_of(tensor: torch.Tensor) -> torch.device:
         return target or (target_device(None) if tensor.is_meta else tensor.device)
 
     def make(name: str, old: Any) -> PackedLinear | PackedExperts:
-        return make_layer(plan, name, old, device_of(next(chain(old.parameters(), old.buffers()))), division)
+        new = make_layer(plan, name, old, device_of(next(chain(old.parameters(), old.buffers()))), division)
+        alike = isinstance(old, PACKED) and old.activation == new.activation
+        if (wanted := sums or (old.sums if alike else "f32")) != "f32":
+            problems.update((name + part, why) for part, why in set_sums({"": new}, wanted).items())
+        return new
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
@@ -172,6 +178,7 @@ def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan |
                 division.divide(name, module)
         if hasattr(model, "_tp_size"):  # by which transformers sizes static caches
             model._tp_size = division.mesh.size()
+    return problems
 
 
 def make_layer(

@@ -19,7 +19,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.checkpoint.formats import idle, stored_otherwise
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.layer_source import OF_BESIDE, is_quantised, zero_bias
+from jitgemm.nn.load.layer_source import OF_BESIDE, zero_bias
 from jitgemm.nn.load.plan_layers import Dense, Layers, Sources, find_layers
 from jitgemm.nn.load.transformers_names import renamed_for
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
@@ -282,7 +282,7 @@ def _in_floats(checkpoint: Checkpoint, name: str) -> bool:
     """Whether the file has the weight in floats of the layer that the tensor belongs to."""
     prefix = name.rpartition(".")[0]
     weight = f"{prefix}.weight" if prefix else "weight"
-    return weight in checkpoint and not is_quantised(checkpoint, prefix)
+    return weight in checkpoint and not checkpoint.is_quantised(prefix)
 
 
 def _idle(modules: Collection[str], checkpoint: Checkpoint, name: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.formats import transforms_of
 from jitgemm.nn.load.experts_source import ExpertsSource
-from jitgemm.nn.load.layer_source import LayerSource, is_quantised
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
 from jitgemm.nn.report import some
 
@@ -139,7 +139,7 @@ def _quantised_name(
     checkpoint: Checkpoint, weights: Checkpoint, names: list[str], module: Any, linear: bool
 ) -> str | None:
     """Of a module's names the one of a quantised layer; None where its weight is one of floats, or as the module's."""
-    prefix = next((each for each in names if is_quantised(weights, each)), None)
+    prefix = next((each for each in names if weights.is_quantised(each)), None)
     if linear:
         found = transforms_of(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else ()
         if found:

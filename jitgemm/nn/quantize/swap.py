@@ -11,7 +11,6 @@ import torch
 
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.packed import put_sums
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -57,9 +56,6 @@ def put_layer(model: torch.nn.Module, name: str, places: Iterable[str], layer: P
     old = model.get_submodule(name)
     layer.train(old.training)
     layer.batch_invariant = getattr(old, "batch_invariant", False)
-    packed = isinstance(old, (PackedLinear, PackedExperts))
-    if packed and old.sums != "f32" and old.activation == layer.activation:
-        put_sums({name: layer}, old.sums, "load_", stacklevel=5)
     layer.named(name)
     for handle, hook in list(old._forward_pre_hooks.items()):
         if type(hook).__module__.startswith("torch.nn.utils"):  # weight_norm, pruning: they compute the weight

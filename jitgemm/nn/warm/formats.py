@@ -13,7 +13,6 @@ import torch
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.layouts import N
-from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.layers.by_width import empty_weight
@@ -91,7 +90,7 @@ class LayersOfPlan:
 
     def look(self, name: str, cut: Cut | None) -> Look:
         layer: Any = self.layers[name]
-        with errors_that_name(self.checkpoint, layer.prefix):
+        with self.checkpoint.errors_that_name(layer.prefix):
             if layer.header is None:
                 parts = parts_without_data(self.checkpoint, layer.names) if cut is None else layer.read(_CPU, cut)
                 weight, format = parts.weight, parts.weight.format
@@ -109,7 +108,7 @@ class LayersOfPlan:
         """w13 or w2 of some experts."""
         experts: Any = self.layers[name]
         (n, k), world = experts.layout.sizes[part], 1 if cut is None else cut.world
-        with errors_that_name(self.checkpoint, experts.prefix):
+        with self.checkpoint.errors_that_name(experts.prefix):
             if not experts.projections:
                 names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
                 weight = parts_without_data(self.checkpoint, names).weight
