@@ -63,11 +63,6 @@ class Engine:
         raise NotImplementedError
 
     @staticmethod
-    def logical_experts(layer: Any) -> int:
-        """Experts of the model in a layer of experts; an expert that ranks hold several times counts once."""
-        raise NotImplementedError
-
-    @staticmethod
     def keep(module: torch.nn.Module) -> None:
         """Has the engine leave a layer's packed weights where they are when it loads the layer again."""
         raise NotImplementedError

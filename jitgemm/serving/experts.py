@@ -29,10 +29,10 @@ class CollectedExperts(Collected):
         rows: of a layer in the files.
         biased: whether the experts have biases, which the engine loads; what stands behind "w13_" in their names.
         kept: {(rank's expert, which of the joined layers): its tensors}; None for all of them, cut by the engine's model.
-        places: which of this rank's experts each of the model's is, -1 for another rank's; None until it is asked for.
+        places: what `PackedExpertsMethod.places` says; None until it is asked.
     """
 
-    places: list[int] | None = None
+    places: list[list[int]] | None = None
 
     def __init__(
         self, method: Any, part: str, count: int, widths: Sequence[int], k: int, whole: int, rank: int, rows: int,
@@ -66,10 +66,10 @@ class CollectedExperts(Collected):
         ) -> bool | None:  # fmt: skip
             part = None if shard_id is None else int(shard_id == "w3")
             stacked = shard_id is None or self.stacks(suffix, loaded_weight)
-            mine = [*range(self.count)] if stacked else [self.place(layer, expert_id or 0)]
-            if mine == [-1]:
+            mine = [*range(self.count)] if stacked else self.place(layer, expert_id or 0)
+            if not mine:
                 return False if return_success else None
-            mark(param, (mine if stacked else mine[0], ... if part is None else part))
+            mark(param, (mine if len(mine) > 1 else mine[0], ... if part is None else part))
             if not param.is_meta and not self.method.complete:
                 tensor = self.taken(suffix, loaded_weight, CHILD in layer._modules)
                 with LOCK:
@@ -87,11 +87,10 @@ class CollectedExperts(Collected):
         of_one = next((each.checkpoint.info(each.names[suffix]).dim() for each in known), 2)
         return tensor.dim() == of_one + 1 and len(tensor) == self.count
 
-    def place(self, layer: torch.nn.Module, expert: int) -> int:
-        """Which of this rank's experts one of the model's is; -1 for another rank's."""
+    def place(self, layer: torch.nn.Module, expert: int) -> list[int]:
+        """Which of this rank's experts one of the loader's is: none, one or several."""
         if self.places is None:
-            places = layer.expert_map
-            self.places = [*range(self.count)] if places is None else places.tolist()  # type: ignore[operator]
+            self.places = self.method.places(layer)
         return self.places[expert]
 
     def forget(self) -> None:
@@ -105,10 +104,8 @@ class CollectedExperts(Collected):
         module = self.names[0].rpartition(".")[0].rpartition(".")[0]
         if self.config.of_gpt_oss:
             return self.count * (self.config.count([module]) or 0)
-        self.place(layer, 0)
-        logical = self.config.logical_experts(layer)
         counts = self.config.experts_counts(self.names[0], bool(self.biased))
-        mine = [expert % logical for expert in range(len(self.places or ())) if self.place(layer, expert) >= 0]
+        mine = self.method.in_files(layer)
         return sum(counts[expert] for expert in mine) if counts.keys() >= {*mine} else None
 
     # ---- the packed weights ------------------------------------------------------------------------------------------
@@ -133,7 +130,7 @@ class CollectedExperts(Collected):
     def called(self, expert: int, part: int | None) -> tuple[int, str]:
         """Number of one of this rank's experts in the model, and one of its layers, for messages."""
         proj = "down_proj" if self.part == "w2" else ("gate_proj", "up_proj")[-len(self.widths) :][part or 0]
-        return (self.places or []).index(expert), proj
+        return next(number for number, mine in enumerate(self.places or ()) if expert in mine), proj
 
     def lacks(self, expert: int, part: int | None, suffixes: Iterable[str]) -> None:
         """Raises ValueError for a tensor that no file holds of one of this rank's experts."""

@@ -13,7 +13,7 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.collected import one_activation
 from jitgemm.serving.experts import CollectedExperts
-from jitgemm.serving.packing import Packing
+from jitgemm.serving.packing import Packing, for_any_values
 from jitgemm.serving.saved import SavedExperts
 from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import StoredLayers
@@ -24,9 +24,10 @@ class PackedExpertsMethod(Packing):
 
     Attributes:
         bias: what stands behind "w13_" and "w2_" in the engine's names of biases.
+        moves: whether the engine moves experts between ranks in place (EPLB): `expert_rows`.
     """
 
-    bias = "bias"
+    bias, moves = "bias", False
 
     @staticmethod
     def stored_of(
@@ -72,16 +73,48 @@ class PackedExpertsMethod(Packing):
         self.create(layer, dtype, attributes)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
-        w13, w2 = parts
+        w13, w2 = (each._replace(weight=for_any_values(each.weight)) if self.moves else each for each in parts)
         wanted, prefix = self.wanted, self.names[0].rpartition(".")[0]
         activations = {f"{prefix}.w13": w13.activation, f"{prefix}.w2": w2.activation}
         activation = one_activation(activations, wanted if self.config.saved else None, "activation")
         gate, biases = self.matrices[0].gate(self.gate(layer)), (w13.bias, w2.bias)
         return packed_experts(w13.weight, w2.weight, *biases, gate=gate, activation=activation, top_k=layer.top_k)
 
+    def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+        if self.moves and module.sums == "f16":
+            text = "jitgemm: %s is added up in fp32, as experts move between ranks (EPLB), and f16 may not hold their scales"
+            self.config.logger.warning_once(text, self.names[0].rpartition(".")[0])
+            module.sums = "f32"  # type: ignore[assignment]
+        super().install(layer, module)
+
     def gate(self, layer: torch.nn.Module) -> Gate:
         """The gate that the engine's layer has."""
         raise NotImplementedError
+
+    def places(self, layer: torch.nn.Module) -> list[list[int]]:
+        """For each expert, by its number in the engine's loader: the numbers that it has on this rank, which may have copies."""
+        raise NotImplementedError
+
+    def logical_experts(self, layer: torch.nn.Module) -> int:
+        """Experts of the model, each counted once."""
+        raise NotImplementedError
+
+    def in_files(self, layer: torch.nn.Module) -> list[int]:
+        """This rank's experts in their order, by their numbers in the files. An engine's loader may count copies behind them."""
+        count = self.logical_experts(layer)
+        pairs = ((mine, number % count) for number, every in enumerate(self.places(layer)) for mine in every)
+        return [number for _, number in sorted(pairs)]
+
+
+def expert_rows(module: PackedExperts) -> list[torch.Tensor]:
+    """All tensors of packed experts as [E, values of an expert], over the same memory, in one order on all ranks.
+
+    Engines move experts between ranks in place, and know no formats: row e of every tensor is all of expert e, and all
+    ranks hold their experts in one format, whatever the weights' values are.
+    """
+    parts = (module.w13, module.w2)
+    tensors = [tensor for part in parts for _, tensor in sorted(part.named_buffers(recurse=False))]
+    return [tensor.view(module.num_experts, -1) for tensor in tensors]
 
 
 def weighed(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

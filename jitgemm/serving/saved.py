@@ -55,14 +55,10 @@ class SavedExperts(CollectedExperts):
         if packed is not None:  # where vLLM loads again, and the layer is on the meta device
             device = getattr(packed, self.part).blocks.device
         files, prefix = self.config.files(), f"{self.module}.{self.part}."
-        expert_map: Any = layer.expert_map
         self.found = decoded(files.read(f"{self.module}.gate", CPU))
-        places = [*range(self.count)] if expert_map is None else expert_map.tolist()
-        names, count = files.layer(prefix), self.config.logical_experts(layer)
+        names, count, mine = files.layer(prefix), self.method.logical_experts(layer), self.method.in_files(layer)
         if (held := files.info(names["blocks"]).shape[0]) != count:
             raise ValueError(f"{prefix}blocks: expected {count} experts, as the model has, got {held}")
-        # Some are there several times under EPLB, in the order in which vLLM begins.
-        mine = [e % count for e in sorted((e for e in range(len(places)) if places[e] >= 0), key=lambda e: places[e])]
         shared = {names[each]: files.read(names[each], CPU) for each in ON_CPU if each in names}
         of_one = [full for full in names.values() if full not in shared]
         size, ranks = (len(self.widths) * self.rows, self.whole), self.rows // self.widths[0] * (self.whole // self.k)

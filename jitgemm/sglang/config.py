@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
@@ -18,9 +18,6 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Warmer
 from jitgemm.sglang.arguments import most_tokens, setting
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
 
 class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
@@ -192,11 +189,6 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
     def group_of(self, layer: torch.nn.Module) -> Any:
         return layer.tp_group.device_group
-
-    @staticmethod
-    def logical_experts(layer: FusedMoE) -> int:
-        """Experts of the model."""
-        return layer.num_experts
 
     def reads_files_for(self, layer: torch.nn.Module) -> None:
         """Notes a layer whose weights are read from the files."""

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.layers.moe import get_deepep_mode, get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLCombineInput, DeepEPNormalCombineInput
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
@@ -22,7 +23,7 @@ from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.serving.collected import CHILD
-from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
+from jitgemm.serving.packed_experts import PackedExpertsMethod, expert_rows, weighed
 from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import Unsupported
 from jitgemm.sglang.arguments import setting
@@ -58,18 +59,35 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         self, layer: FusedMoE, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
         params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
-        """Raises ValueError for what would move or store packed experts otherwise than SGLang's loader finds them."""
-        check_arguments()
+        """Raises ValueError for experts that SGLang's loader brings in another form."""
         load = extra_weight_attrs["weight_loader"]
         if not self.config.saved and getattr(load, "__name__", "") == "weight_loader_fused":
             raise ValueError(
                 f"{self.names[0]}: expected experts one by one in the files, got a model that has them stacked"
             )
-        places = [layer._map_global_expert_id_to_local_expert_id(e) for e in range(layer.num_experts)]
-        layer.expert_map = None if places == [*range(num_experts)] else torch.tensor(places, device="cpu")
         sizes, attributes = (hidden_size, *cut(self.config, layer)), {"weight_loader": load}
         inputs, rank, biased = self.gate(layer).inputs, layer.moe_tp_rank, layer.with_bias
         self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, attributes)
+
+    @property
+    def moves(self) -> bool:  # type: ignore[override]
+        return bool(setting("enable_eplb") or setting("elastic_ep_backend"))
+
+    def places(self, layer: FusedMoE) -> list[list[int]]:
+        """By the numbers of the model's experts, as they lie now: EPLB has several copies of some, and moves them."""
+        found = get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", True) else None
+        if found is None:
+            everywhere = [[expert] for expert in range(layer.num_experts)]
+        else:
+            routed = range(found.num_logical_experts)
+            everywhere = [found.logical_to_all_physical(layer.layer_id, expert) for expert in routed]
+            shared = getattr(layer, "num_fused_shared_experts", 0)  # behind all copies
+            everywhere += [[layer.num_global_routed_experts + number] for number in range(shared)]
+        place = layer._map_global_expert_id_to_local_expert_id
+        return [[mine for mine in map(place, each) if mine >= 0] for each in everywhere]
+
+    def logical_experts(self, layer: FusedMoE) -> int:
+        return len(self.places(layer))
 
     def gate(self, layer: FusedMoE) -> Gate:
         return gate_of(layer.moe_runner_config)
@@ -81,6 +99,9 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     def install(self, layer: FusedMoE, module: torch.nn.Module) -> None:
         super().install(layer, module)
+        if self.moves:  # SGLang moves rows of parameters that have one for each expert
+            for number, rows in enumerate(expert_rows(getattr(layer, CHILD))):
+                layer.register_parameter(f"{CHILD}_{number}", torch.nn.Parameter(rows, requires_grad=False))
         layer.deprecate_flag = True  # of DeepEPMoE: it calls this method, as FusedMoE does
         if get_moe_a2a_backend().is_deepep():
             experts = getattr(layer, CHILD)  # the dispatcher rotates no token
@@ -184,10 +205,3 @@ def gate_of(config: MoeRunnerConfig) -> Gate:
         return Gate(kind)
     known = "silu, gelu, gelu_tanh or situ with gates, or relu2 without"
     raise Unsupported(f"activation: expected {known}, got {kind} {'with' if gated else 'without'} gates")
-
-
-def check_arguments() -> None:
-    """Raises ValueError for arguments of SGLang's by which it moves experts' tensors itself."""
-    for name, plain in (("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial")):
-        if (got := setting(name)) not in (None, plain):
-            raise ValueError(f"{name}: expected {plain} with jitgemm's packed experts, got {got}")

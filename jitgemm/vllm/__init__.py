@@ -7,7 +7,6 @@
     warm_graphs  what vLLM says of tokens and graphs to `jitgemm.serving.warm`
     fusion       norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
     lora         adapters' products added between the steps of experts
-    eplb         packed experts as rows that vLLM moves between ranks
 
 What a checkpoint and a user say, what the files hold and its packing are `jitgemm.serving`'s. vLLM is imported when
 it calls `register`, its layers when it builds a model.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import vllm.envs as envs
@@ -21,9 +21,6 @@ from jitgemm.checkpoint.formats import idle
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Layers
 from jitgemm.vllm.warm_graphs import GraphWarmer
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 logger = init_logger("vllm." + __name__)
 
@@ -153,11 +150,6 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         what is quantised while loaded has models that copy them by themselves."""
         gpt_oss = getattr(self._model[1], "model_type", "") == "gpt_oss"
         return self.of_gpt_oss or (self.checkpoint is not None and not gpt_oss)
-
-    @staticmethod
-    def logical_experts(layer: RoutedExperts) -> int:
-        """Experts of the model, each counted once: EPLB has some of them several times."""
-        return layer.moe_config.num_logical_experts
 
     @property
     def parameter_classes(self) -> Any:

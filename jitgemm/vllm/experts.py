@@ -29,11 +29,9 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.serving.collected import CHILD
-from jitgemm.serving.packed_experts import PackedExpertsMethod, weighed
-from jitgemm.serving.packing import for_any_values
+from jitgemm.serving.packed_experts import PackedExpertsMethod, expert_rows, weighed
 from jitgemm.serving.served import ServedModel
 from jitgemm.serving.stored import Unsupported
-from jitgemm.vllm.eplb import expert_rows
 from jitgemm.vllm.lora import run_adapted
 
 if TYPE_CHECKING:
@@ -91,9 +89,15 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return self.moe_kernel is not None or self.split is not None
 
     @property
-    def _moves(self) -> bool:
-        """Whether vLLM moves experts between ranks."""
+    def moves(self) -> bool:  # type: ignore[override]
         return bool(self.moe.moe_parallel_config.enable_eplb)
+
+    def places(self, layer: RoutedExperts) -> list[list[int]]:
+        numbers = range(self.moe.num_local_experts) if layer.expert_map is None else layer.expert_map.tolist()
+        return [[mine] if mine >= 0 else [] for mine in numbers]
+
+    def logical_experts(self, layer: RoutedExperts) -> int:
+        return self.moe.num_logical_experts
 
     def create_weights(
         self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
@@ -109,9 +113,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         self.place(layer, num_experts, sizes, inputs, rank, params_dtype, biased, extra_weight_attrs)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
-        module = super().module(
-            layer, *(each._replace(weight=for_any_values(each.weight)) if self._moves else each for each in parts)
-        )
+        module = super().module(layer, *parts)
         order, expected = module.gate.order, self.gate(layer).order
         if self.moe.is_lora_enabled and order != expected:
             name = f"{self.names[0].rpartition('.')[0]}.gate"
@@ -137,11 +139,6 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
 
     def install(self, layer: RoutedExperts, module: torch.nn.Module) -> None:
-        assert isinstance(module, PackedExperts)
-        if self._moves and module.sums == "f16":
-            text = "jitgemm: %s is added up in fp32, as experts move between ranks (EPLB), and f16 may not hold their scales"
-            logger.warning_once(text, self.names[0].rpartition(".")[0])
-            module.sums = "f32"
         super().install(layer, module)
         packed = getattr(layer, CHILD)
         layer.get_expert_weights = lambda: expert_rows(packed)

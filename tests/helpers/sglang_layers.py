@@ -34,6 +34,7 @@ def _standins() -> dict[str, ModuleType]:
                 num_experts,
                 with_bias,
             )
+            self.layer_id = layer_id
             self.hidden_size, self.num_local_experts = hidden_size, num_experts // self.moe_ep_size
             self.intermediate_size_per_partition = intermediate_size // self.moe_tp_size
             self.activation = SimpleNamespace(value="silu" if is_gated else "relu2_no_mul")
@@ -85,6 +86,7 @@ def _standins() -> dict[str, ModuleType]:
             "LinearMethodBase": method("process_weights_after_loading"), "FusedMoEMethodBase": method("get_moe_runner_backend"),
         },
         "layers.quantization.unquant": unquantized,
+        "eplb.expert_location": {"get_global_expert_location_metadata": None},
         "layers.moe": dict.fromkeys(("get_moe_a2a_backend", "get_moe_runner_backend", "get_deepep_mode")),
         "layers.moe.fused_moe_triton.layer": {"FusedMoE": FusedMoE},
         "layers.moe.token_dispatcher.standard": {"StandardCombineInput": SimpleNamespace},
@@ -108,7 +110,7 @@ def _standins() -> dict[str, ModuleType]:
 ARGUMENTS = SimpleNamespace(
     json_model_override_args="{}", load_format="auto", enable_deterministic_inference=False, model_path="",
     chunked_prefill_size=64, max_prefill_tokens=16, dp_size=1, disable_cuda_graph=False, enable_dp_attention=False, enable_eplb=False,
-    ep_num_redundant_experts=0, init_expert_location="trivial",
+    elastic_ep_backend=None,
 )  # fmt: skip
 PARALLEL = SimpleNamespace(moe_tp_rank=0, moe_tp_size=1, moe_ep_rank=0, moe_ep_size=1)
 if not REAL:
@@ -116,11 +118,11 @@ if not REAL:
 
 
 @contextmanager
-def running(rank=0, size=1, ep=False, deepep=False, runner="auto", **arguments):
+def running(rank=0, size=1, ep=False, deepep=False, runner="auto", location=None, **arguments):
     """Layers that are made inside are those of a rank, of tensor or of expert parallelism, under SGLang's arguments.
 
-    deepep, runner: what jitgemm's experts see of the all-to-all backend and the runner; the dispatcher is the standard
-        one.
+    deepep, runner, location: what jitgemm's experts see of the all-to-all backend, the runner and where experts are; the
+        dispatcher is the standard one.
     """
     place = {"moe_ep_rank": rank if ep else 0, "moe_ep_size": size if ep else 1}
     place |= {"moe_tp_rank": 0 if ep else rank, "moe_tp_size": 1 if ep else size}
@@ -131,6 +133,7 @@ def running(rank=0, size=1, ep=False, deepep=False, runner="auto", **arguments):
         patch.setattr(experts + "get_moe_a2a_backend", lambda: SimpleNamespace(is_deepep=lambda: deepep))
         patch.setattr(experts + "get_deepep_mode", lambda: SimpleNamespace(enable_low_latency=lambda: True))
         patch.setattr(experts + "get_moe_runner_backend", lambda: SimpleNamespace(value=runner))
+        patch.setattr(experts + "get_global_expert_location_metadata", lambda: location)
         if REAL:
             from sglang.srt.runtime_context import get_context, get_parallel
 

@@ -330,8 +330,6 @@ def test_what_experts_do_not_take_is_named():
         experts(made(None), SIZES, 2, use_weight_loader_fused=True)
     with running(runner="deep_gemm"), pytest.raises(ValueError, match="moe_runner_backend: expected auto or triton"):
         experts(made(None), SIZES, 2)
-    with running(enable_eplb=True), pytest.raises(ValueError, match="enable_eplb: expected False"):
-        experts(made(None), SIZES, 2)
     with running():
         assert type(experts(made(None), SIZES, 2, with_bias=True).quant_method) is UnquantizedFusedMoEMethod
 
