@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_cases import CONFIGS, expert_tensors, load_experts, made, vllm_is_there
-from vllm_layers import experts, rank
+from ranks import two_ranks
+from vllm_cases import CONFIGS, applied, expert_tensors, load_experts, made, routed, vllm_is_there
+from vllm_layers import experts, rank, show
 
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.vllm.exchange import reason_against, sharding_of
@@ -70,6 +71,37 @@ def test_ranks_with_the_same_tokens_exchange_none_and_shared_experts_warn():
     assert sharding_of(config(ranks(dp_size=1)), None, False, logger) is None and not said
     assert sharding_of(config(ranks(use_ep=False)), None, False, logger) is None
     assert len(said) == 1 and "expects --enable-expert-parallel, got experts that all ranks share" in said[0]
+
+
+def of_own_tokens(mesh, name):
+    """What the method makes of this rank's tokens, which go to the other's experts; also of none."""
+    show()
+    tensors, _ = expert_tensors(CONFIGS[name], 4, 64, 64)
+    number, far = mesh.get_local_rank(), 0.0
+    with rank():
+        whole = experts(made(CONFIGS[name]), "m.experts", (4, 64, 64), 2)
+        layer = experts(made(CONFIGS[name]), "m.experts", (4, 64, 64), 2, ep=(number, 2))
+        method = layer.quant_method
+        assert not method.supports_internal_mk
+        method.split = ExpertSharding(mesh.get_group(), number, 2, 2, exchanges=True, max_tokens=8, nvlink=True)
+        for each in (whole, layer):
+            load_experts(each, "m.experts", tensors)
+            each.quant_method.process_weights_after_loading(each)
+        assert method.supports_internal_mk and method.moe_kernel is None
+        for counts in ((5, 3), (0, 8), (1, 0)):
+            x, ids, weights = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
+            found, wanted = (applied(each, x, ids, weights) for each in (layer, whole))
+            assert found.shape == x.shape and found.dtype == x.dtype
+            if len(x):
+                far = max(far, float((found - wanted).double().norm() / wanted.double().norm()))
+    return far
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-int8", "fp8", "mxfp4"])
+def test_a_rank_gets_the_results_of_its_own_tokens(tmp_path, name):
+    """Of two processes without GPUs: jitgemm's collectives stand for its kernels."""
+    with two_ranks(tmp_path) as run:
+        assert max(run(of_own_tokens, name)) < 2**-7  # each rank rounds its sum to bf16
 
 
 @pytest.mark.parametrize("value", ["deepep", True])
