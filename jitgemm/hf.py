@@ -61,13 +61,15 @@ _OF_RECIPE = (
 
 def config(
     folder: str | PathLike[str], *, activation: str | None = None, modules_to_not_convert: Iterable[str] = (),
-    strict: bool = True, allow_missing: Iterable[str] = (), format: str | None = None, sums: str = "f32", **options: Any,
+    strict: bool = True, allow_missing: Iterable[str] = (), format: str | None = None, sums: str = "f32",
+    tp_invariant: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """A quantised checkpoint's config, with which from_pretrained loads it into layers of jitgemm.nn.
 
     Args:
         folder: what from_pretrained is given: a folder, or a name on the hub.
         activation, strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
+        tp_invariant: as `JitGemmConfig` has it.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay what they are, with dequantised weights.
         options: for AutoConfig.from_pretrained, such as revision.
 
@@ -79,7 +81,7 @@ def config(
         raise TypeError(f"folder: expected a path, or a name on the hub, got {type(folder).__name__}")
     settings = JitGemmConfig(
         activation=activation, modules_to_not_convert=modules_to_not_convert, strict=strict,
-        allow_missing=allow_missing, format=format, sums=sums,
+        allow_missing=allow_missing, format=format, sums=sums, tp_invariant=tp_invariant,
     )  # fmt: skip
     try:
         found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
@@ -112,6 +114,8 @@ class JitGemmConfig(QuantizationConfigMixin):
         lm_head: as in `quantize_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay, in addition to the modules that `quantize_` never takes.
         strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
+        tp_invariant: Linears have the same bits on any number of GPUs, as in `load_`, by the model's own plan; on one GPU
+            without a mesh, too.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -125,9 +129,10 @@ class JitGemmConfig(QuantizationConfigMixin):
         modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME, sums: str = "f32", scheme: str | None = None, full_range: bool | None = None,
-        clip_steps: int | None = None, block: int | None = None, rotation: int | None = None,
+        clip_steps: int | None = None, block: int | None = None, rotation: int | None = None, tp_invariant: bool = False,
     ):  # fmt: skip
         check_flag("strict", strict)
+        check_flag("tp_invariant", tp_invariant)
         lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
         for name, patterns in lists.items():
             if isinstance(patterns, str):
@@ -137,7 +142,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.symmetric, self.scale_dtype, self.lm_head = symmetric, scale_dtype, lm_head
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
-        self.sums, self.scheme = sums, scheme
+        self.sums, self.scheme, self.tp_invariant = sums, scheme, tp_invariant
         self.full_range, self.clip_steps, self.block, self.rotation = full_range, clip_steps, block, rotation
         _ = self.recipe  # which checks it
 
@@ -267,7 +272,8 @@ class JitGemmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         plan, replaceable, recipe = self._plan, self._plan.replaceable, self.quantization_config.recipe
-        division = _division(model, plan)
+        invariant = self.quantization_config.tp_invariant
+        division = _division(model, plan, invariant)
         self._divided = division is not None
         layers = {name: replaceable.places[name] for name in (*plan.layers, *self._chosen)}
 
@@ -295,6 +301,8 @@ class JitGemmQuantizer(HfQuantizer):
             module, devices[place] = self._held[place].vacate()
             put_module(model, place, module)
         put_layers(model, layers, make, "loading" if self.pre_quantized else "quantising")
+        if invariant and division is None:
+            _as_divided(model, layers)
         state = model.state_dict(keep_vars=True)
         # transformers marks what it has loaded; what it did not find under its own name is read like the rest.
         rest = [
@@ -350,7 +358,18 @@ def _check_parallel(model: PreTrainedModel) -> None:
             raise ValueError(f"distributed_config: expected {name} = 1, as jitgemm.nn knows tp_size only, got {size}")
 
 
-def _division(model: Any, plan: Plan) -> ShardingPlan | None:
+def _as_divided(model: Any, layers: Iterable[str]) -> None:
+    """Sets tp_invariant of layers on one GPU as the model's plan would divide them."""
+    from jitgemm.nn.parallel.plan import plan_of, style_in
+
+    rules = plan_of(model)
+    for name in layers:
+        style, layer = style_in(rules, name), model.get_submodule(name)
+        if style is not None and isinstance(layer, PackedLinear):
+            layer.tp_invariant = style.dim
+
+
+def _division(model: Any, plan: Plan, tp_invariant: bool) -> ShardingPlan | None:
     """How transformers divides the model among ranks; None for a whole one."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
@@ -363,8 +382,11 @@ def _division(model: Any, plan: Plan) -> ShardingPlan | None:
             f"tp_plan: expected no sum over the ranks around {experts}, whose packed experts are whole on each, got "
             f"{', '.join(sorted(summed))}; leave the experts out with modules_to_not_convert"
         )
-    division = ShardingPlan(model._mesh_manager.get_mesh("tp"), model.tp_plan)
+    division = ShardingPlan(model._mesh_manager.get_mesh("tp"), model.tp_plan, tp_invariant)
     division.check(model, plan.layers)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):  # which transformers has divided
+            division.style_in_floats(name)
     return division
 
 

@@ -555,15 +555,24 @@ def from_pretrained(mesh, folder: str, quantising: bool) -> torch.Tensor:
 
     import jitgemm.hf
 
-    def load(**more):
-        auto = transformers.AutoModelForCausalLM
+    def load(invariant=False, **more):
+        auto, options = transformers.AutoModelForCausalLM, {"tp_invariant": invariant}
         if quantising:
-            told = jitgemm.hf.JitGemmConfig(activation="int8")
+            told = jitgemm.hf.JitGemmConfig(activation="int8", **options)
             return auto.from_pretrained(folder, quantization_config=told, dtype=torch.bfloat16, **more)
-        return auto.from_pretrained(folder, config=jitgemm.hf.config(folder), dtype=torch.bfloat16, **more)
+        return auto.from_pretrained(folder, config=jitgemm.hf.config(folder, **options), dtype=torch.bfloat16, **more)
 
+    divided = {"distributed_config": DistributedConfig(tp_size=ranks.WORLD, tp_plan="auto")}
+    if quantising:
+        hidden = [load(True, **options).model(TOKENS).last_hidden_state for options in ({}, divided)]
+        assert builders.same_bits(*hidden)
+    else:
+        with pytest.raises(
+            ValueError, match="layers.1.mlp.gate_proj: expected a packed layer for tp_invariant, got a L"
+        ):
+            load(True, **divided)
     whole = load()
-    model = load(distributed_config=DistributedConfig(tp_size=ranks.WORLD, tp_plan="auto"))
+    model = load(**divided)
     attention = model.model.layers[0].self_attn
     assert isinstance(attention.q_proj, PackedLinear) and attention.q_proj.weight.shape == (128, 256)
     assert (attention.o_proj.bias is None) == (mesh.get_local_rank() == 1)

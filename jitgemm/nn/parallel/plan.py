@@ -46,19 +46,20 @@ class ShardingPlan:
     rules: Mapping[str, str | Style]
     tp_invariant: bool = False
 
-    def _rule(self, name: str) -> Any:
-        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
-
     def style(self, name: str) -> Style | None:
         """Of the Linear of that name; None for one that is whole on every rank."""
-        rule = self._rule(name)
-        if rule is None or rule in WHOLE:
+        style = style_in(self.rules, name)
+        return style if style is None or not self.tp_invariant else style.invariant()
+
+    def style_in_floats(self, name: str) -> Style | None:
+        """Of a Linear in floats; None for one that gives the same output whole. Raises ValueError for a style with
+        tp_invariant."""
+        style = self.style(name)
+        if style is None or (style.output_layouts if style.dim == "n" else style.input_layouts) == (Replicate(),):
             return None
-        style = STYLES.get(rule) if isinstance(rule, str) else rule
-        if not isinstance(style, Style):
-            expected = ", ".join((*STYLES, *WHOLE))
-            raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {rule!r} for {name}")
-        return style.invariant() if self.tp_invariant else style
+        if self.tp_invariant:
+            raise ValueError(f"{name}: expected a packed layer for tp_invariant, got a Linear in floats")
+        return style
 
     def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
         """Raises ValueError for what headers show that cannot be divided so, warns where no quantised layer is divided.
@@ -116,7 +117,7 @@ class ShardingPlan:
 
     def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
         """What this rank has of a layer's experts; None for all of them."""
-        style = self._rule(name)
+        style = rule_in(self.rules, name)
         if not isinstance(style, ExpertParallel):
             return None
         if self.tp_invariant and self.mesh.size() > 1:
@@ -126,15 +127,10 @@ class ShardingPlan:
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
         if isinstance(module, PackedExperts):
-            rule = self._rule(name)
+            rule = rule_in(self.rules, name)
             style = rule if isinstance(rule, ExpertParallel) else None
         else:
-            style = self.style(name)
-        if isinstance(module, torch.nn.Linear) and style is not None:
-            whole = style.output_layouts if style.dim == "n" else style.input_layouts
-            style = None if whole == (Replicate(),) else style
-            if style is not None and self.tp_invariant:
-                raise ValueError(f"{name}: expected a packed layer for tp_invariant, got a Linear in floats")
+            style = self.style_in_floats(name) if isinstance(module, torch.nn.Linear) else self.style(name)
         if style is not None:
             parallelize_module(module, self.mesh, style, src_data_rank=None)
 
@@ -157,6 +153,23 @@ def sharding_plan(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"tp_plan: expected patterns of the model's modules, got {pattern!r}, which fits none")
     return ShardingPlan(mesh, rules, tp_invariant)
+
+
+def rule_in(rules: Mapping[str, str | Style], name: str) -> Any:
+    """That of the first pattern that fits a name; None where none does."""
+    return next((rule for pattern, rule in rules.items() if fnmatchcase(name, pattern)), None)
+
+
+def style_in(rules: Mapping[str, str | Style], name: str) -> Style | None:
+    """That of the Linear of a name; None for one that is whole on every rank. Raises ValueError for a rule that is none."""
+    rule = rule_in(rules, name)
+    if rule is None or rule in WHOLE:
+        return None
+    style = STYLES.get(rule) if isinstance(rule, str) else rule
+    if not isinstance(style, Style):
+        expected = ", ".join((*STYLES, *WHOLE))
+        raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {rule!r} for {name}")
+    return style
 
 
 def plan_of(model: torch.nn.Module) -> Mapping[str, str | Style]:
