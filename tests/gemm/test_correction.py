@@ -21,7 +21,7 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm, Groups
-from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named, lhs_columns
+from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose, kernel_named
@@ -66,23 +66,6 @@ def test_factors_give_back_what_was_packed(group_size, kind, experts):
         assert same(stacked.blocks, weight.blocks) and stacked.format == weight.format
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_and_state_dicts_are_the_weight(kind):
-    _, weight = pair(128, kind)
-    for other in (copy.deepcopy(weight), jitgemm.W4Weight.from_state_dict(weight.state_dict("a."), "a.")):
-        assert other.format == weight.format and same(other.blocks, weight.blocks)
-        assert same(other.dequantize(), weight.dequantize()) and other.plan_key == weight.plan_key
-    assert format_named(weight.format.name) == weight.format
-
-
-@pytest.mark.parametrize("name", ["g128-bf16-z-xfp16", "g32-bf16-o-xbf16-s8", "g64-fp32-xfp16-s8"])
-def test_names_of_formats_come_back(name):
-    assert format_named(name).name == name
-    assert format_named(name).kernel_format == WeightFormat(
-        format_named(name).group_size, False, name.split("-")[1], "s8", correction=format_named(name).correction
-    )
-
-
 def test_canonical_codes_pack_to_the_same_bytes():
     parts = builders.weight_parts(1, 72, 544, 64, zero_point=True)
     q = builders.canonical(parts.q)
@@ -92,7 +75,7 @@ def test_canonical_codes_pack_to_the_same_bytes():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "world"), [("n", 2), ("n", 4), ("k", 2), ("k", 4), ("k", 16)])
+@pytest.mark.parametrize(("dim", "world"), [("n", 4), ("k", 4), ("k", 16)])
 def test_a_rank_s_part_is_corrected_too(kind, dim, world):
     plain, weight = pair(128, kind, n=256, k=2048)
     for rank in range(world):
@@ -245,8 +228,7 @@ GROUPED = {
 
 
 @emulated
-@pytest.mark.parametrize("gathered", (False, True))
-@pytest.mark.parametrize("label", GROUPED)
+@pytest.mark.parametrize(("label", "gathered"), zip(GROUPED, (False, True, False)))
 def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
     emulator = emulate(monkeypatch)
     spec, counts, k = KernelSpec.from_label(label), GROUPED[label], 416
@@ -265,23 +247,6 @@ def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
         of_e = torch.arange(begin, end) if index is None else index[begin:end].long()
         ref, bound = gemm_w4a8_bound((x[of_e], scale[of_e]), weight[e])
         assert bool(((out[begin:end].double() - ref).abs() <= bound).all()), e
-
-
-def test_grouped_calls_give_what_the_plain_weight_gives():
-    plain, weight = pair(64, "offset", k=416, experts=3)
-    x, scale = builders.lhs(3, 18, 416, "s8")
-    wide, offsets = with_sums(x, weight.correction), torch.tensor([0, 4, 4, 17])
-    index = torch.arange(17, -1, -1, dtype=torch.int32)
-    for options in ({}, {"row_index": index}):
-        outs = [torch.zeros(18, weight.n) for _ in range(3)]
-        for out, rows, each in zip(outs, (x, wide, x), (plain, weight, weight)):
-            jitgemm.m_grouped_gemm_w4a8_nt_contiguous((rows, scale), each, out, offsets, **options)
-        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    outs = [torch.zeros(3, 6, weight.n) for _ in range(2)]
-    for out, rows, each in zip(outs, (x, wide), (plain, weight)):
-        lhs = rows.view(3, 6, -1), scale.view(3, 6)
-        jitgemm.m_grouped_gemm_w4a8_nt_masked(lhs, each, out, torch.tensor([6, 0, 3]), 3)
-    assert torch.equal(*outs)
 
 
 def test_rows_without_sums_get_them_with_one_warning(monkeypatch):
@@ -377,16 +342,6 @@ def test_experts_take_no_corrected_weights():
     x, ids = torch.randn(3, 64).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="w13: expected a weight packed without correction"):
         jitgemm.fused_experts(x, w13, w2, torch.ones(3, 1), ids, lhs_dtype=torch.int8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_linear_gives_the_same(kind):
-    _, weight = pair(64, kind)
-    layer = jitgemm.nn.W4A8Linear(weight, activation="int8")
-    x = torch.randn(5, weight.k, generator=builders.generator(1)).bfloat16()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    exported = torch.export.export(layer, (x,)).module()
-    assert torch.equal(compiled(x), layer(x)) and torch.equal(exported(x), layer(x))
 
 
 @pytest.mark.parametrize("activation", ("int8", "int8_affine", "int8_block", "e4m3"))

@@ -90,9 +90,23 @@ TIERS = {**{tier: KINDS[tier] for tier in mxfp4.TIERS}, "nvfp4": KINDS["near"], 
 """Of `moe_cases.Case`."""
 
 
+def rows_of(lhs: tuple[torch.Tensor, ...], rows: torch.Tensor | slice) -> tuple[torch.Tensor, ...]:
+    """These rows of activations and of their scales: PyTorch takes no rows of FP8 itself."""
+    x, *scales = lhs
+    return x.view(torch.uint8)[rows].view(x.dtype), *(each[rows] for each in scales)
+
+
 @dataclass(frozen=True)
 class Packed:
+    """Parts of experts, or of a weight with other sums."""
+
     packed: Any
+    each: list[builders.WeightParts]
+    dense: bool
+
+    def dequantize_fp64(self) -> torch.Tensor:
+        found = [parts.dequantize_fp64() for parts in self.each]
+        return found[0] if self.dense else torch.stack(found)
 
 
 def _plain(
@@ -105,9 +119,10 @@ def _plain(
     make = partial(builders.weight_parts, n=n, k=k, group_size=group, device=device, **form)
     if experts is None and sums == "f32":
         return make(seed)
-    each = [make(seed + e).packed for e in range(experts or 1)]
-    weight = type(each[0]).stacked(experts, each.__getitem__) if experts else each[0]
-    return Packed(weight.with_sums(sums) if weight.format.group_size else weight)
+    each = [make(seed + e) for e in range(experts or 1)]
+    weight = type(each[0].packed).stacked(experts, lambda e: each[e].packed) if experts else each[0].packed
+    weight = weight.with_sums(sums) if weight.format.group_size and sums != "f32" else weight
+    return Packed(weight, each, experts is None)
 
 
 def _form(label: str, lhs: str = "e4m3", blocks: bool = True, **form: Any) -> Kind:
@@ -135,5 +150,9 @@ FORMS = KINDS | {
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 forms = pytest.mark.parametrize("kind", FORMS.values(), ids=FORMS)
+form_and_scheme = pytest.mark.parametrize(
+    ("kind", "scheme"), [pytest.param(kind, at % 3, id=name) for at, (name, kind) in enumerate(FORMS.items())]
+)
+"""Each form with one of its three schemes of activations, in turn."""
 modes = pytest.mark.parametrize(("tier", "mode"), [*((tier, TIERS[tier].lhs) for tier in TIERS), ("two_level", "s8z")])
 """Of `moe_cases.Case`: each kind's activations, per token."""

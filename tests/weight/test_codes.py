@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+from collections.abc import Iterator
 
 import builders
 import edges
@@ -15,9 +16,13 @@ import mxfp4
 import nvfp4
 import pytest
 import torch
-from codes import KINDS, TIERS, kinds, modes
+import two_level
+from codes import FORMS, KINDS, TIERS, Packed, form_and_scheme, forms, kinds, modes, rows_of
 from emulator.launch import COMPILER, emulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from marks import emulated
+from same_weights import TENSORS, same_weight
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -28,6 +33,7 @@ from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.correction import with_sums
+from jitgemm.weight.packed import Weight
 
 
 def assert_within_the_bound(out, lhs, weight, bias=None):
@@ -58,20 +64,87 @@ def test_every_form_of_codes_packs_to_the_same_bytes(name, form):
     assert torch.equal(pack(codes, *more).blocks, parts.packed.blocks)
 
 
-@kinds
-def test_names_and_files_hold_it(kind):
-    weight = kind.parts(1, 72, 416).packed
+def unpacked_from(parts) -> tuple[torch.Tensor | None, ...]:
+    """What `unpack` gives back: codes, scales, zero points; offsets and the rows' scales, where there are any."""
+    if isinstance(parts, mxfp4.Parts):
+        return parts.codes, parts.scales.view(torch.float8_e8m0fnu), None, None, None
+    if isinstance(parts, two_level.Parts):
+        return parts.q, parts.factor, parts.zero, None, parts.scale[:, None]
+    return parts.q, parts.scale, parts.zero, parts.offset, None
+
+
+@given(
+    name=st.sampled_from(tuple(FORMS)),
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 24).map(lambda x: 8 * x),
+    k=st.integers(2, 56).map(lambda x: 16 * x),
+)
+@settings(max_examples=120, deadline=None)
+def test_what_was_packed_comes_back(name, seed, n, k):
+    parts = FORMS[name].parts(seed, n, k)
+    if isinstance(parts, mxfp4.Parts):
+        parts.codes[:, ::16] = 7  # groups of zeros have any scale
+    weight, exact = parts.packed, parts.dequantize_fp64()
+    assert torch.equal(weight.dequantize(), exact.float() if weight.correction or weight.bits == 8 else as_fp32(parts))
+    if weight.row_sum is not None:
+        assert torch.allclose(weight.row_sum[:n].double(), exact.sum(1), rtol=1e-5, atol=1e-5)
+    if name not in ("near", "far"):  # whose codes and scales are other ones that give the same: test_nvfp4.py
+        given_ = unpacked_from(parts.each[0] if isinstance(parts, Packed) else parts)
+        found = *weight.unpack(), weight.unpack().offset, weight.unpack().row_scale
+        assert all(a is b is None or builders.same_bits(a, b) for a, b in zip(found, given_, strict=True))
+
+
+def as_fp32(parts) -> torch.Tensor:
+    """Of an offset: one rounding for the product and one for the sum."""
+    if getattr(parts, "offset", None) is None:
+        return parts.dequantize_fp64().float()
+    product, group = dataclasses.replace(parts, offset=None), torch.arange(parts.q.shape[1]) // parts.group_size
+    return (product.dequantize_fp64().float().double() + parts.offset.double()[:, group]).float()
+
+
+@forms
+@pytest.mark.parametrize("experts", [None, 3])
+def test_names_copies_and_files_hold_it(kind, experts, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    parts = kind.parts(1, 72, 400, experts=experts)
+    if isinstance(parts, builders.WeightParts) and parts.bits == 4:
+        parts = dataclasses.replace(parts, permutation=torch.randperm(400, generator=builders.generator(8)))
+    weight = parts.packed
     fmt = weight.format
     assert format_named(fmt.name) == fmt and fmt.name.startswith(kind.format)
-    spec = KernelSpec(kind.lhs, fmt.kernel_format, block_m=16, block_n=64, stages=4)
+    spec = KernelSpec(kind.lhs, fmt.kernel_format, block_m=16, block_n=64, stages=4, experts=64 if experts else 0)
     assert KernelSpec.from_label(spec.label) == spec
-    again = jitgemm.W4Weight.from_state_dict(weight.state_dict("w."), "w.")
-    for other in (again, copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
-        assert other.format == fmt and torch.equal(other.blocks, weight.blocks)
-    assert kind.name.lower() in repr(weight) and (kind.name == "two levels" or fmt.tier in repr(weight))
+    state = weight.state_dict("w.")
+    assert all(type(each) is torch.Tensor and each.is_contiguous() for each in state.values())
+    torch.save(state, tmp_path / "w.pt")
+    safetensors.save_file(state | {"odd": torch.zeros(3, dtype=torch.uint8)}, tmp_path / "w.safetensors")
+    files = state, torch.load(tmp_path / "w.pt", weights_only=True), safetensors.load_file(tmp_path / "w.safetensors")
+    tensors = [getattr(weight, name) for name in TENSORS]
+    copies = copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))
+    copies = (*copies, weight.with_tensors(*(None if each is None else each.clone() for each in tensors)))
+    assert all(other.sums == weight.sums and other.blocks is not weight.blocks for other in copies)
+    of_files = [Weight.from_state_dict(each, "w.") for each in files]
+    if weight.sums != "f32":  # which no file says
+        weight, tensors = weight.with_sums("f32"), [getattr(weight.with_sums("f32"), name) for name in TENSORS]
+        copies = [other.with_sums("f32") for other in copies]
+    for other in (copy.copy(weight), *copies, *of_files):
+        assert other is not weight and type(other) is type(weight) and other.experts == experts
+        assert same_weight(other, weight) and other.ready and other.blocks.data_ptr() % 16 == 0
+    moved = weight.to("meta")
+    assert [each is None for each in tensors] == [getattr(moved, name) is None for name in TENSORS]
+    assert moved.shape == weight.shape and moved.blocks.is_meta and moved.format == fmt
+    if experts:
+        expert = type(weight).from_state_dict(weight[1].state_dict())
+        assert same_weight(expert, weight[1]) and expert.experts is None
 
 
 @kinds
+def test_what_it_is_is_said(kind):
+    weight = kind.parts(1, 72, 400).packed
+    assert kind.name.lower() in repr(weight) and (kind.name == "two levels" or weight.format.tier in repr(weight))
+
+
+@forms
 @pytest.mark.parametrize(
     ("dim", "n", "k", "world"), [("n", 128, 416, 2), ("n", 72, 416, 3), ("k", 72, 512, 2), ("k", 72, 320, 2)]
 )
@@ -154,8 +227,8 @@ def test_no_rows_are_no_rows(monkeypatch, name):
     ("kind", "scheme"),
     [
         pytest.param(kind, scheme, id=f"{name}-{scheme}")
-        for name, kind in KINDS.items()
-        for scheme in kind.schemes
+        for name, kind in FORMS.items()
+        for scheme in dict.fromkeys(kind.schemes)
         if scheme != "e8m0"
     ],
 )
@@ -166,7 +239,7 @@ def test_the_reference_is_the_specification(kind, scheme):
     scale = scale.double().repeat_interleave(128, 1)[:, :416] if scheme == "block" else scale.double().view(-1, 1)
     expected = (x.double() - (zero[0].double() if zero else 0)) * scale @ parts.dequantize_fp64().T
     # The order counts where scales are no powers of two. An integer less a zero point is exact, its scaled value not.
-    near = {"MXFP4": 0.0 if scheme == "block" else 1e-12, "NVFP4": 1e-12, "two levels": 1e-9}[kind.name]
+    near = {"MXFP4": 0.0 if scheme == "block" else 1e-12, "NVFP4": 1e-12}.get(kind.name, 1e-9)
     assert torch.allclose(found, expected, rtol=1e-12, atol=near)
 
 
@@ -241,39 +314,44 @@ def test_kernels_of_every_shape(monkeypatch, kind, shape):
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(lhs: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    x, *scales = lhs
-    return x.view(torch.uint8)[rows].view(x.dtype), *(each[rows] for each in scales)
+def reference_and_emulator(monkeypatch, call) -> Iterator[None]:
+    """The call as the CPU has it, and by kernels where they can be emulated."""
+    call()
+    yield
+    if COMPILER is not None:
+        emulate(monkeypatch)
+        call()
+        yield
 
 
-@emulated
-@kinds
-@pytest.mark.parametrize(("scheme", "gathered"), [(0, True), (1, False), (1, True), (2, True)])
-def test_contiguous_rows_of_experts(monkeypatch, kind, scheme, gathered):
-    counts = [0, 3, 40, 0, 17]
+@form_and_scheme
+def test_contiguous_rows_of_experts(monkeypatch, kind, scheme):
+    counts, gathered = [0, 3, 40, 0, 17], scheme > 0
     ends = torch.tensor(counts).cumsum(0).tolist()
     weight = kind.parts(6, 136, 416, experts=5).packed
-    lhs = kind.lhs_of(kind.schemes[scheme], 3, 23 if gathered else 60, 416)
+    lhs = kind.lhs_for(weight, kind.schemes[scheme], 3, 23 if gathered else 60, "cpu")
     index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
     out, offsets = torch.empty(60, 136, dtype=torch.bfloat16), torch.tensor([0, *ends], dtype=torch.int32)
-    emulate(monkeypatch)
-    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, row_index=index)
-    for e, (count, end) in enumerate(zip(counts, ends)):
-        rows = torch.arange(end - count, end)
-        assert_within_the_bound(out[rows], rows_of(lhs, rows if index is None else index[rows].long()), weight[e])
+    call = getattr(jitgemm, f"m_grouped_gemm_w{kind.bits}a8_nt_contiguous")
+    for _ in reference_and_emulator(monkeypatch, lambda: call(lhs, weight, out, offsets, row_index=index)):
+        for e, (count, end) in enumerate(zip(counts, ends)):
+            rows = torch.arange(end - count, end)
+            assert_within_the_bound(out[rows], rows_of(lhs, rows if index is None else index[rows].long()), weight[e])
+        out.zero_()
 
 
-@emulated
-@kinds
-def test_masked_rows_of_experts(monkeypatch, kind):
-    weight, lhs = kind.parts(6, 136, 416, experts=5).packed, kind.lhs_of("token", 3, 5 * 12, 416)
+@form_and_scheme
+def test_masked_rows_of_experts(monkeypatch, kind, scheme):
+    weight = kind.parts(6, 136, 416, experts=5).packed
+    x, scale, *zero = lhs = kind.lhs_for(weight, kind.schemes[min(scheme, 1)], 3, 5 * 12, "cpu")
     out, counts = torch.zeros(5, 12, 136, dtype=torch.bfloat16), torch.tensor([3, 0, 12, 1, 7], dtype=torch.int32)
-    emulate(monkeypatch)
-    by_expert = lhs[0].view(5, 12, 416), lhs[1].view(5, 12)
-    jitgemm.m_grouped_gemm_w4a8_nt_masked(by_expert, weight, out, counts, expected_m=4)
-    for e, count in enumerate(counts.tolist()):
-        assert_within_the_bound(out[e, :count], rows_of(lhs, torch.arange(12 * e, 12 * e + count)), weight[e])
-        assert not out[e, count:].any()
+    by_expert = x.unflatten(0, (5, 12)), scale.unflatten(0, (5, 12)).squeeze(-1)
+    call = getattr(jitgemm, f"m_grouped_gemm_w{kind.bits}a8_nt_masked")
+    for _ in reference_and_emulator(monkeypatch, lambda: call(by_expert, weight, out, counts, expected_m=4)):
+        for e, count in enumerate(counts.tolist()):
+            assert_within_the_bound(out[e, :count], rows_of(lhs, torch.arange(12 * e, 12 * e + count)), weight[e])
+            assert not out[e, count:].any()
+        out.zero_()
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def errors(got: torch.Tensor, w: torch.Tensor, group_size: int) -> torch.Tensor:
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(1, 4).map(lambda x: 8 * x),
-    k=st.integers(1, 12).map(lambda x: 32 * x),
+    k=st.integers(1, 24).map(lambda x: 16 * x),
     group_size=st.sampled_from((32, 64, 128, 256, 10_000)),
     dtype=st.sampled_from(SCALE_DTYPES),
     outliers=st.booleans(),
@@ -289,22 +289,12 @@ W = torch.zeros(8, 64)
 @pytest.mark.parametrize(
     "arguments, options, error, text",
     [
-        (([[1.0]], 32), {}, TypeError, "w: expected a torch.Tensor, got list"),
-        ((W.to("meta"), 32), {}, ValueError, "w: expected a tensor with values, got one on the meta device"),
-        ((W.to_sparse(), 32), {}, TypeError, "w: expected a plain strided tensor, got layout torch.sparse_coo"),
-        ((W.double(), 32), {}, TypeError, "w: expected bfloat16, float16 or float32, got float64"),
         ((W[0], 32), {}, ValueError, "w: expected shape [n, k] or [experts, n, k], got [64]"),
         ((W[:7], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 7"),
         ((W[:, :40], 32), {}, ValueError, "w: expected k to be a positive multiple of 16, got 40"),
         ((W, 48), {}, ValueError, "group_size: expected one of (32, 64, 128, 256), or k = 64 for per channel, got 48"),
         ((W, 0), {}, ValueError, "group_size: expected one of"),
-        ((W, 32.0), {}, TypeError, "group_size: expected an int, got float"),
-        ((W, 32), {"symmetric": "yes"}, TypeError, "symmetric: expected a bool, got str"),
-        ((W, 32), {"full_range": 1}, TypeError, "full_range: expected a bool, got int"),
-        ((W, 32), {"lhs_dtype": torch.float16}, TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got float16"),
-        ((W, 32), {"scale_dtype": torch.float64}, TypeError, "scale_dtype: expected bfloat16, float16 or float32"),
         ((W, 32), {"clip_steps": -1}, ValueError, "clip_steps: expected at least 0, got -1"),
-        ((W, 32), {"clip_steps": True}, TypeError, "clip_steps: expected an int, got bool"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, options, error, text):

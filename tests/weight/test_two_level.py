@@ -3,45 +3,16 @@ zero point. What they have in common with MXFP4 and NVFP4 is in test_codes.py.""
 
 from __future__ import annotations
 
-import builders
 import pytest
 import torch
 import two_level
 from emulator.launch import emulate
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from marks import emulated
 
 import jitgemm
-from jitgemm.kernel.formats import WeightFormat
-from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 
-FORMAT = WeightFormat(0, False, "fp16", "two_level", code="two_level")
-
-
 # ---- packing ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    seed=st.integers(0, 2**31),
-    n=st.integers(1, 24).map(lambda x: 8 * x),
-    k=st.integers(1, 40).map(lambda x: 16 * x),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-)
-@settings(max_examples=40, deadline=None)
-def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, dtype):
-    parts = two_level.parts(seed, n, k, dtype=dtype)
-    weight = parts.packed
-    for found, packed in zip(weight.unpack(), (parts.q, parts.factor, parts.zero), strict=True):
-        assert builders.same_bits(found, packed)
-    assert builders.same_bits(weight.unpack().row_scale, parts.scale[:, None])
-    assert torch.equal(weight.dequantize().double(), parts.dequantize_fp64())
-    assert torch.allclose(weight.row_sum[:n].double(), parts.dequantize_fp64().sum(1), rtol=1e-6, atol=1e-6)
-
-
-def test_it_takes_four_and_an_eighth_bits():
-    assert FORMAT.record_bytes * 8 == 64 * 128 * 4.125
 
 
 def test_a_thread_finds_its_two_rows_factors_in_one_word():
@@ -71,13 +42,6 @@ def test_experts_pack_as_each_does():
             assert torch.equal(getattr(weight[e], name), getattr(alone, name))
     stacked = jitgemm.W4Weight.stacked(3, lambda e: weight[e])
     assert torch.equal(stacked.dequantize().double(), parts.dequantize_fp64())
-
-
-def test_names_say_it():
-    weight = two_level.parts(1, 72, 416).packed
-    assert weight.format == FORMAT and FORMAT.name == "tl-channel-fp16-two_level"
-    assert "two levels, unsigned with zero points and factors per 128 k, fp16 scales" in repr(weight)
-    assert "two levels, scale_dtype=fp16" in repr(W4A8Linear(weight, activation="int8"))
 
 
 @pytest.mark.parametrize(("k", "levels"), [(512, True), (320, False)])
@@ -161,12 +125,12 @@ def test_sums_that_int32_may_not_hold_raise():
 
 @emulated
 def test_every_code_with_every_factor_and_zero_point(monkeypatch):
-    """Each product alone. A group has each code eight times: at other places in each of eight groups."""
+    """Each product alone, a third of them; all are a GPU's. A group has each code eight times: at other places in each of eight groups."""
     parts = two_level.all_triples()
     weight, exact, k = parts.packed, parts.integers(), parts.q.shape[1]
     emulate(monkeypatch)
     every = torch.arange(k)
-    for columns in every[every // 16 % 8 == every // 128 % 8].split(1024):
+    for columns in every[every // 16 % 8 == every // 128 % 8][::3].split(1024):
         x = torch.zeros(len(columns), k, dtype=torch.int8)
         x[torch.arange(len(columns)), columns] = 1
         out = torch.empty(len(columns), 8)

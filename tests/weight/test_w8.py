@@ -11,8 +11,6 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensor_core import exponent
 
 import jitgemm
@@ -29,7 +27,6 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import legal_kernels
-from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import PackedWeight
 
 TYPES = list(builders.LHS_DTYPES.values())
@@ -44,30 +41,6 @@ def codes_of(seed: int, n: int, k: int, codes: str = "e4m3") -> torch.Tensor:
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    seed=st.integers(0, 2**31),
-    n=st.integers(1, 24).map(lambda x: 8 * x),
-    k=st.integers(1, 12).map(lambda x: 32 * x),
-    codes=st.sampled_from(LHS_TYPES),
-    group_size=st.sampled_from((0, *GROUP_SIZES)),
-    scale_type=st.sampled_from(REAL_TYPES),
-)
-@settings(max_examples=60, deadline=None)
-def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, codes, group_size, scale_type):
-    parts = parts_of(seed, n, k, codes, group_size, scale_type=scale_type, scales="mixed")
-    weight = parts.packed
-    q, scale, zero = weight.unpack()
-    assert builders.same_bits(q, parts.q) and builders.same_bits(scale, parts.scale) and zero is None
-    assert weight.format.bits == 8 and weight.format.order == codes and weight.groups == scale.shape[1]
-    expected = parts.dequantize_fp64()
-    assert torch.equal(weight.dequantize(), expected.float())
-    if codes == "s8":
-        sums = weight.row_sum[:n].double() - expected.sum(1)
-        assert bool((sums.abs() <= 1e-6 * expected.abs().sum(1)).all())
-    else:
-        assert weight.row_sum is None
 
 
 @pytest.mark.parametrize("codes", LHS_TYPES)
@@ -243,25 +216,14 @@ def test_only_kernels_for_block_scales_have_tokens_as_rows(lhs):
                 kernel_named(spec.label, replace(problem, format=rows), DEVICES["h200"])
 
 
-def test_files_copies_and_pickles():
-    weight = parts_of(5, 72, 160, "s8", 128).packed
-    other = builders.weight_parts(5, 72, 160).packed
-    for again in (
-        W8Weight.from_state_dict(weight.state_dict("a."), "a."),
-        Weight.from_state_dict(weight.state_dict()),
-        copy.deepcopy(weight),
-        pickle.loads(pickle.dumps(weight)),
-    ):
-        assert type(again) is W8Weight and again.format == weight.format
-        assert torch.equal(again.blocks, weight.blocks) and torch.equal(again.row_sum, weight.row_sum)
-    assert type(Weight.from_state_dict(other.state_dict())) is W4Weight
-    with pytest.raises(ValueError, match="expected a packed W8 weight, got another tensor"):
-        W8Weight.from_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="expected a packed W4 weight, got another tensor"):
-        W4Weight.from_state_dict(weight.state_dict())
-    assert repr(weight) == "W8Weight(n=72, k=160, group_size=128, int8, bf16 scales, device='cpu')"
+def test_a_file_is_of_one_width():
+    four, eight = builders.weight_parts(5, 72, 160).packed, parts_of(5, 72, 160, "s8", 128).packed
+    for kind, other in ((W8Weight, four), (W4Weight, eight)):
+        with pytest.raises(ValueError, match=f"expected a packed {kind.__name__[:2]} weight, got another tensor"):
+            kind.from_state_dict(other.state_dict())
+    assert repr(eight) == "W8Weight(n=72, k=160, group_size=128, int8, bf16 scales, device='cpu')"
     with pytest.raises(TypeError, match=r"got a packed 8-bit weight \(W8Weight\)"):
-        weight @ torch.ones(160)
+        eight @ torch.ones(160)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +281,7 @@ def test_quantize_w8_refuses_values_that_fp32_has_no_scale_for(block):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("block", [None, 128])
-@pytest.mark.parametrize("n, k", [(8, 32), (200, 320), (256, 128)])
+@pytest.mark.parametrize("n, k", [(8, 48), (200, 304), (256, 128)])
 def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_block(dtype, block, n, k, monkeypatch):
     monkeypatch.setattr("jitgemm.weight.quantize.CHUNK", {"cpu": 1, "cuda": 1})  # a row, or a row of blocks, at a time
     w = torch.randn(n, k, generator=builders.generator(6))
@@ -345,8 +307,6 @@ def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_bloc
     "change, error, message",
     [
         (dict(block=64), ValueError, "block: expected None or 128, got 64"),
-        (dict(lhs_dtype=torch.float16), TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got float16"),
-        (dict(w=torch.zeros(8, 32, dtype=torch.int8)), TypeError, "w: expected bfloat16, float16 or float32"),
         (dict(w=torch.full((8, 32), torch.inf)), ValueError, r"w: expected finite values, got inf at \[0, 0\]"),
         (dict(w=torch.full((2, 8, 32), torch.nan)), ValueError, r"w\[0\]: expected finite values, got nan at \[0, 0\]"),
     ],
@@ -357,25 +317,6 @@ def test_wrong_arguments_of_quantize_w8(change, error, message):
 
 
 # ---- reference and bound ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codes", LHS_TYPES)
-@pytest.mark.parametrize("group_size", [0, 32, 128])
-def test_the_reference_is_the_product_of_what_was_packed(codes, group_size):
-    parts = parts_of(7, 136, 288, codes, group_size)
-    affine = codes == "s8"
-    lhs = builders.affine_lhs(8, 5, 288) if affine else builders.lhs(8, 5, 288, codes)
-    bias = builders.bias(9, 136)
-    ref = gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=torch.float64)
-    x = lhs[0].double() - (lhs[2].double() if affine else 0)
-    expected = (x @ parts.dequantize_fp64().T) * lhs[1].double() + bias.double()
-    assert torch.allclose(ref, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
-
-
-def test_the_reference_takes_activations_of_the_weights_type_only():
-    weight = parts_of(7, 8, 32, "s8").packed
-    with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected int8, got float8_e4m3fn"):
-        gemm_w4a8_reference(builders.lhs(8, 5, 32, "e4m3"), weight)
 
 
 def tensor_core(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -432,34 +373,6 @@ def test_a_call_on_a_cpu_is_the_reference_and_so_is_its_op(codes, out_dtype):
     else:
         with pytest.raises(TypeError, match="out: expected bfloat16"):
             jitgemm.gemm_w8a8_bf16_nt(lhs, weight, out, bias=bias)
-
-
-@pytest.mark.parametrize("codes", LHS_TYPES)
-def test_grouped_calls_on_a_cpu(codes):
-    experts, n, k = 3, 72, 160
-    weight = W8Weight.stacked(experts, lambda e: parts_of(e, n, k, codes, 32).packed)
-    lhs = builders.lhs(14, 6, k, codes)
-    offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
-    right = torch.cat(
-        [gemm_w4a8_reference((lhs[0][a:b], lhs[1][a:b]), weight[e]) for e, a, b in ((0, 0, 2), (2, 2, 6))]
-    )
-    out = torch.empty(6, n, dtype=torch.bfloat16)
-    jitgemm.m_grouped_gemm_w8a8_bf16_nt_contiguous(lhs, weight, out, offsets)
-    assert builders.same_bits(out, right)
-    rows = torch.tensor([5, 4, 3, 2, 1, 0], dtype=torch.int32)
-    jitgemm.m_grouped_gemm_w8a8_nt_contiguous(
-        tuple(x.view(torch.uint8).flip(0).view(x.dtype) if x.dim() == 2 and x.element_size() == 1 else x.flip(0) for x in lhs),
-        weight, out.zero_(), offsets, row_index=rows,
-    )  # fmt: skip
-    assert builders.same_bits(out, right)
-    blocks = lhs[0].view(experts, 2, k), lhs[1].view(experts, 2)
-    masked = torch.zeros(experts, 2, n, dtype=torch.bfloat16)
-    jitgemm.m_grouped_gemm_w8a8_bf16_nt_masked(blocks, weight, masked, torch.tensor([2, 1, 0]), 1)
-    first = gemm_w4a8_reference((blocks[0][0], blocks[1][0]), weight[0])
-    assert builders.same_bits(masked[0], first) and not masked[2].any() and not masked[1, 1].any()
-    masked.zero_()
-    jitgemm.m_grouped_gemm_w8a8_nt_masked(blocks, weight, masked, torch.tensor([2, 1, 0]), 1)
-    assert builders.same_bits(masked[0], first)
 
 
 def test_each_call_takes_weights_of_its_width_and_activations_of_their_type():

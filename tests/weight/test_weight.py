@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import pickle
 import re
 import warnings
 from dataclasses import replace
@@ -48,7 +47,7 @@ def tensors(n=16, columns=128, groups=1, q=torch.int8, scale=torch.bfloat16, zer
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(1, 12).map(lambda x: 8 * x),
-    k=st.integers(1, 12).map(lambda x: 32 * x),
+    k=st.integers(1, 24).map(lambda x: 16 * x),
     format=st.sampled_from(builders.ALL_FORMATS),
 )
 @settings(max_examples=40, deadline=None)
@@ -172,7 +171,7 @@ def test_scales_keep_every_bit(group_size, scale_type, bits):
 @pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
 def test_dequantize_is_the_definition_in_fp32(group_size, zero_point, scale_type):
     parts = builders.weight_parts(
-        6, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16
+        6, 72, 400, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16
     )
     got = parts.packed.dequantize()
     assert builders.same_bits(got, parts.dequantize_fp64().float().to(torch.float32))
@@ -192,8 +191,8 @@ def test_all_codes_with_all_zero_points_come_back():
 
 
 def test_properties():
-    weight = builders.weight_parts(7, 72, 416, 32, zero_point=True, scale_type="fp16").packed
-    assert weight.shape == (72, 416) and (weight.n, weight.k) == (72, 416)
+    weight = builders.weight_parts(7, 72, 400, 32, zero_point=True, scale_type="fp16").packed
+    assert weight.shape == (72, 400) and (weight.n, weight.k) == (72, 400)
     assert weight.groups == 13 and weight.group_size == 32
     assert weight.format == WeightFormat(32, True, "fp16")
     assert weight.scale_dtype == torch.float16
@@ -201,25 +200,25 @@ def test_properties():
     assert weight.layout_version == layout.LAYOUT_VERSION
     assert weight.ready
     assert weight.nbytes == 2 * 4 * weight.format.record_bytes + 128 * 4  # row sums
-    per_channel = builders.weight_parts(7, 72, 416, 0, scale_type="fp32").packed
+    per_channel = builders.weight_parts(7, 72, 400, 0, scale_type="fp32").packed
     assert per_channel.nbytes == 2 * 4 * 4096 + 2 * 128 * 4  # scales and row sums
-    permuted = permuted_weight(72, 416)
-    assert permuted.nbytes == 2 * 4 * permuted.format.record_bytes + 128 * 4 + 416 * 4
+    permuted = permuted_weight(72, 400)
+    assert permuted.nbytes == 2 * 4 * permuted.format.record_bytes + 128 * 4 + 400 * 4
 
 
 def test_repr_is_short_and_tells_the_format():
-    grouped = builders.weight_parts(7, 72, 416, 32, zero_point=True, scale_type="fp16").packed
+    grouped = builders.weight_parts(7, 72, 400, 32, zero_point=True, scale_type="fp16").packed
     assert repr(grouped) == (
-        "W4Weight(n=72, k=416, group_size=32, unsigned with zero points, fp16 scales, device='cpu')"
+        "W4Weight(n=72, k=400, group_size=32, unsigned with zero points, fp16 scales, device='cpu')"
     )
-    channel = builders.weight_parts(7, 72, 416, 0).packed
-    assert repr(channel) == "W4Weight(n=72, k=416, per channel, signed, bf16 scales, device='cpu')"
-    fast = builders.weight_parts(7, 72, 416, 64, codes="s8", offset=True).packed
+    channel = builders.weight_parts(7, 72, 400, 0).packed
+    assert repr(channel) == "W4Weight(n=72, k=400, per channel, signed, bf16 scales, device='cpu')"
+    fast = builders.weight_parts(7, 72, 400, 64, codes="s8", offset=True).packed
     assert repr(fast) == (
-        "W4Weight(n=72, k=416, group_size=64, signed for int8, bf16 scales and offsets, device='cpu')"
+        "W4Weight(n=72, k=400, group_size=64, signed for int8, bf16 scales and offsets, device='cpu')"
     )
-    assert "signed for e4m3," in repr(builders.weight_parts(7, 72, 416, 64, codes="e4m3").packed)
-    assert "bf16 scales, permuted, device" in repr(permuted_weight(72, 416))
+    assert "signed for e4m3," in repr(builders.weight_parts(7, 72, 400, 64, codes="e4m3").packed)
+    assert "bf16 scales, permuted, device" in repr(permuted_weight(72, 400))
 
 
 def test_it_is_frozen_and_compared_by_identity():
@@ -235,17 +234,6 @@ def test_to_the_same_device_is_itself():
     assert weight.to("cpu") is weight and weight.to(torch.device("cpu")) is weight
 
 
-def test_to_another_device_moves_every_tensor():
-    for weight in (builders.weight_parts(7, 8, 128, 0).packed, permuted_weight(8, 128)):
-        moved = weight.to("meta")
-        assert moved.device.type == "meta"
-        for name in TENSORS:
-            before, after = getattr(weight, name), getattr(moved, name)
-            assert (after is None) == (before is None)
-            assert after is None or (after.device.type == "meta" and after.shape == before.shape)
-        assert moved.shape == weight.shape and moved.format == weight.format
-
-
 COPIED = [
     {"group_size": 64, "zero_point": True},
     {"group_size": 0, "zero_point": True},
@@ -254,18 +242,6 @@ COPIED = [
     {"group_size": 32, "codes": "s8", "offset": True},
 ]
 """Arguments of `builders.weight_parts`; each is tried with and without a permutation."""
-
-
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("arguments", COPIED, ids=str)
-def test_copies_and_pickles(arguments, permuted):
-    weight = (permuted_weight if permuted else plain_weight)(24, 160, **arguments)
-    shallow, deep, pickled = copy.copy(weight), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))
-    assert shallow.blocks is weight.blocks
-    assert deep.blocks.data_ptr() != weight.blocks.data_ptr()
-    for other in (shallow, deep, pickled):
-        assert other is not weight and same_weight(other, weight) and other.ready
-    assert isinstance(copy.deepcopy({"a": weight})["a"], W4Weight)
 
 
 @pytest.mark.parametrize("permuted", [False, True])
@@ -288,28 +264,6 @@ def test_the_same_weight_over_other_tensors(arguments, permuted):
 # --- state dicts ---
 
 
-@pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
-def test_state_dict_round_trip(group_size, zero_point, scale_type):
-    weight = builders.weight_parts(9, 24, 288, group_size, zero_point=zero_point, scale_type=scale_type).packed
-    state = weight.state_dict("layers.0.")
-    names = {"blocks", "meta", "row_sum"} | ({"channel_scale"} if group_size == 0 else set())
-    assert set(state) == {"layers.0." + name for name in names}
-    assert all(type(t) is torch.Tensor and t.is_contiguous() for t in state.values())
-    assert same_weight(W4Weight.from_state_dict(state, "layers.0."), weight)
-    assert same_weight(W4Weight.from_state_dict(weight.state_dict()), weight)
-
-
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("arguments", COPIED, ids=str)
-def test_state_dict_round_trip_of_offsets_code_orders_and_permutations(arguments, permuted):
-    weight = (permuted_weight if permuted else plain_weight)(24, 160, **arguments)
-    state = weight.state_dict("p.")
-    assert ("p.permutation" in state) == permuted
-    loaded = W4Weight.from_state_dict(state, "p.")
-    assert same_weight(loaded, weight)
-    assert torch.equal(loaded.dequantize(), weight.dequantize())
-
-
 def test_a_state_dict_without_row_sums_is_a_weight_without():
     weight = builders.weight_parts(9, 24, 288, 64).packed
     state = weight.state_dict()
@@ -317,30 +271,6 @@ def test_a_state_dict_without_row_sums_is_a_weight_without():
     loaded = W4Weight.from_state_dict(state)
     assert loaded.row_sum is None and torch.equal(loaded.dequantize(), weight.dequantize())
     assert set(loaded.state_dict()) == {"blocks", "meta"}
-
-
-def test_torch_save_round_trip_with_weights_only(tmp_path):
-    weight = builders.weight_parts(9, 24, 288, 0).packed
-    torch.save(weight.state_dict(), tmp_path / "w.pt")
-    assert same_weight(W4Weight.from_state_dict(torch.load(tmp_path / "w.pt", weights_only=True)), weight)
-
-
-def test_safetensors_round_trip_beside_other_tensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    weights = {
-        f"layer{i}.": builders.weight_parts(i, 24, 288, g, zero_point=bool(i % 2)).packed
-        for i, g in enumerate((32, 64, 128, 256, 0, 0))
-    }
-    state = {"odd": torch.zeros(3, dtype=torch.uint8)}
-    for prefix, weight in weights.items():
-        state |= weight.state_dict(prefix)
-    safetensors.save_file(state, tmp_path / "w.safetensors")
-    loaded = safetensors.load_file(tmp_path / "w.safetensors")
-    for prefix, weight in weights.items():
-        got = W4Weight.from_state_dict(loaded, prefix)
-        assert same_weight(got, weight)
-        assert got.blocks.data_ptr() % 16 == 0
-        assert torch.equal(got.unpack()[0], weight.unpack()[0])
 
 
 def test_a_misaligned_tensor_is_copied():
@@ -387,56 +317,41 @@ WRONG_ORDERS = [
 """Orders of columns by which a quantiser would read beyond a row, or not all of it."""
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda s: s.pop("p.blocks"), "state dict: expected a tensor 'p.blocks', found none"),
-        (lambda s: s.pop("p.meta"), "state dict: expected a tensor 'p.meta', found none"),
-        (lambda s: s.update({"p.meta": None}), "state dict: expected a tensor 'p.meta', found none"),
-        (lambda s: s.update({"p.blocks": None}), "state dict: expected a tensor 'p.blocks', found none"),
-        (lambda s: s.pop("p.channel_scale"), "state dict: p.channel_scale: expected a tensor for a per-channel weight"),
-        (changed_meta(0, 1), "state dict: 'p.meta': expected a packed W4 weight, got another tensor"),
-        (changed_meta(1, 2), "state dict: 'p.meta': expected layout version 3, got 2; pack the weight again"),
-        (changed_meta(1, 99), "state dict: 'p.meta': expected layout version 3, got 99; pack the weight again"),
-        (
-            lambda s: s.update({"p.meta": torch.tensor([int(s["p.meta"][0]), 1, 8, 256, 256, 1, 1])}),  # as version 1
-            "state dict: 'p.meta': expected layout version 3, got 1; pack the weight again",
-        ),
-        (changed_meta(2, 80), r"state dict: p.blocks: expected uint8 [2, 2, 4160], got uint8 [1, 2, 4160]"),
-        (changed_meta(3, 512), r"state dict: p.blocks: expected uint8 [1, 4, 4288], got uint8 [1, 2, 4160]"),
-        (changed_meta(3, 250), "k to be a positive multiple of 16, got 250"),
-        (changed_meta(4, 100), "group_size: expected one of (32, 64, 128, 256), or k = 256 for per channel, got 100"),
-        (changed_meta(4, 128), "state dict: p.blocks: expected uint8 [1, 2, 4288], got uint8 [1, 2, 4160]"),
-        (changed_meta(5, 6), f"{KNOWN}, got [6, 1, 0, 0]"),
-        (changed_meta(6, 7), f"{KNOWN}, got [1, 7, 0, 0]"),
-        (changed_meta(7, 3), f"{KNOWN}, got [1, 1, 3, 0]"),
-        (changed_meta(8, -1), f"{KNOWN}, got [1, 1, 0, -1]"),
-        (changed_meta(7, 1), "state dict: p.order: expected 'any' with zero points, got 'e4m3'"),
-        (changed_meta(8, 1), "state dict: p.offset: expected none per channel"),
-        (changed_meta(6, 0), "state dict: p.channel_scale: expected float32 [64], got bfloat16 [64]"),
-        (
-            lambda s: s.update({"p.meta": s["p.meta"][:5]}),
-            "state dict: 'p.meta': expected 9 or 10 values, got 5",
-        ),
-        (
-            lambda s: s.update({"p.meta": s["p.meta"].float()}),
-            "state dict: 'p.meta': expected int64 [9], got float32 [9]",
-        ),
-        (
-            lambda s: s.update({"p.blocks": s["p.blocks"].to(torch.int32)}),
-            "state dict: p.blocks: expected uint8 [1, 2, 4160], got int32 [1, 2, 4160]",
-        ),
-        (
-            lambda s: s.update({"p.row_sum": s["p.row_sum"][:8]}),
-            "state dict: p.row_sum: expected float32 [64], got float32 [8]",
-        ),
-        (
-            lambda s: s.update({"p.permutation": torch.arange(256)}),
-            "state dict: p.permutation: expected int32 [256], got int64 [256]",
-        ),
-        *((lambda s, order=order: s.update({"p.permutation": order}), message) for order, message in WRONG_ORDERS),
-    ],
-)
+FOUND_NONE = "state dict: expected a tensor 'p.{}', found none"
+OLD = "state dict: 'p.meta': expected layout version 3, got {}; pack the weight again"
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda s: s.pop("p.blocks"), FOUND_NONE.format("blocks")),
+    (lambda s: s.pop("p.meta"), FOUND_NONE.format("meta")),
+    (lambda s: s.update({"p.meta": None}), FOUND_NONE.format("meta")),
+    (lambda s: s.update({"p.blocks": None}), FOUND_NONE.format("blocks")),
+    (lambda s: s.pop("p.channel_scale"), "state dict: p.channel_scale: expected a tensor for a per-channel weight"),
+    (changed_meta(0, 1), "state dict: 'p.meta': expected a packed W4 weight, got another tensor"),
+    (changed_meta(1, 2), OLD.format(2)),
+    (changed_meta(1, 99), OLD.format(99)),
+    (lambda s: s.update({"p.meta": torch.tensor([int(s["p.meta"][0]), 1, 8, 256, 256, 1, 1])}), OLD.format(1)),
+    (changed_meta(2, 80), "state dict: p.blocks: expected uint8 [2, 2, 4160], got uint8 [1, 2, 4160]"),
+    (changed_meta(3, 512), "state dict: p.blocks: expected uint8 [1, 4, 4288], got uint8 [1, 2, 4160]"),
+    (changed_meta(3, 250), "k to be a positive multiple of 16, got 250"),
+    (changed_meta(4, 100), "group_size: expected one of (32, 64, 128, 256), or k = 256 for per channel, got 100"),
+    (changed_meta(4, 128), "state dict: p.blocks: expected uint8 [1, 2, 4288], got uint8 [1, 2, 4160]"),
+    (changed_meta(5, 6), f"{KNOWN}, got [6, 1, 0, 0]"),
+    (changed_meta(6, 7), f"{KNOWN}, got [1, 7, 0, 0]"),
+    (changed_meta(7, 3), f"{KNOWN}, got [1, 1, 3, 0]"),
+    (changed_meta(8, -1), f"{KNOWN}, got [1, 1, 0, -1]"),
+    (changed_meta(7, 1), "state dict: p.order: expected 'any' with zero points, got 'e4m3'"),
+    (changed_meta(8, 1), "state dict: p.offset: expected none per channel"),
+    (changed_meta(6, 0), "state dict: p.channel_scale: expected float32 [64], got bfloat16 [64]"),
+    (lambda s: s.update({"p.meta": s["p.meta"][:5]}), "state dict: 'p.meta': expected 9 or 10 values, got 5"),
+    (lambda s: s.update({"p.meta": s["p.meta"].float()}), "state dict: 'p.meta': expected int64 [9], got float32 [9]"),
+    (lambda s: s.update({"p.blocks": s["p.blocks"].to(torch.int32)}),
+     "state dict: p.blocks: expected uint8 [1, 2, 4160], got int32 [1, 2, 4160]"),
+    (lambda s: s.update({"p.row_sum": s["p.row_sum"][:8]}), "state dict: p.row_sum: expected float32 [64], got float32 [8]"),
+    (lambda s: s.update({"p.permutation": torch.arange(256)}),
+     "state dict: p.permutation: expected int32 [256], got int64 [256]"),
+    *((lambda s, order=order: s.update({"p.permutation": order}), message) for order, message in WRONG_ORDERS),
+])  # fmt: skip
 def test_a_state_dict_that_does_not_match_is_refused(change, message):
     state = builders.weight_parts(10, 8, 256, 0, zero_point=True).packed.state_dict("p.")
     change(state)
@@ -451,7 +366,7 @@ def test_a_state_dict_that_does_not_match_is_refused(change, message):
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
 def test_signed_codes_pack_for_one_type_of_activations_where_they_can(lhs, group_size):
     """Whatever the order: the codes, scales and row sums that come back are those that went in."""
-    parts = builders.weight_parts(15, 72, 416, group_size, codes=lhs)
+    parts = builders.weight_parts(15, 72, 400, group_size, codes=lhs)
     weight, both = parts.packed, replace(parts, lhs_dtype=None).packed
     assert both.format.order == "any"
     assert weight.format.order == lhs
@@ -463,14 +378,14 @@ def test_signed_codes_pack_for_one_type_of_activations_where_they_can(lhs, group
 
 @pytest.mark.parametrize("as_canonical", [False, True])
 def test_one_code_of_minus_8_keeps_e4m3_weights_in_the_order_that_holds_it(as_canonical):
-    parts = builders.weight_parts(16, 72, 416, 64, codes="e4m3")
+    parts = builders.weight_parts(16, 72, 400, 64, codes="e4m3")
 
     def packed() -> W4Weight:
         q = builders.canonical(parts.q) if as_canonical else parts.q
-        return pack_w4(q, parts.scale, group_size=64, k=416, lhs_dtype=torch.float8_e4m3fn)
+        return pack_w4(q, parts.scale, group_size=64, k=400, lhs_dtype=torch.float8_e4m3fn)
 
     assert packed().format.order == "e4m3"
-    parts.q[71, 415] = -8
+    parts.q[71, 399] = -8
     assert packed().format.order == "any"
     assert builders.same_bits(packed().unpack()[0], parts.q)
 
@@ -489,7 +404,7 @@ def test_int8_codes_of_a_row_too_long_for_int32_sums_keep_the_order_for_both_typ
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
 def test_zero_points_keep_the_order_for_both_types(lhs):
-    parts = builders.weight_parts(16, 72, 416, 64, zero_point=True)
+    parts = builders.weight_parts(16, 72, 400, 64, zero_point=True)
     weight = replace(parts, lhs_dtype=builders.LHS_DTYPES[lhs]).packed
     assert weight.format.order == "any" and same_weight(weight, parts.packed)
 
@@ -518,8 +433,8 @@ OFFSETS = list(itertools.product((32, 64, 128, 256), (False, True), REAL_TYPES))
 
 @pytest.mark.parametrize("group_size, zero_point, scale_type", OFFSETS)
 def test_offsets_keep_every_bit(group_size, zero_point, scale_type):
-    """k = 416 ends within a group of every size."""
-    parts = builders.weight_parts(17, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type)
+    """k = 400 ends within a group of every size."""
+    parts = builders.weight_parts(17, 72, 400, group_size, zero_point=zero_point, scale_type=scale_type)
     bits = layout.bits_dtype(parts.scale.dtype)
     info = torch.iinfo(bits)
     raw = torch.randint(info.min, info.max + 1, parts.scale.shape, generator=builders.generator(17)).to(bits)
@@ -538,17 +453,17 @@ def test_offsets_keep_every_bit(group_size, zero_point, scale_type):
 def test_dequantize_adds_the_offset_of_the_group(group_size, zero_point, scale_type):
     """In fp32, one rounding for the product and one for the sum."""
     parts = builders.weight_parts(
-        18, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, scales="negative", offset=True
+        18, 72, 400, group_size, zero_point=zero_point, scale_type=scale_type, scales="negative", offset=True
     )
     product = replace(parts, offset=None).dequantize_fp64().float()
-    group = torch.arange(416) // group_size
+    group = torch.arange(400) // group_size
     expected = (product.double() + parts.offset.double()[:, group]).float()
     assert builders.same_bits(parts.packed.dequantize(), expected)
     assert not torch.equal(expected, product)
 
 
 def test_a_weight_without_offsets_has_none_to_unpack():
-    assert builders.weight_parts(18, 72, 416, 32).packed.unpack().offset is None
+    assert builders.weight_parts(18, 72, 400, 32).packed.unpack().offset is None
 
 
 def test_canonical_codes_and_offsets_in_chunks_pack_to_the_same_bytes(monkeypatch):
@@ -647,9 +562,9 @@ def test_wrong_permutations(permutation, error, message):
     [*((*format, False) for format in builders.ALL_FORMATS), *((*format, True) for format in OFFSETS)],
 )
 def test_row_sums_are_those_of_the_exact_weight(group_size, zero_point, scale_type, offset):
-    """Summed up in fp64 and rounded once; k = 416 ends within a group, n = 72 within a strip."""
+    """Summed up in fp64 and rounded once; k = 400 ends within a group, n = 72 within a strip."""
     parts = builders.weight_parts(
-        21, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16,
+        21, 72, 400, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16,
         offset=offset,
     )  # fmt: skip
     weight, exact = parts.packed, parts.dequantize_fp64()
@@ -667,7 +582,7 @@ def test_packing_waits_for_the_stream_once(monkeypatch):
 
 
 def test_row_sums_do_not_depend_on_chunks(monkeypatch):
-    parts = builders.weight_parts(21, 200, 416, 64, zero_point=True, offset=True)
+    parts = builders.weight_parts(21, 200, 400, 64, zero_point=True, offset=True)
     whole = parts.packed.row_sum
     monkeypatch.setattr(layout, "CHUNK_CODES", 1)
     assert builders.same_bits(parts.packed.row_sum, whole)
@@ -688,182 +603,58 @@ def test_a_row_sum_that_cancels_is_exact():
 U8 = torch.uint8
 
 
-@pytest.mark.parametrize(
-    "arguments, group_size, k, error, message",
-    [
-        (([[1]], torch.zeros(1, 1), None), 32, None, TypeError, "q: expected a torch.Tensor, got list"),
-        ((torch.zeros(8, 32, dtype=U8), 1.0, None), 32, None, TypeError, "scale: expected a torch.Tensor, got float"),
-        ((*tensors()[:2], 8), 128, None, TypeError, "zero: expected a torch.Tensor, got int"),
-        (tensors(q=torch.int32), 128, None, TypeError, "q: expected int8 or uint8, got int32"),
-        (tensors(q=torch.bool), 128, None, TypeError, "q: expected int8 or uint8, got bool"),
-        (
-            tensors(scale=torch.float64),
-            128,
-            None,
-            TypeError,
-            "scale: expected bfloat16, float16 or float32, got float64",
-        ),
-        (tensors(scale=U8), 128, None, TypeError, "scale: expected bfloat16, float16 or float32, got uint8"),
-        (
-            tensors(q=U8, zero=torch.float16),
-            128,
-            None,
-            TypeError,
-            "zero: expected an integer dtype, got float16",
-        ),
-        (tensors(q=U8, zero=torch.bool), 128, None, TypeError, "zero: expected an integer dtype, got bool"),
-        (tensors(), 128.0, None, TypeError, "group_size: expected an int, got float"),
-        (tensors(), True, None, TypeError, "group_size: expected an int, got bool"),
-        (tensors(), None, None, TypeError, "group_size: expected an int, got NoneType"),
-        (tensors(), 128, "128", TypeError, "k: expected an int, got str"),
-        (
-            (torch.zeros(16, 128, 1, dtype=torch.int8), *tensors()[1:]),
-            128,
-            None,
-            ValueError,
-            "scale: expected shape [experts, n, ceil(k / group_size)] with experts = 16, n = 128, got [16, 1]",
-        ),
-        (
-            (tensors()[0], torch.zeros(16), None),
-            128,
-            None,
-            ValueError,
-            "scale: expected shape [n, ceil(k / group_size)] with n = 16, got [16]",
-        ),
-        (
-            (tensors()[0], torch.zeros(8, 1), None),
-            128,
-            None,
-            ValueError,
-            "scale: expected shape [n, ceil(k / group_size)] with n = 16, got [8, 1]",
-        ),
-        (
-            (tensors()[0], torch.zeros((16, 1), device="meta"), None),
-            128,
-            None,
-            ValueError,
-            "scale: expected q's device cpu, got meta",
-        ),
-        (
-            (*tensors(q=U8)[:2], torch.zeros((16, 1), dtype=U8, device="meta")),
-            128,
-            None,
-            ValueError,
-            "zero: expected q's device cpu, got meta",
-        ),
-        (tensors(n=12), 128, None, ValueError, "expected n, its rows, to be a positive multiple of 8, got 12"),
-        (tensors(n=0), 128, None, ValueError, "expected n, its rows, to be a positive multiple of 8, got 0"),
-        (tensors(columns=40), 64, None, ValueError, "q: expected k to be a positive multiple of 16, got 40"),
-        (tensors(columns=0), 64, None, ValueError, "q: expected k to be a positive multiple of 16, got 0"),
-        (tensors(columns=20, q=U8), 64, None, ValueError, "q: expected k to be a positive multiple of 16, got 40"),
-        (
-            tensors(columns=20, q=U8, zero=U8),
-            64,
-            None,
-            ValueError,
-            "q: expected k to be a positive multiple of 16, got 40",
-        ),
-        (
-            tensors(columns=512, groups=8),
-            48,
-            None,
-            ValueError,
-            "group_size: expected one of (32, 64, 128, 256), or k = 512 for per channel, got 48",
-        ),
-        (
-            tensors(columns=512, groups=8, q=U8, zero=U8),
-            48,
-            None,
-            ValueError,
-            "group_size: expected one of (32, 64, 128, 256), or k = 512 for per channel, got 48",
-        ),
-        (
-            tensors(),
-            -2,
-            None,
-            ValueError,
-            "group_size: expected one of (32, 64, 128, 256), or k for per channel, got -2",
-        ),
-        (
-            tensors(columns=512, groups=3),
-            128,
-            None,
-            ValueError,
-            "scale: expected shape [16, 4] for k = 512 and group_size 128, got [16, 3]",
-        ),
-        (
-            tensors(columns=512, groups=3, q=U8),
-            128,
-            None,
-            ValueError,
-            "scale: expected shape [16, 8] for k = 1024 and group_size 128, got [16, 3]",
-        ),
-        (
-            tensors(columns=512, groups=3, q=U8, zero=U8),
-            128,
-            None,
-            ValueError,
-            "scale: expected 4 columns for q [16, 512] read as one value each, or 8 read as canonical, with group_size "
-            "128, got 3",
-        ),
-        (
-            tensors(columns=512, groups=4, q=U8, zero=U8, zero_groups=1),
-            128,
-            None,
-            ValueError,
-            "zero: expected scale's shape [16, 4], got [16, 1]",
-        ),
-        (
-            tensors(columns=512, groups=4, q=U8),
-            128,
-            None,
-            TypeError,
-            "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2]), got "
-            "uint8 [16, 512] with 4 groups of 128",
-        ),
-        (
-            tensors(columns=512, groups=4, q=U8),
-            128,
-            512,
-            TypeError,
-            "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2]), got "
-            "uint8 [16, 512] with k = 512",
-        ),
-        (
-            tensors(columns=512, groups=4, q=U8),
-            128,
-            256,
-            ValueError,
-            "q: expected shape [n, k = 256], or the canonical [n, k / 2 = 128], got [16, 512]",
-        ),
-        (
-            tensors(columns=512, groups=4),
-            128,
-            1024,
-            ValueError,
-            "q: expected shape [n, k = 1024] for int8, one value each, got [16, 512]",
-        ),
-    ],
-)
+def with_code(value: int, zero: torch.dtype | None) -> tuple:
+    q, scale, zeros = tensors(zero=zero)
+    q[3, 5] = value
+    return q, scale, zeros
+
+
+NAMED = "group_size: expected one of (32, 64, 128, 256), or k = 512 for per channel, got 48"
+SIGNED = "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2]), got uint8 "
+
+
+@pytest.mark.parametrize("arguments, group_size, k, error, message", [
+    (tensors(q=torch.int32), 128, None, TypeError, "q: expected int8 or uint8, got int32"),
+    (tensors(scale=U8), 128, None, TypeError, "scale: expected bfloat16, float16 or float32, got uint8"),
+    (tensors(q=U8, zero=torch.bool), 128, None, TypeError, "zero: expected an integer dtype, got bool"),
+    (tensors(), 128.0, None, TypeError, "group_size: expected an int, got float"),
+    (tensors(), True, None, TypeError, "group_size: expected an int, got bool"),
+    ((torch.zeros(16, 128, 1, dtype=torch.int8), *tensors()[1:]), 128, None, ValueError,
+     "scale: expected shape [experts, n, ceil(k / group_size)] with experts = 16, n = 128, got [16, 1]"),
+    ((tensors()[0], torch.zeros(8, 1), None), 128, None, ValueError,
+     "scale: expected shape [n, ceil(k / group_size)] with n = 16, got [8, 1]"),
+    ((*tensors(q=U8)[:2], torch.zeros((16, 1), dtype=U8, device="meta")), 128, None, ValueError,
+     "zero: expected q's device cpu, got meta"),
+    (tensors(n=12), 128, None, ValueError, "expected n, its rows, to be a positive multiple of 8, got 12"),
+    (tensors(n=0), 128, None, ValueError, "expected n, its rows, to be a positive multiple of 8, got 0"),
+    (tensors(columns=40), 64, None, ValueError, "q: expected k to be a positive multiple of 16, got 40"),
+    (tensors(columns=0), 64, None, ValueError, "q: expected k to be a positive multiple of 16, got 0"),
+    (tensors(columns=20, q=U8, zero=U8), 64, None, ValueError, "q: expected k to be a positive multiple of 16, got 40"),
+    (tensors(columns=512, groups=8), 48, None, ValueError, NAMED),
+    (tensors(columns=512, groups=8, q=U8, zero=U8), 48, None, ValueError, NAMED),
+    (tensors(), -2, None, ValueError, "group_size: expected one of (32, 64, 128, 256), or k for per channel, got -2"),
+    (tensors(columns=512, groups=3), 128, None, ValueError,
+     "scale: expected shape [16, 4] for k = 512 and group_size 128, got [16, 3]"),
+    (tensors(columns=512, groups=3, q=U8), 128, None, ValueError,
+     "scale: expected shape [16, 8] for k = 1024 and group_size 128, got [16, 3]"),
+    (tensors(columns=512, groups=3, q=U8, zero=U8), 128, None, ValueError,
+     "scale: expected 4 columns for q [16, 512] read as one value each, or 8 read as canonical, with group_size 128, got 3"),
+    (tensors(columns=512, groups=4, q=U8, zero=U8, zero_groups=1), 128, None, ValueError,
+     "zero: expected scale's shape [16, 4], got [16, 1]"),
+    (tensors(columns=512, groups=4, q=U8), 128, None, TypeError, f"{SIGNED}[16, 512] with 4 groups of 128"),
+    (tensors(columns=512, groups=4, q=U8), 128, 512, TypeError, f"{SIGNED}[16, 512] with k = 512"),
+    (tensors(columns=512, groups=4, q=U8), 128, 256, ValueError,
+     "q: expected shape [n, k = 256], or the canonical [n, k / 2 = 128], got [16, 512]"),
+    (tensors(columns=512, groups=4), 128, 1024, ValueError,
+     "q: expected shape [n, k = 1024] for int8, one value each, got [16, 512]"),
+    (with_code(8, None), 128, None, ValueError, "q: expected values -8..7, got 0..8"),
+    (with_code(-9, None), 128, None, ValueError, "q: expected values -8..7, got -9..0"),
+    (with_code(16, U8), 128, None, ValueError, "q: expected values 0..15, got 0..16"),
+    (with_code(-1, U8), 128, None, ValueError, "q: expected values 0..15, got -1..0"),
+])  # fmt: skip
 def test_wrong_arguments(arguments, group_size, k, error, message):
     with pytest.raises(error, match=re.escape(message)):
         pack_w4(*arguments, group_size=group_size, k=k)
-
-
-@pytest.mark.parametrize(
-    "value, zero_point, message",
-    [
-        (8, False, "q: expected values -8..7, got 0..8"),
-        (-9, False, "q: expected values -8..7, got -9..0"),
-        (16, True, "q: expected values 0..15, got 0..16"),
-        (-1, True, "q: expected values 0..15, got -1..0"),
-    ],
-)
-def test_codes_out_of_range(value, zero_point, message):
-    q, scale, zero = tensors(zero=torch.uint8 if zero_point else None)
-    q[3, 5] = value
-    with pytest.raises(ValueError, match=re.escape(message)):
-        pack_w4(q, scale, zero, group_size=128)
 
 
 @pytest.mark.parametrize("dtype, value", [(torch.uint8, 17), (torch.int64, 17), (torch.int32, -1), (torch.int64, 256)])
@@ -899,29 +690,6 @@ def test_the_constructor_refuses_blocks_that_are_not_contiguous():
 
 
 # --- on a GPU ---
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group_size", [128, 0])
-def test_it_moves_to_a_gpu_and_back(group_size):
-    weight = builders.weight_parts(12, 200, 544, group_size, zero_point=True).packed
-    gpu = weight.to("cuda")
-    assert gpu.device == torch.device("cuda", torch.cuda.current_device()) and gpu.ready
-    assert gpu.to("cuda") is gpu
-    assert same_weight(gpu.to("cpu"), weight)
-    for other in (copy.deepcopy(gpu), pickle.loads(pickle.dumps(gpu)), W4Weight.from_state_dict(gpu.state_dict())):
-        assert other.device == gpu.device and other.ready and same_weight(other.to("cpu"), weight)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("arguments", COPIED, ids=str)
-def test_offsets_code_orders_and_permutations_move_to_a_gpu_and_back(arguments):
-    weight = permuted_weight(200, 544, **arguments)
-    gpu = weight.to("cuda")
-    assert all(t is None or t.is_cuda for t in (getattr(gpu, name) for name in TENSORS))
-    assert same_weight(gpu.to("cpu"), weight)
-    for other in (copy.deepcopy(gpu), pickle.loads(pickle.dumps(gpu)), W4Weight.from_state_dict(gpu.state_dict())):
-        assert other.device == gpu.device and same_weight(other.to("cpu"), weight)
 
 
 @pytest.mark.gpu
