@@ -151,8 +151,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--shard"):
         part, parts = map(int, config.getoption("--shard").split("/"))
         shards: list[list[pytest.Item]] = [[] for _ in range(parts)]
-        for item in items:
-            shards[zlib.crc32(item.nodeid.encode()) % parts].append(item)
+        seen: Counter[str] = Counter()
+        for item in items:  # the cases of a test take as long as one another: they go round
+            name = item.nodeid.partition("[")[0] + " on a GPU" * bool(item.get_closest_marker("gpu"))
+            shards[(zlib.crc32(name.encode()) + seen[name]) % parts].append(item)
+            seen[name] += 1
         items[:] = shards.pop(part - 1)
         config.hook.pytest_deselected(items=sum(shards, []))
     if not any("gpu" in item.keywords for item in items):

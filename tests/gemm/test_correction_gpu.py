@@ -16,7 +16,6 @@ from jitgemm.weight.correction import with_sums
 
 pytestmark = pytest.mark.gpu
 KINDS = {"zero": dict(zero_point=True, max_zero=16), "offset": dict(offset=True)}
-CASES = list(itertools.product(KINDS, GROUP_SIZES))
 
 
 def pair(kind: str, group_size: int, n: int, k: int):
@@ -25,8 +24,7 @@ def pair(kind: str, group_size: int, n: int, k: int):
 
 
 @pytest.mark.filterwarnings("ignore:a weight has corrections:UserWarning")
-@pytest.mark.parametrize("m", (1, 7, 16, 64, 200, 1500))
-@pytest.mark.parametrize(("kind", "group_size"), CASES)
+@pytest.mark.parametrize(("kind", "group_size", "m"), builders.third(KINDS, GROUP_SIZES, (1, 7, 16, 64, 200, 1500)))
 def test_a_call_is_within_the_bound_as_the_plain_weight_s_is(kind, group_size, m):
     plain, weight = pair(kind, group_size, 520, 2080)
     x, scale, zero = builders.affine_lhs(2, m, 2080, device="cuda")

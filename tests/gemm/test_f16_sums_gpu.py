@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import builders
 import mxfp4
 import pytest
@@ -10,6 +12,7 @@ from builders import weight_of_experts
 from f16_values import F16_TIERS, extreme, largest_mx
 
 import jitgemm
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec
@@ -31,9 +34,9 @@ SHAPES = (
 )
 
 
-def kernels_of(weight: jitgemm.W4Weight, experts: int = 0) -> list[KernelSpec]:
+def kernels_of(weight: jitgemm.W4Weight, experts: int = 0, out: str = "bf16") -> list[KernelSpec]:
     """The legal kernels with sums in f16."""
-    every = legal_kernels("e4m3", weight.format, devices.device_of(0), experts=experts, sums="f16")
+    every = legal_kernels("e4m3", weight.format, devices.device_of(0), out, experts=experts, sums="f16")
     return [spec for spec in every if spec.sums == "f16"]
 
 
@@ -45,19 +48,27 @@ def assert_within(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, bias:
     assert bool(((out[rows].double() - ref).abs() <= bound).all())
 
 
-def on_gpu(parts: builders.WeightParts) -> jitgemm.W4Weight:
+def on_gpu(parts: builders.WeightParts | mxfp4.Parts) -> jitgemm.W4Weight:
     return parts.packed.to("cuda").with_f16_sums()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("codes", ["e4m3", "any", "zero points"])
-@pytest.mark.parametrize("group_size", GROUPS)
-def test_a_chosen_kernel_is_within_the_bound(group_size, codes, shape):
+def plain(n: int, k: int, group_size: int, **form) -> builders.WeightParts:
+    return builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form)
+
+
+FORMS = {
+    f"g{size} {name}": partial(plain, group_size=size, **form)
+    for size in GROUPS
+    for name, form in (("e4m3", dict(codes="e4m3")), ("any", {}), ("zero points", dict(zero_point=True)))
+} | {f"mxfp4 {tier}": partial(mxfp4.narrow, 1, tier=tier, device="cuda") for tier in F16_TIERS}
+
+
+@pytest.mark.parametrize("name, shape", builders.two_thirds(FORMS, SHAPES), ids=str)
+def test_a_chosen_kernel_is_within_the_bound(name, shape):
     m, n, k = shape
-    form = dict(zero_point=True) if codes == "zero points" else dict(codes=codes)
-    weight = builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form).packed.with_f16_sums()
+    weight = on_gpu(FORMS[name](n, k))
     bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
-    lhs = builders.lhs(2, m, k, outliers=group_size < 128, device="cuda")
+    lhs = builders.lhs(2, m, k, outliers=m % 2 > 0, device="cuda")
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias)
     assert_within(out, lhs, weight, bias)
     again = torch.empty_like(out)
@@ -72,63 +83,27 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_some_of_all_kernels_are_within_the_bound(kind, dtype):
+@pytest.mark.parametrize("kind, out_type", builders.third(WEIGHTS, REAL_TYPES))
+def test_some_of_all_kernels_are_within_the_bound(kind, out_type):
     """Scales down to 2^-17 of their row's largest, rows of zeros, runs that end within a tile and a record over."""
     weight = WEIGHTS[kind]().to("cuda").with_f16_sums()
     x, scale = builders.lhs(3, 210, 2208, device="cuda")
-    lhs = x, scale / (256 if dtype == torch.float16 else 1)  # MXFP4's results would be beyond its largest
-    for spec in kernels_of(weight)[int(dtype == torch.float16) :: 9]:
-        out = torch.full((210, 392), torch.nan, device="cuda", dtype=dtype)
-        label = spec.label if dtype == torch.bfloat16 else _into(spec, dtype)
-        jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=label)
+    lhs = x, scale / (256 if out_type == "fp16" else 1)  # MXFP4's results would be beyond its largest
+    for spec in kernels_of(weight, out=out_type)[::9]:
+        out = torch.full((210, 392), torch.nan, device="cuda", dtype=torch_dtype(out_type))
+        jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
         assert_within(out, lhs, weight)
 
 
-def _into(spec: KernelSpec, dtype: torch.dtype) -> str:
-    from dataclasses import replace
-
-    fmt = spec.format
-    every = legal_kernels(
-        "e4m3", fmt, devices.device_of(0), {torch.float32: "fp32", torch.float16: "fp16"}[dtype], sums="f16"
-    )
-    alike = [
-        each for each in every if each.sums == "f16" and replace(each, out="bf16", stages=0) == replace(spec, stages=0)
-    ]
-    return (alike or [each for each in every if each.sums == "f16"])[0].label
-
-
-@pytest.mark.parametrize("group_size", GROUPS)
-def test_the_largest_sums_do_not_overflow(group_size):
-    parts = builders.weight_parts(1, 256, 4096, group_size, codes="any")
-    parts.q.fill_(-8), parts.scale.fill_(1.9921875)
+@pytest.mark.parametrize("of", [*GROUPS, *F16_TIERS])
+def test_the_largest_sums_do_not_overflow(of):
+    parts = largest_mx(1, 16, 4096, of) if of in F16_TIERS else builders.weight_parts(1, 256, 4096, of, codes="any")
+    if of in GROUPS:
+        parts.q.fill_(-8), parts.scale.fill_(1.9921875)
     weight = on_gpu(parts)
     lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
     for spec in kernels_of(weight)[::12]:
-        out = torch.empty(128, 256, device="cuda", dtype=torch.bfloat16)
-        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=spec.label)
-        assert_within(out, lhs, weight)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("tier", F16_TIERS)
-def test_a_chosen_kernel_of_mxfp4_is_within_the_bound(tier, shape):
-    m, n, k = shape
-    weight = mxfp4.narrow(1, n, k, tier, device="cuda").packed.with_f16_sums()
-    assert weight.format.group_size == mxfp4.TIERS[tier]
-    bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
-    lhs = builders.lhs(2, m, k, outliers=tier == "block", device="cuda")
-    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias)
-    assert_within(out, lhs, weight, bias)
-
-
-@pytest.mark.parametrize("tier", F16_TIERS)
-def test_the_largest_sums_of_mxfp4_do_not_overflow(tier):
-    weight = largest_mx(1, 16, 4096, tier).packed.to("cuda").with_f16_sums()
-    lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
-    for spec in kernels_of(weight)[::12]:
-        out = torch.empty(128, 16, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(128, weight.n, device="cuda", dtype=torch.bfloat16)
         jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel=spec.label)
         assert_within(out, lhs, weight)
 

@@ -70,14 +70,13 @@ def report(request):
 
 
 def nasty_cases() -> list[Case]:
-    """Sizes at, just below and just above what tiles, records and groups are made of: every pair of two of them."""
+    """Sizes at, just below and just above what tiles, records and groups are made of."""
     ms, ns, ks = (0, 1, 7, 63, 64, 65, 129, 4097), (8, 72, 4104), (32, 96, 4128, 16384)
-    cases = []
-    for k, m, lhs, n in builders.two_thirds(ks, ms, LHS_TYPES, ns):
-        if m == 4097 and ((n == 4104 and k == 16384) or (n != 8 and k == 16384 and lhs == "s8")):
-            continue
-        cases.append(Case(m, n, k, lhs, strided=(m + n + k) % 3 != 0))
-    return cases
+    return [
+        Case(m, n, k, lhs, strided=(m + n + k) % 3 != 0)
+        for k, m, lhs, n in builders.third(ks, ms, LHS_TYPES, ns)
+        if not (m == 4097 and k == 16384 and (n == 4104 or (n != 8 and lhs == "s8")))
+    ]
 
 
 def format_cases() -> list[Case]:
@@ -85,17 +84,17 @@ def format_cases() -> list[Case]:
     draw = random.Random(SEED)
     cases = []
     for number, (format, lhs) in enumerate(itertools.product(builders.ALL_FORMATS, LHS_TYPES)):
-        n, k = 8 * draw.randrange(1, 140), 32 * draw.randrange(1, 80)
+        n, k = 8 * draw.randrange(1, 140), 16 * draw.randrange(1, 160)
         cases.append(draw_rest(draw, draw.choice((3, 16, 40, 90, 200, 600)), n, k, lhs, format, number))
     return cases
 
 
-def random_cases(count: int = 48) -> list[Case]:
+def random_cases(count: int = 24) -> list[Case]:
     draw = random.Random(SEED + 1)
     cases = []
     for number in range(count):
         m = int(2 ** draw.uniform(0, 11.5))
-        n, k = 8 * int(2 ** draw.uniform(0, 9.5)), 32 * int(2 ** draw.uniform(0, 8))
+        n, k = 8 * int(2 ** draw.uniform(0, 9.5)), 16 * int(2 ** draw.uniform(0, 9))
         cases.append(draw_rest(draw, m, n, k, draw.choice(LHS_TYPES), draw.choice(builders.ALL_FORMATS), 100 + number))
     return cases
 
@@ -116,19 +115,18 @@ def mean_cases() -> list[Case]:
     """Long sums of activations with and without a mean: where rounding of sums, not of terms, would show."""
     grouped = ((128, False, "bf16"), (32, True, "fp16"), (256, False, "fp32"))
     formats = (*grouped, (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
+    sizes = ((16, 16384), (256, 16384), (256, 4096))
     return [
         Case(m, 512, k, lhs, format, mean=mean, seed=7)
-        for lhs, mean, format in itertools.product(LHS_TYPES, builders.LHS_MEANS, formats)
-        for m, k in ((16, 16384), (256, 16384), (256, 4096))
+        for lhs, mean, format, (m, k) in builders.third(LHS_TYPES, builders.LHS_MEANS, formats, sizes)
     ]
 
 
 def scale_cases() -> list[Case]:
+    groups = ((24, 128), (100, PER_CHANNEL))
     return [
         Case(m, 136, 1056, lhs, (group, False, scale_type), scales=scales, seed=11)
-        for lhs, scales, scale_type, (m, group) in itertools.product(
-            LHS_TYPES, builders.SCALE_KINDS, ("fp32", "bf16", "fp16"), ((24, 128), (100, PER_CHANNEL))
-        )
+        for lhs, scales, scale_type, (m, group) in builders.third(LHS_TYPES, builders.SCALE_KINDS, REAL_TYPES, groups)
     ]
 
 
@@ -136,23 +134,13 @@ def offset_cases() -> list[Case]:
     """Offsets with every group size, with zero points and affine activations in turn, k ending within a group."""
     cases = []
     draw = random.Random(SEED + 3)
-    for number, (lhs, group, m) in enumerate(itertools.product(LHS_TYPES, GROUP_SIZES, (1, 17, 130, 300))):
-        zero = (number + number // 4) % 2 == 0
+    for number, (lhs, group, m) in enumerate(builders.two_thirds(LHS_TYPES, GROUP_SIZES, (1, 17, 130, 300))):
+        form = group, (number + number // 4) % 2 == 0, draw.choice(REAL_TYPES)
+        mean, scales = draw.choice(builders.LHS_MEANS), draw.choice(("plain", "negative"))
+        drawn = {"bias": draw.choice(("none", "bf16", "fp32")), "strided": draw.random() < 0.7}
+        drawn |= {"affine": lhs == "s8" and draw.random() < 0.7}
         cases.append(
-            Case(
-                m,
-                328,
-                2080 if group < 256 else 1184,
-                lhs,
-                (group, zero, draw.choice(REAL_TYPES)),
-                mean=draw.choice(builders.LHS_MEANS),
-                scales=draw.choice(("plain", "negative")),
-                bias=draw.choice(("none", "bf16", "fp32")),
-                strided=draw.random() < 0.7,
-                seed=13,
-                offset=True,
-                affine=lhs == "s8" and draw.random() < 0.7,
-            )  # fmt: skip
+            Case(m, 328, 2080 if group < 256 else 1184, lhs, form, mean, scales, seed=13, offset=True, **drawn)
         )
     return cases
 
@@ -161,59 +149,34 @@ def affine_cases() -> list[Case]:
     """int8 with zero points: every kind of scales, with bias and without, a value per token and one for all."""
     formats = ((32, False, "fp32"), (128, False, "bf16"), (128, True, "bf16"), (256, True, "fp16"))
     formats = (*formats, (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
+    means = (("positive", "none"), ("zero", "fp32"), ("positive", "bf16"))
     return [
         Case(
-            m,
-            264,
-            1056,
-            "s8",
-            format,
-            mean=mean,
-            bias=bias,
-            per_token=(m + number) % 3 > 0,
-            strided=m != 17,
-            seed=14,
-            affine=True,
-        )  # fmt: skip
-        for number, (format, (mean, bias)) in enumerate(
-            itertools.product(formats, (("positive", "none"), ("zero", "fp32"), ("positive", "bf16")))
+            m, 264, 1056, "s8", format, mean, bias=bias, per_token=number % 3 > 0, strided=m != 17, seed=14, affine=True
         )
-        for m in (1, 17, 300)
-    ]
+        for number, (format, (mean, bias), m) in enumerate(builders.third(formats, means, (1, 17, 300)))
+    ]  # fmt: skip
 
 
 def output_cases() -> list[Case]:
     """fp16 and fp32 outputs at, below and above what tiles are made of, contiguous and as column slices."""
     cases = []
-    sizes = itertools.product(("fp16", "fp32"), LHS_TYPES, (1, 7, 65, 129, 300), (8, 72, 1000))
+    sizes = builders.third(("fp16", "fp32"), LHS_TYPES, (1, 7, 65, 129, 300), (8, 72, 1000))
     for number, (out, lhs, m, n) in enumerate(sizes):
         format = (GROUP_128, (32, True, "fp16"), (PER_CHANNEL, False, "fp32"))[number % 3]
-        cases.append(
-            Case(
-                m,
-                n,
-                544,
-                lhs,
-                format,
-                mean=builders.LHS_MEANS[number % 2],
-                bias=("none", "fp32")[number // 2 % 2],
-                strided=number % 4 > 0,
-                seed=15,
-                out=out,
-                affine=lhs == "s8" and number % 5 == 0,
-                offset=format[0] == 32 and m > 100,
-            )  # fmt: skip
-        )
-    return [*cases, *(Case(2000, 4104, 2080, lhs, out=out, seed=15) for out in ("fp16", "fp32") for lhs in LHS_TYPES)]
+        form = {"affine": lhs == "s8" and number % 5 == 0, "offset": format[0] == 32 and m > 100}
+        mean, bias = builders.LHS_MEANS[number % 2], ("none", "fp32")[number // 2 % 2]
+        cases.append(Case(m, n, 544, lhs, format, mean, bias=bias, strided=number % 4 > 0, seed=15, out=out, **form))
+    return [*cases, *(Case(2000, 4104, 2080, lhs, out=out, seed=15) for out, lhs in zip(("fp16", "fp32"), LHS_TYPES))]
 
 
 def code_cases() -> list[Case]:
     """Weights packed for one type of activations."""
+    formats = ((32, "fp16"), (64, "fp32"), (128, "bf16"), (256, "bf16"), (PER_CHANNEL, "fp32"))
+    sizes = ((1, "zero"), (17, "positive"), (130, "zero"), (300, "positive"))
     return [
-        Case(m, 328, 2080, lhs, (group, False, scale_type), mean, seed=16, codes=lhs, offset=m == 130 and group > 0)
-        for lhs in LHS_TYPES
-        for group, scale_type in ((32, "fp16"), (64, "fp32"), (128, "bf16"), (256, "bf16"), (PER_CHANNEL, "fp32"))
-        for m, mean in ((1, "zero"), (17, "positive"), (130, "zero"), (300, "positive"))
+        Case(m, 328, 2080, lhs, (group, False, scale), mean, seed=16, codes=lhs, offset=m == 130 and group > 0)
+        for lhs, (group, scale), (m, mean) in builders.third(LHS_TYPES, formats, sizes)
     ]
 
 
@@ -228,57 +191,43 @@ def outlier_cases() -> list[tuple]:
     return [
         (m, k, lhs, format, offset and k > format[0], out)
         for (lhs, k, (format, offset)), m, out in zip(
-            (*itertools.product(["e4m3"], (32, 96, 160, 512, 1312, 4096), formats),
-             *itertools.product(["s8"], (160, 4096), formats)),
-            ms, outs,
+            builders.third(LHS_TYPES, (32, 96, 160, 512, 1312, 4096), formats), ms, outs
         )
-    ]  # fmt: skip
+    ]
 
 
-NASTY, FORMATS, RANDOM, MEANS, SCALES = nasty_cases(), format_cases(), random_cases(), mean_cases(), scale_cases()
-OFFSETS, AFFINE, OUTS, CODE_ORDERS = offset_cases(), affine_cases(), output_cases(), code_cases()
+CASES = {
+    "sizes at the edges": nasty_cases(),
+    "every weight format": format_cases(),
+    "drawn": random_cases(),
+    "long sums": mean_cases(),
+    "negative, tiny and huge scales": scale_cases(),
+    "offsets": offset_cases(),
+    "zero points of activations": affine_cases(),
+    "outputs": output_cases(),
+    "codes for one type": code_cases(),
+}
 REPEATED = [
+    Case(1, 4096, 4096, "e4m3"),
     Case(16, 4096, 4096, "s8", affine=True),
     Case(300, 4104, 4128, "s8", (64, True, "bf16"), offset=True, affine=True),
     Case(16, 4096, 4096, "e4m3", (128, False, "bf16"), offset=True),
     Case(64, 1024, 16384, "e4m3", out="fp32"),
+    Case(64, 1024, 16384, "s8"),
     Case(2048, 2048, 4096, "s8", out="fp32"),
+    Case(2048, 2048, 4096, "e4m3"),
     Case(16, 4096, 14336, "s8", codes="s8", out="fp16"),
     Case(300, 4104, 4128, "e4m3", codes="e4m3"),
 ]
-"""Calls of the newer forms whose bits are compared from run to run."""
-
-LAYERS = [
-    (n, k, lhs, format)
-    for n, k in ((4096, 4096), (1536, 2112))
-    for lhs in LHS_TYPES
-    for format in (GROUP_128, (PER_CHANNEL, False, "fp32"))
-]
-"""Layers whose rows are compared between calls of other sizes."""
-LAYER_MS = (1, 7, 64, 150, 300)
-
-
-def invariant_problems() -> list[Problem]:
-    return [
-        Problem(m, n, k, lhs, WeightFormat(*format), "bf16", True)
-        for (n, k, lhs, format), m in itertools.product(LAYERS, LAYER_MS)
-    ]
-
+"""Calls whose bits are compared from run to run."""
 
 EXACT = [
-    (group, *rest) for group in GROUP_SIZES for rest in ((False, "any"), (False, "e4m3"), (False, "s8"), (True, "any"))
-]
-"""Group size, zero points and order of codes of weights with offsets that are compared to the last bit."""
+    *((group, *rest, group > 0) for group in (*GROUP_SIZES, PER_CHANNEL)
+      for rest in ((False, "any"), (False, "e4m3"), (False, "s8"), (True, "any"))),
+    (32, False, "any", False), (128, True, "any", False),
+]  # fmt: skip
+"""Group size, zero points, order of codes and offsets of weights that are compared to the last bit."""
 EXACT_SIZE = (72, 544)
-
-
-def exact_problems() -> list[Problem]:
-    n, k = EXACT_SIZE
-    return [
-        Problem(k, n, k, lhs, WeightFormat(group, zero_point, "fp32", codes, True), "fp32")
-        for (group, zero_point, codes), lhs in itertools.product(EXACT, LHS_TYPES)
-        if codes in ("any", lhs)
-    ]
 
 
 def small_problem(lhs: str) -> Problem:
@@ -318,7 +267,8 @@ FEATURES = (
 """Each in turn is asked of the drawn kernels, so that sixty of thousands hold all of them several times."""
 
 
-DRAWN_K = 4128
+DRAWN_K = 4112
+"""No multiple of 32."""
 
 
 def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSpec:
@@ -334,9 +284,8 @@ def compiled_ahead(request, own_cache):
     if request.config.getoption("--emulate"):
         return
     figures = device_figures()
-    cases = (*NASTY, *FORMATS, *RANDOM, *MEANS, *SCALES, *OFFSETS, *AFFINE, *OUTS, *CODE_ORDERS, *REPEATED)
-    problems = [*(case.problem for case in cases), *invariant_problems(), *exact_problems()]
-    found = {choose(problem, figures) for problem in problems}
+    cases = [*itertools.chain(*CASES.values()), *REPEATED]
+    found = {choose(case.problem, figures) for case in cases}
     found |= {kernel_of(*drawn) for drawn in drawn_kernels()}
     found |= {candidate.kernel for lhs in LHS_TYPES for candidate in candidates(small_problem(lhs), figures)}
     compile_ahead(request.config, found)
@@ -345,43 +294,10 @@ def compiled_ahead(request, own_cache):
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", NASTY, ids=str)
-def test_nasty_sizes(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", FORMATS, ids=str)
-def test_every_weight_format(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", RANDOM, ids=str)
-def test_random_problems(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", MEANS, ids=str)
-def test_long_sums_with_and_without_a_mean(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", SCALES, ids=str)
-def test_negative_tiny_and_huge_scales(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", OFFSETS, ids=str)
-def test_offsets(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", AFFINE, ids=str)
-def test_activations_with_zero_points(case):
-    case.run()
-
-
-@pytest.mark.parametrize("case", OUTS, ids=str)
-def test_fp16_and_fp32_outputs(case):
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=f"{name}: {case}") for name, cases in CASES.items() for case in cases]
+)
+def test_a_call_is_within_the_bound(case):
     case.run()
 
 
@@ -406,11 +322,6 @@ def test_an_outlier_above_terms_that_are_cut_off_whole(m, k):
     out = call(lhs, rhs, out="fp32")
     assert_right(out, lhs, rhs, has_rms=False)
     assert not bool((out == gemm_w4a8_reference(lhs, rhs, out_dtype=torch.float64)).any())
-
-
-@pytest.mark.parametrize("case", CODE_ORDERS, ids=str)
-def test_codes_packed_for_one_type_of_activations(case):
-    case.run()
 
 
 def name_of(drawn: tuple[str, WeightFormat, str, int]) -> str:
@@ -472,9 +383,12 @@ def with_both_hints(spec, rhs, lhs, monkeypatch):
     return outputs
 
 
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("format", [GROUP_128, (32, False, "bf16"), (128, True, "bf16"), (PER_CHANNEL, False, "fp32")])
-@pytest.mark.parametrize("m", [16, 64, 512])
+@pytest.mark.parametrize(
+    ("m", "format", "lhs_name"),
+    builders.third(
+        (16, 64, 512), [GROUP_128, (32, False, "bf16"), (128, True, "bf16"), (PER_CHANNEL, False, "fp32")], LHS_TYPES
+    ),
+)
 def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
     """They only say which warp goes first."""
     rhs = weight(1536, 1792, format, codes="any" if format[1] else lhs_name, seed=9)
@@ -547,47 +461,22 @@ def test_more_tiles_than_sms(m, lhs_name):
     Case(m, 8 * 1027, 544, lhs_name, seed=5).run()
 
 
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, PER_CHANNEL])
-def test_all_codes_meet_all_zero_points_exactly(lhs_name, group_size):
-    """The identity as activations picks out each weight: with scales that are powers of two the output is exact."""
-    k = 544 if group_size <= 32 else 17 * max(group_size, 32)
-    parts = builders.all_codes_all_zeros(group_size=group_size or 32, k=k)
-    if group_size == PER_CHANNEL:
-        parts = replace(parts, scale=parts.scale[:, :1], zero=parts.zero[:, :1], group_size=k)
-    rhs = replace(parts, q=parts.q.cuda(), scale=parts.scale.cuda(), zero=parts.zero.cuda()).packed
-    identity = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_name])
-    out = call((identity, torch.ones(1, device="cuda")), rhs)
-    assert torch.equal(out.double(), parts.dequantize_fp64().T.cuda())
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("group_size", [32, 128, 256, PER_CHANNEL])
-def test_all_signed_codes_exactly(lhs_name, group_size):
-    n, k = 72, 544
-    q = ((torch.arange(n)[:, None] + torch.arange(k)[None, :]) % 16 - 8).to(torch.int8)
-    groups = 1 if group_size == PER_CHANNEL else -(-k // group_size)
-    number = torch.arange(n * groups).view(n, groups)
-    scale = torch.ldexp(1.0 - 2.0 * (number % 2), -(number % 7))  # 1, -1/2, 1/4, ...
-    parts = builders.WeightParts(q.cuda(), scale.cuda(), None, group_size or k)
-    identity = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_name])
-    out = call((identity, torch.ones(1, device="cuda")), parts.packed)
-    assert torch.equal(out.double(), parts.dequantize_fp64().T)
-
-
-@pytest.mark.parametrize(("group_size", "zero_point", "codes"), EXACT)
-def test_all_codes_and_offsets_exactly(group_size, zero_point, codes):
+@pytest.mark.parametrize(("group_size", "zero_point", "codes", "offset"), EXACT)
+def test_all_codes_zero_points_and_offsets_exactly(group_size, zero_point, codes, offset):
     """The identity picks out each weight: powers of two and an fp32 output leave nothing to round."""
     n, k = EXACT_SIZE
-    g, groups = builders.generator(8), -(-k // group_size)
+    g, groups = builders.generator(8), -(-k // group_size) if group_size else 1
     least, most = (0, 16) if zero_point else (-7 if codes == "e4m3" else -8, 8)
     q = torch.arange(n)[:, None] * 5 + torch.arange(k)[None, :]
     q = (q % (most - least) + least).to(torch.uint8 if zero_point else torch.int8)
-    scale = torch.ldexp(torch.ones(n, groups), -torch.randint(0, 5, (n, groups), generator=g))
-    offset = torch.randint(-256, 256, (n, groups), generator=g) / 32.0
-    zero = torch.randint(0, 17, (n, groups), generator=g, dtype=torch.uint8) if zero_point else None
+    scale = torch.ldexp(
+        1.0 - 2.0 * (torch.rand(n, groups, generator=g) < 0.5), -torch.randint(0, 5, (n, groups), generator=g)
+    )
+    offsets = (torch.randint(-256, 256, (n, groups), generator=g) / 32.0).cuda() if offset else None
+    zero = torch.randint(0, 17, (n, groups), generator=g, dtype=torch.uint8).cuda() if zero_point else None
+    assert zero is None or len(zero.unique()) == 17
     parts = builders.WeightParts(
-        q.cuda(), scale.cuda(), None if zero is None else zero.cuda(), group_size, offset.cuda(),
+        q.cuda(), scale.cuda(), zero, group_size or k, offsets,
         lhs_dtype=None if codes == "any" else builders.LHS_DTYPES[codes],
     )  # fmt: skip
     rhs, exact = parts.packed, parts.dequantize_fp64().T
@@ -708,19 +597,6 @@ def test_bias(m, dtype):
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("m", [1, 5, 200])
-def test_strides_do_not_change_the_bits(m, lhs_name):
-    rhs, (x, x_scale) = weight(264, 544), activations(m, 544, lhs_name)
-    expected = call((x, x_scale), rhs, contiguous=True)
-    assert_right(expected, (x, x_scale), rhs)
-    for pad, every in ((16, 1), (1024, 1), (0, 3)):
-        whole = torch.full((m * every, 544 + pad), 0x55, dtype=torch.uint8, device="cuda").view(x.dtype)
-        slice = whole[::every, pad : pad + 544]
-        slice.copy_(x)
-        assert builders.same_bits(call((slice, x_scale), rhs), expected)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_the_format_of_scales_is_exact(lhs_name):
     """Scales that bf16 and fp16 can hold give the same bits in every scale type."""
     q = builders.weight_parts(1, 136, 1024).q.cuda()
@@ -728,24 +604,6 @@ def test_the_format_of_scales_is_exact(lhs_name):
     lhs = activations(33, 1024, lhs_name)
     outputs = [call(lhs, pack_w4(q, scale.to(dtype), group_size=128)) for dtype in OUTPUTS.values()]
     assert builders.same_bits(outputs[0], outputs[1]) and builders.same_bits(outputs[0], outputs[2])
-
-
-def test_a_wrong_call_launches_nothing_and_spoils_nothing():
-    rhs, lhs = weight(264, 512), activations(16, 512, "s8")
-    expected = call(lhs, rhs)
-    guarded = Guarded(16, 264)
-    with pytest.raises(TypeError, match="expected float8_e4m3fn, for which rhs was packed .*, got int8"):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, weight(264, 512, codes="e4m3"), guarded.out)
-    for out in (guarded.out[:, :256], guarded.out[:8], guarded.out.float()):
-        with pytest.raises((ValueError, TypeError), match="^out: expected"):
-            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-    with pytest.raises(ValueError, match="^lhs.1. .x_scale.: expected a tensor on cuda:0"):
-        jitgemm.gemm_w4a8_bf16_nt((lhs[0], lhs[1].cpu()), rhs, guarded.out)
-    with pytest.raises(ValueError, match="^rhs: expected a tensor on cuda:0"):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs.to("cpu"), guarded.out)
-    assert bool(guarded.out.isnan().all())
-    guarded.check()
-    assert builders.same_bits(call(lhs, rhs), expected)
 
 
 def test_inference_mode():
@@ -761,35 +619,15 @@ def test_inference_mode():
 # ---- run to run -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(1, 4096, 4096), (16, 4096, 14336), (64, 1024, 16384), (300, 4104, 4128), (2048, 2048, 4096)],
-)
-def test_bits_never_change_from_run_to_run(m, n, k, lhs_name):
-    rhs, lhs = weight(n, k), activations(m, k, lhs_name)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-    expected = out.clone()
-    different = torch.zeros((), dtype=torch.bool, device="cuda")
-    for run in range(60):
-        if run % 3 == 0:
-            out.fill_(float("nan"))
-        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-        different |= (out.view(torch.int16) != expected.view(torch.int16)).any()
-    assert not bool(different)
-    assert_right(expected, lhs, rhs)
-
-
 @pytest.mark.parametrize("case", REPEATED, ids=str)
-def test_bits_of_the_newer_forms_never_change_from_run_to_run(case):
+def test_bits_never_change_from_run_to_run(case):
     rhs = weight(case.n, case.k, case.format, case.scales, case.seed, case.offset, case.codes)
     lhs = activations(case.m, case.k, case.lhs, affine=case.affine)
     out = torch.empty(case.m, case.n, dtype=OUTPUTS[case.out], device="cuda")
     jitgemm.gemm_w4a8_nt(lhs, rhs, out)
     expected = out.clone()
     different = torch.zeros((), dtype=torch.bool, device="cuda")
-    for run in range(40):
+    for run in range(60):
         if run % 3 == 0:
             out.fill_(float("nan"))
         jitgemm.gemm_w4a8_nt(lhs, rhs, out)
@@ -801,23 +639,9 @@ def test_bits_of_the_newer_forms_never_change_from_run_to_run(case):
 # ---- batch-invariant calls ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "k", "lhs_name", "format"), LAYERS)
-def test_a_row_has_the_same_bits_in_calls_of_every_size_and_in_every_place(n, k, lhs_name, format):
-    rhs, (x, x_scale) = weight(n, k, format), activations(LAYER_MS[-1], k, lhs_name)
-    whole = call((x, x_scale), rhs, batch_invariant=True)
-    assert_right(whole, (x, x_scale), rhs)
-    shuffled = torch.randperm(len(x), generator=builders.generator(1)).cuda()
-    assert builders.same_bits(call((x[shuffled], x_scale[shuffled]), rhs, batch_invariant=True), whole[shuffled])
-    for m in LAYER_MS[:-1]:
-        for rows in (slice(0, m), slice(len(x) - m, len(x)), shuffled[:m]):
-            part = call((x[rows].contiguous(), x_scale[rows]), rhs, batch_invariant=True)
-            assert builders.same_bits(part, whole[rows]), m
-
-
 def test_calls_with_and_without_batch_invariance_have_plans_of_their_own():
     """Of one shape, in turns: each keeps to the bits it had."""
-    n, k, lhs_name, format = LAYERS[0]
-    rhs, lhs = weight(n, k, format), activations(7, k, lhs_name)
+    rhs, lhs = weight(4096, 4096), activations(7, 4096, "e4m3")
     free, fixed = (call(lhs, rhs, batch_invariant=on) for on in (False, True))
     for on, expected in ((False, free), (True, fixed), (True, fixed), (False, free)):
         assert_right(expected, lhs, rhs)
@@ -912,22 +736,6 @@ def test_the_current_stream_is_honoured(m):
     assert_right(out, (x, x_scale), rhs)
 
 
-def test_several_streams_at_once():
-    rhs = weight(1024, 2048)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    inputs = [builders.lhs(seed, 40, 2048, "e4m3", device="cuda") for seed in range(4)]
-    outputs = [torch.full((12, 40, 1024), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in streams]
-    torch.cuda.synchronize()
-    for i in range(12):
-        for stream, lhs, output in zip(streams, inputs, outputs):
-            with torch.cuda.stream(stream):
-                jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, output[i])
-    torch.cuda.synchronize()
-    for lhs, output in zip(inputs, outputs):
-        assert_right(output[0], lhs, rhs)
-        assert all(builders.same_bits(output[0], each) for each in output[1:])
-
-
 @pytest.mark.parametrize("own_streams", [False, True])
 def test_two_threads_at_once(own_streams):
     """Same shapes, other tensors: no thread's addresses may reach the other's launch. Both load new kernels at once."""
@@ -988,19 +796,6 @@ def test_a_graph_of_many_layers_keeps_each_call_s_own_arguments():
         graph.replay()
         for lhs, rhs, out in zip(inputs, layers, outputs):
             assert_right(out.clone(), lhs, rhs)
-
-
-def test_another_m_of_a_loaded_kernel_can_be_captured():
-    rhs = weight(1032, 1024)
-    call(activations(33, 1024, "s8"), rhs)  # same band, other shape
-    lhs = activations(40, 1024, "s8")
-    out = torch.empty(40, 1032, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-    graph.replay()
-    assert_right(out.clone(), lhs, rhs)
 
 
 def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
@@ -1068,24 +863,6 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
 # ---- torch.library and torch.compile --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("affine_to_fp32", [False, True])
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_opcheck_passes_on_the_gpu(lhs_name, affine_to_fp32):
-    rhs = weight(264, 512, (64, True, "bf16"), offset=True) if affine_to_fp32 else weight(264, 512)
-    lhs = activations(16, 512, lhs_name, affine=affine_to_fp32 and lhs_name == "s8")
-    x, x_scale, x_zero = (*lhs, None)[:3]
-    out = torch.zeros(16, 264, dtype=torch.float32 if affine_to_fp32 else torch.bfloat16, device="cuda")
-    arguments = (
-        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, None, rhs.n, rhs.k, rhs.format.name,
-        affine_to_fp32,
-    )  # fmt: skip
-    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if lhs_name == "s8":  # comparing float8 inputs before and after needs isclose, which PyTorch lacks for them
-        tests.append("test_schema")
-    results = torch.library.opcheck(torch.ops.jitgemm.gemm_w4a8_nt.default, arguments, test_utils=tests)
-    assert set(results.values()) == {"SUCCESS"}
-
-
 @pytest.mark.parametrize("first_call", [True, False])
 def test_scales_per_channel_must_be_aligned_to_four_bytes(first_call):
     rhs = weight(264, 512, (builders.PER_CHANNEL, False, "bf16"))
@@ -1105,11 +882,10 @@ def test_scales_per_channel_must_be_aligned_to_four_bytes(first_call):
         run(shifted)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_torch_compile_of_a_quantised_layer(backend, lhs_name):
+def test_torch_compile_of_a_quantised_layer(lhs_name):
     """Quantisation before and an activation function after the call, in one graph; the bits of the call alone."""
-    builders.start_compiler(backend)
+    builders.start_compiler("inductor")
     rhs, bias = weight(264, 512), builders.bias(1, 264, torch.bfloat16, "cuda")
     largest = 448.0 if lhs_name == "e4m3" else 127.0
 
@@ -1128,7 +904,7 @@ def test_torch_compile_of_a_quantised_layer(backend, lhs_name):
         out = gemm(x, x_scale)
         return x, x_scale, out, torch.relu(out)
 
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for m in (16, 33, 130):
         h = torch.randn(m, 512, generator=builders.generator(m)).cuda()
         x, x_scale, out, activated = compiled(h)

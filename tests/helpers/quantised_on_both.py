@@ -43,3 +43,16 @@ def run_both(x: torch.Tensor, mode: str, **arguments) -> tuple[tuple, tuple]:
     quantize_activations(x, dtype, affine=affine, out=guarded.out, **arguments)
     expected = quantize_activations(x.cpu(), dtype, affine=affine, **on_cpu(arguments))
     return guarded.check(), expected
+
+
+def run_both_by_block(x: torch.Tensor, dtype: torch.dtype, **arguments) -> tuple[tuple, tuple]:
+    """The same with a scale for each block; the GPU's are written by column."""
+    m, k = x.shape[0], x.shape[1] // (2 if arguments.get("silu_mul") else 1)
+    q = torch.full((m + 2, k + 48), POISON, dtype=torch.uint8, device="cuda")
+    scale = torch.full((-(-k // 128) + 2, m + 7), 91.0, device="cuda")
+    out = q[1:-1, 16 : 16 + k].view(dtype), scale[1:-1, 3 : 3 + m].T
+    quantize_activations(x, dtype, scheme="block", out=out, **arguments)
+    results = tuple(each.clone() for each in out)
+    q[1:-1, 16 : 16 + k], scale[1:-1, 3 : 3 + m] = POISON, 91.0
+    assert bool((q == POISON).all() and (scale == 91.0).all()), "the kernel wrote beside its results"
+    return results, quantize_activations(x.cpu(), dtype, scheme="block", **on_cpu(arguments))

@@ -71,7 +71,7 @@ def assert_routed(routing: Routing, ids: torch.Tensor, experts: int, expert_map:
 
 
 @pytest.mark.parametrize(
-    "sizes, kind, dtype", builders.two_thirds(SIZES, ("uniform", "zipf", "one"), (torch.int32, torch.int64)), ids=str
+    "sizes, kind, dtype", builders.third(SIZES, ("uniform", "zipf", "one"), (torch.int32, torch.int64)), ids=str
 )
 def test_routing_is_a_stable_sort(sizes, kind, dtype):
     tokens, top_k, experts = sizes
@@ -114,7 +114,7 @@ FRONT_SIZES = [(1, 8, 256), (9, 6, 1024), (64, 8, 128), (256, 8, 512), (257, 8, 
 
 
 @pytest.mark.parametrize(
-    "sizes, k, mode", builders.two_thirds(FRONT_SIZES, (16, 272, 2048, 4128, 7168, 8208, 16384, 16416), MODES), ids=str
+    "sizes, k, mode", builders.third(FRONT_SIZES, (16, 272, 2048, 4128, 7168, 8208, 16384, 16416), MODES), ids=str
 )
 def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
     """What routes and what quantises know nothing of each other: pairs of sizes, k and mode suffice."""
@@ -140,7 +140,7 @@ def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
 COMBINED = [(1, 1, 8), (1, 8, 2048), (7, 3, 1032), (64, 8, 7168), (33, 40, 72), (3000, 4, 2880)]
 
 
-@pytest.mark.parametrize("sizes, out_dtype, row_dtype", builders.two_thirds(COMBINED, X_DTYPES, X_DTYPES), ids=str)
+@pytest.mark.parametrize("sizes, out_dtype, row_dtype", builders.third(COMBINED, X_DTYPES, X_DTYPES), ids=str)
 def test_combining_is_the_weighted_sum_within_fp32_s_rounding(sizes, out_dtype, row_dtype):
     tokens, top_k, n = sizes
     g = builders.generator(tokens)
@@ -168,22 +168,27 @@ def test_combining_is_the_weighted_sum_within_fp32_s_rounding(sizes, out_dtype, 
 # ---- gates ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, order, x_dtype, mode", builders.two_thirds(ACTIVATIONS, ORDERS, X_DTYPES, MODES), ids=str
-)
-def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode):
+GATED = [
+    (*gate, *sizes)
+    for number, gate in enumerate(builders.third(ACTIVATIONS, ORDERS, X_DTYPES, MODES))
+    for sizes in (((112, 7.0), (2880, 2.5)), ((768, float("inf")), (16432, 7.0)))[number % 2]
+]
+"""Two of four widths, a kernel each, in turn."""
+
+
+@pytest.mark.parametrize("kind, order, x_dtype, mode, k, limit", GATED, ids=str)
+def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode, k, limit):
     dtype, affine = MODES[mode]
-    for k, limit in ((96, 7.0), (768, float("inf")), (2880, 2.5), (16416, 7.0)):  # a kernel each
-        x = (torch.randn((17, 2 * k), generator=builders.generator(k)) * 4).to(x_dtype)
-        x[3] = 0
-        x[5, 7] = float("nan")
-        inputs = QuantizeCall(x, activation_of(dtype, "token", affine), Prologue(gate=Gate(kind, order, limit, 1.702)))
-        expected = quantize(inputs)
-        results = quantize(replace(inputs, x=x.cuda()))
-        keep = [each for each in range(17) if each != 5]
-        assert bool(results[1][5].isnan()) and bool(expected[1][5].isnan())
-        sides = [tuple(part[keep] for part in side if part is not None) for side in (results, expected)]
-        assert_close(*sides, rare=1e-2)
+    x = (torch.randn((17, 2 * k), generator=builders.generator(k)) * 4).to(x_dtype)
+    x[3] = 0
+    x[5, 7] = float("nan")
+    inputs = QuantizeCall(x, activation_of(dtype, "token", affine), Prologue(gate=Gate(kind, order, limit, 1.702)))
+    expected = quantize(inputs)
+    results = quantize(replace(inputs, x=x.cuda()))
+    keep = [each for each in range(17) if each != 5]
+    assert bool(results[1][5].isnan()) and bool(expected[1][5].isnan())
+    sides = [tuple(part[keep] for part in side if part is not None) for side in (results, expected)]
+    assert_close(*sides, rare=1e-2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -241,7 +246,7 @@ def test_gathered_rows_are_quantised_as_where_they_were(k, rotation, mode):
 # ---- the layer ------------------------------------------------------------------------------------------------------
 
 
-SMALL = {"device": "cuda", "dtype": torch.bfloat16, "scale": 1.0, "k": 256, "inter": 128, "n": 264, "group_size": 128}
+SMALL = {"device": "cuda", "dtype": torch.bfloat16, "scale": 1.0, "k": 272, "inter": 144, "n": 264, "group_size": 128}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -322,7 +327,7 @@ def test_the_layer_with_every_gate_biases_and_an_addend(order, activation):
         "activation": activation,
         "order": order,
         "limit": 7.0,
-        "bias13": torch.randn((8, 256), generator=g).cuda(),
+        "bias13": torch.randn((8, 288), generator=g).cuda(),
         "bias2": torch.randn((8, 264), generator=g).bfloat16().cuda(),
         "addend": torch.randn((20, 264), generator=g).bfloat16().cuda(),
     }
@@ -409,7 +414,7 @@ def test_a_cuda_graph_is_replayed_with_other_routings(mode, tokens):
 
 def test_layers_one_behind_the_other_are_the_calls_one_by_one():
     """Each kernel starts before its predecessor has ended, and still reads what that wrote."""
-    case = Case(tokens=16, top_k=4, experts=16, mode="s8", **(SMALL | {"n": 256}))
+    case = Case(tokens=16, top_k=4, experts=16, mode="s8", **(SMALL | {"n": 272}))
     first, w13, w2, ids, weights = case.arguments
 
     def chain(synchronise: bool) -> list[torch.Tensor]:
@@ -471,26 +476,11 @@ def test_a_call_takes_the_memory_that_is_documented(tokens, affine):
     assert 0 < taken <= fused_experts_workspace_bytes(tokens, 4, w13, w2, dtype=x.dtype, affine=affine)
 
 
-def test_compiled_layers_have_the_same_bits():
-    torch._dynamo.reset()
-    case = Case(tokens=20, top_k=4, experts=16, mode="s8", **SMALL)
-    _, w13, w2, *_ = case.arguments
-
-    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return fused_experts(x + 0, w13, w2, ids, weights, lhs_dtype=torch.int8) * 2
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for tokens in (6, 20, 130):
-        x, _, _, ids, weights = Case(tokens=tokens, top_k=4, experts=16, mode="s8", **SMALL).arguments
-        assert builders.same_bits(compiled(x, ids, weights), layer(x, ids, weights))
-    torch._dynamo.reset()
-
-
 def test_misaligned_tensors_are_refused():
     case = Case(tokens=6, top_k=4, experts=16, mode="s8", **SMALL)
-    whole = torch.zeros((6, 264), dtype=torch.bfloat16, device="cuda")
+    whole = torch.zeros((6, 280), dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ValueError, match="x: expected an address that is a multiple of 16 bytes"):
-        fused_experts(*case.replaced(x=whole[:, 4:260]), **case.options)
+        fused_experts(*case.replaced(x=whole[:, 4:276]), **case.options)
     addend = torch.zeros((6, 272), dtype=torch.bfloat16, device="cuda")[:, 4:268]
     with pytest.raises(ValueError, match="addend: expected an address that is a multiple of 16 bytes"):
         fused_experts(*case.arguments, **case.options, addend=addend)

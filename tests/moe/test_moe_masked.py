@@ -33,16 +33,8 @@ def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
     options |= {"rotation": 128} if scheme == "rotated" else {"scheme": scheme}
     options |= {"bias13": torch.randn(4, 256), "bias2": torch.randn(4, 72)}
     scale = 4.0 if bits == 4 else 0.1  # weights of 8 bits are some sixteen times as large
-    case = Case(
-        experts=4,
-        k=256 if scheme == "rotated" else 192,
-        inter=128,
-        mode=mode,
-        group_size=32,
-        bits=bits,
-        scale=scale,
-        options=options,
-    )
+    sizes = dict(experts=4, k=256 if scheme == "rotated" else 208, inter=128, group_size=32)
+    case = Case(**sizes, mode=mode, bits=bits, scale=scale, options=options)
     x, masked_m = sorted_tokens(case, 6, COUNTS)
     out = called(case, x, masked_m)
     for e, wanted in enumerate(expected(case, x)):
@@ -158,14 +150,13 @@ def test_compiles_for_sm_90a_without_spills(cache, block):
             assert compiled and " 0 bytes spill" in entry.metadata["log"], spec.label
 
 
+WAYS = [(mode, scheme) for mode in MODES for scheme in ("token", "block") if (mode, scheme) != ("s8z", "block")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scheme", ["token", "block"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("k, inter", [(256, 96), (2048, 768), (7168, 2048)])
-def test_a_gpu_agrees_with_the_cpu(mode, scheme, k, inter, bits):
-    if (mode, scheme) == ("s8z", "block"):
-        pytest.skip("blocks have no zero points")
+@pytest.mark.parametrize("way, sizes, bits", builders.third(WAYS, [(272, 48), (2048, 768), (7168, 2048)], [4, 8]))
+def test_a_gpu_agrees_with_the_cpu(way, sizes, bits):
+    (mode, scheme), (k, inter) = way, sizes
     experts, max_m = 9, 300
     counts = (0, 300, 1, 17, 128, 299, 0, 64, 5)
     sizes = dict(experts=experts, k=k, inter=inter, n=256, mode=mode, group_size=32, bits=bits, dtype=torch.bfloat16)
@@ -185,10 +176,14 @@ def test_a_gpu_agrees_with_the_cpu(mode, scheme, k, inter, bits):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("k, rotation", [(64, 0), (512, 0), (4096, 0), (40960, 0), (384, 128), (4096, 128)])
-@pytest.mark.parametrize("block", [False, True])
-@pytest.mark.parametrize("gate", [None, SILU_MUL])
-def test_the_masked_quantiser_writes_live_rows_alone_with_the_bits_of_the_plain_one(k, rotation, block, gate):
+@pytest.mark.parametrize(
+    "sizes, block, gate",
+    builders.third(
+        [(48, 0), (512, 0), (4096, 0), (40960, 0), (384, 128), (4096, 128)], [False, True], [None, SILU_MUL]
+    ),
+)
+def test_the_masked_quantiser_writes_live_rows_alone_with_the_bits_of_the_plain_one(sizes, block, gate):
+    k, rotation = sizes
     counts, max_m = (0, 7, 1, 40, 39, 3), 40
     x = torch.randn(len(counts) * max_m, k * (2 if gate else 1), dtype=torch.bfloat16, device="cuda")
     activation = activation_of(E4M3, "block" if block else "token", False, rotation=rotation)
