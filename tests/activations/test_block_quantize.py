@@ -19,7 +19,7 @@ from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import layer_specs, route_quantize_spec, source_of
 
 DTYPES = list(LARGEST)
-K = 416
+K = 400
 
 
 def quantize(x, dtype, **arguments):
@@ -71,30 +71,7 @@ def test_a_nan_spoils_its_block_s_scale_alone():
     assert quantize(x, torch.int8, rms_norm=norm)[1].isnan().all(1).tolist() == [False, True, True]
 
 
-def test_a_gemm_takes_what_it_makes_with_less_error_than_a_scale_per_token():
-    parts = builders.weight_parts(1, 72, K)
-    x = torch.randn(9, K, generator=builders.generator(2))
-    x[:, 130] *= 1000
-    errors = []
-    for scheme in ("token", "block"):
-        lhs = jitgemm.quantize_activations(x, torch.int8, scheme=scheme)
-        out = torch.empty(9, 72)
-        jitgemm.gemm_w4a8_nt(lhs, parts.packed, out)
-        errors.append(float((out - x @ parts.dequantize_fp64().float().T).norm()))
-    assert errors[1] < 0.8 * errors[0]
-
-
 # ---- arguments ------------------------------------------------------------------------------------------------------
-
-
-def test_shapes_of_more_dimensions():
-    x = activations(1, 12, K)
-    q, scale = quantize(x.view(3, 4, K), torch.int8)
-    flat = quantize(x, torch.int8)
-    assert q.shape == (3, 4, K) and scale.shape == (3, 4, 4)
-    assert same_bits(q.view(12, K), flat[0]) and same_bits(scale.reshape(12, 4), flat[1])
-    assert quantize(torch.empty(0, K), torch.int8)[1].shape == (0, 4)
-    assert quantize(x[0], torch.int8)[1].shape == (4,)
 
 
 def test_out_takes_scales_of_any_strides():
@@ -126,27 +103,6 @@ def test_a_permuted_row_is_shorter():
     permutation = torch.arange(2**15 + 32, dtype=torch.int32)
     with pytest.raises(ValueError, match="from 16 to 32768 with a permutation"):
         quantize(torch.zeros(1, 2**15 + 32), torch.int8, permutation=permutation)
-
-
-def test_opcheck_passes():
-    x = activations(1, 5, K)
-    arguments = x, torch.int8, False, False, None, None, False, None, 1e-6, None, True
-    torch.library.opcheck(torch.ops.jitgemm.quantize_activations, arguments)
-
-
-def test_compiling_has_the_same_bits_and_strides():
-    def chain(x):
-        q, scale = quantize(x, torch.int8)
-        out = torch.empty(x.shape[0], 72, dtype=torch.bfloat16)
-        jitgemm.gemm_w4a8_bf16_nt((q, scale), weight, out)
-        return out, scale
-
-    weight = builders.weight_parts(1, 72, K).packed
-    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    for m in (3, 7):
-        x = activations(1, m, K)
-        for got, expected in zip(compiled(x), chain(x)):
-            assert same_bits(got, expected) and got.stride() == expected.stride()
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -192,18 +148,11 @@ def test_compiles_for_sm_90a_without_spills_or_warnings(cache, compiles_without_
 
 @pytest.mark.parametrize("mode", ["e4m3", "s8"])
 def test_the_layer_is_its_definition(mode):
-    case = Case(k=416, inter=160, mode=mode, options={"scheme": "block"})
+    case = Case(k=400, inter=144, mode=mode, options={"scheme": "block"})
     out, expected = jitgemm.fused_experts(*case.arguments, **case.options), by_definition(case)
     assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     token = jitgemm.fused_experts(*case.arguments, **{**case.options, "scheme": "token"})
     assert not same_bits(out, token)
-
-
-@pytest.mark.parametrize("mode", ["e4m3", "s8"])
-def test_a_layer_whose_experts_get_no_rows_gives_zeros(mode):
-    case = Case(mode=mode, options={"scheme": "block"})
-    nobody = torch.full_like(case.arguments[3], -1)
-    assert bool((jitgemm.fused_experts(*case.replaced(topk_ids=nobody), **case.options) == 0).all())
 
 
 def test_a_layer_has_no_zero_points_by_block_and_no_other_schemes():
@@ -215,25 +164,16 @@ def test_a_layer_has_no_zero_points_by_block_and_no_other_schemes():
 
 
 def test_a_layer_s_workspace_holds_its_scales():
-    _, w13, w2, *_ = Case(k=512, inter=512, n=512, experts=127).arguments
+    w13, w2 = (
+        jitgemm.W4Weight.stacked(127, lambda e, one=builders.weight_parts(1, n, 512).packed: one) for n in (1024, 512)
+    )
     m = 128 * 2
     token, block = (jitgemm.fused_experts_workspace_bytes(128, 2, w13, w2, scheme=s) for s in ("token", "block"))
     assert block - token == 4 * (4 * (m + 128)) - 4 * (m + 128)
 
 
-def test_a_layer_s_opcheck_passes():
-    case = Case(k=160, options={"scheme": "block"})
-    x, w13, w2, ids, weights = case.arguments
-    parts = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (w13, w2)]
-    arguments = (
-        x, *parts[0], *parts[1], ids, weights, "silu", "gate_up", None, 1.0, torch.int8, False, None, None, None, None,
-        False, True,
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.jitgemm.fused_experts, arguments)
-
-
 def test_few_tokens_are_routed_and_quantised_at_once():
     spec = route_quantize_spec(64, 7168, "bf16", "e4m3", False, True)
     assert spec in LAYER and spec.quantizer.block
-    scale = QuantizeCall(torch.zeros(5, 416), activation_of(torch.int8, "block", False))
+    scale = QuantizeCall(torch.zeros(5, 400), activation_of(torch.int8, "block", False))
     assert scale.new_outputs()[1].stride() == (1, 8)  # as `prepare_route_and_quantize` takes it to be

@@ -14,9 +14,7 @@ import prepared_calls
 import pytest
 import torch
 import torch._dynamo.testing
-from fresh_python import fresh_python
 from quantize_cases import MODES, X_DTYPES, activations, given, parameters
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jitgemm import gemm_w4a8_bf16_nt
 from jitgemm.activations import call
@@ -91,16 +89,6 @@ def test_codes_are_the_nearest_and_of_two_the_even_one(mode, expected):
     x[0, :2] = torch.tensor([17.0, 19.0])  # halfway between e4m3's 16, 18 and 20
     if mode == "e4m3":
         assert quantize_activations(x, E4M3, **given(mode, 1.0))[0][0, :2].tolist() == [16, 20]
-
-
-def test_every_code_is_the_correctly_rounded_product_with_the_reciprocal():
-    """In exact arithmetic: fp32(1 / scale), fp32(x * that), then to the nearest integer."""
-    x = activations(5, 1, 32, torch.float32)
-    q, scale = quantize_activations(x, torch.int8)
-    inverse = torch.tensor(float(1 / Fraction(float(scale))), dtype=torch.float64).float()
-    for value, code in zip(x[0].tolist(), q[0].tolist()):
-        product = torch.tensor(float(Fraction(value) * Fraction(float(inverse))), dtype=torch.float64).float()
-        assert round(Fraction(float(product))) == code
 
 
 def test_affine_scales_and_zero_points_are_pytorch_s_and_executorch_s():
@@ -256,9 +244,10 @@ def test_sums_have_the_shape_of_x():
 ROTATED_K = 384
 
 
-@pytest.mark.parametrize("front", ["plain", "silu_mul", "rms_norm", "residual"])
-@pytest.mark.parametrize("scheme", ["token", "block", "tensor"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode, scheme, front",
+    builders.two_thirds(MODES, ["token", "block", "tensor"], ["plain", "silu_mul", "rms_norm", "residual"]),
+)
 def test_codes_stand_for_the_rotated_values(mode, scheme, front):
     dtype, affine = MODES[mode]
     if affine and scheme == "block":
@@ -462,23 +451,17 @@ def test_sums_follow_the_codes_of_every_call(front):
 
 X, X2 = torch.zeros(4, K), torch.zeros(4, 2 * K)
 ONE = torch.ones(1)
-ELSEWHERE = torch.zeros(K, dtype=torch.int32, device="meta")
 NORM = {"rms_norm": torch.ones(K)}
 
 
 @pytest.mark.parametrize(
     "error, message, change",
     [
-        (TypeError, "x: expected a torch.Tensor, got list", {"x": [1.0]}),
-        (TypeError, "x: expected bfloat16, float16 or float32, got float64", {"x": X.double()}),
-        (TypeError, "x: expected a plain strided tensor, got layout torch.sparse_coo", {"x": X.to_sparse()}),
         (ValueError, "x: expected k to be a multiple of 16 from 16 to 1048576, got 100", {"x": torch.zeros(4, 100)}),
         (ValueError, "x: expected k to be a multiple of 16 .*, got 0", {"x": torch.zeros(1, 0)}),
         (ValueError, "x: expected 2k columns with a gate, k a multiple of 16, got 80", {"x": X[:, :80], "silu_mul": True}),
         (ValueError, "x: expected 2k columns with a gate", {"x": X[:, :80], "gelu_mul": "tanh"}),
         (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got 'erf'", {"x": X2, "gelu_mul": "erf"}),
-        (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got True", {"x": X2, "gelu_mul": True}),
-        (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got .'tanh'", {"x": X2, "gelu_mul": ["tanh"]}),
         (ValueError, "gelu_mul: expected None with silu_mul", {"x": X2, "silu_mul": True, "gelu_mul": "tanh"}),
         (ValueError, "rms_norm: expected None with silu_mul or gelu_mul",
          {"x": X2, "gelu_mul": "none", "rms_norm": torch.ones(K)}),
@@ -486,21 +469,16 @@ NORM = {"rms_norm": torch.ones(K)}
         (ValueError, "x: expected a row stride that is a multiple of 4 elements", {"x": torch.zeros(4, 98)[:, :96]}),
         (ValueError, "x: expected rows that are one stride apart", {"x": torch.zeros(4, 4, K).transpose(0, 1)}),
         (ValueError, r"x: expected shape \[..., k\], got a scalar", {"x": torch.zeros(())}),
-        (TypeError, "dtype: expected float8_e4m3fn or int8, got uint8", {"dtype": torch.uint8}),
         (TypeError, "dtype: expected float8_e4m3fn or int8, got int8", {"dtype": "int8"}),
         (ValueError, "scheme: expected one of .*, got 'row'", {"scheme": "row"}),
-        (TypeError, "affine: expected a bool, got int", {"affine": 1}),
         (ValueError, "affine: expected dtype int8, got float8_e4m3fn", {"affine": True, "dtype": E4M3}),
         (ValueError, "scale: expected one element for scheme 'tensor', got None", {"scheme": "tensor"}),
         (ValueError, "scale: expected None unless for scheme 'tensor', got a Tensor", {"scale": ONE}),
-        (TypeError, "scale: expected float32, got float64", {"scheme": "tensor", "scale": ONE.double()}),
-        (TypeError, "scale: expected a torch.Tensor, got float", {"scheme": "tensor", "scale": 1.0}),
         (ValueError, r"scale: expected one element, got shape \[3\]", {"scheme": "tensor", "scale": torch.ones(3)}),
         (ValueError, "zero: expected None unless", {"scheme": "tensor", "scale": ONE, "zero": ONE.int()}),
         (ValueError, "zero: expected one element", {"scheme": "tensor", "scale": ONE, "affine": True}),
         (TypeError, "zero: expected int32", {"scheme": "tensor", "scale": ONE, "affine": True, "zero": ONE}),
         (ValueError, r"rms_norm: expected shape \[96\], got shape \[95\]", {"rms_norm": torch.ones(95)}),
-        (TypeError, "rms_norm: expected bfloat16, float16 or float32", {"rms_norm": torch.ones(K).double()}),
         (ValueError, "rms_norm: expected a contiguous tensor", {"rms_norm": torch.ones(2 * K)[::2]}),
         (ValueError, "rms_norm: expected None with silu_mul", {"x": X2, "silu_mul": True, "rms_norm": torch.ones(K)}),
         (ValueError, "residual: expected None without rms_norm", {"residual": X}),
@@ -508,19 +486,15 @@ NORM = {"rms_norm": torch.ones(K)}
         (TypeError, "residual: expected a torch.Tensor, got NoneType", NORM | {"residual_out": X}),
         (ValueError, r"residual: expected shape \[4, 96\], x's, got \[3, 96\]", NORM | {"residual": X[:3]}),
         (TypeError, "residual: expected float32, x's type, got float16", NORM | {"residual": X.half()}),
-        (ValueError, "residual: expected a tensor on cpu", NORM | {"residual": X.to("meta")}),
         (ValueError, "residual: expected a row stride", NORM | {"residual": torch.zeros(4, 98)[:, :96]}),
         (ValueError, "residual: expected stride 1", NORM | {"residual": torch.zeros(K, 4).t()}),
         (ValueError, "residual_out: expected shape", NORM | {"residual": X, "residual_out": X2}),
         (TypeError, "residual_out: expected float32", NORM | {"residual": X, "residual_out": X.bfloat16()}),
         (ValueError, "residual_out: expected rows that do not overlap",
          NORM | {"residual": X, "residual_out": torch.zeros(1, K).expand(4, K)}),
-        (TypeError, "eps: expected a float, got str", {"eps": "1e-6"}),
         (ValueError, "eps: expected a finite number that is not negative, got -1", {"eps": -1}),
-        (ValueError, "eps: expected a finite number", {"eps": float("nan")}),
         (TypeError, "permutation: expected int32, got int64", {"permutation": torch.arange(K)}),
         (ValueError, r"permutation: expected shape \[96\]", {"permutation": torch.arange(64).int()}),
-        (ValueError, "permutation: expected a tensor on cpu", {"permutation": ELSEWHERE}),
         (ValueError, "rotation: expected 0 or 128, got 64", {"rotation": 64}),
         (ValueError, "rotation: expected 0 or 128, got True", {"rotation": True}),
         (ValueError, "x: expected k to be a multiple of 128 with a rotation, got 96", {"rotation": 128}),
@@ -542,7 +516,6 @@ NORM = {"rms_norm": torch.ones(K)}
          {"scheme": "block", "correction": ("bf16", 32)}),
         (ValueError, r"out\[0\]: expected shape \[4, 256\], got \[4, 96\]",
          {"correction": ("bf16", 32), "out": (X.char(), torch.ones(4))}),
-        (TypeError, r"out: expected \(q, scale\), got Tensor", {"out": X}),
         (TypeError, r"out: expected \(q, scale, zero\), got tuple of 2", {"affine": True, "out": (X, X)}),
         (TypeError, r"out\[0\]: expected int8, got float32", {"out": (X, ONE)}),
         (ValueError, r"out\[0\]: expected shape \[4, 96\], got \[3, 96\]", {"out": (X[:3].char(), torch.ones(4))}),
@@ -630,6 +603,27 @@ def test_opcheck_passes(mode):
         assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
 
 
+PLAIN = (torch.int8, False, False, None, None, False)
+FORMS = {
+    "a gate": (2 * K, (*PLAIN, None, 1e-6, None, False, "tanh"), {}),
+    "given scales": (K, (torch.int8, True, True, torch.ones(1), torch.tensor([3]).int(), False, None, 1e-6, None), {}),
+    "blocks": (K, (*PLAIN, None, 1e-6, None, True), {}),
+    "sums": (K, (*PLAIN, torch.ones(K), 1e-6, None), {"correction": "bf16", "correction_group": 32}),
+    "a rotation": (256, (*PLAIN, torch.ones(256), 1e-6, None), {"rotation": 128}),
+}
+"""Columns of x, and the other arguments of the op."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck_passes_for_every_form(form):
+    columns, arguments, more = FORMS[form]
+    x = activations(1, 5, columns)
+    assert set(torch.library.opcheck(OP, (x, *arguments), more).values()) == {"SUCCESS"}
+    if more:
+        op, arguments = torch.ops.jitgemm.add_quantize_activations.default, (x, *arguments, False, x.flip(0))
+        assert set(torch.library.opcheck(op, arguments, more).values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_opcheck_passes_with_a_residual(mode):
     dtype, affine = MODES[mode]
@@ -680,69 +674,15 @@ def test_a_remembered_call_checks_a_residual_by_its_plan(monkeypatch):
     assert len(launches) == 4
 
 
-@pytest.mark.parametrize("gelu_mul", ["tanh", "none"])
-def test_opcheck_passes_with_gelu(gelu_mul):
-    x = activations(1, 5, 2 * K)
-    arguments = (x, torch.int8, False, False, None, None, False, None, 1e-6, None, False, gelu_mul)
-    assert set(torch.library.opcheck(OP, arguments).values()) == {"SUCCESS"}
-    assert all(map(builders.same_bits, OP(*arguments), quantize_activations(x, torch.int8, gelu_mul=gelu_mul)))
-
-
-def test_opcheck_passes_with_sums():
-    x, norm, more = activations(1, 5, K), parameters(1, K)["rms_norm"], {"correction": "bf16", "correction_group": 32}
-    arguments = (x, torch.int8, False, True, None, None, False, norm, 1e-6, None)
-    assert set(torch.library.opcheck(OP, arguments, more).values()) == {"SUCCESS"}
-    op, arguments = torch.ops.jitgemm.add_quantize_activations.default, (*arguments, False, x.flip(0))
-    assert set(torch.library.opcheck(op, arguments, more).values()) == {"SUCCESS"}
-    assert op(*arguments, **more)[0].shape == (5, 256)
-    with pytest.raises(ValueError, match=r"correction: expected a type of .*, got \('bf16', 0\)"):
-        op(*arguments, correction="bf16")
-
-
-def test_opcheck_passes_with_a_rotation():
-    x, norm = activations(1, 5, 256), parameters(1, 256)["rms_norm"]
-    arguments = (x, torch.int8, False, True, None, None, False, norm, 1e-6, None)
-    assert set(torch.library.opcheck(OP, arguments, {"rotation": 128}).values()) == {"SUCCESS"}
-    op, arguments = torch.ops.jitgemm.add_quantize_activations.default, (*arguments, False, x.flip(0))
-    assert set(torch.library.opcheck(op, arguments, {"rotation": 128}).values()) == {"SUCCESS"}
-    with pytest.raises(ValueError, match="x: expected k to be a multiple of 128 with a rotation, got 96"):
-        OP(activations(1, 5, K), torch.int8, False, False, None, None, False, None, 1e-6, None, rotation=128)
-
-
-def test_the_op_refuses_a_residual_without_a_norm():
-    arguments = (X, torch.int8, False, False, None, None, False, None, 1e-6, None, False, X)
-    with pytest.raises(ValueError, match="residual: expected None without rms_norm"):
-        torch.ops.jitgemm.add_quantize_activations(*arguments)
-
-
-def test_opcheck_passes_with_given_scales():
-    zero = torch.tensor([3], dtype=torch.int32)
-    for m in (1, 5):
-        arguments = (activations(1, m, K), torch.int8, True, True, ONE, zero, False, None, 1e-6, None)
-        assert set(torch.library.opcheck(OP, arguments).values()) == {"SUCCESS"}
-
-
-def test_fake_tensors_compute_nothing_and_are_checked():
-    with FakeTensorMode():
-        x = torch.empty(2, 5, K)
-        q, scale, zero = quantize_activations(x, torch.int8, affine=True)
-        assert (q.shape, q.dtype) == ((2, 5, K), torch.int8)
-        assert (scale.shape, zero.shape, zero.dtype) == ((2, 5), (2, 5), torch.int32)
-        assert quantize_activations(x, torch.int8, correction=("bf16", 32))[0].shape == (2, 5, 256)
-        with pytest.raises(TypeError, match="x: expected bfloat16, float16 or float32, got float64"):
-            quantize_activations(x.double(), torch.int8)
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "front", ["plain", "silu_mul", "gelu_mul", "rms_norm", "out", "residual", "residual_out", "sums", "rotation"]
-)
+    ("front", "mode"),
+    [("plain", "e4m3"), ("silu_mul", "s8"), ("gelu_mul", "s8z"), ("rms_norm", "e4m3"), ("out", "s8z"),
+     ("residual", "s8"), ("residual_out", "e4m3"), ("sums", "s8z"), ("rotation", "s8")],
+)  # fmt: skip
 def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     torch._dynamo.reset()
     dtype, affine = MODES[mode]
     gates = {"silu_mul": {"silu_mul": True}, "gelu_mul": {"gelu_mul": "tanh"}}
-    if front == "sums" and dtype != torch.int8:
-        pytest.skip("of int8 codes only")
     others = {"plain": {}, "out": {}, "sums": {"correction": ("fp16", 32)}, "rotation": {"rotation": 128}}
     arguments, k = (gates | others).get(front, parameters(1, K)), 256 if front == "rotation" else K
 
@@ -886,16 +826,6 @@ def test_compiles_for_sm_90a_without_spills_or_warnings(cache, compiles_without_
     assert compiled and entry.cubin.startswith(b"\x7fELF")
     compiles_without_warnings(entry)
     assert entry.metadata["registers"] <= 65536 // most_threads(spec)
-
-
-def test_importing_the_quantiser_loads_no_layer_below_it():
-    code = "import sys, jitgemm.activations.call; print(*(name for name in sys.modules if name.startswith('jitgemm')))"
-    done = fresh_python(code)
-    below = set(
-        "gemm.launch activations.plan runtime.driver jit.cache jit.nvrtc kernel.render select.choose cli".split()
-    )
-    assert "jitgemm.activations.call" in done.stdout.split()
-    assert below.isdisjoint(name.removeprefix("jitgemm.") for name in done.stdout.split())
 
 
 def test_ctas_share_a_row_where_rows_are_long_and_few():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 import torch._dynamo.testing
 from fresh_python import fresh_python
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import jitgemm
 from jitgemm.kernel.formats import Problem, WeightFormat
@@ -60,6 +58,7 @@ class Form:
 
     name: str
     lhs: str = "s8"
+    format: tuple = FORMATS[0]
     affine: bool = False
     offset: bool = False
     codes: str = "any"
@@ -73,7 +72,7 @@ class Form:
         return builders.affine_lhs(seed, m, K) if self.affine else builders.lhs(seed, m, K, self.lhs)
 
     def weight(self) -> jitgemm.W4Weight:
-        return weight(offset=self.offset, codes=self.codes)
+        return weight(self.format, offset=self.offset, codes=self.codes)
 
     def call(self, lhs, rhs, out, bias=None) -> None:
         jitgemm.gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=self.batch_invariant)
@@ -81,6 +80,8 @@ class Form:
 
 FORMS = [
     Form("affine", affine=True),
+    Form("zero points", lhs="e4m3", format=FORMATS[1]),
+    Form("per channel", format=FORMATS[2]),
     Form("affine-offset-fp32", affine=True, offset=True, out=torch.float32),
     Form("offset", lhs="e4m3", offset=True),
     Form("fp32", out=torch.float32),
@@ -92,16 +93,6 @@ FORMS = [
 
 
 # ---- the op -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_opcheck_passes(dtype, format):
-    bias = builders.bias(3, N, torch.float32)
-    # Its schema test compares inputs before and after with isclose, which PyTorch lacks for float8 on the CPU.
-    tests = [name for name in OPCHECKS if dtype == "s8" or name != "test_schema"]
-    arguments = op_arguments(builders.lhs(1, 5, K, dtype), weight(format), empty(5), bias)
-    assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -136,16 +127,6 @@ def test_opcheck_passes_without_bias_and_without_tokens():
         torch.library.opcheck(OP, op_arguments(builders.lhs(1, m, K, "s8"), weight(), empty(m)))
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_the_op_is_the_direct_call(dtype, format):
-    lhs, rhs, bias = builders.lhs(1, 5, K, dtype), weight(format), builders.bias(3, N)
-    direct, through_op = empty(5), empty(5)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, direct, bias=bias)
-    assert OP(*op_arguments(lhs, rhs, through_op, bias)) is None
-    assert builders.same_bits(direct, through_op)
-
-
 def test_the_op_says_that_it_writes_out_and_nothing_else():
     written = [a.name for a in OP._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     assert written == ["out"]
@@ -171,44 +152,6 @@ def test_no_gradient_flows_through_the_op():
     assert not out.requires_grad
 
 
-# ---- fake tensors -------------------------------------------------------------------------------------------------
-
-
-def test_fake_tensors_compute_nothing_and_are_checked():
-    rhs = weight()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x, x_scale = torch.empty(5, K, dtype=torch.int8), torch.empty(5)
-        out = torch.empty(5, N, dtype=torch.bfloat16)
-        assert jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out) is None
-        with pytest.raises(ValueError, match=r"out: expected shape \[5, 72\], got \[4, 72\]"):
-            jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out[:4])
-        with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected float8_e4m3fn or int8, got float32"):
-            jitgemm.gemm_w4a8_bf16_nt((x.float(), x_scale), rhs, out)
-        x_zero, wide = torch.empty(5, dtype=torch.int32), torch.empty(5, N)
-        assert jitgemm.gemm_w4a8_nt((x, x_scale, x_zero), rhs, wide) is None
-        with pytest.raises(TypeError, match=r"lhs\[2\] \(x_zero\): expected int32, got int64"):
-            jitgemm.gemm_w4a8_nt((x, x_scale, x_zero.long()), rhs, wide)
-        with pytest.raises(
-            TypeError,
-            match=r"out: expected bfloat16 \(the call without bf16 in its name takes other types\), got float32",
-        ):
-            jitgemm.gemm_w4a8_bf16_nt((x, x_scale, x_zero), rhs, wide)
-
-
-def test_a_trace_holds_the_op_once():
-    rhs = weight()
-
-    def layer(x, x_scale):
-        out = x.new_empty((x.shape[0], N), dtype=torch.bfloat16)
-        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
-        return out
-
-    lhs = builders.lhs(1, 5, K, "s8")
-    graph = make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(*lhs)
-    assert [node.target for node in graph.graph.nodes].count(OP) == 1
-    assert builders.same_bits(graph(*lhs), reference(lhs, rhs))
-
-
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
@@ -226,20 +169,8 @@ def layer(x, x_scale, rhs, bias):
     return out + 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_compiles_as_a_full_graph(fresh_dynamo, backend, dtype, format):
-    rhs, bias = weight(format), builders.bias(3, N, torch.float32)
-    compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, bias), backend=backend, fullgraph=True)
-    for seed in (1, 2):
-        lhs = builders.lhs(seed, 5, K, dtype)
-        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, bias))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, backend, form):
+def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, form):
     rhs, bias = form.weight(), builders.bias(3, N, torch.float32)
 
     def layer(*lhs):
@@ -247,7 +178,7 @@ def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, backend, 
         form.call(lhs, rhs, out, bias)
         return out * 2
 
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
     for m in (5, 7, 33):
         lhs = form.activations(m, m)
@@ -256,39 +187,11 @@ def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, backend, 
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_with_the_weight_as_an_argument(fresh_dynamo, backend):
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+def test_compiles_with_the_weight_as_an_argument(fresh_dynamo):
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     lhs = builders.lhs(1, 5, K, "s8")
     for rhs in (weight(), builders.weight_parts(9, N, K, 32).packed):
         assert builders.same_bits(compiled(*lhs, rhs, None), layer(*lhs, rhs, None))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_in_a_module_that_holds_the_weight(fresh_dynamo, backend):
-    class Linear(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = weight()
-            self.bias = torch.nn.Parameter(builders.bias(3, N), requires_grad=False)
-
-        def forward(self, x, x_scale):
-            return layer(x, x_scale, self.weight, self.bias)
-
-    module, lhs = Linear(), builders.lhs(1, 5, K, "e4m3")
-    assert builders.same_bits(torch.compile(module, backend=backend, fullgraph=True)(*lhs), module(*lhs))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_serves_every_m(fresh_dynamo, backend):
-    rhs, graphs = weight(), torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(
-        lambda x, x_scale: layer(x, x_scale, rhs, None), backend=graphs, fullgraph=True, dynamic=True
-    )
-    for m in (5, 7, 8, 65, 130):  # none that a size of the weight happens to equal
-        lhs = builders.lhs(m, m, K, "s8")
-        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
-    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -315,16 +218,6 @@ def test_a_wrong_call_is_named_while_tracing(fresh_dynamo):
 
     with pytest.raises(Exception, match=r"out: expected shape \[5, 72\], got \[4, 72\]"):
         torch.compile(wrong, backend="eager", fullgraph=True)(*lhs)
-
-
-def test_inference_mode(fresh_dynamo):
-    with torch.inference_mode():
-        rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
-        out = empty(5)
-        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-        assert builders.same_bits(out, reference(lhs, rhs))
-        compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, None), backend="eager", fullgraph=True)
-        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
 
 
 # ---- JITGEMM_JIT=off ----------------------------------------------------------------------------------------------
@@ -503,22 +396,6 @@ def test_16_bytes_are_refused_for_a_weight_of_4096_by_4096_on_a_fake_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("format", "parts", "message"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
-def test_the_op_checks_every_tensor_of_its_weight_on_a_gpu(format, parts, message):
-    if "cpu" in message:
-        pytest.skip("the weight is on a GPU")
-
-    def there(tensor):
-        return tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor
-
-    rhs = changed(weight(format), **parts)
-    arguments = [there(each) for each in op_arguments(builders.affine_lhs(1, 5, K), rhs, empty(5))]
-    with pytest.raises(ValueError, match=message):
-        OP(*arguments)
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
 def test_the_op_checks_addresses_of_its_weight_on_a_gpu():
     rhs = weight().to("cuda")
     lhs, out = tuple(each.cuda() for each in builders.lhs(1, 5, K, "s8")), empty(5).cuda()
@@ -593,11 +470,10 @@ def test_every_op_that_is_defined_is_looked_for_below():
         f"import jitgemm, torch; {OPS}",
         f"import jitgemm.tensors, torch; {OPS}",
         f"from jitgemm import load; import torch; {OPS}",
-        f"import jitgemm_cli, jitgemm, torch; jitgemm.gemm_w4a8_nt; {OPS}",
     ],
 )
 def test_the_ops_are_there_whichever_is_imported_first(code):
-    in_new_python(code, torch_first="jitgemm_cli" not in code)
+    in_new_python(code)
 
 
 def test_a_failed_import_of_torch_may_be_repeated(tmp_path):
@@ -672,8 +548,9 @@ import jitgemm.gemm
 assert gemm_w4a8_nt.__name__ == "gemm_w4a8_nt" and "gemm_w8a8_nt" in vars(jitgemm)
 assert CacheMissError is jitgemm.CacheMissError is jitgemm.errors.CacheMissError
 assert {*jitgemm.__all__} - {*vars(jitgemm)} <= {"load"}
+import torch
 """
-    in_new_python(code, torch_first=False)
+    in_new_python(code + OPS, torch_first=False)
 
 
 def test_without_pytorch_s_private_functions_every_call_goes_through_its_op():
@@ -694,68 +571,3 @@ for m in (4, 4):
     assert torch.equal(out, jitgemm.gemm_w4a8_reference(lhs, rhs))
 """
     in_new_python(code)
-
-
-# ---- sizes that a tracer has no number for ---------------------------------------------------------------------------
-
-
-def _linear(x):
-    return UNBACKED["layer"](x)
-
-
-def _gemm(x):
-    out = torch.empty(x.shape[0], 64, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_bf16_nt(jitgemm.quantize_activations(x, torch.int8), UNBACKED["weight"], out)
-    return out
-
-
-def _grouped(x):
-    lhs, rows = jitgemm.quantize_activations(x, torch.int8), x.shape[0]
-    out, index = torch.zeros(rows, 64, dtype=torch.bfloat16), torch.arange(rows, dtype=torch.int32)
-    offsets = torch.tensor([0, 0, 1, 1, 1])
-    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, UNBACKED["w13"], out, offsets, row_index=index, expected_m=1.0)
-    return out
-
-
-def _experts(x):
-    ids = torch.zeros(x.shape[0], 2, dtype=torch.int64)
-    return jitgemm.fused_experts(x, UNBACKED["w13"], UNBACKED["w2"], ids, torch.ones(x.shape[0], 2))
-
-
-UNBACKED = {
-    "weight": builders.weight_parts(1, 64, 128).packed,
-    "w13": jitgemm.W4Weight.stacked(4, lambda e: builders.weight_parts(e, 64, 128).packed),
-    "w2": jitgemm.W4Weight.stacked(4, lambda e: builders.weight_parts(e, 128, 32, 32).packed),
-    "layer": jitgemm.nn.W4A8Linear(builders.weight_parts(1, 64, 128).packed),
-}
-
-
-@pytest.mark.parametrize("call", [_gemm, _linear, _grouped, _experts])
-def test_one_graph_serves_a_number_of_tokens_that_no_tracer_knows(call):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, backend=backend)
-    for m in (5, 1, 300):
-        x = torch.randn(m, 128, generator=builders.generator(m))
-        torch._dynamo.decorators.mark_unbacked(x, 0)
-        assert torch.equal(compiled(x), call(x))
-    assert len(graphs) == 1
-
-
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
-def test_inductor_takes_every_op():
-    """In one graph: for each it would start a C++ compiler, twice."""
-
-    def every(x):
-        return _gemm(x), _linear(x), _grouped(x), _experts(x)
-
-    torch._dynamo.reset()
-    x = torch.randn(5, 128, generator=builders.generator(5))
-    with torch.no_grad():
-        for found, expected in zip(torch.compile(every, fullgraph=True)(x), every(x), strict=True):
-            assert torch.equal(found, expected)

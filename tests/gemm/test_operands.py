@@ -194,15 +194,27 @@ def test_an_8_bit_result_may_be_written_in_place_of_the_activations(device):
     assert all(map(torch.equal, jitgemm.gemm_w4a8_int8_nt(lhs, rhs, out=lhs), expected))
 
 
+OF_GEMM = [
+    ("x", 32, True), ("x_scale", 32, True), ("x_zero", 32, True), ("bias", 32, True), ("rhs.blocks", 32, True),
+    ("rhs.channel_scale", builders.PER_CHANNEL, True), ("rhs.row_sum", 32, True), ("rhs.row_sum", 32, False),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("zeros", [True, False])
-def test_a_gemm_writes_to_no_row_sums_whether_it_reads_them_or_not(zeros, device):
-    lhs = tuple(tensor.to(device) for tensor in builders.affine_lhs(1, 1, 64))
-    given: Arguments = {"lhs": lhs if zeros else lhs[:2]}
-    given["rhs"] = builders.weight_parts(2, 64, 64, 32).packed.to(device)
-    given["out"] = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
-    given["out"] = over(with_room(given, "rhs.row_sum"), given["out"])
-    raises_and_writes_nothing(jitgemm.gemm_w4a8_nt, given, "rhs.row_sum")
+@pytest.mark.parametrize("name, group_size, zeros", OF_GEMM)
+def test_a_gemm_writes_to_nothing_that_it_reads_nor_to_row_sums(name, group_size, zeros, device):
+    given: Arguments = dict(zip(("x", "x_scale", "x_zero"), builders.affine_lhs(1, 3, 64), strict=True))
+    given = {each: value.to(device) for each, value in given.items()} | {"bias": torch.zeros(64, device=device)}
+    given["rhs"] = builders.weight_parts(2, 64, 64, group_size).packed.to(device)
+    given["out"] = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
+
+    def call(x, x_scale, x_zero, rhs, bias, out) -> None:
+        jitgemm.gemm_w4a8_nt((x, x_scale, x_zero) if zeros else (x, x_scale), rhs, out, bias=bias)
+
+    call(**given)  # a legal call of the same shapes lets nothing through
+    given["out"] = over(with_room(given, name), given["out"])
+    place = {"x": r"lhs\[0\] \(x\)", "x_scale": r"lhs\[1\] \(x_scale\)", "x_zero": r"lhs\[2\] \(x_zero\)"}
+    raises_and_writes_nothing(call, given, place.get(name, name))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -318,11 +330,10 @@ CALLS = (dense, grouped, quantiser, layer, masked_layer, routing)
 OPERANDS = [(make, name) for make in CALLS for name in make("cpu")[1] if name not in ("x", "rhs", "residual")]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make, name", OPERANDS, ids=[f"{make.__name__}-{name}" for make, name in OPERANDS])
-def test_a_wrapped_tensor_next_to_a_plain_x_is_named(make, name, device):
+def test_a_wrapped_tensor_next_to_a_plain_x_is_named(make, name):
     """A kernel would be given address 0, which stands for what the call does without."""
-    call, given = make(device)
+    call, given = make("cpu")
     call(**given)
     with pytest.raises(TypeError, match=rf"\b{name}\b.*: expected a tensor with memory of its own, got a Wrapper"):
         call(**given | {name: Wrapper(given[name])})

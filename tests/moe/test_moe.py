@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, activated, by_definition, choices
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes, quantize_w8
@@ -24,7 +23,7 @@ from jitgemm.activations.reference import gated
 from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import GATE_KINDS, SILU_MUL, Gate, Prologue
 from jitgemm.jit.cache import KernelCache
-from jitgemm.moe.arguments import ExpertsCall, check_combining
+from jitgemm.moe.arguments import ExpertsCall
 from jitgemm.moe.call import launch
 from jitgemm.moe.exchange import CollectSpec, dispatch_spec, exchange_specs
 from jitgemm.moe.kernel import (
@@ -274,15 +273,6 @@ def test_experts_of_other_ranks_are_skipped():
     assert_by_definition(case, topk_ids=ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_choices_that_are_no_expert_contribute_nothing(dtype):
-    case = Case()
-    ids = case.arguments[3].clone()
-    ids[0, 1], ids[1], ids[4, 0] = -1, torch.tensor([5, -7, 99]), 2**31 - 1
-    assert_by_definition(case, topk_ids=ids.to(dtype))
-    assert bool((fused_experts(*case.replaced(topk_ids=ids), **case.options)[1] == 0).all())
-
-
 def test_an_addend_is_added_once():
     g = builders.generator(9)
     addend = torch.randn((9, 72 + 8), generator=g)[:, 8:]
@@ -292,20 +282,10 @@ def test_an_addend_is_added_once():
     assert builders.same_bits(fused_experts(*case.replaced(topk_ids=nobody), **case.options), addend.contiguous())
 
 
-@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_of_choices_may_be_of_any_float_type(weights_dtype):
-    case = Case()
-    assert_by_definition(case, topk_weights=case.arguments[4].to(weights_dtype))
-
-
 @pytest.mark.parametrize("top_k, experts", [(1, 1), (4, 2), (8, 3), (33, 2)])
 def test_any_number_of_choices(top_k, experts):
     """More than there are experts, too: a choice that comes twice counts twice."""
     assert_by_definition(Case(tokens=4, top_k=top_k, experts=experts))
-
-
-def test_all_tokens_to_one_expert():
-    assert_by_definition(Case(), topk_ids=choices(0, 9, 3, 5, "one"))
 
 
 def test_no_tokens():
@@ -372,8 +352,10 @@ def test_lhs_dtype_is_what_the_weights_were_packed_for():
 
 def test_workspace_bytes_are_documented():
     """As the formula in its docstring says, for sizes that are all multiples of 512 bytes."""
-    case = Case(k=512, inter=512, n=512, experts=127)
-    _, w13, w2, *_ = case.arguments
+    w13, w2, wide = (
+        jitgemm.W4Weight.stacked(127, lambda e, one=builders.weight_parts(1, n, 512).packed: one)
+        for n in (1024, 512, 1536)
+    )
     m = 128 * 2
     expected = 2 * m * 1024 + m * 512 + 128 * 512 + 4 * (3 * m + 128 + 128)
     assert fused_experts_workspace_bytes(128, 2, w13, w2) == expected
@@ -382,8 +364,7 @@ def test_workspace_bytes_are_documented():
     tokens, m = 4064, 127 * 128  # one quantised row for each choice
     expected = 2 * m * 1024 + m * 512 + m * 512 + 4 * (4 * m + 128)
     assert fused_experts_workspace_bytes(tokens, 4, w13, w2) == expected
-    _, w13, w2, *_ = Case(k=512, inter=512, n=1536, experts=127).arguments  # whose second result is the wider one
-    assert fused_experts_workspace_bytes(tokens, 4, w13, w2) == expected + 2 * m * 512
+    assert fused_experts_workspace_bytes(tokens, 4, w13, wide) == expected + 2 * m * 512  # the second result is wider
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -395,27 +376,21 @@ DENSE = CASE.parts2[0].packed
 @pytest.mark.parametrize(
     "error, message, change",
     [
-        (TypeError, "x: expected a torch.Tensor, got list", {"x": [1.0]}),
-        (TypeError, "x: expected bfloat16, float16 or float32, got float64", {"x": torch.zeros(9, 64).double()}),
         (ValueError, "x: expected shape [rows, 64], got [9, 32]", {"x": torch.zeros(9, 32)}),
         (ValueError, "x: expected a row stride that is a multiple of 4 elements", {"x": torch.zeros(9, 66)[:, :64]}),
         (TypeError, "w13: expected a W4Weight or W8Weight of experts, got Tensor", {"w13": torch.zeros(5, 8, 64)}),
         (ValueError, "w2: expected a weight of experts, got a dense one", {"w2": DENSE}),
         (ValueError, "w13: expected n = 192, twice the k of w2, got 72", {"w13": CASE.arguments[2]}),
         (ValueError, "w2: expected 5 experts, as w13 has, got 2", {"w2": Case(experts=2).arguments[2]}),
-        (TypeError, "topk_ids: expected int32 or int64, got float32", {"topk_ids": torch.zeros(9, 3)}),
-        (TypeError, "topk_ids: expected a torch.Tensor, got list", {"topk_ids": [[1]]}),
         (ValueError, "topk_ids: expected shape [tokens, top_k]", {"topk_ids": torch.zeros(9).long()}),
         (ValueError, "topk_ids: expected shape [tokens, top_k]", {"topk_ids": torch.zeros(9, 0).long()}),
         (ValueError, "topk_ids: expected shape [9, top_k], got [8, 3]", {"topk_ids": torch.zeros(8, 3).long()}),
         (ValueError, "topk_ids: expected a contiguous tensor", {"topk_ids": torch.zeros(9, 6).long()[:, ::2]}),
-        (TypeError, "topk_weights: expected bfloat16, float16 or float32", {"topk_weights": torch.zeros(9, 3).long()}),
         (ValueError, "topk_weights: expected a contiguous tensor of shape [9, 3]", {"topk_weights": torch.ones(9, 2)}),
         (ValueError, "activation: expected one of ('silu', 'gelu', 'gelu_tanh'", {"activation": "relu"}),
         (ValueError, "order: expected one of ('gate_up', 'up_gate', 'interleaved'), got 'ug'", {"order": "ug"}),
         (ValueError, "limit: expected a positive number, got -1", {"limit": -1.0}),
         (ValueError, "limit: expected a positive number, got nan", {"limit": float("nan")}),
-        (TypeError, "limit: expected a float, got str", {"limit": "7"}),
         (ValueError, "alpha: expected a positive number, got 0", {"alpha": 0}),
         (ValueError, "alpha: expected a number for situ, got None", {"activation": "situ"}),
         (ValueError, "alpha: expected a finite number for situ, got inf", {"activation": "situ", "alpha": math.inf}),
@@ -424,25 +399,18 @@ DENSE = CASE.parts2[0].packed
         (ValueError, "order: expected the default, as relu2 has no gates", {"activation": "relu2", "order": "up_gate"}),
         (ValueError, "w13: expected n = 96, the k of w2, got 192", {"activation": "relu2"}),
         (TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got uint8", {"lhs_dtype": torch.uint8}),
-        (TypeError, "affine: expected a bool, got int", {"affine": 1}),
         (ValueError, "affine: expected lhs_dtype int8", {"affine": True, "lhs_dtype": torch.float8_e4m3fn}),
         (ValueError, "rotation: expected 0 or 128, got 64", {"rotation": 64}),
         (ValueError, "rotation: expected 0, as w13 has, got 128", {"rotation": 128}),
         (ValueError, "w13: expected k to be a multiple of 128 with a rotation, got 64",
          {"rotation": 128, "w13": Case().arguments[1].packed, "w2": Case().arguments[2].packed}),
-        (TypeError, "batch_invariant: expected a bool, got str", {"batch_invariant": "no"}),
-        (TypeError, "expert_map: expected int32, got int64", {"expert_map": torch.zeros(20).long()}),
         (ValueError, "expert_map: expected shape [global_experts], 1 to 8192", {"expert_map": torch.zeros(2, 2).int()}),
         (ValueError, "expert_map: expected shape [global_experts]", {"expert_map": torch.zeros(8193).int()}),
         (ValueError, "bias13: expected a contiguous tensor of shape [5, 192]", {"bias13": torch.zeros(192)}),
         (TypeError, "bias2: expected bfloat16 or float32, got float16", {"bias2": torch.zeros(5, 72).half()}),
         (ValueError, "addend: expected shape [9, 72], got [9, 64]", {"addend": torch.zeros(9, 64)}),
-        (TypeError, "addend: expected float32, the result's type, got", {"addend": torch.zeros(9, 72).bfloat16()}),
         (ValueError, "out: expected shape [9, 72], got [8, 72]", {"out": torch.zeros(8, 72)}),
-        (TypeError, "out: expected float32, as x is, got bfloat16", {"out": torch.zeros(9, 72).bfloat16()}),
-        (TypeError, "out: expected a torch.Tensor, got int", {"out": 3}),
         (ValueError, "out: expected a tensor that does not require grad", {"out": torch.zeros(9, 72).requires_grad_()}),
-        (ValueError, "topk_ids: expected a CUDA or CPU tensor", {"topk_ids": torch.zeros(9, 3).long().to("meta")}),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(error, message, change):
@@ -490,24 +458,6 @@ def test_routing_checks_the_number_of_experts(experts):
         route(torch.zeros(1, 1).long(), experts)
 
 
-@pytest.mark.parametrize(
-    "message, change",
-    [
-        ("rows: expected a contiguous matrix", {0: torch.zeros(6, 32)[:, :16]}),
-        ("rows: expected a contiguous matrix of 8, 16", {0: torch.zeros(6, 12)}),
-        ("inverse: expected contiguous int32", {1: torch.zeros(3, 2).long()}),
-        ("topk_weights: expected a contiguous tensor of shape", {2: torch.zeros(3, 3)}),
-        ("addend: expected shape", {3: torch.zeros(2, 16)}),
-        ("out: expected shape", {4: torch.zeros(2, 16)}),
-    ],
-)
-def test_combining_checks_its_arguments(message, change):
-    good = [torch.zeros(6, 16), torch.zeros(3, 2).int(), torch.zeros(3, 2), None, torch.zeros(3, 16)]
-    check_combining(*good)
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        check_combining(*(change.get(i, value) for i, value in enumerate(good)))
-
-
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
@@ -523,27 +473,16 @@ def test_opcheck_passes():
         assert set(torch.library.opcheck(OP, arguments).values()) == {"SUCCESS"}
 
 
-def test_fake_tensors_compute_nothing_and_are_checked():
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _, w13, w2, *_ = CASE.arguments
-        x, ids, weights = torch.empty(4, 64), torch.empty(4, 2).long(), torch.empty(4, 2)
-        out = fused_experts(x, w13, w2, ids, weights)
-        assert (out.shape, out.dtype) == ((4, 72), torch.float32)
-        with pytest.raises(ValueError, match=re.escape("topk_ids: expected shape [4, top_k]")):
-            fused_experts(x, w13, w2, ids[:3], weights)
-
-
-@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss", "relu2", "rotation"])
+@pytest.mark.parametrize("front", ["out, gpt_oss", "rotation"])
 def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(front):
     torch._dynamo.reset()
-    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0} if front == "gpt_oss" else {}
-    options |= {"activation": "relu2"} if front == "relu2" else {}
+    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0} if "gpt_oss" in front else {}
     options |= {"rotation": 128} if front == "rotation" else {}
     sizes = {"k": 128, "inter": 256} if front == "rotation" else {}
     _, w13, w2, *_ = Case(options=dict(options), **sizes).arguments
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(x.shape[0], 72) if front == "out" else None
+        out = torch.empty(x.shape[0], 72) if "out" in front else None
         return fused_experts(x + 0, w13, w2, ids, weights, out=out, **options)
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
