@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,18 +31,8 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Described(Protocol):
-    """A tensor, or what a file's header says of one."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-def describe(tensor: Described) -> str:
-    """dtype and shape in a message: "bfloat16 [4, 64]"."""
+def describe(tensor: Any) -> str:
+    """dtype and shape of a tensor, or of a header that has both, in a message: "bfloat16 [4, 64]"."""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 

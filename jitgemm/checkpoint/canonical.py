@@ -79,11 +79,11 @@ class CanonicalWeight:
     turned: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def __post_init__(self) -> None:
-        codes, given_scales = self.ops.given(self.zero is not None), self.ops.given_scales
+        q_type, given_scales = self.ops.given(self.zero is not None), self.ops.given_scales
         if self.offset is not None and not CODES[self.code].offsets:
             raise ValueError(f"offset: expected none with {self.bits} bits, got one")
-        if self.q.dim() != 2 or self.q.dtype != codes:
-            raise ValueError(f"q: expected {dtype_name(codes)} [n, k], got {describe(self.q)}")
+        if self.q.dim() != 2 or self.q.dtype != q_type:
+            raise ValueError(f"q: expected {dtype_name(q_type)} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         by_group = (self.n, 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -23,14 +24,21 @@ class Engine:
 
     Attributes:
         engine, logger: its name in messages, and its logger.
+        adapted: vLLM's layers of experts that have adapters (LoRA).
         experts_over_nvlink: True if jitgemm's kernels may send experts' tokens between its ranks.
         packed_modules_mapping: {layer of the engine's: the layers of the files that it joins}.
     """
 
     engine: str
     logger: Logger
+    adapted: WeakSet[torch.nn.Module]
     experts_over_nvlink = False
     packed_modules_mapping: dict[str, list[str]]
+
+    @property
+    def elastic(self) -> bool:
+        """True if its number of ranks may change while it serves."""
+        return False
 
     @property
     def model_type(self) -> str:
@@ -72,7 +80,7 @@ class Engine:
         of; None for others."""
         raise NotImplementedError
 
-    def group_of(self, layer: torch.nn.Module) -> Any:
+    def group_of(self, layer: Any) -> Any:
         """The process group of such a linear's ranks."""
         raise NotImplementedError
 

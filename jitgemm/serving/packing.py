@@ -219,7 +219,7 @@ class PackedLinearMethod(Packing):
         made.tp_invariant = self.tp_invariant
         return made
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         module = getattr(layer, CHILD)
         rows = input_rows(x, module.in_features)
         if module.split is not None and not layer.skip_bias_add:

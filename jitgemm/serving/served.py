@@ -61,14 +61,12 @@ class ServedModel(Engine):
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
         saved: whether the files hold layers that jitgemm packed.
         from_files: layers whose weights are read from the files.
-        adapted: vLLM's layers of experts that have adapters (LoRA).
 
     Raises:
         ValueError: an option is not known or wrong, or the checkpoint's names of layers that it leaves out are.
     """
 
     warmer: Warmer
-    adapted: Layers
     batch_invariant: bool
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):

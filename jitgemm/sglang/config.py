@@ -19,6 +19,9 @@ from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Warmer
 from jitgemm.sglang.arguments import most_tokens, setting
 
+if TYPE_CHECKING:
+    from sglang.srt.layers.linear import RowParallelLinear
+
 
 class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """One that says a thing once, if asked to."""
@@ -152,24 +155,20 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
     @property
     def parameter_classes(self) -> Any:
-        """SGLang's module of parameters that cut and join themselves."""
         from sglang.srt.layers import parameter
 
         return parameter
 
     @property
     def makes_weights_up(self) -> bool:
-        """Whether SGLang calls no loaders (--load-format dummy)."""
         return self.made_up
 
     @property
     def reuses_memory(self) -> bool:
-        """Whether SGLang reads tensors into the memory of earlier ones."""
         return str(setting("load_format")).startswith("runai")
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether SGLang may capture CUDA graphs of the model."""
         return not setting("disable_cuda_graph")
 
     @staticmethod
@@ -187,15 +186,13 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         group = getattr(layer, "tp_group", None)
         return getattr(layer, "tp_size", 1) if group is None else group.world_size
 
-    def group_of(self, layer: torch.nn.Module) -> Any:
+    def group_of(self, layer: RowParallelLinear) -> Any:
         return layer.tp_group.device_group
 
     def reads_files_for(self, layer: torch.nn.Module) -> None:
-        """Notes a layer whose weights are read from the files."""
         self.from_files.add(layer)
 
     def files(self) -> Checkpoint:
-        """The checkpoint's files, once SGLang has them on this machine."""
         return Checkpoint(self._folder())
 
     def _folder(self) -> Path:

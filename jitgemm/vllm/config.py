@@ -153,38 +153,32 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
     @property
     def parameter_classes(self) -> Any:
-        """vLLM's module of parameters that cut and join themselves."""
         from vllm.model_executor import parameter
 
         return parameter
 
     @property
     def makes_weights_up(self) -> bool:
-        """Whether vLLM calls no loaders (--load-format dummy)."""
         config = get_current_vllm_config_or_none()
         return config is not None and config.load_config.load_format == "dummy"
 
     @property
     def reuses_memory(self) -> bool:
-        """Whether vLLM reads tensors into the memory of earlier ones."""
         config = get_current_vllm_config_or_none()
         return config is not None and str(config.load_config.load_format).startswith("runai")
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether vLLM may capture CUDA graphs of the model."""
         model = getattr(get_current_vllm_config_or_none(), "model_config", None)
         return model is None or not model.enforce_eager
 
     @property
     def elastic(self) -> bool:
-        """Whether ranks may come and go while vLLM serves."""
         parallel = getattr(get_current_vllm_config_or_none(), "parallel_config", None)
         return bool(getattr(parallel, "enable_elastic_ep", False))
 
     @staticmethod
     def keep(module: torch.nn.Module) -> None:
-        """Has vLLM leave the packed weights of a layer where they are when it loads the layer again."""
         from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
 
         SKIP_MODULES.update(type(each).__name__ for each in module.modules())
@@ -228,7 +222,6 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             self._place = config.model_config, config.model_config.model
 
     def files(self) -> Checkpoint:
-        """The checkpoint's files, once vLLM has them on this machine."""
         name, _, revision = self._model
         if self._place is not None and self._place[0].model != self._place[1]:
             name, revision = self._place[0].model, None
