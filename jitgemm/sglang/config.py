@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS

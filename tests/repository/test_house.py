@@ -16,14 +16,14 @@ import house
 CEILINGS = {
     "branches on a code": 14,
     "formats": 0,
-    "gemm_w4a8_nt: files": 35,
-    "gemm_w4a8_nt: lines": 7_290,
-    "fused_experts: files": 46,
-    "fused_experts: lines": 9_610,
-    "load_: files": 85,
-    "load_: lines": 17_490,
-    "files above 450 lines": 0,
-    "lines of the package": 32_860,
+    "gemm_w4a8_nt: files": 34,
+    "gemm_w4a8_nt: lines": 7_230,
+    "fused_experts: files": 45,
+    "fused_experts: lines": 9_500,
+    "load_: files": 84,
+    "load_: lines": 17_450,
+    "files above 450 lines": 1,
+    "lines of the package": 33_150,
 }
 
 
