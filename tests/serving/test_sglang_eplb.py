@@ -42,15 +42,12 @@ def files_of(name, inter=INTER):
             else:
                 tensors[e, shard], dense[e, SHARDS[shard]] = stored(CONFIGS[name], n, k, 9 * e + int(shard[1]))
     if name == "packed":  # the second rank's without -8, which other kernels take
-        for (e, _), found in tensors.items():
-            if e == 3:
-                found["weight_packed"] = found["weight_packed"] | 0x11111111
-        for key in [key for key in dense if key[0] == 3]:
-            shard = next(shard for shard, proj in SHARDS.items() if proj == key[1])
-            words = tensors[3, shard]["weight_packed"]
-            q = torch.stack([(words >> 4 * i & 15) - 8 for i in range(8)], -1).flatten(1).double()
-            scale = tensors[3, shard]["weight_scale"].double()
-            dense[key] = q * scale.repeat_interleave(q.shape[1] // scale.shape[1], 1)
+        for (e, shard), found in tensors.items():
+            if e != 2:
+                words, scale = found["weight_packed"] | 0x11111111, found["weight_scale"].double()
+                q = torch.stack([(words >> 4 * i & 15) - 8 for i in range(8)], -1).flatten(1)
+                dense[e, SHARDS[shard]] = q * scale.repeat_interleave(q.shape[1] // scale.shape[1], 1)
+                found["weight_packed"] = words
     return tensors, dense
 
 
