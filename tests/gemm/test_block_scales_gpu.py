@@ -276,7 +276,7 @@ def test_groups_of_tokens_as_rows(lhs_type, gathered, shape):
 
 
 @pytest.mark.parametrize("shape", [TOKEN_ROWS[i] for i in (2, 4, 6, 8)], ids=names_of)
-@pytest.mark.parametrize("lhs_type, gathered", zip(LHS_TYPES, [False, True]))
+@pytest.mark.parametrize("lhs_type, gathered", list(zip(LHS_TYPES, [False, True])))
 def test_large_groups_of_tokens_as_rows(request, lhs_type, gathered, shape):
     """More tiles than SMs, and so many blocks of k that all stages are used often. The emulator takes less."""
     if request.config.getoption("--emulate"):

@@ -228,7 +228,7 @@ GROUPED = {
 
 
 @emulated
-@pytest.mark.parametrize(("label", "gathered"), zip(GROUPED, (False, True, False)))
+@pytest.mark.parametrize(("label", "gathered"), list(zip(GROUPED, (False, True, False))))
 def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
     emulator = emulate(monkeypatch)
     spec, counts, k = KernelSpec.from_label(label), GROUPED[label], 416
