@@ -15,6 +15,7 @@ import torch
 import two_level
 
 import jitgemm
+from jitgemm.kernel.formats import Problem
 from jitgemm.weight.correction import with_sums
 
 
@@ -54,6 +55,12 @@ class Kind:
     def schemes(self) -> tuple[str, str, str]:
         blocks = ("block", "e8m0") if self.blocks else ("token", "token")
         return ("token", blocks[0], "affine" if self.lhs == "s8" else blocks[1])
+
+    def problem(self, m: int, n: int, k: int, scheme: str, **options: Any) -> Problem:
+        """What the kernel of a call is chosen for; options as `Problem` has them."""
+        weight, by_block = self.parts(4, 64, k).packed, scheme in ("block", "e8m0")
+        options |= {"lhs_group": 128 * by_block, "lhs_e8m0": scheme == "e8m0", "sums": weight.sums}
+        return Problem(m, n, k, self.lhs, weight.format, **options)
 
     def lhs_of(self, scheme: str, seed: int, m: int, k: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
         if scheme == "affine":

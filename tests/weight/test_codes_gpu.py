@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from collections.abc import Iterator
 from functools import partial
 
 import builders
@@ -15,6 +16,7 @@ import nvfp4
 import pytest
 import torch
 import two_level
+from ahead import compile_ahead
 from builders import same_bits
 from codes import FORMS, KINDS, TIERS, form_and_scheme, forms, kinds, modes, rows_of
 from expert_layers_gpu import assert_layer
@@ -26,10 +28,41 @@ from tensor_core import OfEmulator, TensorCore
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.kernel.formats import Problem
+from jitgemm.select.choose import choose
 from jitgemm.select.legal import legal_kernels
 from jitgemm.weight.packed import Weight
 
 pytestmark = pytest.mark.gpu
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    (m, n, k, number % 3, number % 2 > 0, ("bf16", "fp32")[number // 3 % 2])
+    for number, (m, n, k) in enumerate(
+        builders.third((1, 7, 16, 33, 64, 100, 130, 257, 1000), (8, 72, 520, 4104), (32, 144, 496, 1056, 4128))
+    )
+]
+WITHIN = [(name, case) for at, name in enumerate(FORMS) for case in CASES[at % 5 :: 5]]
+
+
+def problems() -> Iterator[Problem]:
+    """Of most calls below."""
+    for name, (m, n, k, scheme, _, out) in WITHIN:
+        yield FORMS[name].problem(m, n, k, FORMS[name].schemes[scheme], out=out)
+    for at, kind in enumerate(FORMS.values()):
+        scheme = kind.schemes[at % 3]
+        yield from (kind.problem(m, 520, 1056, scheme, batch_invariant=True) for m in (1, 7, 48, 64, 150, 300))
+        yield kind.problem((1, 33, 300)[at % 3], 520, 1056, scheme)
+        yield from (kind.problem(m, 72, 16, scheme) for m in (1, 33, 257) if kind is not FORMS["far"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead(request, own_cache):
+    """The cache holds what these calls need."""
+    if not request.config.getoption("--emulate"):
+        compile_ahead(request.config, {choose(problem, device_figures()) for problem in problems()})
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -178,17 +211,8 @@ def test_runs_of_256_k_have_the_bits_of_the_arithmetic(label, k):
 
 # ---- dense -----------------------------------------------------------------------------------------------------------
 
-CASES = [
-    (m, n, k, number % 3, number % 2 > 0, ("bf16", "fp32")[number // 3 % 2])
-    for number, (m, n, k) in enumerate(
-        builders.third((1, 7, 16, 33, 64, 100, 130, 257, 1000), (8, 72, 520, 4104), (32, 144, 496, 1056, 4128))
-    )
-]
 
-
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for at, name in enumerate(FORMS) for case in CASES[at % 5 :: 5]], ids=str
-)
+@pytest.mark.parametrize(("name", "case"), WITHIN, ids=str)
 def test_within_the_bound(name, case):
     kind, (m, n, k, scheme, bias, out) = FORMS[name], case
     weight = kind.parts(4, n, k, device="cuda").packed
