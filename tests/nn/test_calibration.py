@@ -278,8 +278,7 @@ def test_a_layer_that_a_later_batch_reaches_first_has_moments_of_its_own():
     assert {name: int(each.tokens) for name, each in moments.items()} == {"heads.0": 50, "heads.1": 30, "heads.2": 30}
 
 
-@pytest.mark.parametrize("make", (llama, qwen3_moe))
-def test_one_stages_moments_are_gone_when_the_next_ones_are_summed(make, monkeypatch):
+def test_one_stages_moments_are_gone_when_the_next_ones_are_summed(monkeypatch):
     alive, collect = [], Calibration.collect
 
     def watched(self, stage):
@@ -289,7 +288,7 @@ def test_one_stages_moments_are_gone_when_the_next_ones_are_summed(make, monkeyp
         return found
 
     monkeypatch.setattr(Calibration, "collect", watched)
-    jitgemm.nn.quantize_(make(), calibration=[ids()])
+    jitgemm.nn.quantize_(qwen3_moe(), calibration=[ids()])
     assert alive
 
 
@@ -339,15 +338,6 @@ def test_ready_layers_take_a_stages_place():
         assert torch.equal(model(batch).logits, first(batch).logits)
 
 
-def test_defaults_with_and_without():
-    with_, without = llama(1), llama(1)
-    jitgemm.nn.quantize_(with_, calibration=[ids()])
-    jitgemm.nn.quantize_(without)
-    formats = [model.model.layers[0].mlp.up_proj.weight for model in (with_, without)]
-    assert [each.group_size for each in formats] == [128, 32]
-    assert [each.format.zero_point for each in formats] == [False, True]
-
-
 @pytest.mark.parametrize("activation", ("e4m3", "int8"))
 @pytest.mark.parametrize("make", (llama, qwen3_moe))
 def test_8_bits_are_calibrated_too(make, activation):
@@ -374,7 +364,6 @@ def test_8_bits_are_calibrated_too(make, activation):
         ({"bits": 8, "block": 128, "calibration": [ids()]}, "block: expected none with calibration"),
         ({"keep_8bit": 0.1}, "keep_8bit: expected calibration"),
         ({"bits": 8, "keep_8bit": 0.1}, "keep_8bit: expected none with bits=8"),
-        ({"calibration": []}, "calibration: expected at least one batch"),
         ({"calibration": [ids()], "keep_8bit": -1.0}, "keep_8bit: expected a number of at least 0"),
         ({"calibration": [ids()], "keep_8bit": "AUTO"}, "keep_8bit: expected a number of at least 0"),
     ),

@@ -1,14 +1,12 @@
-"""Floats quantised to MXFP4: with calibration, in models, as checkpoints."""
+"""Floats quantised to MXFP4: with calibration, and in models."""
 
 from __future__ import annotations
-
-import json
 
 import mxfp4
 import pytest
 import torch
 from moments import inputs, lost, weights
-from safetensors.torch import load_file, save_model
+from safetensors.torch import save_model
 from small_models import same_state
 
 import jitgemm
@@ -149,77 +147,4 @@ def test_stacked_experts_of_a_model(tmp_path, kind, calibrated):
     assert any(isinstance(each, PackedExperts) for each in again.modules())
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (
-            TypeError,
-            "activation: expected float8_e4m3fn, as no integers of 8 bits hold .*, got int8",
-            {"activation": "int8"},
-        ),
-        (TypeError, "group_size: expected none with scheme='mxfp4'", {"group_size": 32}),
-        (TypeError, "symmetric: expected none with scheme='mxfp4'", {"symmetric": True}),
-        (TypeError, "clip_steps: expected none with scheme='mxfp4'", {"clip_steps": 3}),
-        (ValueError, "bits: expected 4 with scheme='mxfp4', got 8", {"bits": 8}),
-        (ValueError, "scheme: expected None or one of int4, mxfp4, two-level, got 'nvfp4'", {"scheme": "nvfp4"}),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_options_that_do_not_go_with_mxfp4_are_named_before_anything_is_replaced(error, message, options):
-    model = linears()
-    with pytest.raises(error, match=message):
-        jitgemm.nn.quantize_(model, **{"scheme": "mxfp4", **options})
-    assert isinstance(model[0], torch.nn.Linear)
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path):
-    pytest.importorskip("transformers")
-    from model_folders import SIZES, folder_of, model_of
-
-    return folder_of(tmp_path / "model", model_of("Llama", **SIZES))
-
-
-def run(capsys, *argv) -> tuple[int, str, str]:
-    from jitgemm.cli import main
-
-    with pytest.raises(SystemExit) as exit:
-        main(["quantize", "--device", "cpu", *map(str, argv)])
-    return int(exit.value.code or 0), *capsys.readouterr()
-
-
-@pytest.mark.parametrize("more", [[], ["--keep-8bit", "0.003"]], ids=["4 bits", "some of 8"])
-def test_the_command_writes_compressed_tensors_mxfp4(capsys, folder, tmp_path, more):
-    from model_folders import LAYERS, emptied, logits, quantised
-
-    out = tmp_path / "out"
-    code, text, problem = run(capsys, folder, out, "--tokens", 512, "--scheme", "mxfp4", "--json", *more)
-    assert code == 0, problem
-    facts = json.loads(text)
-    assert (facts["scheme"], facts["group_size"]) == ("mxfp4", 32)
-    said = json.loads((out / "config.json").read_text())["quantization_config"]
-    group = list(said["config_groups"].values())[-1]
-    assert group["format"] == "mxfp4-pack-quantized" and group["weights"]["group_size"] == 32
-    eight = {each["name"] for each in facts["layers"] if each["bits"] == 8}
-    assert bool(eight) == bool(more) and len(eight) < len(LAYERS)
-    stored = {name: each for file in out.glob("*.safetensors") for name, each in load_file(file).items()}
-    for layer in set(LAYERS) - eight:
-        codes, scale = stored[f"{layer}.weight_packed"], stored[f"{layer}.weight_scale"]
-        assert codes.dtype == scale.dtype == torch.uint8 and f"{layer}.weight_shape" not in stored
-    none = {"group_size": None, "positive_scales": None}  # which are integers'
-    expected = quantised(folder, scheme="mxfp4", keep_8bit=0.003 if more else None, **none)
-    loaded = emptied(out)
-    assert list(jitgemm.nn.load_(loaded, out)) == LAYERS
-    assert same_state(loaded, expected) and torch.equal(logits(loaded), logits(expected))
-
-
-def test_the_commands_options_that_do_not_go_with_mxfp4_are_named(capsys, folder, tmp_path):
-    for options, message in (
-        (["--group-size", "32"], "--group-size: expected none with --scheme mxfp4"),
-        (["--activation", "int8"], "--activation: expected float8_e4m3fn, as no integers of 8 bits hold MXFP4's codes"),
-    ):
-        code, _, problem = run(capsys, folder, tmp_path / "out", "--scheme", "mxfp4", *options)
-        assert code == 2 and message in " ".join(problem.split()) and not (tmp_path / "out").exists()

@@ -124,29 +124,6 @@ def test_strided_inputs():
     assert builders.same_bits(layer(wide[:, :K]), expected.view(24, N))
 
 
-def test_no_gradient_is_an_error_that_says_so():
-    layer, x = layer_of("e4m3"), inputs(6, 2, K).requires_grad_()
-    with pytest.raises(ValueError, match=r"x: expected a tensor that does not require grad.*torch\.no_grad\(\)"):
-        layer(x)
-    with torch.no_grad():
-        assert not layer(x).requires_grad
-    assert list(layer.parameters()) == []
-
-
-@pytest.mark.parametrize(
-    "x, error, text",
-    [
-        (torch.zeros(2, K + 32), ValueError, "x: expected shape [..., 256], got [2, 288]"),
-        (torch.tensor(1.0), ValueError, "x: expected shape [..., 256], got []"),
-        (torch.zeros(2, K, dtype=torch.float64), TypeError, "x: expected bfloat16, float16 or float32, got float64"),
-        (torch.zeros(2, K, dtype=torch.int8), TypeError, "x: expected bfloat16, float16 or float32, got int8"),
-    ],
-)
-def test_wrong_inputs_are_named(x, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        layer_of("e4m3")(x)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 def test_autocast_converts_the_input_as_for_a_linear(dtype, to):
@@ -179,12 +156,43 @@ def test_a_weight_used_as_a_tensor_is_an_error_that_says_what_to_do():
     assert not hasattr(layer.weight, "no_such_name") and layer.weight.dtype == torch.bfloat16
 
 
-def test_inference_mode():
-    with torch.inference_mode():
-        layer = W4A8Linear.from_linear(linear())
-        x = inputs(7, 3, K)
-        assert builders.same_bits(layer(x), by_hand(layer, x))
-    assert not layer.blocks.is_inference()
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+PERMUTED, UNFIT = permuted_weight(), quantize_w4(linear().weight, 64, lhs_dtype=torch.int8)
+OF_E4M3 = layer_of("e4m3")
+WRONG = [
+    (OF_E4M3, (torch.zeros(2, K + 32),), {}, "x: expected shape [..., 256], got [2, 288]"),
+    (OF_E4M3, (torch.tensor(1.0),), {}, "x: expected shape [..., 256], got []"),
+    (OF_E4M3, (torch.zeros(2, K, dtype=torch.float64),), {}, "x: expected bfloat16, float16 or float32, got float64"),
+    (OF_E4M3, (torch.zeros(2, K, dtype=torch.int8),), {}, "x: expected bfloat16, float16 or float32, got int8"),
+    (OF_E4M3, (torch.zeros(2, K).requires_grad_(),), {}, "x: expected a tensor that does not require grad"),
+    (layer_of("int8").type, (torch.float16,), {}, "packed weight: expected a move to another device"),
+    (W4A8Linear.from_weight, (linear(),), {}, "weight: expected a W4Weight, got Linear"),
+    (W4A8Linear.from_weight, (PERMUTED, torch.zeros(N - 1)), {}, "bias: expected shape [72], got [71]"),
+    (W4A8Linear.from_weight, (PERMUTED, torch.zeros(N).double()), {}, "bias: expected bfloat16, float16 or float32"),
+    (W4A8Linear.from_weight, (PERMUTED,), {"activation": "fp8"}, "activation: expected one of e4m3, int8, int8"),
+    *((W4A8Linear.from_weight, (PERMUTED,), {"input_scale": value, "activation": activation}, f"input_scale: expected {words}")
+      for value, activation, words in (
+        (0.5, "e4m3", "a torch.Tensor or None"), (torch.ones(2), "e4m3", "float32 of one element, got float32 [2]"),
+        (torch.zeros(1), "e4m3", "a positive, finite number, got 0.0"), (torch.ones(1), "int8_affine", "None with int8_affine"))),
+    (W4A8Linear.from_weight, (UNFIT,), {"activation": "e4m3"}, "weight: expected activation int8 or int8_affine or int8_block"),
+    (W4A8Linear.from_weight, (permuted_w8(),), {"activation": "int8"}, "weight: expected a W4Weight, got W8Weight"),
+    (W8A8Linear.from_weight, (permuted_w8(),), {}, "weight: expected activation int8 or int8_affine or int8_block, as it is"),
+    (W8A8Linear.from_weight, (PERMUTED,), {}, "weight: expected a W8Weight, got W4Weight"),
+    (W4A8Linear.from_linear, (torch.zeros(8, 32),), {}, "linear: expected a torch.nn.Linear, got Tensor"),
+    (W4A8Linear.from_linear, (torch.nn.Linear(32, 8, device="meta"),), {}, "linear: expected a weight with data"),
+    (W4A8Linear.from_linear, (torch.nn.Linear(32, 10),), {}, "w: expected n, its rows, to be a positive multiple of 8"),
+    (warmup, (Model(), 0), {}, "max_m: expected at least 1, got 0"),
+    (warmup, (Model(), "many"), {}, "max_m: expected an int, got str"),
+    (warmup, (Model(), 1), {"dtype": torch.int8}, "dtype: expected bfloat16, float16 or float32, got int8"),
+    (warmup, (torch.nn.Sequential(OF_E4M3), 1), {"device": "z80"}, "device: expected one of h200"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, arguments, options, text", WRONG, ids=[text for *_, text in WRONG])
+def test_wrong_arguments_are_named(call, arguments, options, text):
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        call(*arguments, **options)
 
 
 # ---- making a layer --------------------------------------------------------------------------------------------------
@@ -196,12 +204,6 @@ def test_from_linear_quantises_with_quantize_w4():
     expected = quantize_w4(source.weight, 32, symmetric=False, scale_dtype=torch.float16, clip_steps=3)
     assert builders.same_bits(layer.blocks, expected.blocks)
     assert torch.equal(layer.bias, source.bias) and layer.bias.data_ptr() != source.bias.data_ptr()
-
-
-@pytest.mark.parametrize("activation, order", [("e4m3", "e4m3"), ("int8", "s8"), ("int8_affine", "s8")])
-def test_from_linear_packs_for_its_activations(activation, order):
-    layer = W4A8Linear.from_linear(linear(), activation=activation, full_range=False)
-    assert layer.weight.format.order == order
 
 
 @pytest.mark.parametrize(
@@ -218,26 +220,25 @@ def test_8_bits_are_quantised_with_quantize_w8_and_close_to_the_linear(activatio
     assert float((layer(x) - exact).norm() / exact.norm()) < (0.045 if activation.startswith("e4m3") else 0.012)
 
 
+@pytest.mark.parametrize("activation, order", [("e4m3", "e4m3"), ("int8", "s8")])
+def test_a_layer_is_packed_for_its_activations_and_its_bias_widened(activation, order):
+    source = linear(dtype=torch.float16)
+    layer = W4A8Linear.from_linear(source, activation=activation, full_range=False)
+    assert layer.weight.format.order == order
+    assert layer.bias.dtype == torch.float32 and torch.equal(layer.bias, source.bias.float())
+
+
 def test_from_weight_copies_nothing():
     weight = permuted_weight()
     layer = W4A8Linear.from_weight(weight)
     assert layer.weight is weight and bound(layer)
 
 
-def test_a_half_precision_bias_is_widened():
-    layer = W4A8Linear.from_linear(linear(dtype=torch.float16))
-    assert layer.bias.dtype == torch.float32 and torch.equal(layer.bias, linear(dtype=torch.float16).bias.float())
-
-
 def test_repr_says_what_the_layer_is():
     text = "in_features=256, out_features=72, bias=False, activation='e4m3', group_size=64, zero points, permutation"
     assert text + ", static input scale" in repr(layer_of("static"))
     assert "per channel" in repr(layer_of("per channel"))
-
-
-def test_repr_names_the_scales_type_and_the_order_of_codes_which_warm_up_asks_for():
-    layer = W4A8Linear.from_linear(linear(), activation="int8", group_size=64, scale_dtype=torch.float16)
-    assert repr(layer).endswith("scale_dtype=fp16, codes=s8)")
+    assert repr(layer_of("fp16 scales")).endswith("scale_dtype=fp16, codes=any)")  # which warm-up asks for
 
 
 @pytest.mark.parametrize("channel", [-1, "channel"])
@@ -251,76 +252,6 @@ def test_minus_one_and_channel_are_a_scale_per_row(channel):
     model = torch.nn.Sequential(linear())
     jitgemm.nn.quantize_(model, group_size=channel)
     assert torch.equal(model[0].weight.blocks, expected.weight.blocks)
-
-
-def test_quantize_names_an_option_of_the_other_number_of_bits():
-    model = torch.nn.Sequential(linear())
-    with pytest.raises(TypeError, match="^group_size: expected none with bits=8"):
-        jitgemm.nn.quantize_(model, bits=8, group_size=64)
-    with pytest.raises(TypeError, match="^block: expected none with bits=4"):
-        jitgemm.nn.quantize_(model, block=128)
-    assert type(model[0]) is torch.nn.Linear
-
-
-@pytest.mark.parametrize(
-    "arguments, options, error, text",
-    [
-        ((linear(),), {}, TypeError, "weight: expected a W4Weight, got Linear"),
-        ((permuted_weight(), torch.zeros(N - 1)), {}, ValueError, "bias: expected shape [72], got [71]"),
-        ((permuted_weight(), torch.zeros(N).double()), {}, TypeError, "bias: expected bfloat16, float16 or float32"),
-        ((permuted_weight(),), {"activation": "fp8"}, ValueError, "activation: expected one of e4m3, int8, int8"),
-        ((permuted_weight(),), {"input_scale": 0.5}, TypeError, "input_scale: expected a torch.Tensor or None"),
-        (
-            (permuted_weight(),),
-            {"input_scale": torch.ones(2)},
-            ValueError,
-            "input_scale: expected float32 of one element, got float32 [2]",
-        ),
-        (
-            (permuted_weight(),),
-            {"input_scale": torch.zeros(1)},
-            ValueError,
-            "input_scale: expected a positive, finite number, got 0.0",
-        ),
-        (
-            (permuted_weight(),),
-            {"input_scale": torch.ones(1), "activation": "int8_affine"},
-            ValueError,
-            "input_scale: expected None with int8_affine",
-        ),
-        (
-            (quantize_w4(linear().weight, 64, lhs_dtype=torch.int8),),
-            {"activation": "e4m3"},
-            ValueError,
-            "weight: expected activation int8 or int8_affine or int8_block, for which it was packed (lhs_dtype of pack_w4), got e4m3",
-        ),
-        ((permuted_w8(),), {"activation": "int8"}, TypeError, "weight: expected a W4Weight, got W8Weight"),
-    ],
-)
-def test_wrong_arguments_of_from_weight_are_named(arguments, options, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        W4A8Linear.from_weight(*arguments, **options)
-
-
-def test_an_8_bit_weight_meets_activations_of_its_type():
-    with pytest.raises(
-        ValueError, match="weight: expected activation int8 or int8_affine or int8_block, as it is, got e4m3"
-    ):
-        W8A8Linear.from_weight(permuted_w8())
-    with pytest.raises(TypeError, match="weight: expected a W8Weight, got W4Weight"):
-        W8A8Linear.from_weight(permuted_weight())
-
-
-def test_wrong_arguments_of_from_linear_are_named():
-    with pytest.raises(TypeError, match="linear: expected a torch.nn.Linear, got Tensor"):
-        W4A8Linear.from_linear(torch.zeros(8, 32))
-    with pytest.raises(ValueError, match="linear: expected a weight with data, got one on the meta device"):
-        W4A8Linear.from_linear(torch.nn.Linear(32, 8, device="meta"))
-    with pytest.raises(ValueError, match="w: expected n, its rows, to be a positive multiple of 8, got 10"):
-        W4A8Linear.from_linear(torch.nn.Linear(32, 10))
-    for name in ("bits", "sums", "ignore", "block", "blok"):
-        with pytest.raises(TypeError, match=name):
-            W4A8Linear.from_linear(linear(), **{name: 8})
 
 
 # ---- copies, moves, files --------------------------------------------------------------------------------------------
@@ -368,12 +299,6 @@ def test_layers_made_in_inference_mode_are_ready_and_tell_when_they_are_written(
         assert not each.weight.ready
 
 
-def test_torch_save_of_the_module(layer, tmp_path):
-    torch.save(layer, tmp_path / "layer.pt")
-    other = torch.load(tmp_path / "layer.pt", weights_only=False)
-    assert same_layer(layer, other) and bound(other)
-
-
 @pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.double, lambda m: m.to(torch.bfloat16)])
 def test_conversions_leave_the_layer_alone(layer, convert):
     before = copy.deepcopy(layer)
@@ -389,12 +314,6 @@ def test_moving_to_another_device_moves_everything_but_the_description(layer):
     assert moved.weight.device.type == "meta" and moved.weight.blocks is moved.blocks
     dtypes = {name: tensor.dtype for name, tensor in layer.named_buffers()}
     assert dtypes == {name: tensor.dtype for name, tensor in moved.named_buffers()}
-
-
-def test_a_conversion_of_integers_is_refused():
-    message = "packed weight: expected a move to another device, got a conversion to float16"
-    with pytest.raises(TypeError, match=message):
-        layer_of("int8").type(torch.float16)
 
 
 def test_to_empty_and_share_memory():
@@ -427,19 +346,13 @@ def emptied(layer: PackedLinear, device: str | None = None) -> PackedLinear:
     )
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_dict_loads_into_an_empty_layer(layer, assign):
-    other = emptied(layer)
+@pytest.mark.parametrize("assign, device", [(False, None), (True, None), (True, "meta")])
+def test_a_state_dict_loads_into_an_empty_layer(layer, assign, device):
+    other = emptied(layer, device)
+    assert other.blocks.is_meta == (device == "meta")
     other.load_state_dict(layer.state_dict(), assign=assign)
     assert same_layer(layer, other) and bound(other)
     assert (other.blocks.data_ptr() == layer.blocks.data_ptr()) == assign
-
-
-def test_a_state_dict_is_assigned_to_a_layer_on_the_meta_device(layer):
-    other = emptied(layer, "meta")
-    assert other.blocks.is_meta
-    other.load_state_dict(layer.state_dict(), assign=True)
-    assert same_layer(layer, other) and bound(other)
 
 
 def test_safetensors_round_trip(layer, tmp_path):
@@ -495,14 +408,6 @@ def test_a_state_dict_of_another_layer_is_refused_and_nothing_is_loaded(change, 
         other.load_state_dict(layer.state_dict())
 
 
-def test_a_packed_tensor_of_another_type_is_not_converted():
-    layer = layer_of("per channel")
-    state = layer.state_dict()
-    state["channel_scale"] = state["channel_scale"].half()
-    with pytest.raises(RuntimeError, match=r"channel_scale: expected float32 \[128\], got float16 \[128\]"):
-        emptied(layer).load_state_dict(state)
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("value", [-1, K, 2**31 - 1, 5])  # 5 comes twice
 def test_an_order_of_columns_that_leaves_the_row_or_repeats_one_is_refused_and_nothing_is_loaded(alone, value):
@@ -519,13 +424,16 @@ def test_an_order_of_columns_that_leaves_the_row_or_repeats_one_is_refused_and_n
             W4A8Linear.from_state_dict(state)
 
 
-def test_missing_tensors_are_reported_as_missing():
+def test_missing_tensors_are_reported_as_missing_and_others_not_converted():
     state = layer_of("e4m3").state_dict()
     del state["meta"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "meta"'):
         emptied(layer_of("e4m3")).load_state_dict(state)
     with pytest.raises(ValueError, match="state dict: expected a tensor 'meta', found none"):
         W4A8Linear.from_state_dict(state)
+    state = layer_of("per channel").state_dict()
+    with pytest.raises(RuntimeError, match=r"channel_scale: expected float32 \[128\], got float16 \[128\]"):
+        emptied(layer_of("per channel")).load_state_dict(state | {"channel_scale": state["channel_scale"].half()})
     state = layer_of("e4m3").state_dict()
     del state["activation_type"]
     with pytest.raises(ValueError, match="state dict: expected 'activation_type' to hold one of 0..4, got None"):
@@ -565,15 +473,6 @@ def test_a_buffer_that_is_replaced_alone_is_used(kind, name, change):
     assert builders.same_bits(layer(x), changed) and bound(layer)
 
 
-def test_functional_call():
-    layer, other = layer_of("int8"), W4A8Linear.from_linear(linear(seed=9), activation="int8")
-    x = inputs(10, 3, K)
-    expected = layer(x)
-    swapped = torch.func.functional_call(layer, dict(other.named_buffers()), (x,))
-    assert builders.same_bits(swapped, other(x))
-    assert builders.same_bits(layer(x), expected) and bound(layer)
-
-
 # ---- compilers -------------------------------------------------------------------------------------------------------
 
 
@@ -584,7 +483,9 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def test_compiles_as_a_full_graph(fresh_dynamo, layer):
+@pytest.mark.parametrize("kind", ["e4m3_block", "int8_affine", "permutation", "offset", "static", "w8 e4m3", "rotated"])
+def test_compiles_as_a_full_graph(fresh_dynamo, kind):
+    layer = layer_of(kind)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for m in (5, 6):
         x = inputs(m, 2, m, K)
@@ -600,7 +501,7 @@ def test_one_graph_serves_every_m(fresh_dynamo):
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "permutation", "w8 e4m3"])
+@pytest.mark.parametrize("kind", ["permutation", "w8 e4m3"])
 def test_tokens_as_many_as_a_size_of_the_weight_make_no_graph_of_their_own(fresh_dynamo, kind):
     """A compiler gives sizes that are equal, and not known to be fixed, one name."""
     layer = layer_of(kind)
@@ -631,9 +532,8 @@ def test_a_compiler_sees_the_weight_as_the_modules_own(fresh_dynamo):
         assert [kind for node, kind in seen.items() if name in node] == ["unguarded"]
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("root", [True, False], ids=["root", "inside"])
-@pytest.mark.parametrize("kind", ["int8", "w8 e4m3", "permutation", "static"])
+@pytest.mark.parametrize("root, strict", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("kind", ["w8 e4m3", "permutation", "static"])
 def test_export(fresh_dynamo, tmp_path, kind, root, strict):
     layer = layer_of(kind)
     model = layer if root else torch.nn.Sequential(layer, torch.nn.ReLU())
@@ -696,14 +596,3 @@ def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch
 def test_warmup_says_that_a_model_without_layers_needs_no_kernels(own_cache):
     with pytest.warns(UserWarning, match="warmup: the model holds no layer of jitgemm.nn"):
         assert warmup(Model(), 16) == []
-
-
-def test_wrong_arguments_of_warmup_are_named():
-    with pytest.raises(ValueError, match="max_m: expected at least 1, got 0"):
-        warmup(Model(), 0)
-    with pytest.raises(TypeError, match="max_m: expected an int, got str"):
-        warmup(Model(), "many")
-    with pytest.raises(TypeError, match="dtype: expected bfloat16, float16 or float32, got int8"):
-        warmup(Model(), 1, dtype=torch.int8)
-    with pytest.raises(ValueError, match="device: expected one of h200"):
-        warmup(torch.nn.Sequential(layer_of("e4m3")), 1, device="z80")

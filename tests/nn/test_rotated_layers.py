@@ -120,10 +120,6 @@ def test_moments_are_those_of_rotated_inputs():
     )
 
 
-def huge() -> torch.Tensor:
-    return torch.full((8, 128), 3e38)
-
-
 @pytest.mark.parametrize("name", QUANTISERS)
 @pytest.mark.parametrize(
     ("message", "w", "rotation"),
@@ -132,7 +128,7 @@ def huge() -> torch.Tensor:
         ("rotation: expected 0 or 128, got True", normal(8, 128), True),
         ("w: expected k to be a multiple of 128 with a rotation, got 192", normal(8, 192), 128),
         (r"w: expected finite values, got inf at \[2, 3\]", normal(8, 128).index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(torch.inf)), 128),
-        ("w: expected values whose sums of 128 fp32 holds, which a rotation needs", huge(), 128),
+        ("w: expected values whose sums of 128 fp32 holds, which a rotation needs", torch.full((8, 128), 3e38), 128),
     ],
     ids=["64", "True", "192 columns", "inf", "huge"],
 )  # fmt: skip
@@ -357,6 +353,9 @@ def test_a_models_layers_are_rotated_saved_and_loaded(tmp_path, options, calibra
     assert report == ["0", "2"] and "in_features a multiple of 128, got 16 and 48" in report.skipped["3"]
     assert all(turned.get_submodule(name).weight.rotation == 128 for name in report)
     assert all(0 < error < 0.02 for error in report.errors.values())  # of the weight turned back
+    if options == {"scheme": "two-level"} and not calibrated:
+        expected = jitgemm.quantize_w4_two_level(model()[0].weight.detach(), rotation=128)
+        assert torch.equal(turned[0].weight.dequantize(), expected.dequantize())
     save_model(turned, str(tmp_path / "model.safetensors"))
     again = model(seed=1)
     jitgemm.nn.load_(again, tmp_path)
@@ -370,9 +369,6 @@ def test_layers_that_lose_too_much_are_rotated_in_8_bits():
 
 
 def test_recipes_and_their_models_refuse_what_cannot_be_rotated():
-    for rotation in (64, 0, True, 128.0):
-        with pytest.raises(ValueError, match="rotation: expected None or 128, got"):
-            Recipe(rotation=rotation)
     with pytest.raises(ValueError, match="3: expected .* in_features a multiple of 128, got 16 and 48"):
         quantize_(model(), lambda name, module: True, rotation=128, scheme="int4")
     assert Recipe(rotation=128, lm_head="int8").head.rotation == 128

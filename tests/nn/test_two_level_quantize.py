@@ -1,4 +1,4 @@
-"""quantize_w4_two_level and quantize_(scheme="two-level"): the least error of those tried, integers within 8 bits."""
+"""quantize_w4_two_level: the least error of those tried, integers within 8 bits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import itertools
 
 import pytest
 import torch
-from safetensors.torch import save_model
 
 import jitgemm
-from jitgemm.nn.layers.by_width import W4A8Linear
 
 
 def normal(n: int, k: int, seed: int = 1) -> torch.Tensor:
@@ -100,46 +98,3 @@ def test_moments_make_the_results_error_small():
 def test_what_is_wrong_is_named(error, message, options):
     with pytest.raises(error, match=message):
         jitgemm.quantize_w4_two_level(**({"w": normal(8, 64)} | options))
-
-
-def linears(seed: int = 0) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(256, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16, bias=False))
-
-
-@pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("activation", [None, "int8_affine"])
-def test_a_models_layers_are_quantised_saved_and_loaded(tmp_path, activation, calibrated):
-    model, x = linears(), normal(300, 256, 4)
-    calibration = {"calibration": [x]} if calibrated else {}
-    report = jitgemm.nn.quantize_(model, scheme="two-level", activation=activation, **calibration)
-    assert report == ["0", "2"] and all(0 < error < 0.02 for error in report.errors.values())
-    for name in report:
-        layer, linear = model.get_submodule(name), linears().get_submodule(name)
-        assert (
-            isinstance(layer, W4A8Linear)
-            and layer.activation == (activation or "int8")
-            and layer.weight.format.code == "two_level"
-        )
-        if not calibrated:
-            expected = jitgemm.quantize_w4_two_level(linear.weight.detach()).dequantize()
-            assert torch.equal(layer.weight.dequantize(), expected)
-    save_model(model, str(tmp_path / "model.safetensors"))
-    again = linears(seed=1)
-    jitgemm.nn.load_(again, tmp_path)
-    assert torch.equal(again(x), model(x))
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (TypeError, "activation: expected int8, as no e4m3 holds .*, got float8_e4m3fn", {"activation": "e4m3"}),
-        (TypeError, "group_size: expected none with scheme='two-level'", {"activation": "int8", "group_size": 32}),
-        (ValueError, "bits: expected 4 with scheme='two-level', got 8", {"activation": "int8", "bits": 8}),
-    ],
-)
-def test_options_that_do_not_go_with_two_levels_are_named_before_anything_is_replaced(error, message, options):
-    model = linears()
-    with pytest.raises(error, match=message):
-        jitgemm.nn.quantize_(model, **{"scheme": "two-level", **options})
-    assert isinstance(model[0], torch.nn.Linear)
