@@ -182,6 +182,7 @@ WRONG = [
     (W4A8Linear.from_linear, (torch.zeros(8, 32),), {}, "linear: expected a torch.nn.Linear, got Tensor"),
     (W4A8Linear.from_linear, (torch.nn.Linear(32, 8, device="meta"),), {}, "linear: expected a weight with data"),
     (W4A8Linear.from_linear, (torch.nn.Linear(32, 10),), {}, "w: expected n, its rows, to be a positive multiple of 8"),
+    *((W4A8Linear.from_linear, (linear(),), {name: 8}, name) for name in ("bits", "sums", "ignore", "block", "blok")),
     (warmup, (Model(), 0), {}, "max_m: expected at least 1, got 0"),
     (warmup, (Model(), "many"), {}, "max_m: expected an int, got str"),
     (warmup, (Model(), 1), {"dtype": torch.int8}, "dtype: expected bfloat16, float16 or float32, got int8"),
