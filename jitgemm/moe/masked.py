@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jitgemm.activations.arguments import Outputs
 from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
-from jitgemm.gemm.problem import ANY, Lhs, expected_rows_of, split_lhs
-from jitgemm.gemm.run import masked
+from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Groups, Lhs, as_rows, expected_rows_of, split_lhs
+from jitgemm.gemm.run import GemmCall, run_grouped
 from jitgemm.moe.arguments import MaskedCall, check_call_once, check_weights, make_gate, tokens_activation
-from jitgemm.moe.call import HOW_SCHEMA, LAST_SCHEMA, WEIGHTS_SCHEMA, layer_of_op, lhs_of, op_layer
+from jitgemm.moe.call import HOW_SCHEMA, LAST_SCHEMA, WEIGHTS_SCHEMA, layer_of_op, op_layer
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
 from jitgemm.weight.parts import check_rotated
@@ -70,18 +71,23 @@ def fused_experts_masked(
 def _run(call: MaskedCall) -> None:
     """The call, directly or by its op."""
     check_call_once(call)
-    out, w13, sizes, invariant = call.out, call.w13, call.masked_m, call.batch_invariant
-    expected_m = call.expected_rows / out.shape[0]
-    hidden = torch.empty((*out.shape[:2], w13.n), dtype=out.dtype, device=out.device)
-    lhs = _quantise(call, call.x, NO_PROLOGUE) if call.x_scale is None else lhs_of((call.x, call.x_scale, call.x_zero))
-    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, invariant)
-    lhs = _quantise(call, hidden, Prologue(gate=call.gate))
-    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, invariant)
+    (experts, max_m, _), w13, w2 = call.out.shape, call.w13, call.w2
+    given = (X, call.x, "k"), (X_SCALE, call.x_scale, ""), (X_ZERO, call.x_zero, ""), ("out", call.out, "n")
+    x, x_scale, x_zero, out = (
+        None if each is None else as_rows(name, each, experts, max_m, columns) for name, each, columns in given
+    )
+    lhs: Any = (x, x_scale, x_zero) if x_scale is not None else _quantise(call, x, NO_PROLOGUE)
+    hidden = torch.empty((experts * max_m, w13.n), dtype=call.out.dtype, device=call.out.device)
+    # 0 would stand for offsets; where no expert can have a row, any other number serves.
+    groups = Groups(call.masked_m, None, max(max_m, 1), call.expected_rows)
+    run_grouped(GemmCall(*lhs, w13, hidden, call.bias13, groups, call.batch_invariant))
+    codes = _quantise(call, hidden, Prologue(gate=call.gate))
+    run_grouped(GemmCall(*codes, w2, out, call.bias2, groups, call.batch_invariant))  # type: ignore[arg-type]
 
 
-def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:
-    parts = quantize(QuantizeCall(x.flatten(0, 1), call.activation, prologue, row_count=call.masked_m))
-    return tuple(part.unflatten(0, x.shape[:2]) for part in parts if part is not None)
+def _quantise(call: MaskedCall, rows: Any, prologue: Prologue) -> Outputs:
+    q, scale, zero = quantize(QuantizeCall(rows, call.activation, prologue, row_count=call.masked_m))
+    return q, scale.unflatten(0, call.out.shape[:2]) if call.activation.block else scale, zero
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
