@@ -6,23 +6,24 @@ Plain torch, on whatever device the weight is; knows nothing of kernels or the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
+from jitgemm.kernel.formats import WeightFormat, ceil_div
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name, one_of
 from jitgemm.weight.gptq import gptq
 from jitgemm.weight.pack import BLOCK, check_group_size, pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
-from jitgemm.weight.parts import check_rotation, check_sizes, format_group
+from jitgemm.weight.parts import check_rotation, check_sizes, expert_indices, format_group
 from jitgemm.weight.rotation import rotated, rotated_moments
-from jitgemm.weight.search import CHUNK, Rows, Search, check_underflow, in_steps
+from jitgemm.weight.search import CHUNK, Grid, Rows, Search, check_underflow, in_steps
 
 W = TypeVar("W", bound=Weight)
+G = TypeVar("G", bound=Grid)
 
 CLIP_STEPS = 32
 """Ranges tried by default, in geometric steps from all of it down to MIN_CLIP: each is 5 % smaller than the last."""
@@ -101,26 +102,15 @@ def quantize_w4(
         return _by_expert(W4Weight, lambda e, of_e: quantize_w4(w[e], moments=of_e, **options), w, moments)
     search = Search(symmetric, scale_dtype, full_range, clip_steps, positive_scales)
     size = min(group_size, k)
-    groups = ceil_div(k, size)
     with torch.inference_mode(False), torch.no_grad():
-        scale = torch.empty((n, groups), dtype=scale_dtype, device=w.device)
-        zero = torch.empty((n, groups), dtype=torch.uint8, device=w.device)
+        scale = torch.empty((n, ceil_div(k, size)), dtype=scale_dtype, device=w.device)
+        zero = torch.empty(scale.shape, dtype=torch.uint8, device=w.device)
         q = torch.empty((n, k // 2), dtype=torch.uint8, device=w.device)
-        form: Any = dict(zero=None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
-        padding = groups * size - k  # with zeros, which every scale and zero point represents
-        if moments is not None:
-            whole, moments = _in_fp32(w, slice(n), rotation), _moments_of(moments, rotation)
-            codes, scale[:], zero[:] = gptq(whole, moments, size, search, act_order)
-            check_underflow(scale, torch.nn.functional.pad(whole, (0, padding)).unflatten(1, (groups, size)))
-            return _saying(rotation, pack_w4(_canonical(codes), scale, **form))
-        step = max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // (k + padding))
-        for first in range(0, n, step):
-            rows = slice(first, min(first + step, n))
-            part = torch.nn.functional.pad(_in_fp32(w, rows, rotation), (0, padding)).reshape(-1, groups, size)
-            scale[rows], zero[rows] = found = search.scales(part)
+        for _, rows, _, part, codes, *found in _rounded(w, moments, act_order, rotation, size, lambda part: search):
+            scale[rows], zero[rows] = found
             check_underflow(scale[rows], part)
-            codes = in_steps(part, found[0]).round_().add_(found[1][..., None]).clamp_(*search.codes)
-            q[rows] = _canonical(codes.view(part.shape[0], -1)[:, :k])
+            q[rows] = _canonical(codes)
+        form: Any = dict(zero=None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
         return _saying(rotation, pack_w4(q, scale, **form))
 
 
@@ -191,6 +181,13 @@ def quantize_w8(
         return _saying(rotation, pack_w8(q, scale))
 
 
+def _check_lhs(form: WeightFormat, lhs_type: str | None, name: str = "lhs_dtype") -> None:
+    """Raises TypeError for a type of activations that weights of this format do not meet; name: the argument's."""
+    if lhs_type not in (None, *form.lhs_types):
+        got = dtype_name(torch_dtype(str(lhs_type)))
+        raise TypeError(f"{name}: expected {one_of(form.lhs_types)}, {form.why_lhs()}, got {got}")
+
+
 def _check_given(
     w: torch.Tensor, moments: torch.Tensor | None, act_order: bool, lhs_dtype: torch.dtype | None,
     check_lhs: Callable[[str | None], None], rotation: int,
@@ -237,6 +234,29 @@ def _by_expert(
             raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
 
     return kind.stacked(w.shape[0], expert)
+
+
+def _rounded(
+    w: torch.Tensor, moments: torch.Tensor | None, act_order: bool, rotation: int, size: int,
+    grid_of: Callable[[torch.Tensor], G],
+) -> Iterator[tuple[Any, slice, G, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """For every run of rows of w: (expert, rows, what `grid_of` makes of their values, these [rows, groups, size], codes
+    [rows, k], scales and zero points [rows, groups]). Of a dense weight expert is `...`."""
+    n, k = w.shape[-2:]
+    padding = -k % size  # with zeros, which every scale and zero point represents
+    step = n if moments is not None else max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // (k + padding))
+    for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
+        for first in range(0, n, step):
+            rows = slice(first, min(first + step, n))
+            whole = _in_fp32(w[e], rows, rotation)
+            part = torch.nn.functional.pad(whole, (0, padding)).unflatten(1, (-1, size))
+            grid = grid_of(part)
+            if moments is not None:
+                yield e, rows, grid, part, *gptq(whole, _moments_of(moments[e], rotation), size, grid, act_order)
+            else:
+                scale, zero = grid.scales(part)
+                codes = grid.round_(in_steps(part, scale), zero[..., None])
+                yield e, rows, grid, part, codes.flatten(1)[:, :k], scale, zero
 
 
 def _canonical(codes: torch.Tensor) -> torch.Tensor:

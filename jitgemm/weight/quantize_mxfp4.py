@@ -5,21 +5,20 @@ Round to nearest, or GPTQ where the inputs' moments are given.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import dtype_name
-from jitgemm.weight.gptq import gptq
 from jitgemm.weight.mxfp4 import BIAS, MAGNITUDES, format_of, pack_mxfp4
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_given, _in_fp32, _moments_of, _saying
-from jitgemm.weight.search import CHUNK
+from jitgemm.weight.quantize import _check_given, _check_lhs, _rounded, _saying
 
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Between neighbours of e2m1's magnitudes; a tie takes the even one: the lower, the upper, the lower, ..."""
+check_lhs = partial(_check_lhs, format_of(EXPONENT_GROUP, 2 * EXPONENT_GROUP))
+"""Raises TypeError for a type of activations, and an argument's name, that the codes do not meet."""
 
 
 def quantize_mxfp4(
@@ -47,34 +46,17 @@ def quantize_mxfp4(
         TypeError: wrong dtype, or lhs_dtype int8, which MXFP4 does not go with.
         ValueError: wrong shape, or values.
     """
-    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs, rotation)
-    groups, grid = ceil_div(k, EXPONENT_GROUP), Powers()
+    _, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs, rotation)
+    grid = Powers()
     with torch.inference_mode(False), torch.no_grad():
         codes = torch.empty((*w.shape[:-1], k // 2), dtype=torch.uint8, device=w.device)
-        scales = torch.empty((*w.shape[:-1], groups), dtype=torch.uint8, device=w.device)
-        step = n if moments is not None else max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // k)
-        for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
-            for first in range(0, n, step):
-                rows = slice(first, min(first + step, n))
-                part = _in_fp32(w[e], rows, rotation)
-                if moments is not None:
-                    values, scale, _ = gptq(part, _moments_of(moments[e], rotation), EXPONENT_GROUP, grid, act_order)
-                else:
-                    part = torch.nn.functional.pad(part, (0, groups * EXPONENT_GROUP - k)).unflatten(1, (groups, -1))
-                    scale, zero = grid.scales(part)
-                    values = grid.round_(part / scale[..., None], zero).flatten(1)[:, :k]
-                found = codes_of(values)
-                codes[e][rows] = found[:, 0::2] | found[:, 1::2] << 4
-                scales[e][rows] = (torch.frexp(scale).exponent + (BIAS - 1)).to(torch.uint8)
+        scales = torch.empty((*w.shape[:-1], ceil_div(k, EXPONENT_GROUP)), dtype=torch.uint8, device=w.device)
+        runs = _rounded(w, moments, act_order, rotation, EXPONENT_GROUP, lambda part: grid)
+        for e, rows, _, _, values, scale, _ in runs:
+            found = codes_of(values)
+            codes[e][rows] = found[:, 0::2] | found[:, 1::2] << 4
+            scales[e][rows] = (torch.frexp(scale).exponent + (BIAS - 1)).to(torch.uint8)
         return _saying(rotation, pack_mxfp4(codes, scales, k=k))
-
-
-def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:
-    """Raises TypeError for a type of activations that MXFP4 does not meet; name: the argument's."""
-    form = format_of(EXPONENT_GROUP, 2 * EXPONENT_GROUP)
-    if lhs_type not in (None, *form.lhs_types):
-        got = dtype_name(torch_dtype(str(lhs_type)))
-        raise TypeError(f"{name}: expected float8_e4m3fn, {form.why_lhs()}, got {got}")
 
 
 def codes_of(values: torch.Tensor) -> torch.Tensor:

@@ -5,23 +5,23 @@ Round to nearest, or GPTQ where the inputs' moments are given.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.codes import FACTOR_GROUP
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import dtype_name
-from jitgemm.weight.gptq import gptq
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import expert_indices
-from jitgemm.weight.quantize import _check_given, _in_fp32, _moments_of, _saying
-from jitgemm.weight.search import CHUNK, Tried, _least, _squared_error, check_underflow, in_steps
+from jitgemm.weight.quantize import _check_given, _check_lhs, _rounded, _saying
+from jitgemm.weight.search import Tried, _least, _squared_error, check_underflow, in_steps
 from jitgemm.weight.two_level import format_of, pack_w4_two_level
 
 RANGE = 119
 """Integers that a row's largest value becomes: 8 more, half of the largest factor, are left for what 4 bits miss."""
 MOST_FACTOR = 16
 """With larger ones not all of sixteen codes are integers of 8 bits, whatever the zero point."""
+check_lhs = partial(_check_lhs, format_of("bf16"))
+"""Raises TypeError for a type of activations, and an argument's name, that the codes do not meet."""
 
 
 def quantize_w4_two_level(
@@ -53,44 +53,26 @@ def quantize_w4_two_level(
         TypeError: wrong dtype, or lhs_dtype e4m3, which two levels do not go with.
         ValueError: wrong shape, or values.
     """
-    n, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs, rotation)
-    groups = ceil_div(k, FACTOR_GROUP)
+    _, k = _check_given(w, moments, act_order, lhs_dtype, check_lhs, rotation)
     with torch.inference_mode(False), torch.no_grad():
         q = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-        factors, zeros = (torch.empty((*w.shape[:-1], groups), dtype=torch.uint8, device=w.device) for _ in range(2))
+        shape = *w.shape[:-1], ceil_div(k, FACTOR_GROUP)
+        factors, zeros = (torch.empty(shape, dtype=torch.uint8, device=w.device) for _ in range(2))
         scales = torch.empty(w.shape[:-1], dtype=torch.bfloat16, device=w.device)
-        step = n if moments is not None else max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // k)
-        for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
-            for first in range(0, n, step):
-                rows = slice(first, min(first + step, n))
-                part = _in_fp32(w[e], rows, rotation)
-                scales[e][rows] = part.abs().amax(-1) / RANGE
-                check_underflow(scales[e][rows], part)
-                grid = Levels(scales[e][rows].to(torch.float32))
-                if moments is not None:
-                    codes, scale, zero = gptq(part, _moments_of(moments[e], rotation), FACTOR_GROUP, grid, act_order)
-                else:
-                    part = torch.nn.functional.pad(part, (0, groups * FACTOR_GROUP - k)).unflatten(1, (groups, -1))
-                    scale, zero = grid.scales(part)
-                    codes = grid.round_(in_steps(part, scale), zero[..., None]).flatten(1)[:, :k]
-                q[e][rows], zeros[e][rows] = codes.to(torch.uint8), zero.to(torch.uint8)
-                factors[e][rows] = (scale / grid.row).round().to(torch.uint8)
+        for e, rows, grid, _, codes, scale, zero in _rounded(w, moments, act_order, rotation, FACTOR_GROUP, Levels):
+            q[e][rows], zeros[e][rows], scales[e][rows] = codes.to(torch.uint8), zero.to(torch.uint8), grid.given
+            factors[e][rows] = (scale / grid.row).round().to(torch.uint8)
         return _saying(rotation, pack_w4_two_level(q, factors, zeros, scales))
-
-
-def check_lhs(lhs_type: str | None, name: str = "lhs_dtype") -> None:
-    """Raises TypeError for a type of activations that two levels do not meet; name: the argument's."""
-    form = format_of("bf16")
-    if lhs_type not in (None, *form.lhs_types):
-        raise TypeError(f"{name}: expected int8, {form.why_lhs()}, got {dtype_name(torch_dtype(str(lhs_type)))}")
 
 
 class Levels:
     """Codes 0..15 with zero points, and an integer times a row's scale for each group. As `Search`."""
 
-    def __init__(self, row: torch.Tensor):
-        """row: the rows' scales, fp32 [n]."""
-        self.row = torch.where(row == 0, 1.0, row)[:, None]
+    def __init__(self, part: torch.Tensor):
+        """part: values [n, groups, size] of rows, whose scales are `given`, and fp32 [n, 1] `row`, 1 for 0."""
+        self.given = (part.abs().amax((1, 2)) / RANGE).to(torch.bfloat16)
+        check_underflow(self.given, part.flatten(1))
+        self.row = torch.where(self.given == 0, 1.0, self.given.float())[:, None]
 
     def scales(self, w: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(factor * row's scale, zero), fp32 of w's groups."""

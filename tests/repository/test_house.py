@@ -23,7 +23,7 @@ CEILINGS = {
     "load_: files": 84,
     "load_: lines": 17_450,
     "files above 450 lines": 1,
-    "lines of the package": 33_150,
+    "lines of the package": 33_140,
 }
 
 
