@@ -165,7 +165,7 @@ def run_gemm(
     Examples:
       python scripts/emulate.py gemm e4m3-g128-bf16-m8n64-k1x2-s12 5 200 544
       python scripts/emulate.py gemm s8fast-g128-bf16-m16n64-s3 30 200 1056 --plant \\
-          gemm/ahead "if (position.lane == 0) barrier_arrive(shared.empty(stage));" ""
+          gemm/loop "if (position.lane == 0) barrier_arrive(shared.empty(stage));" ""
 
     \b
     Exit codes:

@@ -68,11 +68,11 @@ F16 = 2.0**-11
 PARTS = 1.5 * 2.0**23
 """What int8's sums by parts stand on, in units of operands times activations."""
 PARTS_RECORDS = 16
-"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/ahead.cuh)."""
+"""Records until it is taken off again (kPartsRun in include/jitgemm/gemm/loop.cuh)."""
 CORRECTION = 4 * (16 + 2) * 2.0**-23
 """What a block of corrections loses of its sum of |products| at most."""
 F16_RECORDS = 8
-"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/ahead.cuh)."""
+"""Records that are added up in f16 (kF16Run in include/jitgemm/gemm/loop.cuh)."""
 
 _BUDGET = 1 << 24
 """Float64 values that one temporary may hold (128 MiB)."""

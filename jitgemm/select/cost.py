@@ -59,7 +59,7 @@ int8's sums are converted first. Those by parts are not, and have a fit of their
 multiply-add for two of them reads 128 registers' banks where two read 228. Once more by e4m3's where the scale is a
 product, of a row's and a token's."""
 F16_WAITS = 1.22
-"""Times as many for f16 sums where no other unit multiplies meanwhile (include/jitgemm/gemm/ahead.cuh): 28672 x 4096,
+"""Times as many for f16 sums where no other unit multiplies meanwhile (include/jitgemm/gemm/loop.cuh): 28672 x 4096,
 m = 512, of groups of 128, 64 and 32 took 1.21, 1.19 and 1.19 by tiles of 176 tokens, for those of 128. Not fitted."""
 FLUSH_CYCLES = 0.33
 """The same for f16 sums' way to fp32, of a record: four instructions for two sums, every eighth record. Not fitted."""

@@ -310,7 +310,7 @@ FAULTS = {
         "const u32 low = low_pair[unit.chunk]",
         "const u32 low = low_pair[0]",
     ),
-    "a run of 64 records": ("gemm/ahead", "kF16Run = 8", "kF16Run = 64"),
+    "a run of 64 records": ("gemm/loop", "kF16Run = 8", "kF16Run = 64"),
 }
 MX_FAULTS = {
     "another table": ("gemm/codec", "t -= kLow;", "t -= kLow - 1;"),

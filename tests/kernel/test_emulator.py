@@ -478,13 +478,13 @@ SEEN_TOO_EARLY = "need not see that it was initialised|was not initialised"
 LOADING = "is overwritten while warp [0-9]+'s load of it may be on its way"
 FAULTS = {
     "data is not waited for": (
-        GEMM, "gemm/multiply",
+        GEMM, "gemm/loop",
         "barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);",
         "",
         "outside of the bound|changed before|more arrivals",
     ),
     "stages are not handed back": (
-        GEMM, "gemm/ahead",
+        GEMM, "gemm/loop",
         "if (position.lane == 0) barrier_arrive(shared.empty(stage));",
         "",
         "the kernel hangs",

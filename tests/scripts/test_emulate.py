@@ -121,7 +121,7 @@ class TestGemm:
         ("header", "old", "new", "expected"),
         [
             ("gemm/epilogue", "async_proxy_fence();", "", "without fence.proxy.async"),
-            ("gemm/ahead", "if (position.lane == 0) barrier_arrive(shared.empty(stage));", "", "the kernel hangs"),
+            ("gemm/loop", "if (position.lane == 0) barrier_arrive(shared.empty(stage));", "", "the kernel hangs"),
             ("gemm/epilogue", "stored = (dense", "", "old: expected what stands once in jitgemm/gemm/epilogue.cuh"),
             ("gemm/none", "", "", "header: expected one of jitgemm/gemm/"),
         ],
