@@ -8,16 +8,16 @@
 //     Scaling   what a unit's sums are multiplied by: nothing, a scale per row, row x token, strip x token; in f16
 //
 // Everywhere a unit is started, the one before is waited for and promoted, and the record behind is loaded and decoded.
-// kInFlight units have registers. They are all of one record, or with kAhead go on over its end, so that the tensor cores have
-// one of this warpgroup while another is promoted or a record decoded:
+// kInFlight units have registers. They are all of one record, or with kAhead go on over its end, so that the tensor
+// cores have one of this warpgroup while another is promoted or a record decoded:
 //
 //     all of a record          start i   decode i + 1   promote i, unit by unit   stage back | start i + 1   decode ...
 //     ahead, a unit a record   promote i   stage back   decode i + 2   start i + 2 | promote i + 1   ...
-//     ahead, more              decode i + 1   promote unit 0   start unit 2   promote unit 1   start unit 3 ... | decode ...
+//     ahead, more              decode i + 1   promote unit 0   start unit 2   promote unit 1   start unit 3   ... | ...
 //
-// A run is the records whose sums stay together: in the tensor cores kPromoteRecords of them, or with 0 the whole tile, which
-// nothing scales; in f16 kF16Run of them, by parts kPartsRun. Of an operand in two parts, a record's parts go where else
-// two records of a run go.
+// A run is the records whose sums stay together: in the tensor cores kPromoteRecords of them, or with 0 the whole tile,
+// which nothing scales; in f16 kF16Run of them, by parts kPartsRun. Of an operand in two parts, a record's parts go
+// where else two records of a run go.
 //
 // Sum i of a thread, of 64 rows x N columns of a unit; w = thread / 32, l = thread % 32:
 //
@@ -32,8 +32,8 @@
 
 namespace jitgemm {
 
-// Where a step stands in its run: the first of a pair that the tensor cores sum is promoted with the last. kOpens: promoted,
-// as the first of a run in f16, or of a pair by parts.
+// Where a step stands in its run: the first of a pair that the tensor cores sum is promoted with the last. kOpens:
+// promoted, as the first of a run in f16, or of a pair by parts.
 enum class Place { kOnly, kFirst, kLast, kInTile, kOpens };
 
 constexpr u32 kF16Run = 8, kPartsRun = 16;  // records
@@ -140,7 +140,8 @@ struct Loop {
     u32 block;       // of the ring's stage
     u32 summed = 0;  // records, where the whole tile is a run
 
-    __device__ __forceinline__ Loop(float (&acc)[Config::kSums], Sums& sums, Multiplicands<Config>& of, u64 first_descriptor)
+    __device__ __forceinline__ Loop(float (&acc)[Config::kSums], Sums& sums, Multiplicands<Config>& of,
+                                    u64 first_descriptor)
         : shared(of.shared), position(of.position), ring(of.ring), acc(acc), partial(sums.partial), kept(of),
           first_descriptor(first_descriptor), block(of.range.begin + position.along_k) {
         sums.clear();
@@ -161,14 +162,15 @@ struct Loop {
     }
 
     // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
-    // which would keep ptxas from scheduling across it. By value: an address that is selected puts the ring into local memory.
+    // which would keep ptxas from scheduling across it. By value: an address that is selected puts the ring into local
+    // memory.
     __device__ __forceinline__ Ring behind(bool last) const {
         Ring next = ring;
         next.advance();
         return last && !kAhead ? ring : next;
     }
 
-    // Starts the multiplies of a unit of `operand`, of the record in `stage`. The registers of its sums count from kSlot on.
+    // Starts the multiplies of a unit of `operand`, of the record in `stage`. Registers of sums count from kSlot on.
     template <Place kPlace, u32 kPart, u32 kSlot>
     __device__ __forceinline__ void start(u32 index, const Operand& operand, u32 stage) {
         const Unit<Config> unit(index);
@@ -186,8 +188,8 @@ struct Loop {
         wgmma_commit();
     }
 
-    // A step: a record, or a part of one; `next` becomes what comes behind it. kWhich: 0 or 1 in turns. kMore: whether steps
-    // come that are not started or loaded yet. last: whether the record is the tile's last.
+    // A step: a record, or a part of one; `next` becomes what comes behind it. kWhich: 0 or 1 in turns. kMore: whether
+    // steps come that are not started or loaded yet. last: whether the record is the tile's last.
     template <Place kPlace, u32 kWhich, bool kMore>
     __device__ __forceinline__ void step(Operand& current, Operand& next, bool last) {
         constexpr bool kOpens = kPlace == Place::kOpens;
@@ -262,7 +264,8 @@ struct Loop {
         if constexpr (kKeeps) kept.flush(acc);
     }
 
-    // All records of a tile, at least one. `begin` is called once the first is decoded and before activations are needed.
+    // All records of a tile, at least one. `begin` is called once the first is decoded, and before activations are
+    // needed.
     template <typename Begin>
     __device__ __forceinline__ void run(u32 records, Begin begin) {
         constexpr Place kWhole = Config::kPromoteRecords == 0 ? Place::kInTile : Place::kOnly;
@@ -296,8 +299,8 @@ struct Loop {
             start<kFirst, 0, 1>(0, odd, second.stage);
         }
         u32 left = records * kParts - kTail;
-        // A run ends where a multiple of kRun steps is left, or one more: no counter of its own. Of a run in f16 the first two
-        // stand apart: clearing the sums instead, ptxas moves them about in each iteration.
+        // A run ends where a multiple of kRun steps is left, or one more: no counter of its own. Of a run in f16 the
+        // first two stand apart: clearing the sums instead, ptxas moves them about in each iteration.
         while (left >= 2) {
 #pragma unroll 1
             do {

@@ -99,20 +99,6 @@ __device__ __forceinline__ void meet(const RanksArgs& args, u64 call, u64 counts
     __syncthreads();
 }
 
-// Eight values in memory that other ranks write or read.
-template <RealType kType>
-__device__ __forceinline__ Vector<kType> load_of_rank(const u8* source) {
-    Vector<kType> vector;
-#pragma unroll
-    for (u32 part = 0; part < Vector<kType>::kBytes / 16; ++part) {
-        u32 words[4];
-        load_shared_by_ranks(source + 16 * part, words);
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) vector.words[4 * part + i] = words[i];
-    }
-    return vector;
-}
-
 // Half of sums `vector` and half of `vector` + 4, where `vector` is the same for a pair of lanes, and the next pair's is
 // the next: a load of eight lanes is a whole line. No cache holds what these loads bring, so that a sector of which a
 // lane reads half would travel twice.
@@ -188,7 +174,8 @@ __device__ __forceinline__ void gather(const RanksArgs& args) {
         const u8* const rows = buffer_of(args, rank) + args.rows_at;
         const u64 begin = rank * of_rank, end = min(begin + of_rank, all);
         for (u64 i = begin + blockIdx.x * kFinishThreads + threadIdx.x; i < end; i += gridDim.x * kFinishThreads)
-            store_vector(args.out + i * kBytes, load_of_rank<Config::kOut>(rows + (i - begin) * kBytes));
+            store_vector(args.out + i * kBytes,
+                         load_vector<Config::kOut, load_shared_by_ranks>(rows + (i - begin) * kBytes));
     }
 }
 

@@ -21,13 +21,14 @@ struct Vector {
     }
 };
 
-template <RealType kType>
+// kLoad: how 16 bytes are loaded.
+template <RealType kType, void (*kLoad)(const u8*, u32 (&)[4]) = load_streamed>
 __device__ __forceinline__ Vector<kType> load_vector(const u8* source) {
     Vector<kType> vector;
 #pragma unroll
     for (u32 part = 0; part < Vector<kType>::kBytes / 16; ++part) {
         u32 words[4];
-        load_streamed(source + 16 * part, words);
+        kLoad(source + 16 * part, words);
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) vector.words[4 * part + i] = words[i];
     }
