@@ -44,20 +44,26 @@ class Entry:
     unwritten: str = ""
 
     @property
-    def slow_because(self) -> str:
-        """What ptxas did that costs the kernel time, such as "124 bytes of register spills"; "" for a clean build.
+    def _spills(self) -> int:
+        return self.metadata.get("spill_bytes", 0)
 
-        An array that is indexed at run time lies on the stack, in local memory, and counts as no spill."""
-        spills, stack = self.metadata.get("spill_bytes", 0), self.metadata.get("stack_bytes", 0)
-        spilled = f"{spills} bytes of register spills" if spills else f"{stack} bytes of stack" if stack else ""
-        reasons = (spilled, self.metadata.get("serialised", ""))
-        return "; ".join(filter(None, reasons))
+    @property
+    def _arrays(self) -> int:
+        """Bytes of stack that spills do not explain: an array that is indexed at run time, which is in local memory and
+        counts as no spill. What is spilled is stored and loaded once at least; stack comes by eights."""
+        return max(0, self.metadata.get("stack_bytes", 0) - (self._spills + 15) // 16 * 8)
+
+    @property
+    def slow_because(self) -> str:
+        """What ptxas did that costs the kernel time, such as "124 bytes of register spills"; "" for a clean build."""
+        spills = f"{self._spills} bytes of register spills" if self._spills else ""
+        arrays = f"{self._arrays} bytes of stack" if self._arrays else ""
+        return "; ".join(filter(None, (spills, arrays, self.metadata.get("serialised", ""))))
 
     @property
     def slow_build(self) -> bool:
         """Whether ptxas made of it what nobody should run unawares: many spills, arrays in local memory, serialised wgmma."""
-        spills, stack = self.metadata.get("spill_bytes", 0), self.metadata.get("stack_bytes", 0)
-        return spills > MAX_SPILL_BYTES or (stack > 0 and not spills) or bool(self.metadata.get("serialised"))
+        return self._spills > MAX_SPILL_BYTES or self._arrays > 0 or bool(self.metadata.get("serialised"))
 
 
 @dataclass(frozen=True)

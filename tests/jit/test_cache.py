@@ -243,8 +243,13 @@ def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, re
     from jitgemm.runtime import loaded
 
     entry, _ = KernelCache([root]).get_or_compile(spilling_kernel())
-    little, much = (replace(entry, metadata=entry.metadata | {"spill_bytes": each}) for each in (200, 204))
-    assert (little.slow_build, much.slow_build) == (False, True) and little.slow_because
+    little, much, ring = (
+        replace(entry, metadata=entry.metadata | {"spill_bytes": spills, "stack_bytes": stack})
+        for spills, stack in ((200, 104), (204, 104), (16, 112))
+    )
+    assert [each.slow_build for each in (little, much, ring)] == [False, True, True]
+    assert little.slow_because == "200 bytes of register spills"
+    assert ring.slow_because == "16 bytes of register spills; 104 bytes of stack"
     assert KernelCache([root]).get_or_compile(stacked_kernel())[0].slow_build
     monkeypatch.setattr(loaded, "_warned_of_slow", False)
     monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (little, False))
