@@ -133,7 +133,8 @@ def running(rank=0, size=1, ep=False, deepep=False, runner="auto", location=None
         patch.setattr(experts + "get_moe_a2a_backend", lambda: SimpleNamespace(is_deepep=lambda: deepep))
         patch.setattr(experts + "get_deepep_mode", lambda: SimpleNamespace(enable_low_latency=lambda: True))
         patch.setattr(experts + "get_moe_runner_backend", lambda: SimpleNamespace(value=runner))
-        patch.setattr(experts + "get_global_expert_location_metadata", lambda: location)
+        if location is not None or not REAL:
+            patch.setattr(experts + "get_global_expert_location_metadata", lambda: location)
         if REAL:
             from sglang.srt.runtime_context import get_context, get_parallel
 

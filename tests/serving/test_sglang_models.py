@@ -136,8 +136,8 @@ def groups(folder):
 
 
 @contextmanager
-def loaded(folder, loader):
-    """A model by SGLang's loader, with its processes' arguments in effect."""
+def loaded(folder, loader, before=lambda config: None, **arguments):
+    """A model by SGLang's loader, with its processes' arguments in effect; before: given the model's config first."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -145,9 +145,11 @@ def loaded(folder, loader):
 
     jitgemm.sglang.register()
     more = {f"{each}_rank": 0 for each in ("pp", "attn_dp", "attn_cp", "moe_dp")} | {"attn_dp_size": 1}
-    with running(model_path=str(folder), quantization="jitgemm"), get_parallel().override(**more), groups(folder):
+    arguments |= {"model_path": str(folder), "quantization": "jitgemm"}
+    with running(**arguments), get_parallel().override(**more), groups(folder):
         config = ModelConfig(model_path=str(folder), quantization="jitgemm", dtype="bfloat16")
         assert config.quantization == "jitgemm"
+        before(config)
         made = loader.DefaultModelLoader(LoadConfig())
         yield made.load_model(model_config=config, device_config=DeviceConfig("cpu"))
 
@@ -222,3 +224,31 @@ def test_gpt_oss_is_loaded_by_sglang_s_loader(tmp_path, loader):
         x, ids, weights = gpt_oss_experts.tokens()
         expected = whole.by_hand(x, ids, weights)
         assert (run(layer.mlp.experts, x, ids, weights) - expected).norm() < 0.06 * expected.norm()
+
+
+def test_sglang_s_models_load_copies_of_experts_and_list_their_rows(tmp_path, loader, monkeypatch):
+    """Two redundant experts, as SGLang's own map has them, whose models look for what its EPLB moves."""
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+    from sglang.srt.runtime_context import get_resources
+
+    def placed(config):
+        where = ExpertLocationMetadata.init_trivial(config, 0)
+        monkeypatch.setattr(get_resources(), "expert_location_metadata", where)
+        assert where.physical_to_logical_map.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+
+    dense = written(tmp_path, "qwen3_moe", "packed")
+    with loaded(tmp_path, loader, placed, enable_eplb=True, ep_num_redundant_experts=2) as model:
+        part = model.model.layers[1].mlp
+        packed, rows = part.experts.jitgemm, part.get_moe_weights()
+        down = torch.stack([dense[f"model.layers.1.mlp.experts.{e}.down_proj"] for e in range(4)])
+        assert torch.equal(packed.w2.weight.dequantize().double(), down[[0, 1, 2, 3, 0, 1]])
+        assert sum(each.nbytes for each in rows) == sum(
+            each.nbytes for each in packed.buffers() if each.shape[:1] == (6,)
+        )
+        x, weights = torch.randn(5, 128, dtype=BF16), torch.full((5, 2), 0.5)
+        ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [1, 3]], dtype=torch.int32)
+        before = run(part.experts, x, ids, weights)
+        assert torch.equal(run(part.experts, x, torch.where(ids < 2, ids + 4, ids), weights), before)
+        for each in rows:
+            each.copy_(each.flip(0).clone())
+        assert torch.equal(run(part.experts, x, 5 - ids, weights), before)

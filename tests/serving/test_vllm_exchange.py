@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,16 @@ def test_a_rank_gets_the_results_of_its_own_tokens(tmp_path, name):
     """Of two processes without GPUs: jitgemm's collectives stand for its kernels."""
     with two_ranks(tmp_path) as run:
         assert max(run(of_own_tokens, name)) < 2**-7  # each rank rounds its sum to bf16
+
+
+def test_a_rank_of_a_sequence_parallel_layer_has_its_share_of_tokens(monkeypatch):
+    ranks_of_both = SimpleNamespace(
+        device_group="both", device_communicator=SimpleNamespace(all2all_manager=SimpleNamespace(internode=False))
+    )
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_ep_group=lambda: ranks_of_both))
+    halves, places = ranks(sp_size=2, is_sequence_parallel=True), torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
+    split = sharding_of(config(halves), places, False, None)
+    assert split == ExpertSharding("both", 1, 2, 2, exchanges=True, max_tokens=17, nvlink=True)
 
 
 @pytest.mark.parametrize("value", ["deepep", True])
