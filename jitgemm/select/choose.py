@@ -224,6 +224,8 @@ IN_ORDER = 1, 1, "f32"
 """What `_order` is of kernels for `Problem.in_order`."""
 ORDER_MS = (1, 16, 64, 256, 1024, 4096)
 """Values of m over which orders of summation are compared; times the experts of a token, about, where there are any."""
+ORDER_EXPERTS = 128
+"""Experts for which orders are compared where there are any."""
 EXPERTS_PER_TOKEN = 1 / 16
 """Part of the experts that a token goes to, about: 8 of 128 and 256, 4 of 128, 2 of 8."""
 
@@ -234,8 +236,10 @@ def _order(spec: KernelSpec) -> tuple[int, int, str]:
 
 
 def _order_of(problem: Problem, device: DeviceSpec) -> tuple[int, int, str]:
-    """The order of summation of a layer's batch-invariant calls, whatever their rows."""
-    return _invariant_order(replace(problem, m=1, rows_vary=False), device)
+    """The order of summation of a layer's batch-invariant calls, whatever their rows, and however many of the experts a
+    rank has."""
+    experts = ORDER_EXPERTS if problem.experts else 0
+    return _invariant_order(replace(problem, m=1, rows_vary=False, experts=experts), device)
 
 
 @lru_cache(maxsize=512)
