@@ -10,9 +10,10 @@ import two_level
 from parallel_layers import linear, quantised
 
 import jitgemm.nn
-from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn import PackedLinear, W4A8Experts, W4A8Linear, W8A8Linear
+from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.quantize import quantize_w4
 
 K = 2048
 
@@ -81,28 +82,53 @@ class Model(torch.nn.Module):
         )
         x = x + self.o(y.transpose(0, 1).flatten(1))
         h = torch.nn.functional.rms_norm(x, x.shape[-1:])
-        x = x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
+        x = x + self.mlp(h)
         return self.head(torch.nn.functional.rms_norm(x, x.shape[-1:])).float().log_softmax(-1)
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Mixture(Model):
+    """The same with eight experts, two of them for each token."""
+
+    def __init__(self, hidden: int = 1024, inter: int = 128):
+        super().__init__(hidden=hidden)
+        del self.gate, self.up, self.down
+        self.router = torch.nn.Linear(hidden, 8, bias=False, dtype=torch.bfloat16)
+        made = [torch.randn(8, n, k) / k**0.5 for n, k in ((2 * inter, hidden), (hidden, inter))]
+        self.experts = W4A8Experts(*(quantize_w4(weight, 128, clip_steps=0) for weight in made))
+        self.experts.batch_invariant = True
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(h).float().softmax(-1).topk(2)
+        return self.experts(h, ids, weights)
 
 
 INVARIANT_PLAN = {
     **{name: ColwiseParallel(tp_invariant=True) for name in ("q", "k", "v", "gate", "up")},
     **{name: RowwiseParallel(tp_invariant=True) for name in ("o", "down")},
 }
+MIXTURE_PLAN = {name: INVARIANT_PLAN[name] for name in "qkvo"} | {"experts": ExpertParallel(tp_invariant=True)}
 KINDS = {
     "int8, per channel": {"activation": "int8", "group_size": "channel", "clip_steps": 0},
     "two levels": {"activation": "int8", "scheme": "two-level"},
     "e4m3, groups of 64": {"group_size": 64, "clip_steps": 0},
+    "experts": {"group_size": 64, "clip_steps": 0},
 }
 
 
 def model_of(kind: str, device: str = "cpu", options: dict | None = None) -> Model:
-    model, options = Model(), KINDS[kind] if options is None else options
-    jitgemm.nn.quantize_(model, filter=lambda name, module: name != "head", **options)
+    model, options = (Mixture if kind == "experts" else Model)(), KINDS[kind] if options is None else options
+    jitgemm.nn.quantize_(model, filter=lambda name, module: name not in ("head", "router"), **options)
     for name, layer in model.named_children():
         if isinstance(layer, PackedLinear):
             layer.tp_invariant = "k" if name in ("o", "down") else "n"
     return model.to(device)
+
+
+def plan_of(model: Model) -> dict:
+    return MIXTURE_PLAN if isinstance(model, Mixture) else INVARIANT_PLAN
 
 
 @torch.no_grad()

@@ -10,16 +10,28 @@ import pytest
 import ranks
 import torch
 from emulator.launch import emulate
-from invariant_layers import CASES, INVARIANT_PLAN, KINDS, K, Model, corrected, generated, layer_in, model_of, on_one
+from invariant_layers import (
+    CASES,
+    INVARIANT_PLAN,
+    KINDS,
+    K,
+    Model,
+    corrected,
+    generated,
+    layer_in,
+    model_of,
+    on_one,
+    plan_of,
+)
 from marks import emulated
-from parallel_layers import LAYERS, permuted, x_of
+from parallel_layers import LAYERS, layer_of_experts, of_rank, permuted, x_of
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
-from jitgemm.nn.layers import invariant
+from jitgemm.nn.layers import invariant, invariant_experts
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.layers.sharding import EngineSharding
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
@@ -75,6 +87,29 @@ def added_later(mesh, name: str) -> None:
         assert builders.same_bits(out, expected)
 
 
+def experts_of(mesh, name: str) -> list[str]:
+    torch._dynamo.reset()  # a process compiles a function for eight layers at most
+    whole, wrong = layer_of_experts(name), []
+    whole.batch_invariant = True
+    for world in (1, 2, 4):
+        mesh = mesh_of(world)
+        divided = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(tp_invariant=True))
+        assert divided.num_experts == 4 // world
+        for tokens, band in ((9, 64 << 20), (13, 1)):  # a token at a time, too
+            given = of_rank(3, tokens, torch.bfloat16)
+            invariant_experts.BAND_BYTES, expected = band, whole(*given)
+            outs = {"": divided(*given)}
+            compiled = torch.compile(divided, backend="aot_eager", fullgraph=True)
+            outs |= {"compiled": compiled(*given)} if tokens == 9 else {}
+            if world > 1:
+                split, divided.split = divided.split, EngineSharding(mesh.get_group(), mesh.get_local_rank(), world)
+                outs["added later"] = divided.run(*given, expert_map=split.expert_map(torch.device("cpu")))
+                split.sum(outs["added later"])
+                divided.split = split
+            wrong += [f"{world} ranks {what}" for what, out in outs.items() if not builders.same_bits(out, expected)]
+    return wrong
+
+
 def columns(mesh, name: str) -> None:
     layer, mesh = LAYERS[name](), mesh_of(2)
     divided = parallelize_module(copy.deepcopy(layer), mesh, ColwiseParallel(tp_invariant=True))
@@ -109,7 +144,7 @@ def layouts(mesh) -> None:
 def greedy(mesh, whole: Model) -> list[tuple[list[int], torch.Tensor]]:
     found = []
     for world in WORLDS:
-        found.append(generated(parallelize_module(copy.deepcopy(whole), mesh_of(world), INVARIANT_PLAN)))
+        found.append(generated(parallelize_module(copy.deepcopy(whole), mesh_of(world), plan_of(whole))))
     return found
 
 
@@ -122,9 +157,9 @@ def loaded(mesh, folder: str) -> list[tuple[list[int], torch.Tensor]]:
         found.append(generated(model))
     with pytest.raises(ValueError, match="head: expected a packed layer for tp_invariant, got a Linear in floats"):
         jitgemm.nn.load_(Model(), folder, tp=mesh_of(2), tp_plan=plan | {"head": "colwise"}, tp_invariant=True)
-    experts = ShardingPlan(mesh_of(2), {"*.experts": ExpertParallel()}, tp_invariant=True)
-    with pytest.raises(ValueError, match="mlp.experts: expected experts that are whole on every rank for tp_invariant"):
-        experts.expert_split("mlp.experts", 8)
+    plan = ShardingPlan(mesh_of(2), {"*.experts": ExpertParallel(input_layouts=Shard(0))}, tp_invariant=True)
+    with pytest.raises(ValueError, match=r"input_layouts: expected Replicate\(\) with tp_invariant, got S"):
+        plan.expert_split("mlp.experts", 8)
     return found
 
 
@@ -134,6 +169,11 @@ def loaded(mesh, folder: str) -> list[tuple[list[int], torch.Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_has_one_gpu_s_bits(eight, name):
     assert eight(same_bits_of, name) == [[]] * 8
+
+
+@pytest.mark.parametrize("name", ["int8_affine", "e4m3", "8 bits"])
+def test_experts_have_one_gpu_s_bits(eight, name):
+    assert eight(experts_of, name) == [[]] * 8
 
 
 @pytest.mark.parametrize("name", ["int8, per channel", "e4m3, groups of 128"])

@@ -8,14 +8,14 @@ import builders
 import pytest
 import ranks
 import torch
-from invariant_layers import CASES, INVARIANT_PLAN, KINDS, generated, model_of, on_one
-from parallel_layers import in_a_graph, x_of
+from invariant_layers import CASES, KINDS, generated, model_of, on_one, plan_of
+from parallel_layers import in_a_graph, layer_of_experts, of_rank, x_of
 from torch.distributed.tensor.parallel import parallelize_module
 
 from jitgemm.gemm import ranks as sums
 from jitgemm.nn.layers import invariant
 from jitgemm.nn.layers.sharding import EngineSharding
-from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.parallel.styles import EXCHANGES
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +73,21 @@ def added_later(mesh, name: str, exchange: str) -> list[str]:
     return wrong
 
 
+def experts_of(mesh, name: str) -> list[str]:
+    whole = layer_of_experts(name).cuda()
+    divided = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(tp_invariant=True))
+    whole.batch_invariant, wrong = True, []
+    every = [each.cuda() for each in of_rank(3, 700, torch.bfloat16)]
+    of_all = whole(*every)
+    for m in (5, 64, 700):
+        given = [each[:m].contiguous() for each in every]
+        outs = {"one GPU": whole(*given), "two": divided(*given)}
+        torch.cuda.synchronize()  # a graph is captured on another stream
+        outs["a graph"] = in_a_graph(divided, *given)
+        wrong += [f"{m} tokens, {what}" for what, out in outs.items() if not builders.same_bits(out, of_all[:m])]
+    return wrong
+
+
 def columns(mesh, name: str) -> list[int]:
     """m of other bits: of tokens through a rank's rows of the weight, and through all of them."""
     layer = CASES[name]().cuda()
@@ -85,7 +100,7 @@ def columns(mesh, name: str) -> list[int]:
 def greedy(mesh, kind: str, compiling: bool) -> list[tuple[list[int], torch.Tensor]]:
     torch._dynamo.reset()
     whole = model_of(kind, "cuda", GPU_KINDS[kind])
-    divided = parallelize_module(copy.deepcopy(whole), mesh, INVARIANT_PLAN)
+    divided = parallelize_module(copy.deepcopy(whole), mesh, plan_of(whole))
     models = [torch.compile(each, fullgraph=True, dynamic=True) if compiling else each for each in (whole, divided)]
     return [generated(each) for each in models]
 
@@ -100,6 +115,11 @@ def test_a_layer_has_one_gpu_s_bits(both, name, exchange):
 @pytest.mark.parametrize("name", ["int8, per channel", "e4m3, groups of 128"])
 def test_sums_that_an_engine_brings_together_are_the_same(both, name, exchange):
     assert both(added_later, name, exchange) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["int8_affine", "e4m3", "8 bits"])
+def test_experts_have_one_gpu_s_bits(both, name):
+    assert both(experts_of, name) == [[], []]
 
 
 @pytest.mark.parametrize("name", CASES)

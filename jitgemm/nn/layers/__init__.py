@@ -10,6 +10,7 @@ mark_ready         marks a model's weights as written
 shard_weight       a rank's part of a packed weight and its bias
 invariant          Linears with the same bits on any number of ranks
 invariant_nvlink   their sums over the ranks of a host, by kernels
+invariant_experts  experts with the same bits on any number of ranks
 sharding           how layers and DTensors as their inputs are divided among ranks
 expert_all_to_all  tokens' way to experts on other ranks and back
 """

@@ -20,7 +20,7 @@ from jitgemm.nn.layers.packed import Described, Packed, state_dict_parts
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.sharding import ExpertSharding
+    from jitgemm.nn.layers.sharding import EngineSharding, ExpertSharding
 
 
 class PackedExperts(Described):
@@ -48,7 +48,7 @@ class PackedExperts(Described):
 
     batch_invariant = False
     batched = False
-    split: ExpertSharding | None = None
+    split: ExpertSharding | EngineSharding | None = None
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weights."""
 
@@ -135,6 +135,8 @@ class PackedExperts(Described):
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
         split, w13, w2 = self.split, self.w13, self.w2
+        if split is not None and split.tp_invariant and split.world > 1:
+            return self._run_invariantly(rows, ids, weights, **options)
         given = rows.contiguous(), w13.weight, w2.weight
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
@@ -146,6 +148,18 @@ class PackedExperts(Described):
         if split is not None:
             split.sum(out)
         return out
+
+    def _run_invariantly(
+        self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert_map: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        from jitgemm.nn.layers.invariant_experts import run_invariantly  # with torch.distributed
+
+        split: Any = self.split
+        call = self._call(rows, ids.contiguous(), weights.contiguous())
+        call.expert_map = expert_map if split.added_later else split.expert_map(rows.device)
+        result = run_invariantly(call, split)
+        return result if out is None else out.copy_(result)
 
     def run_adapted(
         self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert_map: torch.Tensor | None,

@@ -106,7 +106,7 @@ class LinearSharding(Sharding):
 
 @dataclass(frozen=True)
 class EngineSharding(Sharding):
-    """How an engine divides a layer with `tp_invariant` along k, whose input it cuts and whose outputs it adds up.
+    """How an engine divides a layer with `tp_invariant` along k, or experts, whose outputs it adds up.
 
     Attributes:
         rank, world: this rank, and how many.
@@ -116,7 +116,7 @@ class EngineSharding(Sharding):
     rank: int
     world: int
     nvlink: bool = False
-    dim, sums, added_later = "k", False, True
+    dim, sums, exchanges, tp_invariant, added_later = "k", False, False, True, True
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class ExpertSharding(Sharding):
         exchanges: whether every rank has tokens of its own, or all have the same.
         max_tokens: of a rank in a call, where that is known; None: as many as there are.
         nvlink: kernels write tokens into the other ranks' memory; else collectives send them.
+        tp_invariant: the same bits on any number of ranks (`jitgemm.nn.layers.invariant_experts`).
     """
 
     rank: int
@@ -137,6 +138,8 @@ class ExpertSharding(Sharding):
     exchanges: bool
     max_tokens: int | None = None
     nvlink: bool = False
+    tp_invariant: bool = False
+    added_later = False
 
     @property
     def mine(self) -> range:

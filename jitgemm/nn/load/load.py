@@ -194,7 +194,7 @@ def make_layer(
         split = None if division is None else division.expert_split(name, source.layout.experts)
         if split is not None and source.projections:
             experts = source.read(device, split.mine)
-            experts.split = split
+            experts.split, experts.batch_invariant = split, split.tp_invariant
             return experts
         experts = source.read(device)
         if division is not None:

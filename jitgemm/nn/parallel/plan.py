@@ -115,20 +115,23 @@ class ShardingPlan:
         elif style is not None:
             layer.split, layer.tp_invariant = style.sharding(self.mesh), "n" if style.tp_invariant else None
 
+    def _of_experts(self, name: str) -> ExpertParallel | None:
+        rule = rule_in(self.rules, name)
+        if not isinstance(rule, ExpertParallel):
+            return None
+        return rule.invariant() if self.tp_invariant else rule
+
     def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
         """What this rank has of a layer's experts; None for all of them."""
-        style = rule_in(self.rules, name)
-        if not isinstance(style, ExpertParallel):
+        style = self._of_experts(name)
+        if style is None:
             return None
-        if self.tp_invariant and self.mesh.size() > 1:
-            raise ValueError(f"{name}: expected experts that are whole on every rank for tp_invariant, got {style}")
         return style.sharding_of(name, experts, self.mesh)
 
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
         if isinstance(module, PackedExperts):
-            rule = rule_in(self.rules, name)
-            style = rule if isinstance(rule, ExpertParallel) else None
+            style: Any = self._of_experts(name)
         else:
             style = self.style_in_floats(name) if isinstance(module, torch.nn.Linear) else self.style(name)
         if style is not None:

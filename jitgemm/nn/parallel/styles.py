@@ -27,14 +27,25 @@ from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 from jitgemm.tensors import check_flag
 
 
-class _Divides(ParallelStyle):
+class _Invariant(ParallelStyle):
+    """Divides layers that may have the same bits on any number of ranks."""
+
+    tp_invariant: bool
+
+    def invariant(self) -> Self:
+        """The same style with tp_invariant."""
+        style = copy.copy(self)
+        style.tp_invariant = True
+        return style
+
+
+class _Divides(_Invariant):
     """Divides packed Linears; other layers go to the style of PyTorch that is the class's other base."""
 
     dim: str
     input_layouts: tuple[Placement, ...]
     output_layouts: tuple[Placement, ...]
     use_local_output: bool
-    tp_invariant: bool
     exchange = "collectives"
 
     def __init__(
@@ -45,12 +56,6 @@ class _Divides(ParallelStyle):
         super().__init__(**layouts, use_local_output=use_local_output)  # type: ignore[call-arg]
         check_flag("tp_invariant", tp_invariant)
         self.tp_invariant = tp_invariant
-
-    def invariant(self) -> Self:
-        """The same style with tp_invariant."""
-        style = copy.copy(self)
-        style.tp_invariant = True
-        return style
 
     def sharding(self, mesh: DeviceMesh) -> LinearSharding:
         """What divides a layer so among the ranks of a mesh."""
@@ -140,7 +145,7 @@ class RowwiseParallel(_Divides, _Rowwise):
         self.exchange = exchange
 
 
-class ExpertParallel(ParallelStyle):
+class ExpertParallel(_Invariant):
     """Each rank holds num_experts / ranks whole experts of a `W4A8Experts` or `W8A8Experts`.
 
     A rank's experts sum their results of a token as the whole layer does and round them to the input's type; then the
@@ -162,17 +167,25 @@ class ExpertParallel(ParallelStyle):
             raises CacheMissError while a CUDA graph is captured. Layers share the buffers, so the calls of a group run
             on one stream, in the same order on every rank. With JITGEMM_DEBUG=1 a kernel traps that waits long for
             another rank. CPU tensors are exchanged by collectives.
+        tp_invariant: the same bits on 1, 2, 4 and 8 ranks, those of a layer on one GPU with `batch_invariant`, for any
+            number of tokens, which are the same on all ranks: top_k times as much travels
+            (`jitgemm.nn.layers.invariant_experts`).
     """
 
     def __init__(
-        self, *, input_layouts: Placement | None = None, max_tokens: int | None = None, exchange: str = "collectives"
-    ):
+        self, *, input_layouts: Placement | None = None, max_tokens: int | None = None, exchange: str = "collectives",
+        tp_invariant: bool = False,
+    ):  # fmt: skip
         super().__init__()
+        check_flag("tp_invariant", tp_invariant)
+        self.tp_invariant = tp_invariant
         self.input_layouts = input_layouts or Replicate()
         self.max_tokens, self.exchange = max_tokens, exchange
 
     def sharding_of(self, name: str, experts: int, mesh: DeviceMesh) -> ExpertSharding:
         """What this rank has of so many experts. Raises ValueError for ranks or arguments that cannot be."""
+        if self.tp_invariant and self.input_layouts != Replicate():
+            raise ValueError(f"input_layouts: expected Replicate() with tp_invariant, got {self.input_layouts}")
         if self.input_layouts not in (Replicate(), Shard(0)):
             raise ValueError(f"input_layouts: expected Replicate() or Shard(0), got {self.input_layouts}")
         most = self.max_tokens
@@ -191,7 +204,7 @@ class ExpertParallel(ParallelStyle):
         if nvlink and world > MAX_RANKS:
             raise ValueError(f"exchange: expected at most {MAX_RANKS} ranks for 'nvlink', got {world}")
         split = mesh.get_group(), rank, world, experts // world
-        return ExpertSharding(*split, self.input_layouts == Shard(0), most, nvlink)
+        return ExpertSharding(*split, self.input_layouts == Shard(0), most, nvlink, self.tp_invariant)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedExperts):
@@ -204,6 +217,7 @@ class ExpertParallel(ParallelStyle):
         for part in (module.w13, module.w2):
             part.take(part_of_experts(part.parts, mine))
         module.num_experts, module.split = split.experts, split
+        module.batch_invariant |= split.tp_invariant
         return module
 
 
