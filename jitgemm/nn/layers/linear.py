@@ -174,7 +174,7 @@ class PackedLinear(Packed):
         Raises:
             TypeError, ValueError: x has the wrong dtype, size or device, or requires grad.
         """
-        split = self.split
+        split: Any = self.split
         if split is not None:
             x = split.enter(x)
         elif is_dtensor(x):
