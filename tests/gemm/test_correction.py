@@ -66,14 +66,6 @@ def test_factors_give_back_what_was_packed(group_size, kind, experts):
         assert same(stacked.blocks, weight.blocks) and stacked.format == weight.format
 
 
-def test_canonical_codes_pack_to_the_same_bytes():
-    parts = builders.weight_parts(1, 72, 544, 64, zero_point=True)
-    q = builders.canonical(parts.q)
-    options = dict(group_size=64, k=544, lhs_dtype=torch.int8, correction=True)
-    one_each, canonical = (jitgemm.pack_w4(codes, parts.scale, parts.zero, **options) for codes in (parts.q, q))
-    assert same(one_each.blocks, canonical.blocks)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "world"), [("n", 4), ("k", 4), ("k", 16)])
 def test_a_rank_s_part_is_corrected_too(kind, dim, world):
@@ -129,21 +121,6 @@ def test_formats_that_no_weight_has_are_refused():
 
 
 # ---- rows of activations ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("type", "group_size"), list(itertools.product(("bf16", "fp16"), GROUP_SIZES)))
-def test_two_digits_hold_every_sum(type, group_size):
-    k = 9 * 256 + 48
-    draw = builders.generator(1)
-    x = torch.randint(-128, 128, (5, k), generator=draw, dtype=torch.int8)
-    x[0], x[1] = -128, 127
-    wide = with_sums(x, (type, group_size))
-    assert wide.shape[1] == lhs_columns(k, (type, group_size)) and wide.shape[1] % 128 == 0
-    digits = wide[:, 128 * -(-k // 128) :].view({"bf16": torch.bfloat16, "fp16": torch.float16}[type]).double()
-    sums = digits.unflatten(1, (-1, 2, 32)).sum(2).flatten(1)
-    right = torch.nn.functional.pad(x.double(), (0, -k % group_size)).unflatten(1, (-1, group_size)).sum(-1)
-    assert torch.equal(sums[:, : right.shape[1]], right) and not sums[:, right.shape[1] :].any()
-    assert torch.equal(wide[:, :k], x)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

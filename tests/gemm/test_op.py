@@ -405,19 +405,6 @@ def test_the_op_checks_addresses_of_its_weight_on_a_gpu():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("format", [builders.PER_CHANNEL, 32, 64, 128, 256])
-def test_every_format_has_a_name_of_its_own(format):
-    from jitgemm.kernel.codes import CODES
-    from jitgemm.kernel.formats import format_named
-
-    options = [(zero, scale, codes, offset) for zero in (False, True) for scale in ("bf16", "fp16", "fp32")
-               for codes in (order.name for order in CODES["int4"].orders) for offset in (False, True)]  # fmt: skip
-    legal = [each for each in options if not (each[0] and each[2] != "any") and not (each[3] and not format)]
-    formats = [WeightFormat(format, *each) for each in legal]
-    assert [format_named(each.name) for each in formats] == formats
-    assert len({each.name for each in formats}) == len(formats)
-
-
 def test_names_that_exported_programs_hold_stay():
     names = {
         "g128-bf16-any": WeightFormat(128, False, "bf16"),
@@ -440,13 +427,6 @@ def test_a_name_of_no_format_is_refused(name):
     arguments[-2] = name
     with pytest.raises(ValueError, match="format: |group_size: |scale_type: "):
         OP(*arguments)
-
-
-def test_batch_invariant_is_a_bool():
-    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
-    for value, name in (("no", "str"), (1, "int"), (None, "NoneType"), (torch.ones(2), "Tensor"), ([True], "list")):
-        with pytest.raises(TypeError, match=f"batch_invariant: expected a bool, got {name}"):
-            jitgemm.gemm_w4a8_nt(lhs, rhs, empty(5), batch_invariant=value)
 
 
 # ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------

@@ -17,7 +17,7 @@ import nvfp4
 import pytest
 import torch
 import two_level
-from codes import FORMS, KINDS, TIERS, Packed, form_and_scheme, forms, kinds, modes, rows_of
+from codes import FORMS, TIERS, Packed, form_and_scheme, forms, kinds, modes, rows_of
 from emulator.launch import COMPILER, emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ from same_weights import TENSORS, same_weight
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.kernel.formats import Problem, format_named, lhs_columns
+from jitgemm.kernel.formats import format_named, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
@@ -283,13 +283,13 @@ def test_a_kernel_multiplies_scales_of_zero_subnormals_and_the_largest(monkeypat
 @pytest.mark.parametrize("experts", [0, 64])
 def test_chosen_kernels_do_not_spill(compiles_well, experts):
     chosen: dict[str, list[KernelSpec]] = {}
-    for kind in KINDS.values():
-        fmt, lhs_groups = kind.parts(1, 8, 4096).packed.format.kernel_format, (0, 128) if kind.lhs == "e4m3" else (0,)
-        for m, lhs_group in itertools.product((16, 16384) if experts else (1, 32, 64, 128, 512, 4096), lhs_groups):
-            problem = Problem(m, 4096, 4096, kind.lhs, fmt, experts=experts, lhs_group=lhs_group)
-            chosen.setdefault(kind.name, []).append(choose(problem, DEVICES["h200"]))
+    for kind in FORMS.values():
+        ms = (16, 16384) if experts else (1, 32, 64, 128, 512, 4096)
+        for m, scheme in itertools.product(ms, dict.fromkeys(kind.schemes[:2])):
+            spec = choose(kind.problem(m, 4096, 4096, scheme, experts=experts), DEVICES["h200"])
+            chosen.setdefault(kind.name, []).append(spec)
     for name, kernels in chosen.items():
-        compiles_well(kernels, 40 if experts and name == "MXFP4" else 0)  # 20 of one by NVRTC 13.5
+        compiles_well(kernels, {"MXFP4": 40 * (experts > 0), "int": 16}.get(name, 0))  # 20 of one by NVRTC 13.5
 
 
 SHAPES = {

@@ -18,11 +18,8 @@ from jitgemm import W4Weight, W8Weight, pack_w8, quantize_w8
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
-from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
-from jitgemm.jit.sass import MULTIPLY, code_sections, instructions
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import CORRECTION_TYPES, GROUP_SIZES, Problem, WeightFormat, format_named
-from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
@@ -406,34 +403,9 @@ def format_of(lhs: str, group_size: int, scale_type: str = "fp32") -> WeightForm
     return WeightFormat(group_size, False, scale_type, lhs, code=typed_code(lhs))
 
 
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-@pytest.mark.parametrize("group_size", [0, *GROUP_SIZES])
-def test_labels_tell_kernels_for_8_bits(lhs, group_size):
-    kernels = legal_kernels(lhs, format_of(lhs, group_size), H200)
-    assert len({spec.label for spec in kernels}) == len(kernels) > 100
-    for spec in kernels:
-        assert spec.label.startswith(f"{lhs}w8-") and KernelSpec.from_label(spec.label) == spec
-    four = KernelSpec(lhs, WeightFormat(group_size, False, "fp32", lhs), 64, 128, 4)
-    assert "w8" not in four.label and "-ss" not in four.label
-
-
 def test_a_label_of_a_kernel_that_held_8_bit_weights_in_registers_is_refused():
     """It names no kernel, not another one: timings under such labels are recorded."""
     problem, label = Problem(33, 200, 1056, "e4m3", format_of("e4m3", 128)), "e4m3w8-g128-fp32-m40n64-s4"
     assert kernel_named(f"{label}-ss", problem, H200).label == f"{label}-ss"
     with pytest.raises(ValueError, match=f"^kernel: expected {label}-ss, got {label}$"):
         kernel_named(label, problem, H200)
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-@pytest.mark.parametrize("group_size, m, experts", [(0, 1, 0), (0, 4096, 0), (128, 24, 64), (128, 512, 0), (32, 64, 0)])
-def test_kernels_build_without_spills_and_serialised_multiplies(lhs, group_size, m, experts):
-    problem = Problem(m, 4096, 7168, lhs, format_of(lhs, group_size), experts=experts)
-    spec = choose(problem, H200)
-    source = kernel_source(spec)
-    assert source.spec == spec.to_dict() and "--weight w8-" in source.warmup
-    built = compile_cubin(source.source, source.headers, source.options, name=source.label)
-    assert built.spill_bytes <= 16 and not SERIALISED.search(built.log), spec.label
-    code = instructions(built.cubin, *code_sections(built.cubin)[0])
-    assert any(each.opcode in MULTIPLY for each in code)
