@@ -28,44 +28,60 @@ from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.nn import W4A8Linear
+from jitgemm.nn.layers.packed import put_sums
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.weight.f16_sums import row_powers
+from jitgemm.weight.mxfp4 import MOST_IN_RECORD
 from jitgemm.weight.state import TENSORS
 
 H200 = DEVICES["h200"]
 GROUPS = (32, 64, 128, 256)
 G128 = WeightFormat(128, False, "bf16", "e4m3")
+tiers = pytest.mark.parametrize("tier", F16_TIERS)
 
 
 # ---- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "group_size", "codes", "first"),
-    builders.third(
-        ["plain", "outliers", "positive", "last step", "extreme", "largest"],
-        GROUPS,
-        ["any", "e4m3", "zero points"],
-        [1, 5, 8],
-    ),
-)
-def test_the_arithmetic_is_within_the_bound(kind, group_size, codes, first):
-    k, zero_point = 1696, codes == "zero points"
-    form = dict(zero_point=True) if zero_point else dict(codes=codes)
-    parts = builders.weight_parts(2, 32, k, group_size, scales="negative", **form)
-    if kind in ("extreme", "largest"):
-        parts = extreme(2, 32, k, group_size, **form)
-    if zero_point and kind == "largest":
+FORMS = [(size, codes) for size in GROUPS for codes in ("any", "e4m3", "zero points")] + [
+    ("mxfp4", t) for t in F16_TIERS
+]
+
+
+def drawn(kind: str, of: int | str, codes: str, k: int) -> builders.WeightParts | mxfp4.Parts:
+    """Of int4 in groups, or of an MXFP4 tier."""
+    if of == "mxfp4":
+        return largest_mx(1, 16, k, codes) if kind == "largest" else mxfp4.narrow(2, 32, k, codes)
+    form = dict(zero_point=True) if codes == "zero points" else dict(codes=codes)
+    if kind not in ("extreme", "largest"):
+        return builders.weight_parts(2, 32, k, of, scales="negative", **form)
+    parts = extreme(2, 32, k, of, **form)
+    if codes == "zero points" and kind == "largest":
         parts = replace(parts, q=torch.full_like(parts.q, 15), zero=torch.zeros_like(parts.zero))
+    return parts
+
+
+def in_f16(core: TensorCore, lhs: tuple, parts: builders.WeightParts | mxfp4.Parts, first: int = 8) -> torch.Tensor:
+    if isinstance(parts, mxfp4.Parts):
+        return core.mxfp4_gemm_in_f16(lhs, parts.packed, first=first)
+    return core.gemm_in_f16(lhs, parts, first=first)
+
+
+@pytest.mark.parametrize(
+    "kind, form, first",
+    builders.third(["plain", "outliers", "positive", "last step", "extreme", "largest"], FORMS, [1, 5, 8]),
+)
+def test_the_arithmetic_is_within_the_bound(kind, form, first):
+    k, parts = 1696, drawn(kind, *form, 1696)
     mean, factor = "positive" if kind == "positive" else "zero", 500 if kind == "last step" else 1
     lhs = builders.lhs(3, 8, k, mean=mean, outliers=kind == "outliers", last_step=factor)
     if kind == "largest":
         lhs = (torch.full((8, k), 448.0).to(torch.float8_e4m3fn), lhs[1])
     for core in (TensorCore(), TensorCore(sign_fill=True), TensorCore(normal=True)):
-        out = core.gemm_in_f16(lhs, parts, first=first)
-        assert used(out, lhs, parts.packed) <= 1
+        assert used(in_f16(core, lhs, parts, first), lhs, parts.packed) <= 1
 
 
 def rounding_the_same_way(parts: builders.WeightParts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +104,18 @@ def test_sums_that_round_the_same_way_at_each_step_come_near_the_bound(group_siz
         usual.append(float(((out.double() - ref).abs() / limit).max()))
     assert share <= max(shares) <= 1
     assert group_size > 32 or max(usual) > 1  # the bound of sums in fp32 does not hold
+
+
+@tiers
+def test_sums_of_mxfp4_that_round_the_same_way_at_each_step_come_near_the_bound(tier):
+    parts = mxfp4.narrow(2, 64, 1024, tier)
+    x = torch.arange(8.0, 16)[:, None].expand(8, 1024).to(torch.float8_e4m3fn).contiguous()
+    lhs, shares = (x, torch.ones(8, 1)), []
+    for code in (3, 5):
+        weight = mxfp4.Parts(torch.full_like(parts.codes, code), parts.scales.clamp(100, 106)).packed
+        weight = weight.regrouped(mxfp4.TIERS[tier])
+        shares.append(used(TensorCore().mxfp4_gemm_in_f16(lhs, weight), lhs, weight))
+    assert 0.05 <= max(shares) <= 1
 
 
 @pytest.mark.parametrize("codes, most", [("any", 8), ("e4m3", 7)])
@@ -223,6 +251,65 @@ def test_experts_are_stacked_with_the_first_one_s_sums():
     assert weight.sums == "f16" and torch.equal(weight[1].channel_scale, parts[1].packed.with_f16_sums().channel_scale)
 
 
+@tiers
+def test_powers_of_a_weight_that_is_held(tier):
+    weight = mxfp4.narrow(1, 72, 512, tier).packed
+    powers, lost = row_powers(weight.packed)
+    assert lost == [0]
+    form = weight.with_f16_sums()
+    assert form.plan_key != weight.plan_key and torch.equal(form.channel_scale, powers)
+    lhs = builders.lhs(1, 5, 512)
+    usual, other = (torch.empty(5, 72, dtype=torch.bfloat16) for _ in range(2))
+    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, usual)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, form, other)
+    assert builders.same_bits(usual, other)
+
+
+def test_a_base_a_row_is_refused_as_scales_per_row_are_and_layers_add_up_in_fp32():
+    parts = mxfp4.narrow(1, 72, 512, "row")
+    weight = parts.packed
+    refused = pytest.raises(ValueError, match="sums: expected 'f32' except for .* got 'f16' for mx-channel-bf16")
+    with refused:
+        weight.with_f16_sums()
+    with refused:
+        jitgemm.pack_mxfp4(parts.codes, parts.scales, sums="f16")
+    layer = W4A8Linear(weight)
+    with refused:
+        layer.sums = "f16"
+    with pytest.warns(UserWarning, match="call: 1 weights are added up in fp32, as sums in f16 cannot be had"):
+        put_sums({"layer": layer}, "f16", "call")
+    assert layer.sums == "f16" and layer.call_sums == "f32"
+
+
+def one_row(tier: str, exponent: int) -> mxfp4.Parts:
+    """Row 5 has a group whose scale is 2^exponent of the base's largest."""
+    parts = mxfp4.narrow(1, 16, 512, tier)
+    parts.codes[5, :64], parts.scales[5, :2] = 7, 118
+    parts.codes[5, 64:] &= 8
+    parts.codes[5, 32:64] = 1
+    parts.scales[5, 1] += exponent
+    return parts
+
+
+@pytest.mark.parametrize("tier, least", [("block", -6), ("group", -20)])
+def test_how_far_scales_may_be_apart(tier, least):
+    held, lost = one_row(tier, least), one_row(tier, least - 1)
+    assert held.packed.format.group_size == lost.packed.format.group_size == mxfp4.TIERS[tier]
+    assert row_powers(held.packed.packed)[1] == [0] and row_powers(lost.packed.packed)[1] == [1]
+    with pytest.raises(ValueError, match="1 of its rows have scales that are too small"):
+        jitgemm.pack_mxfp4(lost.codes, lost.scales, sums="f16")
+    layer = W4A8Linear(held.packed)
+    layer.sums = "f16"
+    assert layer.call_sums == "f16" and torch.equal(layer.channel_scale, row_powers(layer.weight.packed)[0])
+
+
+def test_records_whose_sums_may_be_too_large_are_not_held():
+    parts = largest_mx(1, 16, 1024, "block")
+    assert row_powers(parts.packed.packed)[1] == [0]
+    parts.codes[3, 128:256] = 6 + (torch.arange(128) % 2).to(torch.uint8)
+    assert 128 * 384 > MOST_IN_RECORD and row_powers(parts.packed.packed)[1] == [1]
+
+
 # ---- kernels in the emulator -----------------------------------------------------------------------------------------
 
 KERNELS = {
@@ -288,11 +375,7 @@ def test_a_kernel_has_the_bits_of_the_arithmetic(monkeypatch, label, k, first):
     spec, operands, parts = summed(label, 20, 128, k)
     operands, lhs = operands._replace(bias=None), (operands.x, operands.x_scale)
     GemmLaunch(operands, spec).launch(operands)
-    core = TensorCore()
-    if spec.format.code == "e2m1":
-        assert torch.equal(operands.out, core.mxfp4_gemm_in_f16(lhs, parts.packed, first=first))
-    else:
-        assert torch.equal(operands.out, core.gemm_in_f16(lhs, parts, first=first))
+    assert torch.equal(operands.out, in_f16(TensorCore(), lhs, parts, first))
 
 
 FAULTS = {
@@ -444,6 +527,13 @@ def test_batch_invariant_calls_add_up_alike_for_all_m(m):
 def test_kernels_that_there_are_not(change):
     spec = KernelSpec("e4m3", G128, 128, 128, 4, sums="f16")
     assert illegal(spec, H200) is None and "sums in f16" in illegal(replace(spec, **change), H200)
+
+
+@tiers
+def test_wide_tiles_of_mxfp4_add_up_in_f16(tier):
+    fmt = mxfp4.narrow(1, 16, 1024, tier).packed.format
+    chosen = choose(Problem(4096, 4096, 4096, "e4m3", fmt, sums="f16"), H200)
+    assert chosen.sums == "f16" and KernelSpec.from_label(chosen.label) == chosen
 
 
 WIDE = (

@@ -186,14 +186,13 @@ def test_sizes_of_experts_that_cannot_be_are_clamped_and_no_other_row_is_touched
     assert torch.allclose(*(out.float() for out in outs), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("k", [416, 1056, 1184])
-@pytest.mark.parametrize(
-    "label",
-    [
-        "e4m3-g128-bf16-m8n64-k4x1-s4-e64", "s8fast-channel-m8n64-k2x2-s5-e64", "e4m3fast-g64-bf16-m16n128-s4-e64",
-        "e4m3-g128-bf16-b128-m16n64-k2x1-s4-e64", "s8-g128-bf16-m8n192-s5-e64", "e4m3w8-g128-bf16-m8n64-k2x1-s4-ss-e64",
-    ],
+SEVERAL = (
+    "e4m3-g128-bf16-m8n64-k4x1-s4-e64", "s8fast-channel-m8n64-k2x2-s5-e64", "e4m3fast-g64-bf16-m16n128-s4-e64",
+    "e4m3-g128-bf16-b128-m16n64-k2x1-s4-e64", "s8-g128-bf16-m8n192-s5-e64", "e4m3w8-g128-bf16-m8n64-k2x1-s4-ss-e64",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("label, k", builders.two_thirds(SEVERAL, [416, 1056, 1184]))
 def test_a_cta_has_several_tiles_of_experts(monkeypatch, label, k):
     """Tiles of one CTA follow one another, with records that no warpgroup, one or all of them have of a tile's last
     stage."""
@@ -355,24 +354,16 @@ def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(mon
     assert len(emulator.launched) == 3 and s is residual
 
 
-@pytest.mark.parametrize("rows_at_once", [5, 1])
 @pytest.mark.parametrize(
-    ("mode", "names"),
+    ("mode", "names", "rows_at_once"),
     [
-        ("e4m3", ["silu_mul"]),
-        ("s8z", []),
-        ("e4m3", ["rms_norm"]),
-        ("s8z", ["rms_norm", "residual"]),
-        ("e4m3", ["block", "silu_mul"]),
-        ("s8", ["block", "rms_norm", "residual"]),
-        ("s8", ["correction"]),
-        ("s8z", ["correction", "rms_norm", "residual"]),
-        ("s8z", ["rotation"]),
-        ("s8", ["rotation", "rms_norm", "residual"]),
-        ("e4m3", ["block", "rotation", "silu_mul"]),
+        ("e4m3", ["silu_mul"], 5), ("s8z", [], 1), ("e4m3", ["rms_norm"], 5), ("s8z", ["rms_norm", "residual"], 1),
+        ("e4m3", ["block", "silu_mul"], 5), ("s8", ["block", "rms_norm", "residual"], 1), ("s8", ["correction"], 5),
+        ("s8z", ["correction", "rms_norm", "residual"], 1), ("s8z", ["rotation"], 5),
+        ("s8", ["rotation", "rms_norm", "residual"], 1), ("e4m3", ["block", "rotation", "silu_mul"], 5),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, names, rows_at_once):
     k, (q_type, affine) = 4080 if "correction" in names else 4096, quantize_cases.MODES[mode]
     draw = builders.generator(1)
@@ -393,9 +384,12 @@ def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, n
         assert all(builders.same_bits(a, b) for a, b in zip(shared, found[0], strict=True))
 
 
-@pytest.mark.parametrize("k", [288, 2080, 20480])
 @pytest.mark.parametrize(
-    "options", [{"silu_mul": True}, {"gelu_mul": "tanh"}, {"gelu_mul": "none"}, {"rms_norm": True}], ids=str
+    "k, options",
+    builders.two_thirds(
+        [288, 2080, 20480], [{"silu_mul": True}, {"gelu_mul": "tanh"}, {"gelu_mul": "none"}, {"rms_norm": True}]
+    ),
+    ids=str,
 )
 def test_a_quantiser_s_values_are_near_the_reference_s(monkeypatch, options, k):
     x = torch.randn(5, k if "rms_norm" in options else 2 * k, generator=builders.generator(1)).bfloat16()
@@ -440,17 +434,7 @@ def test_a_gate_s_values_are_as_near_as_the_call_says(monkeypatch, kind, limit):
         (70, 5, {"rotation": 128, "scheme": "block"}),
         (300, 9, {}),  # more choices than one CTA routes
     ],
-    ids=[
-        "silu",
-        "swiglu_oai",
-        "gelu",
-        "swiglu_step",
-        "situ",
-        "relu2",
-        "rotated",
-        "rotated, gathered",
-        "routed by a cluster",
-    ],
+    ids="silu,swiglu_oai,gelu,swiglu_step,situ,relu2,rotated,rotated and gathered,routed by a cluster".split(","),
 )
 def test_a_layer_of_experts(monkeypatch, tokens, experts, options):
     top_k = 8 if tokens == 300 else 3
