@@ -44,7 +44,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 CODES = {name: torch_dtype(name) for name in LHS_TYPES}
 """PyTorch's dtype of codes by the name in `Activation`."""
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[tuple[object, str, bool, int], Activation] = {
     (CODES[dtype], scheme, affine, rotation): Activation(dtype, scheme, affine, rotation)
     for dtype, scheme, affine, rotation in itertools.product(LHS_TYPES, SCHEMES, (False, True), (0, ROTATION))
 }

@@ -45,7 +45,8 @@ def write_reference(gemm: Gemm) -> None:
         if row_index is not None:
             index = row_index[rows].long()
             rows = torch.where((index >= 0) & (index < x.shape[0]), index, x.shape[0] - 1)
-        scale, zero = (each if each is None or each.numel() == 1 else each[rows] for each in (x_scale, x_zero))
+        scale = x_scale if x_scale.numel() == 1 else x_scale[rows]
+        zero = x_zero if x_zero is None or x_zero.numel() == 1 else x_zero[rows]
         row = None if bias is None else bias[expert]
         _write(take_rows(x, rows), scale, zero, weight.expert(expert), out[begin:end], row)
 

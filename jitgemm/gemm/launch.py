@@ -154,7 +154,7 @@ def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, tiles: int, device: Dev
     return size * launched_clusters(spec, tiles, device.num_sms, resident)
 
 
-def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
+def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int | None]:
     """What VALUES and GROUP_VALUES name."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     per_block = lhs_group_of(x_scale) > 0
@@ -174,7 +174,7 @@ def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     step = (x_scale.stride(0) - rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
     return values | dict(
         experts=weight.experts, rows_of_expert=rows_of_expert,
-        expected_rows=ceil_div(gemm.expected_rows, weight.experts), tokens=x.shape[0],
+        expected_rows=ceil_div(gemm.expected_rows, weight.experts or 1), tokens=x.shape[0],
         sizes_step=2 if sizes.dim() == 2 else 1, wide_sizes=sizes.element_size() == 8, scale_expert_step=step,
     )  # fmt: skip
 

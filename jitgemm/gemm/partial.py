@@ -20,7 +20,16 @@ import torch
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import POINTERS, Gemm, lhs_group_of
 from jitgemm.kernel.formats import BLOCK_K, ceil_div
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, prepare, run_prepared, this_thread
+from jitgemm.runtime.launch import (
+    ArgumentBlock,
+    Launch,
+    Operands,
+    Pointer,
+    Pointers,
+    prepare,
+    run_prepared,
+    this_thread,
+)
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.parts import PackedWeight
 
@@ -133,7 +142,10 @@ class _Sums(NamedTuple):
 
     gemm: Gemm
     chunks: int
-    pointers = POINTERS
+
+    @property
+    def pointers(self) -> Pointers:
+        return POINTERS
 
     @property
     def empty(self) -> bool:
@@ -293,7 +305,10 @@ class _Finish(NamedTuple):
     channel_scale: torch.Tensor | None
     bias: torch.Tensor | None
     out: torch.Tensor
-    pointers = FINISH_POINTERS
+
+    @property
+    def pointers(self) -> Pointers:
+        return FINISH_POINTERS
 
     @property
     def empty(self) -> bool:

@@ -16,7 +16,7 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.partial import FINISH_THREADS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, Pointers, run_prepared
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ def total(
     """
     m, n = out.shape
     each = 0 if 4 * m * n <= ALONE_BYTES and not own else ceil_div(m, buffer.world)
-    scales = (x_scale, channel_scale) if of == torch.int32 else (None, None)
-    call = _Ranks("total", buffer, None, *scales, bias, out, m, n, TYPE_NAMES[of], each)
+    by_token, by_row = (x_scale, channel_scale) if of == torch.int32 else (None, None)
+    call = _Ranks("total", buffer, None, by_token, by_row, bias, out, m, n, TYPE_NAMES[of], each)
     _run(call)
     if each and not own:
         _run(call._replace(function="gather"))
@@ -165,8 +165,14 @@ class _Ranks(NamedTuple):
     n: int
     of: str
     each: int
-    pointers = RANKS_POINTERS
-    empty = False
+
+    @property
+    def pointers(self) -> Pointers:
+        return RANKS_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return False
 
     def check(self) -> None:
         pass

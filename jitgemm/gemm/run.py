@@ -215,7 +215,7 @@ def gemm_of_op(
 
 def _grouped_of_op(*arguments: Any) -> GemmCall:
     """The same where the fields of `Groups` stand behind the bias."""
-    return gemm_of_op(*arguments[:8], *arguments[12:], groups=Groups(*arguments[8:12]))
+    return gemm_of_op(*arguments[:8], *arguments[12:])._replace(groups=Groups(*arguments[8:12]))
 
 
 _TENSORS = (

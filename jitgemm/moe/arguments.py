@@ -224,8 +224,8 @@ def check_call_once(call: ExpertsCall | MaskedCall) -> None:
     def check() -> None:
         call.check()
         # As rows: column slices of one buffer then do not overlap.
-        masked, x, out = isinstance(call, MaskedCall), call.x, call.out
-        rows = [each.flatten(0, 1) if masked and (each is x or each is out) else each for each in _operands(call)]
+        outer = (call.x, call.out) if isinstance(call, MaskedCall) else ()
+        rows = [t.flatten(0, 1) if t is not None and any(t is x for x in outer) else t for t in _operands(call)]
         check_addresses(call.pointers, rows)
 
     check_once(key, [tensor for tensor in tensors if tensor is not None], check)
@@ -258,9 +258,7 @@ def make_gate(activation: str, order: str, limit: float | None, alpha: float | N
     return Gate(activation, order, limit, alpha)
 
 
-def tokens_activation(
-    w13: AnyWeight, lhs_dtype: object, scheme: object, affine: object, rotation: int = 0
-) -> Activation:
+def tokens_activation(w13: AnyWeight, lhs_dtype: object, scheme: object, affine: Any, rotation: int = 0) -> Activation:
     """How a call quantises its tokens, checked; lhs_dtype None for what w13 is packed for."""
     if lhs_dtype is None:
         # Where it is no weight, the checks say what it is.
@@ -313,7 +311,7 @@ def check_combining(
     check_places(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out), "rows", rows.device)
 
 
-def check_weights(w13: Any, w2: Any, inputs: int | None = None, rotation: int | None = None) -> int:
+def check_weights(w13: AnyWeight, w2: AnyWeight, inputs: int | None = None, rotation: int | None = None) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together.
 
     inputs: `Gate.inputs`; None where the gate is not known.

@@ -25,7 +25,7 @@ from jitgemm.moe.kernel import COMBINE_THREADS, ONE_CTA_CHOICES, ROUTE_QUANTIZE_
 from jitgemm.moe.kernel import RoutingSpec, combine_blocks, route_quantize_spec, route_smem_bytes, route_spec
 from jitgemm.moe.kernel import type_config
 from jitgemm.moe.route import sort_sent
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, Pointers, run_prepared
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.ready import is_captured
 
@@ -278,8 +278,14 @@ class _Dispatch(NamedTuple):
     topk_weights: torch.Tensor
     buffer: Buffer
     experts: int
-    pointers = DISPATCH_POINTERS
-    empty = False
+
+    @property
+    def pointers(self) -> Pointers:
+        return DISPATCH_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return False
 
     def check(self) -> None:
         pass
@@ -328,8 +334,14 @@ class _Collect(NamedTuple):
     out: torch.Tensor
     buffer: Buffer
     experts: int
-    pointers = COLLECT_POINTERS
-    empty = False
+
+    @property
+    def pointers(self) -> Pointers:
+        return COLLECT_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return False
 
     def check(self) -> None:
         pass

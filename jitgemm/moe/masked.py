@@ -53,19 +53,21 @@ def fused_experts_masked(
     tokens = tokens_activation(w13, lhs_dtype, scheme, affine, rotation)
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
-    if quantised := isinstance(x, (tuple, list)):
+    lhs: Any = x, None, None
+    if isinstance(x, (tuple, list)):
         check_rotated(x, rotation, "x")
-    lhs = split_lhs(x, "x") if quantised else (x, None, None)
-    rest = gate, tokens, bias13, bias2, batch_invariant
-    call = MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, *rest)
-    if not needs_dispatcher(lhs[0], out):
+        lhs = split_lhs(x, "x")
+    codes, x_scale, x_zero = lhs
+    last = gate, tokens, bias13, bias2, batch_invariant
+    call = MaskedCall(codes, x_scale, x_zero, w13, w2, out, masked_m, expected_rows, *last)
+    if not needs_dispatcher(codes, out):
         _run(call)
         return
-    weights, how, last = op_layer(call)
-    for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
+    weights, how, flags = op_layer(call)
+    for name, tensor in (("x", codes), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     rest = bias13, bias2, batch_invariant
-    torch.ops.jitgemm.fused_experts_masked(*lhs, *weights, out, masked_m, expected_rows, *how, *rest, *last)
+    torch.ops.jitgemm.fused_experts_masked(*lhs, *weights, out, masked_m, expected_rows, *how, *rest, *flags)
 
 
 def _run(call: MaskedCall) -> None:
@@ -95,7 +97,7 @@ def _quantise(call: MaskedCall, rows: Any, prologue: Prologue) -> Outputs:
 
 def _of_op(*given: Any) -> MaskedCall:
     w13, w2, *how = layer_of_op(given[3:15], given[18:24], *given[27:])
-    return MaskedCall(*given[:3], w13, w2, *given[15:18], *how, *given[24:27])
+    return MaskedCall(*(*given[:3], w13, w2, *given[15:18], *how, *given[24:27]))
 
 
 define_op(

@@ -44,9 +44,10 @@ _SMEM_BYTES = {
     "collect": 0,
 }
 _CALL = "the layer once with these shapes"
-FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS} | {
+FAMILIES: dict[str, KernelFamily[Any]] = {
     family: KernelFamily(source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL) for family in _SMEM_BYTES
 }
+FAMILIES |= {"gemm": GEMMS, "quantize": QUANTIZERS}
 """By `family` of specs."""
 
 

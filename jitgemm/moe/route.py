@@ -18,7 +18,7 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_QUANTIZE_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.arguments import check_combining, check_routing
 from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M, RouteQuantizeSpec, route_quantize_spec
-from jitgemm.runtime.launch import Launch, Operands, run_prepared
+from jitgemm.runtime.launch import Launch, Operands, Pointers, run_prepared
 from jitgemm.tensors import TYPE_NAMES, take_rows
 
 
@@ -46,7 +46,10 @@ class _Route(NamedTuple):
     topk_ids: torch.Tensor
     experts: int
     expert_map: torch.Tensor | None
-    pointers = ROUTE_POINTERS
+
+    @property
+    def pointers(self) -> Pointers:
+        return ROUTE_POINTERS
 
     @property
     def empty(self) -> bool:
@@ -67,7 +70,7 @@ class _Route(NamedTuple):
 
     def run_reference(self, operands: Operands) -> None:
         for written, result in zip(operands[2:], route_reference(*self)):
-            written.copy_(result)  # type: ignore[union-attr]
+            written.copy_(result)  # type: ignore[union-attr, arg-type]
 
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.moe.plan import prepare_route
@@ -100,8 +103,14 @@ class _RouteAndQuantize(NamedTuple):
     routing: _Route
     tokens: QuantizeCall
     spec: RouteQuantizeSpec
-    pointers = ROUTE_QUANTIZE_POINTERS
-    empty = False
+
+    @property
+    def pointers(self) -> Pointers:
+        return ROUTE_QUANTIZE_POINTERS
+
+    @property
+    def empty(self) -> bool:
+        return False
 
     def check(self) -> None:
         self.routing.check()
@@ -163,7 +172,10 @@ class _Gather(NamedTuple):
     zero: torch.Tensor | None
     row_index: torch.Tensor
     row_count: torch.Tensor
-    pointers = GATHER_POINTERS
+
+    @property
+    def pointers(self) -> Pointers:
+        return GATHER_POINTERS
 
     @property
     def empty(self) -> bool:
@@ -226,7 +238,10 @@ class _Combine(NamedTuple):
     topk_weights: torch.Tensor
     addend: torch.Tensor | None
     out: torch.Tensor
-    pointers = COMBINE_POINTERS
+
+    @property
+    def pointers(self) -> Pointers:
+        return COMBINE_POINTERS
 
     @property
     def empty(self) -> bool:

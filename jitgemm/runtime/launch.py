@@ -43,6 +43,7 @@ class Pointer(NamedTuple):
 
 Operands = Sequence[torch.Tensor | None]
 """What a call's pointers point to, in their order; None for what it does without."""
+Pointers = Sequence[Pointer]
 
 
 class Call(Protocol):
@@ -58,7 +59,7 @@ class Call(Protocol):
     """
 
     @property
-    def pointers(self) -> Sequence[Pointer]: ...
+    def pointers(self) -> Pointers: ...
     @property
     def empty(self) -> bool: ...
     def check(self) -> None: ...
@@ -202,7 +203,7 @@ class ArgumentBlock:
         self.fields = {pointer.field: "Q" for pointer in pointers if pointer.field is not None} | values
         self._struct = struct.Struct("<" + "".join(self.fields.values()))
 
-    def pack(self, addresses: Sequence[int], values: Mapping[str, float]) -> bytes:
+    def pack(self, addresses: Sequence[int], values: Mapping[str, float | None]) -> bytes:
         """The struct; addresses in the order of `pointers`."""
         count = len(self.fields) - len(self._names)
         return self._struct.pack(*addresses[:count], *(values[name] for name in self._names))
@@ -227,7 +228,7 @@ class Launch:
     __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
 
     def __init__(
-        self, kernel: driver.LoadedKernel, block: ArgumentBlock, values: Mapping[str, float], *, grid: int,
+        self, kernel: driver.LoadedKernel, block: ArgumentBlock, values: Mapping[str, float | None], *, grid: int,
         threads: tuple[int, int], smem_bytes: int, maps: Sequence[tuple[int, driver.TileMap]] = (),
     ):  # fmt: skip
         from jitgemm.runtime import driver

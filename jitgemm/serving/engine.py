@@ -84,6 +84,9 @@ class Engine:
         """The process group of such a linear's ranks."""
         raise NotImplementedError
 
+    def warn_of_others(self) -> None:
+        """Names the engine's own kernels that may have other bits on other numbers of GPUs."""
+
     def reads_files_for(self, layer: torch.nn.Module) -> None:
         """Notes a layer whose weights are read from the files."""
         raise NotImplementedError

@@ -193,7 +193,6 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return layer.tp_size if isinstance(layer, RowParallelLinear) else None
 
     def warn_of_others(self) -> None:
-        """Says which of vLLM's kernels may have other bits on other numbers of GPUs, whatever jitgemm's do."""
         config = get_current_vllm_config_or_none()
         if config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:
             text = "jitgemm: tp_invariant: norms computed as vLLM sums over ranks have other bits than one GPU's; set "

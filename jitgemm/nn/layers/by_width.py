@@ -92,7 +92,7 @@ class W4A8Linear(_OfWidth):
             rotation: the weight's.
         """
         given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
-        more = {"zero_point": not symmetric, "offset": offset, "correction": correction}
+        more: dict[str, Any] = {"zero_point": not symmetric, "offset": offset, "correction": correction}
         return _empty(cls, in_features, out_features, *given, order="s8" if correction else "any", **more)
 
 
@@ -149,5 +149,5 @@ def empty_weight(
     row_sum = empty(rows, dtype=torch.float32) if fmt.row_sums else None
     # A permutation even before it is loaded: what reads it never reaches beyond the input.
     order = torch.arange(k, dtype=torch.int32, device=device) if permutation else None
-    more = {"row_sum": row_sum, "permutation": order, "rotation": rotation}
-    return kind_of(fmt)(blocks, channel_scale, n, k, group_size, fmt, **more)
+    sums_and_order: dict[str, Any] = {"row_sum": row_sum, "permutation": order, "rotation": rotation}
+    return kind_of(fmt)(blocks, channel_scale, n, k, group_size, fmt, **sums_and_order)

@@ -137,14 +137,14 @@ class PackedExperts(Described):
         split, w13, w2 = self.split, self.w13, self.w2
         if split is not None and split.tp_invariant and split.world > 1:
             return self._run_invariantly(rows, ids, weights, **options)
-        given = rows.contiguous(), w13.weight, w2.weight
         if split is not None and split.exchanges:
             from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
             return exchange(self._call(rows, ids, weights), split)
         if split is not None:
             options["expert_map"] = split.expert_map(rows.device)
-        out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self.call_options(w13, w2), **options)
+        options |= self.call_options(w13, w2)
+        out = fused_experts(rows.contiguous(), w13.weight, w2.weight, ids.contiguous(), weights.contiguous(), **options)
         if split is not None:
             split.sum(out)
         return out

@@ -222,7 +222,7 @@ def _quantised(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Codes and scales by the ranks' largest value of each token."""
     dtype = LHS_DTYPES["int8" if scheme.dtype == "s8" else "e4m3"]
-    common = {"permutation": permutation, "rotation": scheme.rotation}
+    common: dict[str, Any] = {"permutation": permutation, "rotation": scheme.rotation}
     lhs = quantize_activations(rows, dtype, scheme=scheme.scheme, scale=input_scale, **common)
     # Rotated rows' given scales are divided otherwise than their own: on one rank, too.
     if scheme.scheme != "token" or (ranks.world == 1 and not scheme.rotation):

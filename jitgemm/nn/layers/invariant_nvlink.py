@@ -40,7 +40,8 @@ class NvlinkRanks:
         out: torch.Tensor, own: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """As `Ranks.sum`."""
-        sums = self._buffer.sums(*out.shape, torch.float32 if chunks else torch.int32)
+        m, n = out.shape
+        sums = self._buffer.sums(m, n, torch.float32 if chunks else torch.int32)
         if chunks:
             sum_chunks(lhs, weight, chunks, sums)
         else:

@@ -105,6 +105,8 @@ class Packed(Described):
 
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weight."""
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
 
     def __init__(
         self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
@@ -176,13 +178,11 @@ class Packed(Described):
         except ValueError as error:
             problem, weight = str(error), weight.with_sums("f32")
         powers = weight.channel_scale if weight.sums == "f16" else None
-        fits = (
-            powers is not None and before is not None and (powers.shape, powers.device) == (before.shape, before.device)
-        )
-        if fits and powers is not before and type(powers) in PLAIN:
-            with torch.no_grad():
-                before.copy_(powers)
-            weight = weight.with_tensors(weight.blocks, before, weight.row_sum, weight.permutation)
+        if powers is not None and before is not None and powers is not before and type(powers) in PLAIN:
+            if (powers.shape, powers.device) == (before.shape, before.device):
+                with torch.no_grad():
+                    before.copy_(powers)
+                weight = weight.with_tensors(weight.blocks, before, weight.row_sum, weight.permutation)
         self._weight = weight
         found = buffers | {name: getattr(weight, name) for name in TENSORS}
         buffers.clear()
@@ -224,7 +224,7 @@ class Packed(Described):
         filled: False where they came from the meta device and hold nothing yet.
         """
         powers = self._powers
-        stored = {**self._buffers, "channel_scale": None} if powers is not None else self._buffers
+        stored: dict[str, Any] = {**self._buffers, "channel_scale": None} if powers is not None else self._buffers
         if meta is None:
             weight = self._weight.with_sums("f32").with_tensors(*(stored[name] for name in TENSORS))
         else:
@@ -245,7 +245,7 @@ class Packed(Described):
         warnings.warn(f"{problem}; kernels add up in fp32", stacklevel=2)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Packed:
-        filled = not self._buffers["blocks"].is_meta
+        filled = not self.blocks.is_meta
         self._buffers.update({name: _moved(tensor, fn) for name, tensor in self._buffers.items() if tensor is not None})
         self._bind(filled=filled)
         return self
@@ -263,6 +263,7 @@ class Packed(Described):
 
     def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
         mine: Any
+        order: Any = state_dict.get(prefix + "permutation")
         if prefix + "blocks" in state_dict and prefix + "meta" in state_dict:
             try:
                 other = self.kind.from_state_dict(state_dict, prefix)
@@ -273,7 +274,7 @@ class Packed(Described):
             facts = {(w.shape, w.group_size, w.format.for_any_values, w.rotation) for w in (mine, other)}
             if len(facts) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
-        elif type(order := state_dict.get(prefix + "permutation")) in PLAIN and not order.is_meta:
+        elif type(order) in PLAIN and not order.is_meta:
             try:  # with strict=False it may come alone, and the quantiser reads where it says
                 check_permutation(order, self._weight.k)
             except (TypeError, ValueError) as error:

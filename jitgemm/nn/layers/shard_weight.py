@@ -79,7 +79,9 @@ def unpacked(weight: Weight) -> CanonicalWeight:
 def _with(weight: Weight, pick: Callable[[torch.Tensor], torch.Tensor], **sizes: Any) -> Weight:
     """A weight of some rows or experts of this one."""
     names = ("blocks", "channel_scale", "row_sum")
-    tensors = {name: pick(tensor).clone() for name in names if (tensor := getattr(weight, name)) is not None}
+    tensors: dict[str, Any] = {
+        name: pick(tensor).clone() for name in names if (tensor := getattr(weight, name)) is not None
+    }
     part = replace(weight, **tensors, **sizes)
     part.named(weight.layer)
     return part

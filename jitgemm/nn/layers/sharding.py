@@ -89,6 +89,7 @@ class LinearSharding(Sharding):
             if self.input_layout == self.wanted:
                 return x
             x = DTensor.from_local(x, self.mesh, [self.input_layout], run_check=False)
+        assert isinstance(x, DTensor)
         if x.device_mesh != self.mesh:
             raise ValueError(
                 f"x: expected a DTensor on {self.mesh}, which divides the layer, got one on {x.device_mesh}"
@@ -117,6 +118,14 @@ class EngineSharding(Sharding):
     world: int
     nvlink: bool = False
     dim, sums, exchanges, tp_invariant, added_later = "k", False, False, True, True
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """x, which the engine has cut."""
+        return x
+
+    def leave(self, out: torch.Tensor) -> torch.Tensor:
+        """out, which the engine adds up."""
+        return out
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,7 @@ def _by_rows(_class: type, op: Any, _types: Any, args: tuple[Any, ...], kwargs: 
                 "jitgemm.nn.parallel divides weights"
             )
         if layout is not None:
+            assert isinstance(tensor, DTensor)
             given[key] = tensor.to_local()
     results = op(**given)
     return tuple(_distributed(each, x, x.shape[:1]) for each in results) if results else results

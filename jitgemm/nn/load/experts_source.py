@@ -116,7 +116,7 @@ class ExpertsSource:
         if self.several or not self.activation:
             return self.several or "floats"
         reasons = {layer.why_dense for layer in _layers(self.projections)} - {None}
-        zeros = next((reason for reason in reasons if "zero points" in reason), None)
+        zeros = next((reason for reason in reasons if reason and "zero points" in reason), None)
         sizes = "hidden or intermediate size is no multiple of 16, or the group size none of 32"
         return zeros or (sizes if reasons else None)
 
@@ -144,9 +144,9 @@ class ExpertsSource:
             layer.top_k = layout.top_k
             return layer
         which = range(layout.experts) if which is None else which
-        weights = [self._weight(part, device, which) for part in (0, 1)]
+        w13, w2 = (self._weight(part, device, which) for part in (0, 1))
         biases = [self._bias(part, device, which) for part in (0, 1)]
-        return packed_experts(*weights, *biases, gate=layout.gate, activation=self.activation, top_k=layout.top_k)
+        return packed_experts(w13, w2, *biases, gate=layout.gate, activation=self.activation, top_k=layout.top_k)
 
     def _weight(self, part: int, device: torch.device, which: range) -> Weight:
         projection = self.projections[part]

@@ -77,15 +77,15 @@ class LayerSource:
             if {"blocks", "meta"} <= names.keys():
                 saved = parts_without_data(checkpoint, names, activation)
                 weight = saved.weight
-                size = weight.n, weight.k, weight.group_size
-                return cls(checkpoint, prefix, names, *size, saved.activation, weight.bits)
+                size = weight.group_size
+                return cls(checkpoint, prefix, names, weight.n, weight.k, size, saved.activation, weight.bits)
             header = layer_header(checkpoint, prefix, expert, format, k)
             chosen, why_not_static = _activation(header, activation)
             if activation is None and header.scheme.inputs is not None and header.scheme.inputs.instead:
                 checkpoint.warn(header.scheme.inputs.replaced_by(chosen))
         sizes, bits = header.sizes, CODES[header.scheme.code].bits
-        size = sizes.n, sizes.k, sizes.group_size
-        layer = cls(checkpoint, prefix, header.names, *size, chosen, bits, header, expert)
+        of_groups = sizes.group_size
+        layer = cls(checkpoint, prefix, header.names, sizes.n, sizes.k, of_groups, chosen, bits, header, expert)
         layer = layer.without([name for name in layer.names if re.fullmatch(BESIDE, name)], OF_BESIDE)
         layer = layer.without(("input_global_scale",), "scale of input activations of 4 bits, which have 8 here")
         return layer.without(INPUT_TENSORS, f"static input scale, {why_not_static}") if why_not_static else layer
@@ -104,10 +104,11 @@ class LayerSource:
             return "8-bit codes with zero points"
         if self.header is not None and (why := self.header.scheme.why_dense(self.k)) is not None:
             return why
-        per_channel = self.group_size is None or (self.k is not None and self.group_size >= self.k)
+        size = self.group_size
+        per_channel = size is None or (self.k is not None and size >= self.k)
         fits = self.n % 8 == 0 and (self.k or 0) % K_ALIGNMENT == 0
         least = min(GROUP_SIZES) if self.header is None else CODES[self.header.scheme.code].least_group
-        if fits and (per_channel or self.group_size % least == 0):
+        if fits and (size is None or per_channel or size % least == 0):
             return None
         return "n is no multiple of 8, k none of 16 or the group size none of 32"
 

@@ -108,7 +108,8 @@ def _find_tensors(
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(id(tensor), []).append(name)
-    patterns, missing, never = tuple(allow_missing), [], never_saved(model)
+    patterns, never = tuple(allow_missing), never_saved(model)
+    missing: list[str] = []
 
     def may_stay(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)

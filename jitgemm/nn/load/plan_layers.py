@@ -55,7 +55,7 @@ class Layers:
     ) -> None:
         """What becomes of a module that stands at these places: whether it was chosen, is packed, or why it cannot be."""
         name = names[0]
-        self.files.update(dict.fromkeys(source.files, "") | source.unused)
+        self.files.update({**dict.fromkeys(source.files, ""), **source.unused})
         if chosen and source.why_dense is None:
             self.sources[name] = source
             self.places.update(names)
@@ -80,10 +80,11 @@ def find_layers(
     others, hidden = _other_matrices(model)
     weights = checkpoint.hiding(hidden)
     for name, names in (replaceable.places | others).items():
-        module, layout = model.get_submodule(name), replaceable.experts.get(name)
-        kind = type(module).__name__
-        reason = "an Embedding" if kind == "Embedding" else f"{kind}, which is no torch.nn.Linear"
-        reason = reason if name in others else replaceable.why_impossible(name)
+        module: Any = model.get_submodule(name)
+        layout = replaceable.experts.get(name)
+        of_class = type(module).__name__
+        other = "an Embedding" if of_class == "Embedding" else f"{of_class}, which is no torch.nn.Linear"
+        reason = other if name in others else replaceable.why_impossible(name)
         chosen = reason is None and (filter is None or filter(name, module))
         prefix = _quantised_name(checkpoint, weights, names, module, name not in others) if layout is None else name
         if prefix is None:

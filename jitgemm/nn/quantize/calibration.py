@@ -89,9 +89,10 @@ class Calibration:
             yield stage
 
     def _bytes(self, name: str) -> int:
-        layout, module = self.layouts[name], self.model.get_submodule(name)
+        layout = self.layouts[name]
+        module: Any = self.model.get_submodule(name)
         if layout is None:
-            return 4 * module.in_features**2
+            return 4 * int(module.in_features) ** 2
         return 4 * layout.experts * (layout.hidden**2 + layout.inter**2)
 
     def _observe(self) -> None:
@@ -142,7 +143,8 @@ class Calibration:
         return {name: found[self.calls[name].leader] for name in stage}
 
     def _zeros(self, name: str) -> Moments:
-        layout, module = self.layouts[name], self.model.get_submodule(name)
+        layout = self.layouts[name]
+        module: Any = self.model.get_submodule(name)
         if layout is None:
             device = module.weight.device
             sums = [torch.zeros((module.in_features,) * 2, device=device)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
@@ -36,7 +38,7 @@ def choose(found: Replaceable, filter: Filter | None, recipe: Recipe) -> tuple[d
             reason = "left out by ignore"
         elif reason is None and filter is None:
             reason = why_unwise(found, name, recipe.k_alignment)
-        elif reason is None and not filter(name, module):
+        elif reason is None and filter is not None and not filter(name, module):
             reason = "left out by the filter"
         elif reason is None and (problem := why_unfit(found, name, recipe.k_alignment)) is not None:
             raise ValueError(f"{name}: {problem}")
@@ -49,7 +51,7 @@ def choose(found: Replaceable, filter: Filter | None, recipe: Recipe) -> tuple[d
 
 def why_unwise(found: Replaceable, name: str, k_alignment: int = K_ALIGNMENT) -> str | None:
     """Why quantize_ leaves this module alone unless a filter asks for it; k_alignment: as for `why_unfit`."""
-    linear = found.model.get_submodule(name)
+    linear: Any = found.model.get_submodule(name)
     if name in found.experts:
         return why_unfit(found, name, k_alignment)
     if name.rpartition(".")[2] == "lm_head" or name == found.head:
@@ -64,7 +66,7 @@ def why_unwise(found: Replaceable, name: str, k_alignment: int = K_ALIGNMENT) ->
 
 def why_unfit(found: Replaceable, name: str, k_alignment: int = K_ALIGNMENT) -> str | None:
     """Why a module has no packed form, whatever its values; k_alignment: what its columns are a multiple of."""
-    linear = found.model.get_submodule(name)
+    linear: Any = found.model.get_submodule(name)
     if (layout := found.experts.get(name)) is not None:
         if layout.hidden % k_alignment or layout.inter % k_alignment:
             wanted = f"expected hidden and intermediate sizes that are multiples of {k_alignment}"

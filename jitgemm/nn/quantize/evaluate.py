@@ -38,8 +38,10 @@ def relative_error(
             of the weight.
     """
     if isinstance(layer, PackedLinear):
+        assert isinstance(module.weight, torch.Tensor)
         lost, whole = _squares(layer.weight, module.weight, moments)
     else:
+        assert layout is not None
         found = [
             _squares(
                 packed.weight[e], layout.rows(getattr(module, name))[e], None if moments is None else moments[i][e]
@@ -48,7 +50,8 @@ def relative_error(
             for e in range(layout.experts)
         ]
         # Of each projection and expert the same share: inputs of different layers have no common unit.
-        lost = sum(lost / whole.clamp(min=torch.finfo(torch.float32).tiny) for lost, whole in found)
+        shares = (lost / whole.clamp(min=torch.finfo(torch.float32).tiny) for lost, whole in found)
+        lost = sum(shares, torch.zeros(()))
         whole = torch.tensor(float(len(found)))
     return float(lost) / float(whole) if float(whole) else 0.0
 

@@ -287,11 +287,12 @@ def quantised(
         return quantised_experts(module, layout, recipe, device=device, moments=moments)
     if name == found.head and recipe.head is not None:
         recipe, moments = recipe.head, None
+    assert isinstance(module, (torch.nn.Linear, PackedLinear))
     recipe = recipe.for_columns(module.in_features // ranks)
     return LINEARS[recipe.bits].by_recipe(module, recipe, device=device, moments=moments)
 
 
-def note_otherwise(report: Report, name: str, layer: torch.nn.Module, recipe: Recipe) -> None:
+def note_otherwise(report: Report, name: str, layer: PackedLinear | PackedExperts, recipe: Recipe) -> None:
     """Notes a layer of as many bits as the recipe says that got `recipe.otherwise`."""
     weight = next(iter(layer.packed_parts(name).values())).weight
     if recipe.otherwise is not None and isinstance(weight, recipe.quantiser.kind) and not weight.rotation:
@@ -328,10 +329,10 @@ def quantised_experts(
         return recipe.quantiser.kind.stacked(layout.experts, make)
 
     with torch.no_grad():
-        weights = [packed(name) for name in layout.parameters]
+        w13, w2 = map(packed, layout.parameters)
         names = layout.biases if layout.bias else ()
-        biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in names]
-    return packed_experts(*weights, *biases, gate=layout.gate, activation=recipe.inputs, top_k=layout.top_k)
+        biases = [getattr(module, name).detach().to(w13.device, copy=True) for name in names]
+    return packed_experts(w13, w2, *biases, gate=layout.gate, activation=recipe.inputs, top_k=layout.top_k)
 
 
 def warn_of_experts(model: torch.nn.Module, report: Report, call: str) -> None:

@@ -84,7 +84,7 @@ def experts_layout(module: torch.nn.Module) -> ExpertsLayout | str | None:
         return f"stacked experts whose tensors are other than {', '.join(expected)}"
     if "forward" in vars(module):
         return "stacked experts whose forward was replaced, as accelerate's hooks do"
-    w13, w2 = (parameters[name].shape for name in names)
+    w13, w2 = (tuple(parameters[name].shape) for name in names)
     if transposed:
         w13, w2 = ((experts, n, k) for experts, k, n in (w13, w2))
     experts, hidden, inter = w2
@@ -116,7 +116,7 @@ def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -
     ids = torch.arange(20, device="cpu").view(10, 2) % experts
     trial = copy.copy(module)
     given = [w.transpose(1, 2).contiguous() if transposed else w for w in (w13, w2)]
-    trial._parameters = dict(zip(PARAMETERS[gate.inputs], given))  # type: ignore[assignment]
+    trial._parameters = dict(zip(PARAMETERS[gate.inputs], given))  # type: ignore[arg-type]
     trial.num_experts, trial.hidden_dim, trial.intermediate_dim = experts, hidden, inter  # type: ignore[assignment]
     expected = torch.zeros_like(x)
     for choice, weight in zip(ids.T, weights.T):

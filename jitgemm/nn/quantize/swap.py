@@ -53,7 +53,7 @@ def made(make: Callable[[str, Any], Any], name: str, module: torch.nn.Module) ->
 
 def put_layer(model: torch.nn.Module, name: str, places: Iterable[str], layer: PackedLinear | PackedExperts) -> None:
     """Puts a layer at all places of the module `name`, whose hooks and training mode it takes over."""
-    old = model.get_submodule(name)
+    old: Any = model.get_submodule(name)
     layer.train(old.training)
     layer.batch_invariant = getattr(old, "batch_invariant", False)
     layer.named(name)
