@@ -19,7 +19,8 @@ __version__ = "1.0.0"
 
 __all__ = [
     "CacheMissError", "CompileError", "DriverError", "JitGemmError", "Rotated", "UnsupportedDeviceError",
-    "W4Weight", "W8Weight", "explain", "fused_experts", "fused_experts_masked", "fused_experts_reference", "fused_experts_workspace_bytes",
+    "W4Weight", "W8Weight", "explain", "fused_experts", "fused_experts_masked", "fused_experts_reference",
+    "fused_experts_workspace_bytes",
     "gemm_w4a8_bf16_nt", "gemm_w4a8_int8_nt", "gemm_w4a8_nt", "gemm_w4a8_reference", "gemm_w8a8_bf16_nt",
     "gemm_w8a8_nt", "load", "m_grouped_gemm_w4a8_bf16_nt_contiguous", "m_grouped_gemm_w4a8_bf16_nt_masked",
     "m_grouped_gemm_w4a8_nt_contiguous", "m_grouped_gemm_w4a8_nt_masked", "m_grouped_gemm_w4a8_reference",

@@ -176,7 +176,7 @@ _MISSING = {
             "wgrad_gemm_fp8_fp8_fp32_nt get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor"
         ),
         "call fp8_gemm_nt with a d of its own, and copy the heads' parts out of it": "fp8_gemm_nt_skip_head_mid",
-        "jitgemm multiplies 8-bit activations: torch.matmul takes bf16, jitgemm.quantize_activations makes 8 bits of it": (
+        "jitgemm multiplies 8-bit activations: torch.matmul takes bf16, jitgemm.quantize_activations makes 8 bits": (
             "bf16_gemm_nt bf16_gemm_nn bf16_gemm_tn bf16_gemm_tt m_grouped_bf16_gemm_nt_contiguous "
             "m_grouped_bf16_gemm_nn_contiguous m_grouped_bf16_gemm_nt_masked bf16_m_grouped_gemm_nt_masked "
             "bf16_mega_moe"
@@ -238,7 +238,7 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 
 
 def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
-    """Sets what `get_mk_alignment_for_contiguous_layout` returns, for callers that pad by it. Kernels do not need it."""
+    """Sets what `get_mk_alignment_for_contiguous_layout` returns, for callers that pad by it. No kernel needs it."""
     global _alignment
     _alignment = check_int("new_value", new_value)
 

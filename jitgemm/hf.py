@@ -1,9 +1,9 @@
 """transformers' from_pretrained into the layers of jitgemm.nn: a config and a quantizer registered as "jitgemm".
 
     import jitgemm.hf
-    AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))              # a quantised checkpoint
-    AutoModelForCausalLM.from_pretrained(folder, quantization_config=jitgemm.hf.JitGemmConfig()) # quantises on the way
-    AutoModelForCausalLM.from_pretrained(folder)                                                 # what was saved of these
+    AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))                # quantised
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=jitgemm.hf.JitGemmConfig())  # quantises
+    AutoModelForCausalLM.from_pretrained(folder)                                                  # what these saved
 
 transformers makes the model, says where each part goes, and loads what is plain. What is not (quantised layers, weights
 to be quantised or dequantised, tied tensors that differ) stands behind a `Placeholder` meanwhile; afterwards it is read
@@ -54,7 +54,8 @@ __all__ = ["JitGemmConfig", "config"]
 
 NAME = "jitgemm"
 _OF_RECIPE = (
-    "bits", "scheme", "activation", "group_size", "symmetric", "scale_dtype", "full_range", "clip_steps", "block", "sums",
+    "bits", "scheme", "activation", "group_size", "symmetric", "scale_dtype", "full_range", "clip_steps", "block",
+    "sums",
     "lm_head", "rotation",
 )  # fmt: skip
 
@@ -112,10 +113,10 @@ class JitGemmConfig(QuantizationConfigMixin):
         activation: one of `jitgemm.nn.ACTIVATIONS`; None for what `quantize_` takes, or for what a quantised checkpoint
             says.
         lm_head: as in `quantize_`.
-        modules_to_not_convert: patterns (`fnmatch`) of modules that stay, in addition to the modules that `quantize_` never takes.
+        modules_to_not_convert: patterns (`fnmatch`) of modules that stay, besides those that `quantize_` never takes.
         strict, allow_missing, format, sums: as in `jitgemm.nn.load_`.
-        tp_invariant: Linears have the same bits on any number of GPUs, as in `load_`, by the model's own plan; on one GPU
-            without a mesh, too.
+        tp_invariant: Linears have the same bits on any number of GPUs, as in `load_`, by the model's own plan; on one
+            GPU without a mesh, too.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -129,7 +130,8 @@ class JitGemmConfig(QuantizationConfigMixin):
         modules_to_not_convert: Iterable[str] | None = (), strict: bool = True,
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME, sums: str = "f32", scheme: str | None = None, full_range: bool | None = None,
-        clip_steps: int | None = None, block: int | None = None, rotation: int | None = None, tp_invariant: bool = False,
+        clip_steps: int | None = None, block: int | None = None, rotation: int | None = None,
+        tp_invariant: bool = False,
     ):  # fmt: skip
         check_flag("strict", strict)
         check_flag("tp_invariant", tp_invariant)

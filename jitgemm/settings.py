@@ -19,8 +19,8 @@ VARIABLES: dict[str, str] = {
     "off (an error that names the warm-up command)",
     "JITGEMM_DEBUG": "1: kernels are built with a spin limit in every barrier wait and trap instead of hanging; "
     "the runs of m_indices are checked on the GPU, which waits for it",
-    "JITGEMM_EXCHANGE_TIMEOUT_S": "seconds that a GPU waits for another rank in exchange='nvlink' until it stops with a "
-    "message (default: 60; 0: for ever)",
+    "JITGEMM_EXCHANGE_TIMEOUT_S": "seconds that a GPU waits for another rank in exchange='nvlink' until it stops with "
+    "a message (default: 60; 0: for ever)",
     "JITGEMM_YIELDS": "0: machine code stays as NVRTC built it, without jitgemm's yield hints; such kernels have "
     "keys of their own",
     "JITGEMM_DUMP_DIR": "folder that also receives the source, log and cubin of everything compiled, and the cubin as "

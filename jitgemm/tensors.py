@@ -1,8 +1,8 @@
-"""What every module says of a tensor in a message, and the checks that more than one call makes: plain ones, and rows that
-TMA can walk.
+"""What every module says of a tensor in a message, and the checks that more than one call makes: plain ones, and rows
+that TMA can walk.
 
-The lowest module that imports PyTorch; knows nothing of weights, calls and addresses. Looks at dtypes, shapes, strides and
-devices of real and fake tensors.
+The lowest module that imports PyTorch; knows nothing of weights, calls and addresses. Looks at dtypes, shapes, strides
+and devices of real and fake tensors.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def one_of(types: tuple[str, ...]) -> str:
 
 
 def statically_true(condition: Any) -> bool:
-    """Whether a condition on sizes holds for all that a tracer lets them be: to ask more would put a guard on the graph.
-    The call checks again when it runs."""
+    """Whether a condition on sizes holds for all that a tracer lets them be: to ask more would put a guard on the
+    graph. The call checks again when it runs."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():  # Dynamo says that a SymBool is one
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -36,7 +36,8 @@ class _Options(TypedDict, total=False):
 
 @overload
 def quantize_activations(
-    x: torch.Tensor, dtype: torch.dtype, *, affine: Literal[False] = False, residual: None = None, **options: Unpack[_Options]
+    x: torch.Tensor, dtype: torch.dtype, *, affine: Literal[False] = False, residual: None = None,
+    **options: Unpack[_Options],
 ) -> Pair: ...  # fmt: skip
 @overload
 def quantize_activations(
@@ -82,8 +83,8 @@ def quantize_activations(
         scale[i] = step[i] * s
         q[i, j]  = round(y[i, j] * (1 / step[i])) + zero[i]      static scales: s / scale for 1 / step
 
-    RMSNorm's factor comes behind the sums, as it does without. What is said of a NaN, an infinity or a range beyond fp32
-    holds for the sums of its block of 128, and of rows of zeros with 2^-122 * s for 2^-126.
+    RMSNorm's factor comes behind the sums, as it does without. What is said of a NaN, an infinity or a range beyond
+    fp32 holds for the sums of its block of 128, and of rows of zeros with 2^-122 * s for 2^-126.
 
     With scheme "block" scale[i, b] is that of the 128 codes q[i, 128 b] to q[i, 128 b + 127], the last block's of fewer
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
@@ -118,8 +119,8 @@ def quantize_activations(
             PyTorch's addition, is what is normalised, and the last result.
         residual_out: with residual: where the sum is written and what is returned, of x's shape and type, rows a
             multiple of 16 bytes apart; residual or x itself for in place; None for a new tensor.
-        rotation: 128 rotates y, 0 does not: for a weight of `rotated` values. k is a multiple of 128; rows are read once
-            up to 16384, fp32 with a gate 8192. Not with permutation or correction.
+        rotation: 128 rotates y, 0 does not: for a weight of `rotated` values. k is a multiple of 128; rows are read
+            once up to 16384, fp32 with a gate 8192. Not with permutation or correction.
         correction: int8, not by block: a weight's `correction`, (type, group size), "bf16" or "fp16" and 32, 64, 128
             or 256. The sums of q's groups, as they are written, follow a row's codes, all the weight's GEMM has to know
             of zero points and offsets.
@@ -189,9 +190,10 @@ def quantize_activations(
 
 
 def _of_op(
-    x: torch.Tensor, dtype: torch.dtype, static: bool, affine: bool, scale: torch.Tensor | None, zero: torch.Tensor | None,
-    silu_mul: bool, rms_norm: torch.Tensor | None, eps: float, permutation: torch.Tensor | None, block: bool = False,
-    own: torch.Tensor | str | None = None, correction: str | None = None, correction_group: int = 0, rotation: int = 0,
+    x: torch.Tensor, dtype: torch.dtype, static: bool, affine: bool, scale: torch.Tensor | None,
+    zero: torch.Tensor | None, silu_mul: bool, rms_norm: torch.Tensor | None, eps: float,
+    permutation: torch.Tensor | None, block: bool = False, own: torch.Tensor | str | None = None,
+    correction: str | None = None, correction_group: int = 0, rotation: int = 0,
 ) -> QuantizeCall:  # fmt: skip
     """What an op was called with; own: residual of the one, gelu_mul of the other."""
     residual, gelu_mul = (own, None) if isinstance(own, torch.Tensor) else (None, own)

@@ -126,9 +126,9 @@ class QuantizeSpec:
 
 
 def quantize_spec(
-    k: int, x: str, q: str, *, affine: bool = False, static: bool = False, block: bool = False, gate: Gate | None = None,
-    rms_norm: bool = False, residual: bool = False, permuted: bool = False, gathered: bool = False, masked: bool = False,
-    correction: Correction | None = None, rotated: bool = False,
+    k: int, x: str, q: str, *, affine: bool = False, static: bool = False, block: bool = False,
+    gate: Gate | None = None, rms_norm: bool = False, residual: bool = False, permuted: bool = False,
+    gathered: bool = False, masked: bool = False, correction: Correction | None = None, rotated: bool = False,
 ) -> QuantizeSpec:  # fmt: skip
     """The kernel for rows of k codes, whatever m is, except few rows that several CTAs share (`spec_for_rows`).
 
@@ -291,7 +291,7 @@ def _enumerator(name: str) -> str:
 
 
 def render_quantize(spec: QuantizeSpec) -> str:
-    """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `function_name` of its label."""
+    """The CUDA source of a quantiser. Compile as `quantize_source` says. Entry point: `function_name` of its label."""
     from jitgemm.jit.source import function_name
 
     threads = most_threads(spec)

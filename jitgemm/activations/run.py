@@ -1,5 +1,5 @@
-"""A quantiser's call beneath the public name, which layers of experts take: one look-up, and on a miss down to a launch.
-CPU tensors run `reference.py`."""
+"""A quantiser's call beneath the public name, which layers of experts take: one look-up, and on a miss down to a
+launch. CPU tensors run `reference.py`."""
 
 from __future__ import annotations
 

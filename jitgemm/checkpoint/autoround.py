@@ -42,8 +42,8 @@ _OF_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 
 
 def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """The config of the layer called prefix, if AutoRound wrote it; any other config as it is. Raises ValueError where a
-    setting is of another kind, or means weights or activations that are not read here."""
+    """The config of the layer called prefix, if AutoRound wrote it; any other config as it is. Raises ValueError where
+    a setting is of another kind, or means weights or activations that are not read here."""
     method = setting(config, "quant_method", default="").lower().replace("_", "-")
     if config is None or not method.endswith("auto-round"):
         return config
@@ -101,7 +101,8 @@ def _of_compressed_tensors(kind: str, settings: Mapping[str, Any]) -> Mapping[st
             raise ValueError(f"act_data_type: expected mx_fp or nv_fp of act_bits 4 or 8, got {said!r} of {width!r}")
         inputs = PRESETS[_TENSORS_OF[of][1][width][0]][1]
     return {
-        "quant_method": "compressed-tensors", "format": format, "weights": PRESETS[preset][0], "input_activations": inputs,
+        "quant_method": "compressed-tensors", "format": format, "weights": PRESETS[preset][0],
+        "input_activations": inputs,
     }  # fmt: skip
 
 

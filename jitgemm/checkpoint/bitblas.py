@@ -116,8 +116,8 @@ class _BitBlas(Format):
         exact = (steps == steps.round()) & (wide.abs() <= 16)
         if torch.float32 in (scales.dtype, zeros.dtype) or not bool(exact.all()):
             raise ValueError(
-                f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of 2**-20 "
-                "within -16..16, got others"
+                f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of "
+                "2**-20 within -16..16, got others"
             )
         return float_zero(q, scales.float(), -(wide * scales.float()), size)
 

@@ -1,5 +1,5 @@
-"""What every format does with words and zero points: codes out of words and back, and a `CanonicalWeight` of codes. Knows
-no format.
+"""What every format does with words and zero points: codes out of words and back, and a `CanonicalWeight` of codes.
+Knows no format.
 
 A word is a uint8, int8, int16, int32 or int64 holding 2, 4, 8 or 16 nibbles. Nibble 0 is the low one, and `order[i]` is
 the value that nibble i holds; None means 0, 1, 2, ...::

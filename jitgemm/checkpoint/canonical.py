@@ -57,11 +57,11 @@ class CanonicalWeight:
         code: name of the `Code`: "int4", "int8", "e4m3", or "e2m1" for MXFP4, "nvfp4" for NVFP4, whose q
             are uint8 of 0..15.
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
-        row_scale: fp32 [n] of "nvfp4", by which code * scale is multiplied: the tensor's. bf16 or fp16 [n] of "int4" whose
-            scales are integers times it, so that int8 activations can have the weight in two levels; else None.
+        row_scale: fp32 [n] of "nvfp4", by which code * scale is multiplied: the tensor's. bf16 or fp16 [n] of "int4"
+            whose scales are integers times it, so that int8 activations can have the weight in two levels; else None.
         rotation: 128 where q is the weight times `weight.rotation`'s matrix, for inputs that are rotated, too; else 0.
-        turned: ("input" or "output", matrix fp32 [s, s]): by which the layer multiplies blocks of its input or result. Such
-            a weight can be dequantised, and neither packed, cut nor joined.
+        turned: ("input" or "output", matrix fp32 [s, s]): by which the layer multiplies blocks of its input or result.
+            Such a weight can be dequantised, and neither packed, cut nor joined.
     """
 
     q: torch.Tensor
@@ -147,7 +147,7 @@ class CanonicalWeight:
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], the layer's weight with columns in its order: scale and offset widened to fp32, one rounding an
-        operation. With a rotation it is turned back, which rounds it: 2^-20 of 2^-3.5 times 128 columns' absolute sum."""
+        operation. A rotation is turned back, which rounds: 2^-20 of 2^-3.5 times 128 columns' absolute sum."""
         weight, scale = self.ops.values(self.q), self.scale
         scale = scale if self.ops.given_scales is None else scale.view(self.ops.given_scales)
         dequantize_groups(weight, self.group_size, scale, self.zero, self.offset)
@@ -362,8 +362,8 @@ def pack_experts(
         bits: of all experts' codes.
 
     Raises:
-        ValueError: an expert has an activation order, which its quantised input cannot have together with the others', or
-            the experts differ in sizes or format; the message names the expert.
+        ValueError: an expert has an activation order, which its quantised input cannot have together with the others',
+            or the experts differ in sizes or format; the message names the expert.
     """
     kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
     unsigned = False

@@ -19,11 +19,11 @@
     weight = (q - zero) * scale
 
 The exponents of mxfp4-pack-quantized files of version 0.13.0 are two too low, and read two higher.
-Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against compressed-tensors
-0.10.2 and 0.20.1, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
-gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
-Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had. Presets
-(config_groups {"W4A16": ["Linear"]}) mean what they mean in 0.20.1.
+Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against
+compressed-tensors 0.10.2 and 0.20.1, 8 bits against the latter alone. That one no longer knows `weight_g_idx`
+(activation order "group" is gone), but files with it are many. The scheme's activations change no weight, and are the
+layer's business. Other tensors raise, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
+Presets (config_groups {"W4A16": ["Linear"]}) mean what they mean in 0.20.1.
 """
 
 from __future__ import annotations
@@ -335,12 +335,12 @@ def _layout(scheme: Scheme, dims: tuple[Dim | int, ...]) -> TensorLayout:
     return stored(types, *dims, wanted="[{n}, groups], [{n}, 1] or one element, got shape {got}")
 
 
-# ---- config -----------------------------------------------------------------------------------------------------------
+# ---- config ----------------------------------------------------------------------------------------------------------
 
 
 def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[int, int] | None]:
-    """What a layer's config says of its weight, {} for nothing; its code; rows and columns of a block. Raises ValueError
-    for what the kernel cannot have."""
+    """What a layer's config says of its weight, {} for nothing; its code; rows and columns of a block. Raises
+    ValueError for what the kernel cannot have."""
     format, weights = setting(config, "format"), setting(config, "weights", default={})
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")

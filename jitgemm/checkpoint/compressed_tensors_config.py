@@ -5,7 +5,7 @@
     {"transform_config": {"config_groups": {NAME: {"type", "head_dim", "randomize", "requires_grad", "precision",
         "apply": [{"targets", "ignore", "location", "inverse"}, ...]}}}}
 
-    location  input                      x V, block by block of head_dim columns (without it all k); the weight is W V^-T
+    location  input                      x V, block by block of head_dim columns (without it k); the weight is W V^-T
               output                     y U of the result y, likewise
               weight_input, _output      in the weight, which is read as it is
               q_attn, k_cache            of queries and keys: one orthogonal matrix of both cancels
@@ -14,8 +14,8 @@
               random-matrix              in the file; of "inverse" its inverse
     LAYER.NAME_LOCATION.weight           [size, size], before the square root. Layers share it, and files have it once
 
-Kernels rotate inputs by Sylvester's blocks of 128; layers with other matrices are dequantised, W V^-T V^T. "precision" is the
-type of the library's own product, for which kernels have fp32. Checked against 0.20.1.
+Kernels rotate inputs by Sylvester's blocks of 128; layers with other matrices are dequantised, W V^-T V^T. "precision"
+is the type of the library's own product, for which kernels have fp32. Checked against 0.20.1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jitgemm.kernel.codes import FACTOR_GROUP
 METHOD = "compressed-tensors"
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 
-# ---- presets -----------------------------------------------------------------------------------------------------------
+# ---- presets ---------------------------------------------------------------------------------------------------------
 
 
 def args_of(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
 }
 """Schemes by name, as release 0.20.1 has them, as far as they can be read: weights and input activations."""
 
-# ---- groups -----------------------------------------------------------------------------------------------------------
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def written_config(
@@ -190,7 +190,7 @@ def names(prefix: str, target: str) -> bool:
     return matches("targets", target.removeprefix("re:"), prefix) if target.startswith("re:") else target == prefix
 
 
-# ---- transforms --------------------------------------------------------------------------------------------------------
+# ---- transforms ------------------------------------------------------------------------------------------------------
 
 _FUSED, _ATTENTION = ("weight_input", "weight_output"), ("q_attn", "k_cache")
 _HADAMARD, _TYPES = "hadamard", ("hadamard", "random-hadamard", RANDOM_MATRIX)

@@ -67,7 +67,7 @@ class Part:
 
 
 IN_MEMORY: list[Callable[[Mapping[str, torch.Tensor]], tuple[Mapping[str, torch.Tensor], dict[str, str]]]] = []
-"""Of each library: its subclasses as the tensors that they hold, named as in its files, and the metadata of such a file."""
+"""Of each library: its subclasses as the tensors that they hold, named as in its files, and such a file's metadata."""
 
 
 class Checkpoint:
@@ -77,8 +77,8 @@ class Checkpoint:
 
     Args:
         source: a folder with one or more safetensors files, `model.safetensors.index.json` or another index, one
-            `.safetensors` file, a list of them (all that an index beside them names: as it says), or a mapping of names to
-            tensors.
+            `.safetensors` file, a list of them (all that an index beside them names: as it says), or a mapping of names
+            to tensors.
         config: the model's config.json or its quantization_config, as a mapping; None: the config next to the files.
         metadata: of a mapping, what the files of its tensors say of them.
 
@@ -138,8 +138,8 @@ class Checkpoint:
             warnings.warn(f"{text} ({self.where})", stacklevel=2)
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
-        """The same open checkpoint with some tensors under other names, {new name: name in the files}; its config speaks
-        of those in the files."""
+        """The same open checkpoint with some tensors under other names, {new name: name in the files}; its config
+        speaks of those in the files."""
         other, new = copy.copy(self), {old: name for name, old in names.items()}
         other._found = {new.get(name, name): found for name, found in self._found.items()}
         other._in_file, other._layers = names, _by_layer(other._found)
@@ -187,13 +187,13 @@ class Checkpoint:
         return found
 
     def elsewhere(self) -> Iterator[tuple[str, Path]]:
-        """(a name in the files, file) of what its files hold beside the tensors that its index gives to each of them."""
+        """(name in the files, file) of tensors that a file holds and the index does not give to it."""
         for path in sorted({found for found in self._listed.values() if isinstance(found, Path)}):
             yield from ((name, path) for name in self._open(path).keys() if self._listed.get(name) != path)
 
     def check_copies(self, reader: str) -> list[str]:
-        """For a reader that takes all tensors of all files: the names of tensors that the index lacks. Raises ValueError where
-        it may get another tensor than the index names."""
+        """For a reader that takes all tensors of all files: the names of tensors that the index lacks. Raises
+        ValueError where it may get another tensor than the index names."""
         unlisted = []
         for name, file in self.elsewhere():
             if not isinstance(place := self._listed.get(name), Path):
@@ -203,8 +203,8 @@ class Checkpoint:
             alike = own.dtype == other.dtype and own.shape == other.shape
             if not alike or not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (own, other))):
                 raise ValueError(
-                    f"source: expected {name!r} in {place} alone, as the index says, got another one in {file.name}, and "
-                    f"{reader} reads both"
+                    f"source: expected {name!r} in {place} alone, as the index says, got another one in {file.name}, "
+                    f"and {reader} reads both"
                 )
         return unlisted
 

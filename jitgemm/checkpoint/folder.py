@@ -58,8 +58,8 @@ def weights_of(folder: Path, *, by_index: bool = False, stacklevel: int = 4) -> 
 
 
 def model_files(folder: Path) -> Path | list[Path]:
-    """What a folder's model is in: `weights_of`, or another index, or all safetensors files, none of them perhaps. Raises
-    ValueError where there are several indices."""
+    """What a folder's model is in: `weights_of`, or another index, or all safetensors files, none of them perhaps.
+    Raises ValueError where there are several indices."""
     if (found := weights_of(folder, stacklevel=5)) is not None:
         return found
     files, indices = (sorted(folder.glob(f"*.safetensors{end}")) for end in ("", ".index.json"))

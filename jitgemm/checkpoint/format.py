@@ -33,7 +33,7 @@ INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 INPUT_TENSORS = (*INPUT_SCALES, *INPUT_ZERO_POINTS, "input_global_scale")
 """With that of inputs of 4 bits."""
 BESIDE = r"((q|k|v|kv|qkv|qk|prob|softmax|attn)(_cache)?|output)_(global_)?(scales?(_inv)?|zero_points?|scaling_factor)"
-"""What tools call scales of caches, attention and outputs that they put next to layers. These say nothing of weights."""
+"""What tools call scales of caches, attention and outputs, which they put next to layers: nothing of a weight."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Inputs:
         these = "MXFP8 inputs" if self.mxfp8 else f"inputs of {self.num_bits} bits"
         each = "each token and 128 k" if activation.endswith("_block") else "each token"
         return (
-            f"the checkpoint's {these} are quantised to 8 bits for {each}, {activation}; activation={activation!r} says so "
-            "without this warning"
+            f"the checkpoint's {these} are quantised to 8 bits for {each}, {activation}; activation={activation!r} "
+            "says so without this warning"
         )
 
     @classmethod
@@ -123,7 +123,7 @@ class Transform:
         return f"transform {self.name} ({self.kind}) of {blocks} at the {self.location}"
 
     def matrix(self, stored: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
-        """V, fp32 [size, size]; stored: the file's, if it has one. Raises ValueError for one that the config does not mean."""
+        """V, fp32 [size, size]; stored: the file's, if it has one. Raises ValueError if the config means another."""
         size = self.size or size
         expected = sylvester(size, device) if self.known else None
         found: Any = expected if stored is None else stored.float()
@@ -133,8 +133,8 @@ class Transform:
         return found if self.kind == RANDOM_MATRIX else (found.mT if self.inverse else found) * size**-0.5
 
     def stored_as(self, checkpoint: Any, prefix: str, sizes: Sizes) -> str | None:
-        """The name of the matrix in a `Checkpoint`; None of one that is known and not there. Layers share those of one size,
-        and files have them once. Raises ValueError unless there is one, of a size that divides the layer's."""
+        """The name of the matrix in a `Checkpoint`; None of one that is known and not there. Layers share those of one
+        size, and files have them once. Raises ValueError unless there is one, of a size that divides the layer's."""
         whole = sizes.k if self.location == INPUT else sizes.n
         size = self.size or whole
         if self.known and size is not None and size & (size - 1):
@@ -222,7 +222,7 @@ class Scheme:
         return {"input_scale": stored(torch.float32, optional=True)} if given else {}
 
     def by_row(self, name: str, values: torch.Tensor, n: int) -> torch.Tensor:
-        """[n, G] from a tensor of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
+        """[n, G] from a tensor of `found`, whose values rows, a block's or all, may share; e8m0 becomes fp32."""
         layout = self.found[name]
         if values.dtype in E8M0 and values.dtype in layout.dtypes:
             values = values.view(torch.float8_e8m0fnu).float()
@@ -270,8 +270,8 @@ class Format:
     cuts: bool = False
 
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
-        """Whether a layer's tensors, {what stands behind its name: header}, are of this format by headers and the model's
-        quantization_config. Raises nothing. No two formats may detect the same layer."""
+        """Whether a layer's tensors, {what stands behind its name: header}, are of this format by headers and the
+        model's quantization_config. Raises nothing. No two formats may detect the same layer."""
         raise NotImplementedError
 
     def left_out(self, config: Config, prefix: str) -> str | None:
@@ -304,8 +304,8 @@ class Format:
         return dict(scheme.found)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
-        """Sizes of a layer, from tensors or their headers. Raises ValueError for all that scheme, shapes and dtypes show
-        to be wrong, so that a model is not changed by a load that cannot succeed."""
+        """Sizes of a layer, from tensors or their headers. Raises ValueError for all that scheme, shapes and dtypes
+        show to be wrong, so that a model is not changed by a load that cannot succeed."""
         layout = self.tensors(scheme)
         check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
@@ -329,8 +329,8 @@ class Format:
         raise NotImplementedError
 
     def stored_otherwise(self, config: Config, names: Sequence[str]) -> str | None:
-        """Why a file of this config has tensors of these names, which are none of a quantised layer's, as a message; None
-        where the config does not say."""
+        """Why a file of this config has tensors of these names, which are none of a quantised layer's, as a message;
+        None where the config does not say."""
         return None
 
     def elsewhere(self, prefix: str) -> Mapping[str, str]:
@@ -342,7 +342,7 @@ class Format:
         return {}
 
 
-# ---- what formats ask of a config and of headers -----------------------------------------------------------------------
+# ---- what formats ask of a config and of headers ---------------------------------------------------------------------
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -355,7 +355,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
         ("a name", str,
          "quant_method quant_algo format checkpoint_format version provider type strategy data_type act_data_type "
          "packing_format backend dtype qscheme pack_method class target_dtype quantization_status zeros_mode"),
-        ("an integer", int, "num_bits bits wbits w_bit weight_bits act_bits group_size q_group_size groupsize in_features"),
+        ("an integer", int,
+         "num_bits bits wbits w_bit weight_bits act_bits group_size q_group_size groupsize in_features"),
         ("true or false", bool, "symmetric sym is_sym zero_point desc_act is_dynamic fast_decoding"),
     )
     for name in names.split()
@@ -364,8 +365,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def check_kind(name: str, value: Any, where: str = "") -> Any:
-    """The value of a setting. Raises ValueError for one that is neither null nor of its kind; where: what its name follows
-    in the message."""
+    """The value of a setting. Raises ValueError for one that is neither null nor of its kind; where: what its name
+    follows in the message."""
     kind, expected = _KINDS.get(name, (object, ""))
     fits = isinstance(value, kind) and (kind is object or isinstance(value, bool) == (kind is bool))
     if value is not None and (not fits or kind == (list, tuple) and not all(isinstance(each, str) for each in value)):

@@ -1,4 +1,4 @@
-"""The checkpoint formats that can be read, in one registry, which knows none of them: `jitgemm.checkpoint` registers its own."""
+"""The registry of checkpoint formats that can be read. It knows none: `jitgemm.checkpoint` registers its own."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def suffixes() -> tuple[str, ...]:
 
 
 def translated(config: Config, prefix: str) -> Config:
-    """A model's quantization_config in the words of the formats, for the layer called prefix: AutoRound's and Quark's tell
-    of other formats' tensors. Raises ValueError where a setting is of another kind, or means what is not read here."""
+    """A model's quantization_config in the words of the formats, for the layer called prefix: AutoRound's and Quark's
+    tell of other formats' tensors. Raises ValueError for a setting of another kind, or for what is not read here."""
     for dialect in DIALECTS:
         config = dialect(config, prefix)
     return config
@@ -60,8 +60,8 @@ def idle(config: Config, name: str) -> str | None:
 
 
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
-    """The one format that a layer's tensors are of, by their headers and the model's quantization_config, as `translated`
-    gives it; prefix: its name, for messages. Raises ValueError where no format, or more than one, has such tensors."""
+    """The one format that a layer's tensors are of, by their headers and the model's quantization_config, as
+    `translated` gives it; prefix: its name, for messages. Raises ValueError unless one format has such tensors."""
     found = [format for format in FORMATS if format.detect(names, config)]
     if len(found) == 1:
         return found[0]

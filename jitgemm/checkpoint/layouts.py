@@ -57,7 +57,7 @@ class TensorLayout:
     Attributes:
         dtypes: what it may have, the usual one first.
         dims: `Dim`s and numbers. None of them: a single element, in a file of any number of dimensions.
-        optional: whether files may lack it; as text, what an error says where columns in groups are in activation order.
+        optional: True if files may lack it; as text, what an error says if columns in groups are in activation order.
         wanted: what an error says of another shape.
     """
 
@@ -108,9 +108,9 @@ def stored(dtypes: torch.dtype | tuple[torch.dtype, ...], *dims: Dim | int, **mo
 
 
 def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
-    """The size that each letter of the layout stands for, from tensors or their headers. A tensor `weight_shape` is n, k.
-    Raises ValueError where a tensor is missing, has another dtype or number of dimensions, or contradicts one further
-    up."""
+    """The size that each letter of the layout stands for, from tensors or their headers. A tensor `weight_shape` is n,
+    k. Raises ValueError where a tensor is missing, has another dtype or number of dimensions, or contradicts one
+    further up."""
     sizes, shape = {}, tensors.get("weight_shape")
     if isinstance(shape, torch.Tensor):
         if shape.dtype not in (torch.int64, torch.int32) or tuple(shape.shape) != (2,):

@@ -58,8 +58,8 @@ def read_layer(
     tp_dim: str | None = None, tp_rank: int = 0, tp_size: int = 1, expert: int | None = None, format: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> CanonicalWeight:  # fmt: skip
-    """The layer before packing: `load` without its last step, with the same arguments and errors. With static activation
-    scale, and with bias: cut along k it stays with rank 0, as the ranks' results are added up."""
+    """The layer before packing: `load` without its last step, with the same arguments and errors. With static
+    activation scale, and with bias: cut along k it stays with rank 0, as the ranks' results are added up."""
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix) if isinstance(prefix, Sequence) else []
     if not prefixes or not all(isinstance(p, str) for p in prefixes):
         raise TypeError(f"prefix: expected a layer's name or several, got {prefix!r}")

@@ -2,7 +2,7 @@
 
 ::
 
-    blocks            uint8 [n, k / 32, 16]   gpt-oss (`quant_method: mxfp4`): experts.gate_up_proj_blocks and so on, with
+    blocks            uint8 [n, k / 32, 16]   gpt-oss (`quant_method: mxfp4`): experts.gate_up_proj_blocks and so on,
                                               stacked over experts, gate and up in alternate rows
     scales            uint8 [n, k / 32]
     weight            int8 [n, k / 2]         DeepSeek-V4's experts (`expert_dtype: fp4`, `quant_method: fp8`)

@@ -12,9 +12,9 @@
 
     weight = e2m1(code) * weight_scale * weight_scale_2, or / weight_global_scale; the even k is in a byte's low nibble
 
-The tensors decide. weight_global_scale is the inverse: 1 / it is rounded to fp32, where its library divides weight_scale by
-it. Activations of 4 bits are not served: the config's say so, and `activation="e4m3"` replaces them. Read from
-compressed-tensors 0.20.1, which the tests hold this against, and vLLM's modelopt.py.
+The tensors decide. weight_global_scale is the inverse: 1 / it is rounded to fp32, where its library divides
+weight_scale by it. Activations of 4 bits are not served: the config's say so, and `activation="e4m3"` replaces them.
+Read from compressed-tensors 0.20.1, which the tests hold this against, and vLLM's modelopt.py.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _codes(qweight: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_points(q: torch.Tensor, s2: torch.Tensor, s2_zero: torch.Tensor, group_size: int) -> torch.Tensor:
-    """int32 [n, G]: the zero points that the stored products stand for. Raises for what the kernel's bytes cannot hold."""
+    """int32 [n, G]: the zero points that the stored products stand for. Raises unless the kernel's bytes hold them."""
     if bool((s2 <= 0).any()):
         raise ValueError(f"s2_scales: expected 1..127, got {int(s2.min())}")
     product = -s2_zero & 0xFF  # zero * s2

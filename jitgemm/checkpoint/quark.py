@@ -1,5 +1,5 @@
-"""AMD Quark (`quant_method: quark`): a layer's settings by its config, and its own int4 weights; others are as MXFP4's and
-W8A8's.
+"""AMD Quark (`quant_method: quark`): a layer's settings by its config, and its own int4 weights; others are as MXFP4's
+and W8A8's.
 
 ::
 
@@ -19,8 +19,8 @@ W8A8's.
     settings    weight, input_tensors: dtype, qscheme (per_tensor, per_channel, per_group, per_block), group_size,
                 block_size, is_dynamic
 
-Read from Quark 0.13 (quant_config_parser.py, config.py, utils/pack.py, realquantizer.py). Zero points in floats, int4 with
-a scale for a row and scales of scales raise.
+Read from Quark 0.13 (quant_config_parser.py, config.py, utils/pack.py, realquantizer.py). Zero points in floats, int4
+with a scale for a row and scales of scales raise.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def layer_header(
 
 
 def scheme_of(format: Format, config: Mapping[str, Any] | None, prefix: str, headers: Mapping[str, Any]) -> Scheme:
-    """`Format.scheme` of a layer that is quantised. Raises ValueError, naming the setting, where the config has it not."""
+    """`Format.scheme` of a layer that is quantised. Raises ValueError, naming the setting, if the config lacks it."""
     if (reason := format.left_out(config, prefix)) is not None:
         raise ValueError(reason)
     return format.scheme(config, prefix, headers)
@@ -143,8 +143,8 @@ def read_header(
 def _turned(
     checkpoint: Checkpoint, header: LayerHeader, weight: CanonicalWeight, device: torch.device
 ) -> dict[str, Any]:
-    """What its layer does to inputs and results at run time, as `CanonicalWeight` has it. Raises ValueError for a matrix of
-    another size or of other values than the config says."""
+    """What its layer does to inputs and results at run time, as `CanonicalWeight` has it. Raises ValueError for a
+    matrix of another size or of other values than the config says."""
     found, k = [], header.sizes.k or weight.k
     rotation = header.scheme.rotation(k)
     for each, name in zip(header.scheme.transforms, header.matrices, strict=True):
@@ -177,8 +177,8 @@ def _check_values(weight: CanonicalWeight) -> None:
 
 
 def parts_of_rank(header: LayerHeader, dim: str, rank: int, world: int) -> dict[str, Part] | None:
-    """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole. None where all tensors
-    have to be read, to be cut by `CanonicalWeight.shard`, which says what cannot be."""
+    """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole. None where all
+    tensors have to be read, to be cut by `CanonicalWeight.shard`, which says what cannot be."""
     layout = header.format.tensors(header.scheme) if header.format.cuts else {}
     whole, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
     ordered = dim == "k" and any("g_idx" in suffix for suffix in header.names)

@@ -43,8 +43,8 @@ Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
   and rows of the layer.
 
 Raises for activations to be scaled first (act_pre_scale), the preshuffled and CPU (opaque) packings, NPU's float zero
-points, every other class, by its name. Bounds of activations (hp_value_lb, hp_value_ub) are not applied: a token's scale
-follows its largest value. Does not import torchao.
+points, every other class, by its name. Bounds of activations (hp_value_lb, hp_value_ub) are not applied: a token's
+scale follows its largest value. Does not import torchao.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _TorchAo(Format):
         return integer_zero(q, scale, zero, group_size, name=_ZERO)
 
 
-# ---- what headers say --------------------------------------------------------------------------------------------------
+# ---- what headers say ------------------------------------------------------------------------------------------------
 
 
 def _shape(config: Config) -> tuple[int, int] | None:
@@ -258,7 +258,7 @@ def _blocks(tensors: Mapping[str, Any], code: str) -> Layout:
     return codes | {_SCALE: stored(FLOATS, *(() if single else (N / (n // rows), G)[: scale.dim()]))}
 
 
-# ---- codes and parameters ----------------------------------------------------------------------------------------------
+# ---- codes and parameters --------------------------------------------------------------------------------------------
 
 
 def tinygemm(q: torch.Tensor, parameters: torch.Tensor, group_size: int) -> CanonicalWeight:

@@ -57,8 +57,8 @@ class _W4AFp8(Format):
         method, scale = setting(config, "quant_method"), headers["weight_scale_inv"]
         if method == "fp8":  # DeepSeek-V4's experts have these names and shapes
             raise ValueError(
-                f"weight_scale_inv: expected e8m0 scales of FP4 codes (expert_dtype) in a file of quant_method 'fp8', got "
-                f"{describe(scale)}"
+                "weight_scale_inv: expected e8m0 scales of FP4 codes (expert_dtype) in a file of quant_method 'fp8', "
+                f"got {describe(scale)}"
             )
         return Scheme(self.name, group_size=size, inputs=inputs_of(config, "int4", headers), settings=config or {})
 

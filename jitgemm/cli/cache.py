@@ -1,4 +1,4 @@
-"""`jitgemm cache`: look into the on-disk kernel cache, check it, make it smaller. Only `prune` and `clear` change it."""
+"""`jitgemm cache`: look into the kernel cache on disk, check it, shrink it. `prune` and `clear` alone change it."""
 
 from __future__ import annotations
 

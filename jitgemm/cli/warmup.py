@@ -45,7 +45,7 @@ class Use(StrEnum):
 
 
 def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[str, Any]]]:
-    """What --quantizer asks for, such as "fp16+static+permuted": the type of the input and keywords of `quantize_specs`.
+    """What --quantizer asks for, such as "fp16+static+permuted": the input's type and keywords of `quantize_specs`.
 
     With `block` all of them are by block, whatever they are else.
     """
@@ -194,8 +194,8 @@ def warmup(
 
 
 def _weights(lhs: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """(type of activations, format's name) of each weight that a --shape has. ValueError for a format that meets none of
-    the types."""
+    """(type of activations, format's name) of each weight that a --shape has. ValueError for a format that meets none
+    of the types."""
     if not names:
         return [(kind, f"g128-bf16-{order}") for kind in lhs or ["e4m3"] for order in ("any", kind)]
     found = []

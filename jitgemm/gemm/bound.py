@@ -1,21 +1,21 @@
 """How far a kernel's result may be from the exact one: what tensor cores, fp32 sums and the output's type may lose.
 
-Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. Some kernels add up
-runs of 256 k of MXFP4 weights with a base a row, and the larger of both losses counts. A run is scaled and added to the
-others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
+Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. Some kernels add
+up runs of 256 k of MXFP4 weights with a base a row, and the larger of both losses counts. A run is scaled and added to
+the others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
 sum before it to the largest of them, and cuts off what lies more than 13 bits below; so each of its terms loses less
 than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of itself. Codes are at most 16 large:
 
     loss of a step <= 32 * 2^-13 * max(16 * max |x| of the step, |sum before|) + 2^-13 * |sum after|
 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
-hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their exponents,
-max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
+hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights, and MXFP4's codes times their
+exponents, max |q| of the row's step stands in its place, and 2^-6, e4m3's least normal number, for less in x or q.
 NVFP4's codes times their scales are two terms (`jitgemm.weight.nvfp4`), and each takes a step: twice the steps.
 
 With sums in f16 a step's sum is rounded to 11 bits as well, which loses 2^-11 of |sum after| more. A kernel multiplies
-it by scale / 2^E, exact in f16 (`jitgemm.weight.f16_sums`), and adds up at most eight records that follow one another in
-f16, from any record on. Each such step is rounded once:
+it by scale / 2^E, exact in f16 (`jitgemm.weight.f16_sums`), and adds up at most eight records that follow one another
+in f16, from any record on. Each such step is rounded once:
 
     loss of a step <= 2^-11 * |f16 sum after| + 2^-16 * 2^E
 
@@ -23,17 +23,18 @@ The second term is for sums below 2^-14, f16's least normal number: half of 2^-2
 activations at most; of MXFP4, whose codes are 2^-8 of their values and in sums an eighth of that, four times as much.
 The f16 sum is at most the largest over the starts of what the exact one is, and what was lost since.
 
-int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, or 8 with zero points, so B = 1.5 * 2^19 or 2^20 here.
-For two records that follow one another, of scales s0 and s1, fp32 gets (s0 - s1) * (B + p0) + s1 * (B + p0 + p1), and up to
-eight pairs' B * s0 are in the sum until they are taken off. Each step rounds that, as do s0 - s1 and the sum of the s0:
+int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, or 8 with zero points, so B = 1.5 * 2^19 or 2^20
+here. For two records that follow one another, of scales s0 and s1, fp32 gets (s0 - s1) * (B + p0) + s1 * (B + p0 + p1),
+and up to eight pairs' B * s0 are in the sum until they are taken off. Each step rounds, as do s0 - s1 and the sum of
+s0:
 
     loss of a step <= 2^-23 * B * (sum of |s0| of its run so far + |s of it| + |s of the next|)
 
-A weight with corrections (`jitgemm.weight.correction`) is one of codes -8..7 without zero points here, whose offsets are its
-factors f: what parts lose goes with its own scales and 16, and the two terms of a group are of their own sizes, where today's
-kernels with zero points have one. A block of 32 groups takes four tensor-core steps, two of 16 groups by two digits. Products
-of 16-bit floats are exact; a step aligns 16 of them and the sum before to the largest, which is at most S, the block's sum of
-|f * sum of activations|, and cuts off at 24 bits or more (fp32's, and perhaps more bits below them), as it does its sum:
+A weight with corrections (`jitgemm.weight.correction`) is one of codes -8..7 without zero points here, whose offsets
+are its factors f: what parts lose goes with its own scales and 16, and the two terms of a group are of their own sizes,
+where today's kernels with zero points have one. A block of 32 groups takes four tensor-core steps, two of 16 groups by
+two digits. Products of 16-bit floats are exact; a step aligns 16 of them and the sum before to the largest, which is at
+most S, the block's sum of |f * sum of activations|, and cuts off at 24 bits (fp32's) or more, as it does its sum:
 
     loss of a block <= 4 * (17 + 1) * 2^-23 * S
 
@@ -92,10 +93,10 @@ def gemm_w4a8_bound(
                + 2^-24 * (promotions + 4) * |x_scale| * size
 
     loss is the module docstring's, summed over the run's steps with what earlier steps may have lost added to |sum|;
-    loss1 is the same with codes of 1. Both are 0 for int8; of a weight with corrections offset is its factors, and loss1
-    what their blocks lose. promotions is how often a result is added to in fp32: runs, twice with offsets, or runs and
-    blocks of corrections. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|.
-    With a scale per token and 128 k, |x_scale| stands inside of the sums, as the scale of a run's 128 k.
+    loss1 is the same with codes of 1. Both are 0 for int8; of a weight with corrections offset is its factors, and
+    loss1 what their blocks lose. promotions is how often a result is added to in fp32: runs, twice with offsets, or
+    runs and blocks of corrections. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum|. With a
+    scale per token and 128 k, |x_scale| stands inside of the sums, as the scale of a run's 128 k.
     unit is 2^-8 for bfloat16, 2^-11 for float16 and 2^-24 for float32. Holds for every kernel and order of sums, as
     long as no intermediate fp32 number over- or underflows.
 

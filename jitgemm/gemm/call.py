@@ -4,7 +4,7 @@ three calls of `gemm/run.py`:
 | rows | call | names: bf16, any result |
 |---|---|---|
 | [m, k] | `gemm` | `gemm_w4a8_bf16_nt`, `gemm_w4a8_nt`, and w8a8 |
-| sorted by expert | `contiguous` | `m_grouped_gemm_w4a8_bf16_nt_contiguous`, `m_grouped_gemm_w4a8_nt_contiguous`, and w8a8 |
+| by expert | `contiguous` | `m_grouped_gemm_w4a8_bf16_nt_contiguous`, `m_grouped_gemm_w4a8_nt_contiguous`, w8a8 |
 | max_m an expert | `masked` | `m_grouped_gemm_w4a8_bf16_nt_masked`, `m_grouped_gemm_w4a8_nt_masked`, and w8a8 |
 """
 
@@ -56,11 +56,11 @@ def gemm_w4a8_nt(
 
         |x_scale * scale| * (2^-8 * max(16 * max |x| in the step, |sum before|) + 2^-13 * |sum after|)
 
-    where sum is the run's, of codes times activations; an offset contributes the error of a code of 1. Runs are added up in
-    fp32, which loses up to 2^-24 of the sum of |scaled runs| for each of them, and rounded to out's type (2^-8 of the
-    result for bf16). `jitgemm.gemm.bound.gemm_w4a8_bound` works out the whole bound. e4m3 activations without outliers
-    typically lose less than 2^-10 of the sum of |terms|. Every scaled sum is an fp32 number on its way: a group's, a
-    channel's, and 512 times an e4m3 token scale must not overflow. Bit-identical from run to run.
+    where sum is the run's, of codes times activations; an offset contributes the error of a code of 1. Runs are added
+    up in fp32, which loses up to 2^-24 of the sum of |scaled runs| for each run, and rounded to out's type (for bf16
+    2^-8 of the result). `jitgemm.gemm.bound.gemm_w4a8_bound` works out the whole bound. e4m3 activations without
+    outliers typically lose less than 2^-10 of the sum of |terms|. Every scaled sum is an fp32 number on its way: a
+    group's, a channel's, and 512 times an e4m3 token scale must not overflow. Bit-identical from run to run.
 
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride
@@ -72,7 +72,7 @@ def gemm_w4a8_nt(
             with a scale per token, [m, k'] with sums of groups behind its codes, as `quantize_activations` writes them
             for the weight's `correction`; x [m, k] works as well, and takes longer. Where it has a `rotation`, lhs
             is a `Rotated`, as `quantize_activations(..., rotation=128)` returns it. Its `sums`
-            say what kernels may add up in (`Weight.with_sums`); those of f16 and exact ones have activations of their own.
+            say what kernels may add up in (`Weight.with_sums`); f16 and exact ones have activations of their own.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.
         bias: bfloat16 or fp32 [n], contiguous, or None.

@@ -28,8 +28,8 @@ class Explanation:
         candidates: how many kernels were compared.
         why: one sentence on the winner against the runner-up.
         legend: (part, what it says) for each part of the label.
-        on_cpu: the tensors are the CPU's: the exact reference multiplies them, and the kernel is the device's for such a
-            call.
+        on_cpu: the tensors are the CPU's: the exact reference multiplies them, and the kernel is the device's for such
+            a call.
         rotation: the weight's, which changes no kernel of a GEMM.
         faster_instead: what to take instead, where operands of another kind are faster in prefill; else "".
     """
@@ -52,9 +52,8 @@ class Explanation:
         lines = ["on the CPU the exact reference runs, and no kernel; on a GPU it would be:"] if self.on_cpu else []
         lines.append(f"{self.kernel} on {self.device}, in a profile {self.function}")
         lines += [f"  {part:<{width}}  {text}" for part, text in self.legend]
-        lines.append(
-            f"m = {self.rows[0]}..{self.rows[1]} share it; predicted {self.predicted_us:.2f} us, bound by {self.bound_by}"
-        )
+        first, last = self.rows
+        lines.append(f"m = {first}..{last} share it; predicted {self.predicted_us:.2f} us, bound by {self.bound_by}")
         lines.append(f"of {self.candidates} candidates {self.why}")
         from jitgemm.kernel.legend import ROTATED
 
@@ -62,7 +61,7 @@ class Explanation:
 
 
 def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: bool = False) -> Explanation:
-    """Which kernel `gemm_w4a8_nt` or `gemm_w8a8_nt` takes for these arguments, and why. Nothing is compiled or launched.
+    """Which kernel `gemm_w4a8_nt` or `gemm_w8a8_nt` takes for these arguments, and why. Compiles and launches nothing.
 
     Args:
         lhs, rhs, out, batch_invariant: as `gemm_w4a8_nt` takes them; rhs may have 8 bits. For CPU tensors, which

@@ -70,8 +70,8 @@ def gemm_w4a8_int8_nt(
         affine: with a zero point per token, else symmetric.
         scale, zero: fp32 and, if affine, int32 of one element each, to quantise with; None takes them from each token's
             results.
-        out: (q, scale) or (q, scale, zero) to write to and return, as `quantize_activations` takes it; lhs itself for in
-            place.
+        out: (q, scale) or (q, scale, zero) to write to and return, as `quantize_activations` takes it; lhs itself for
+            in place.
 
     Returns:
         (q, scale, zero), or (q, scale) unless affine: the `lhs` of the next GEMM. q is int8 [m, n], scale fp32 [m],

@@ -46,12 +46,12 @@ PARTS = (1, 2, 4, 8)
 TALLEST = 256
 """Rows of the largest tile."""
 BAND_BYTES = 32 << 20
-"""Of sums of chunks that are stored before they are added up: what an L2 holds of 50 MB, weights besides. They would go to
-memory and back, each of the chunks with as many bytes as the whole result in fp32."""
+"""Of sums of chunks that are stored before they are added up: what an L2 holds of 50 MB, weights besides. They would go
+to memory and back, each of the chunks with as many bytes as the whole result in fp32."""
 
 
 def slab_rows(m: int) -> int:
-    """Rows of out for each chunk: those of whole tiles, whichever kernel is chosen for m rows, as tiles are stored whole."""
+    """Rows of out for each chunk: as many as whole tiles of any kernel for m rows have, as tiles are stored whole."""
     return min(2 * max(m, 8), m + TALLEST)
 
 
@@ -61,8 +61,8 @@ def partial_sums(
     """The sums of a GEMM, of its arguments as `gemm_w4a8_nt` takes them, without zero points of activations.
 
     Args:
-        chunks: 0 for int32 [m, n], the sums of (codes of lhs) * (codes of the weight - zero points), without a scale: of
-            int8 with a scale per token, and a weight whose rows have one scale. Else fp32 [chunks, rows, n]: of each
+        chunks: 0 for int32 [m, n], the sums of (codes of lhs) * (codes of the weight - zero points), without a scale:
+            of int8 with a scale per token, and a weight whose rows have one scale. Else fp32 [chunks, rows, n]: of each
             chunk of k, in `out[chunk, :m]`, what `gemm_w4a8_nt` gives in fp32 for that part of k; k is so many times a
             multiple of 128 and of the weight's group size. A chunk is summed up in the order of k, whatever m and
             `chunks` are.
@@ -104,7 +104,7 @@ def sum_chunks(
 def gemm_in_order(
     lhs: tuple[torch.Tensor, ...], weight: AnyWeight, out: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:  # fmt: skip
-    """`gemm_w4a8_nt` that adds up k in its order, as `partial_sums` a chunk: the same bits for any m, and any part of n."""
+    """`gemm_w4a8_nt` that adds up k in its order, as `partial_sums` a chunk: the same bits for any m and part of n."""
     x, x_scale, *zeros = lhs
     x_zero = zeros[0] if zeros else None
     tensors = [each for each in (x, x_scale, out, x_zero, bias) if each is not None]

@@ -89,7 +89,7 @@ class Gemm(NamedTuple):
 
     @property
     def packs_scales(self) -> bool:
-        """Whether x_scale is an exponent for each 128 k that is to be packed. Others than these the checks raise for."""
+        """True if x_scale is an exponent for each 128 k, still to be packed. For others than these the checks raise."""
         scale, k = self.x_scale, self.weight.k
         if scale.dtype is not torch.float8_e8m0fnu:
             return False
@@ -224,7 +224,7 @@ def check_weight(rhs: object, bits: int = ANY) -> Weight:
 
 
 def check_sums_with(weight: AnyWeight, lhs: str, block: bool, name: str) -> None:
-    """Raises ValueError unless the weight's sums can be had with activations of this type, block: with a scale per 128 k."""
+    """Raises ValueError unless the weight's sums go with activations of this type; block: with a scale per 128 k."""
     got = f"{DTYPES[lhs].torch_name}{' and a scale per 128 k' if block else ''}"
     if weight.sums == "exact" and lhs != "s8":
         raise ValueError(f"{name}.sums: expected 'exact' for int8 activations alone, got it with {got}")

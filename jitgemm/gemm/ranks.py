@@ -1,4 +1,4 @@
-"""Sums over the GPUs of a host by kernels: the largest scales of tokens, and the last step of a GEMM whose k ranks share.
+"""Sums over a host's GPUs by kernels: the largest scales of tokens, and the last step of a GEMM whose k ranks share.
 
 The ranks' buffers and the GPUs that reach them are the caller's; here they are addresses. See
 `include/jitgemm/gemm/ranks.cuh` for what lies where and who waits for whom.
@@ -75,7 +75,7 @@ RANKS_ARGUMENTS = ArgumentBlock(
 
 @dataclass(frozen=True, slots=True)
 class RanksSpec:
-    """Everything that is a compile-time constant of such a kernel: its function, types of sums and results, and ranks."""
+    """The compile-time constants of such a kernel: its function, types of sums and results, and ranks."""
 
     kind, family = "finish", "ranks"
 

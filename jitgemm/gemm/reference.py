@@ -29,8 +29,8 @@ def gemm_w4a8_reference(
     per token and 128 k are multiplied by it first, which is exact.
 
     Args:
-        lhs: x, float8_e4m3fn or int8 [m, k] (sums behind it are not looked at), x_scale, fp32 [m], [m, 1], one element or [m, ceil(k / 128)], or e8m0 as
-            `gemm_w4a8_nt` takes it, and with int8 perhaps x_zero, int32 of the first three shapes.
+        lhs: x, float8_e4m3fn or int8 [m, k] (sums behind it are not looked at), x_scale, fp32 [m], [m, 1], one element
+            or [m, ceil(k / 128)], or e8m0 as `gemm_w4a8_nt` takes it, int8 may have x_zero, int32 of three shapes.
         rhs: a weight [n, k] on the same device.
         bias: [n], any float type, or None.
         out_dtype: bfloat16, float16, float32 or float64.

@@ -1,12 +1,12 @@
 """The three GEMM calls beneath the public names, of a weight of any code: check, then straight down to a launch.
 
-Under a tracer they go through a `torch.library` op. The hot path is `gemm` down to `Launch.run`: one look-up by everything
-that decides legality and kernel, one by addresses. Only a miss imports the layers below, so that importing jitgemm
-touches neither the CUDA bindings nor the disk.
+Under a tracer they go through a `torch.library` op. The hot path is `gemm` down to `Launch.run`: one look-up by
+everything that decides legality and kernel, one by addresses. Only a miss imports the layers below, so that importing
+jitgemm touches neither the CUDA bindings nor the disk.
 
 Grouped calls take rows of activations sorted by expert, or a block of rows for each. How many rows an expert has is on
-the device, and stays there: the host knows sizes of tensors and a hint, so a call never waits, and a CUDA graph of it may
-be replayed with other routings.
+the device, and stays there: the host knows sizes of tensors and a hint, so a call never waits, and a CUDA graph of it
+may be replayed with other routings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class GemmCall(Gemm):
     __slots__ = ()
 
     def amended(self) -> GemmCall:
-        """The checked call itself, or, still to be checked, with packed exponents for others, or with sums that x lacks."""
+        """The checked call itself, or, still to be checked, with packed exponents for others, or with sums that x
+        lacks."""
         if self.packs_scales:
             return self._replace(x_scale=pack_e8m0(self.x_scale))
         self.check()
@@ -62,7 +63,7 @@ def gemm(
     bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
     bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`gemm_w4a8_nt` for a weight whose codes have so many bits; 0 for any, and for activations as a layer made them."""
+    """`gemm_w4a8_nt` for a weight of codes of so many bits; 0 for any, and for activations as a layer made them."""
     if bits:
         check_rotated(lhs, getattr(rhs, "rotation", 0))
     if isinstance(lhs, tuple) and len(lhs) == 2:
@@ -208,7 +209,8 @@ def gemm_of_op(
     n: int, k: int, format: str, batch_invariant: bool, label: str | None = None, exact: bool = False,
     groups: Groups | None = None,
 ) -> GemmCall:  # fmt: skip
-    """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own besides an op's arguments."""
+    """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own besides an op's
+    arguments."""
     weight = weight_of_op(blocks, channel_scale, row_sum, n, k, format, exact=exact)
     return GemmCall(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label)
 

@@ -36,8 +36,8 @@ class Fold(NamedTuple):
 
 
 Producer = Callable[[Node], Fold | None]
-"""producer(value): the operations whose result `value` is, roundings to 16 bits aside; None if there are none. Conversions of
-the value to another floating-point type are behind it."""
+"""producer(value): the operations whose result `value` is, roundings to 16 bits aside; None if there are none.
+Conversions of the value to another floating-point type are behind it."""
 
 # ---- looking at a graph ----------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def _begin_no_more() -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-# At the interpreter's end, a SIGTERM's among them, and before concurrent.futures' own, which runs all that was submitted.
+# At the interpreter's end, also by SIGTERM, and before concurrent.futures' own hook, which runs all that was submitted.
 threading._register_atexit(_begin_no_more)  # type: ignore[attr-defined]
 
 
@@ -78,8 +78,8 @@ def compile_all(
     """Looks up or compiles each kernel, also under JITGEMM_JIT=off, and yields the jobs as they are done.
 
     An exception, Ctrl-C too, leaves at once: nothing more is begun, and what is being compiled goes into the cache when
-    it is done, in threads that only the interpreter's end waits for. That end begins nothing more either, if another thread
-    runs this.
+    it is done, in threads that only the interpreter's end waits for. That end begins nothing more either, if another
+    thread runs this.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def slow_build(self) -> bool:
-        """Whether ptxas made of it what nobody should run unawares: many spills, arrays in local memory, serialised wgmma."""
+        """True if nobody should run it unawares: many spills, arrays in local memory, serialised wgmma."""
         return self._spills > MAX_SPILL_BYTES or self._arrays > 0 or bool(self.metadata.get("serialised"))
 
 
@@ -196,7 +196,7 @@ _FIELDS: dict[str, Any] = {
 
 
 def load_entry(path: Path, *, aside: bool = False) -> Entry:
-    """The entry of a file, checked against its checksum and its name's key. Raises OSError, BadEntry and UntrustedEntry.
+    """The entry of a file, checked against its checksum and its name's key. Raises OSError, BadEntry, UntrustedEntry.
 
     With `aside` a bad file that is trusted is renamed to *.bad, unless another process has put a new file there since.
     """

@@ -157,8 +157,8 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         name: what messages and kept files call the kernel; does not reach the cubin.
 
     Raises:
-        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or does not compile the source, which is kept;
-            the message says where. Or the process was forked while its parent compiled for more than a second.
+        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or does not compile the source, which is
+            kept; the message says where. Or the process was forked while its parent compiled for more than a second.
     """
     nvrtc = _load()
     _check_is_reported(nvrtc)
@@ -225,8 +225,8 @@ def _check_is_reported(nvrtc: Any) -> None:
         if ours and version == info.version:
             return
     raise CompileError(
-        "NVRTC {} ({}) was found, but NVRTC {}.{} ({}) was loaded: two NVRTCs are installed; keep the wheel of one CUDA "
-        "line".format(info.build, info.library, *version, ", ".join(mapped))
+        "NVRTC {} ({}) was found, but NVRTC {}.{} ({}) was loaded: two NVRTCs are installed; keep the wheel of one "
+        "CUDA line".format(info.build, info.library, *version, ", ".join(mapped))
     )
 
 

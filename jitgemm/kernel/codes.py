@@ -112,8 +112,8 @@ class Code:
         row_sums: packed weights have the sums of their rows, which zero points of int8 activations need.
         offsets, uniform_strip_scale: formats may have them.
         group_sizes, scale_types: what formats may have; 0 is one scale per row.
-        inner: numbers that records hold behind the codes: MXFP4's exponents, NVFP4's scales, factors with zero points of
-            two levels. None for none.
+        inner: numbers that records hold behind the codes: MXFP4's exponents, NVFP4's scales, factors with zero points
+            of two levels. None for none.
         f16_sums: groups may be added up in f16 with e4m3 activations.
         faster: by the type of activations, what is faster in prefill than groups of these codes with it.
         why_lhs: why its values go with one type of activations alone, for messages; "" where orders decide.
@@ -248,7 +248,8 @@ register(
 register(
     Code(
         "nvfp4", 4, (_NVFP4, _NEAR), largest=None, title="NVFP4", prefix="nv", row_sums=False, group_sizes=(0,),
-        scale_types=("fp32",), inner=_NVFP4_SCALES, why_lhs="as no integers of 8 bits hold NVFP4's codes times their groups' scales",
+        scale_types=("fp32",), inner=_NVFP4_SCALES,
+        why_lhs="as no integers of 8 bits hold NVFP4's codes times their groups' scales",
     )
 )  # fmt: skip
 register(

@@ -75,10 +75,10 @@ class WeightFormat:
             order each, "e4m3" or "s8".
         offset: a value of the scale's type per group is added to its scaled weights.
         code: name of the `Code`; "e4m3" and "int8" have no zero points and no offsets.
-        uniform_strip_scale: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of 8 bits
-            in groups of 128 only. The record is the same.
-        correction: "", or the type, "bf16" or "fp16", of factors in blocks behind those of the codes, which stand for zero
-            points or offsets: codes are in the order "s8" and signed, and records hold neither
+        uniform_strip_scale: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of
+            8 bits in groups of 128 only. The record is the same.
+        correction: "", or the type, "bf16" or "fp16", of factors in blocks behind those of the codes, which stand for
+            zero points or offsets: codes are in the order "s8" and signed, and records hold neither
             (`jitgemm.weight.correction`).
     """
 
@@ -126,7 +126,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """One text for all of it, such as "g128-bf16-any", "channel-fp32-z", "w8-g128-fp32-s8"; `format_named` reads it.
+        """One text for all of it, which `format_named` reads: "g128-bf16-any", "channel-fp32-z", "w8-g128-fp32-s8".
 
         Exported programs hold it with the packed bytes: a format that packs to other bytes takes another name.
         """
@@ -161,15 +161,15 @@ class WeightFormat:
 
     @property
     def f16_sums(self) -> bool:
-        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`). A base a row would gain nothing
-        (docs/notes/mxfp4.md)."""
+        """Whether groups of codes times e4m3 may be added up in f16 (`KernelSpec.sums`). A base a row would gain
+        nothing (docs/notes/mxfp4.md)."""
         groups = CODES[self.code].f16_sums and self.group_size > 0
         return groups and not self.offset_rows and "e4m3" in self.lhs_types
 
     @property
     def sums_by_parts(self) -> bool:
         """Whether groups of codes times int8 may be added up by parts (`KernelSpec.sums`): 4 bits without offsets, one
-        group or less a record, in int8's own order or with zero points, whose sums are large compared with what this rounds."""
+        group or less a record, in int8's own order or with zero points, whose sums are large next to the rounding."""
         return not self.offset_rows and self.scale_rows == 1 and self.parts_times > 0
 
     @property
@@ -179,12 +179,12 @@ class WeightFormat:
 
     @property
     def long_runs(self) -> bool:
-        """Whether kernels may add up 256 k in the tensor cores (`promote_records`): e4m3 times codes with a base a row."""
+        """True if kernels may add up 256 k in tensor cores (`promote_records`): e4m3 times codes with a base a row."""
         return not self.group_size and self._any_decoder.long_runs
 
     def longer_runs(self, block: bool) -> tuple[int, ...]:
-        """Records that kernels may add up in one run of the tensor cores besides one; block: activations have a scale for
-        128 k."""
+        """Records that kernels may add up in one run of the tensor cores besides one; block: activations have a scale
+        for 128 k."""
         return (2,) if self.long_runs and not block else ()
 
     @property
@@ -329,8 +329,8 @@ class WeightFormat:
 
     @property
     def for_any_values(self) -> WeightFormat:
-        """The same apart from what depends on a weight's values: codes in the order that holds all, and scales that rows
-        need not share. Corrections have one order."""
+        """The same apart from what depends on a weight's values: codes in the order that holds all, and scales that
+        rows need not share. Corrections have one order."""
         return replace(
             self, order="s8" if self.correction else CODES[self.code].orders[0].name, uniform_strip_scale=False
         )
@@ -338,7 +338,7 @@ class WeightFormat:
     @property
     def kernel_format(self) -> WeightFormat:
         """The format as kernels have it: they read scales per channel by a run-time type, those of strips that share
-        them (`KernelSpec.tokens_as_m`) lie where others do, and corrections are the same for zero points and offsets."""
+        them (`KernelSpec.tokens_as_m`) lie where others do; corrections are the same for zero points and offsets."""
         scale_type, corrects = self.scale_type if self.group_size else "fp32", bool(self.correction)
         zero_point, offset = self.zero_point and not corrects, self.offset and not corrects
         return replace(self, scale_type=scale_type, uniform_strip_scale=False, zero_point=zero_point, offset=offset)
@@ -376,8 +376,8 @@ class Problem:
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
     exponents (`jitgemm.gemm.problem`). `sums` is "f16" where kernels may add up in f16, "exact" where they may
-    not add up int8's groups by parts (`KernelSpec.sums`), else "f32". `rows_vary` tells that m is what one rank's experts
-    get on average, of tokens that choose among more. With `in_order` a warpgroup adds up k alone, in its order, in fp32.
+    not add up int8's groups by parts (`KernelSpec.sums`), else "f32". `rows_vary` tells that m is what one rank's
+    experts get on average, of tokens that choose among more. `in_order`: one warpgroup adds up k, in order, in fp32.
     """
 
     m: int

@@ -9,10 +9,11 @@ import re
 
 GEMM = (
     ("e4m3, s8", r"(e4m3|s8)", "activations of type {0}; 4-bit codes in the order for both types of activations"),
-    ("e4m3fast, s8fast", r"(e4m3|s8)fast", "activations of type {0}; 4-bit codes in the order that {0} decodes fastest"),
+    ("e4m3fast, s8fast", r"(e4m3|s8)fast", "activations of type {0}; 4-bit codes in {0}'s fastest order"),
     ("e4m3w8, s8w8", r"(e4m3|s8)w8", "activations and 8-bit weights of type {0}"),
     ("e4m3mx", r"(e4m3)mx", "activations of type {0}; MXFP4 weights"),
-    ("e4m3nv, e4m3nvnear", r"(e4m3)nv(?:near)?", "activations of type {0}; NVFP4 weights, near: a row's scales are near one another"),
+    ("e4m3nv, e4m3nvnear", r"(e4m3)nv(?:near)?",
+     "activations of type {0}; NVFP4 weights, near: a row's scales are near one another"),
     ("s8tl", r"(s8)tl", "activations of type {0}; weights of two levels"),
     ("", r"(e4m3|s8)(\w+)", "activations of type {0}; weights of the code {1}"),
     ("channel", r"channel", "one scale per row of the weight"),
@@ -58,7 +59,8 @@ OTHER = (
     ("gathered", r"gathered", "rows are gathered by index"),
     ("masked", r"masked", "rows behind an expert's last are left alone"),
     ("sums32bf16", r"sums(\d+)(bf16|fp16)", "sums of groups of {0} behind a row's codes, in {1}"),
-    ("v4r8hc2", r"v(\d+)(?:r\d+)?h?(?:c\d+)?", "{0} vectors a thread; r: rows a CTA works on, h: the permutation is held, c: CTAs a row"),
+    ("v4r8hc2", r"v(\d+)(?:r\d+)?h?(?:c\d+)?",
+     "{0} vectors a thread; r: rows a CTA works on, h: the permutation is held, c: CTAs a row"),
     ("c8", r"c(\d+)", "{0} CTAs share the work"),
 )  # fmt: skip
 """The same for quantisers, routing and combining."""

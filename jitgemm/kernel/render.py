@@ -94,7 +94,8 @@ struct CorrectionWgmma<{tokens}> {{
 _DEFAULTS = {
     "RealType kOutType": "kBf16", "u32 kHalves": 1, "u32 kWarpgroupsK": 1, "u32 kSplitK": 1, "u32 kMulticastLhs": 1,
     "u32 kCtasPerSm": 1, "u32 kExperts": 0, "u32 kLhsGroup": 0, "bool kScatter": False,
-    "bool kTokensAsM": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False, "bool kByParts": False,
+    "bool kTokensAsM": False, "bool kOffset": False, "bool kLhsE8m0": False, "bool kF16Sums": False,
+    "bool kByParts": False,
     "bool kCorrects": False, "bool kChunks": False, "bool kDebug": False, "u32 kInFlight": 1,
     "u32 kFragmentSets": 2, "u32 kPromoteRecords": 1, "bool kDirectLhs": False, "bool kPinSharedBase": False,
     "u32 kWidths": 1,
@@ -169,7 +170,7 @@ static_assert(Config::kConsumerRegisters == {registers}, "spec.py and config.cuh
 
 
 def render(spec: KernelSpec, sets: int | None = None) -> str:
-    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `function_name` of its label.
+    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`. Entry point: `function_name` of its label.
 
     Args:
         sets: of fragments; None asks `fragment_sets`.

@@ -21,17 +21,17 @@ IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
 F16_AHEAD = 128
-"""Tokens of a tile of one or two warpgroups up to which there are registers for two units' sums in f16. 16 fewer with zero
-points and several groups a record; and with these, or MXFP4's, where splits of k meet experts' tables: else 56 to 360 bytes
-spill."""
+"""Tokens of a tile of one or two warpgroups up to which there are registers for two units' sums in f16. 16 fewer with
+zero points and several groups a record; and with these, or MXFP4's, where splits of k meet experts' tables: else 56 to
+360 bytes spill."""
 
 
 def promote_records(spec: KernelSpec) -> int:
     """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
 
     int8 sums are exact in int32. e4m3 sums lose more as they grow: the tensor cores cut every product off 13 bits below
-    the sum (docs/notes/e4m3-accuracy.md). `jitgemm.gemm.bound` counts on at most 128 k, and on 256 where MXFP4 has a base
-    a row: prefill takes 0.91 to 0.94 of what it takes with 128, as decoding and promoting are what it waits for
+    the sum (docs/notes/e4m3-accuracy.md). `jitgemm.gemm.bound` counts on at most 128 k, and on 256 where MXFP4 has a
+    base a row: prefill takes 0.91 to 0.94 of what it takes with 128, as decoding and promoting are what it waits for
     (docs/notes/mxfp4.md).
     """
     fmt = spec.format
@@ -126,7 +126,7 @@ def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
 
 
 def token_widths(spec: KernelSpec) -> tuple[int, ...]:
-    """Tokens that a tile can multiply. Where tokens are wgmma's rows, a warpgroup that has none of a tile leaves it out."""
+    """Tokens that a tile can multiply. If tokens are wgmma's rows, a warpgroup without any of a tile leaves it out."""
     if spec.tokens_as_m and spec.experts:
         tokens = spec.block_m // spec.warpgroups_m
         return tuple(range(tokens, spec.block_m + 1, tokens))

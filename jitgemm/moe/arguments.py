@@ -152,7 +152,7 @@ class ExpertsCall:
 
 @dataclass(slots=True)
 class MaskedCall:
-    """A call of `fused_experts_masked`, which reads x before it writes out. Of tokens that are quantised x has the codes.
+    """A call of `fused_experts_masked`, which reads x before it writes out. x has the codes of quantised tokens.
 
     Attributes:
         expected_rows: of all experts together, a hint.
@@ -290,7 +290,8 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
 
 
 def check_combining(
-    rows: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor, addend: torch.Tensor | None, out: torch.Tensor
+    rows: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor, addend: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError unless the tensors fit together."""
     check_matrix("rows", rows, (None, None), REAL_TYPES)

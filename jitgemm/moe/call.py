@@ -99,8 +99,8 @@ def fused_experts(
         out, or a new tensor, [tokens, n] of x's type.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or x, topk_weights, a bias or addend requires grad and gradients are
-            on; the message names it. out was not written.
+        TypeError, ValueError: an argument is wrong, or x, topk_weights, a bias or addend requires grad and gradients
+            are on; the message names it. out was not written.
         CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
@@ -221,8 +221,8 @@ def launch(
         sent: the tokens, quantised [tokens, k], as other ranks send them. Of `call.x` nothing is read then; it has the
             results' type and as many rows.
         expected_m: rows of an expert, as far as the host knows; None for what topk_ids say.
-        adapt: given the first GEMM's result and the inverse of `route`, before the gate: may change that result in place,
-            and returns the addend in the place of `call.addend`.
+        adapt: given the first GEMM's result and the inverse of `route`, before the gate: may change that result in
+            place, and returns the addend in the place of `call.addend`.
     """
     if expected_m is None:
         expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
@@ -275,8 +275,8 @@ HOW_SCHEMA = "str activation, str order, float? limit, float alpha, ScalarType l
 """Gate and activation."""
 LAST_SCHEMA = "bool exact=False, int rotation=0"
 CALL_SCHEMA = (
-    f"Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {HOW_SCHEMA}, Tensor? expert_map, Tensor? bias13, "
-    f"Tensor? bias2, Tensor? addend, bool batch_invariant, bool block=False, {LAST_SCHEMA}"
+    f"Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {HOW_SCHEMA}, Tensor? expert_map, Tensor? "
+    f"bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, bool block=False, {LAST_SCHEMA}"
 )
 
 
@@ -296,8 +296,8 @@ def call_of_op(x: torch.Tensor, *given: Any) -> ExpertsCall:
 
 
 def op_layer(call: ExpertsCall | MaskedCall) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
-    """What an op takes of a call's weights, as WEIGHTS_SCHEMA has it, of gate and activation, as HOW_SCHEMA, and last: by
-    block?, and as LAST_SCHEMA. Raises TypeError or ValueError for what are no weights of a layer."""
+    """What an op takes of a call's weights, as WEIGHTS_SCHEMA has it, of gate and activation, as HOW_SCHEMA, and last:
+    by block?, and as LAST_SCHEMA. Raises TypeError or ValueError for what are no weights of a layer."""
     (dtype, scheme, affine, rotation), gate = call.activation, call.gate
     check_weights(call.w13, call.w2, rotation=rotation)
     weights = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (call.w13, call.w2)]

@@ -102,7 +102,7 @@ def dispatch_spec(
 def exchange_specs(
     k: int, x: str, q: str, *, affine: bool = False, block: bool = False, rotated: bool = False
 ) -> tuple[RoutingSpec, ...]:
-    """Every kernel that a layer has besides those of `layer_specs` where ranks exchange tokens of k values over NVLink."""
+    """Every kernel besides those of `layer_specs` of a layer whose ranks exchange tokens of k values over NVLink."""
     flags = {"affine": affine, "block": block, "rotated": rotated}
     dispatches = (dispatch_spec(choices, k, x, q, **flags) for choices in (1, ONE_CTA_CHOICES + 1))
     return *filter(None, dispatches), GatherSpec(), CollectSpec(x)
@@ -208,8 +208,8 @@ def run_exchanged(call: ExpertsCall, buffer: Buffer) -> torch.Tensor:
             those of all. No addend, no expert_map.
 
     Raises:
-        RuntimeError: an earlier call ended between its two launches. Its tokens were counted on every rank and its results
-            never came, so that a later call would read tokens before they are there.
+        RuntimeError: an earlier call ended between its two launches. Its tokens were counted on every rank and its
+            results never came, so that a later call would read tokens before they are there.
     """
     layout = buffer.layout
     if buffer.broken:
@@ -319,7 +319,8 @@ class _Dispatch(NamedTuple):
         senders = min(spec.ctas * ceil_div(max(m, 1), spec.ctas), held - spec.ctas)
         values = _of_ranks(layout, self.experts, "codes", "scale", "zero", "ids", "weights") | {
             "x_row_bytes": row_bytes(self.x), "scale_block_stride": layout.scale_block_stride, "m": m, "k": k,
-            "id_bytes": self.topk_ids.element_size(), "weights_type": DTYPES[TYPE_NAMES[self.topk_weights.dtype]].number,
+            "id_bytes": self.topk_ids.element_size(),
+            "weights_type": DTYPES[TYPE_NAMES[self.topk_weights.dtype]].number,
         }  # fmt: skip
         grid = senders + spec.ctas
         return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=grid, threads=(threads, 1), smem_bytes=smem)
@@ -366,7 +367,7 @@ class _Collect(NamedTuple):
 
 
 def _of_ranks(layout: Layout, experts: int, *parts: str) -> dict[str, int]:
-    """What both kernels are told of the ranks, and where these parts of a buffer begin. unused: fills up their structs."""
+    """What both kernels are told of the ranks, and where these parts of a buffer begin. unused: pads their structs."""
     found = {name: getattr(layout, name) for name in ("rank", "world", "max_tokens", "top_k")}
     found |= {f"{name}_at": layout.offsets[name] for name in parts}
     return found | {"experts": experts, "limit_s": settings.exchange_timeout_s(), "unused": 0}

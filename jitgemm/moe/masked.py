@@ -29,9 +29,9 @@ def fused_experts_masked(
 ) -> None:  # fmt: skip
     """out[e, i] = w2[e] · Q(act(g, u)) + bias2[e] for i < masked_m[e], where (g, u) = w13[e] · Q(x[e, i]) + bias13[e].
 
-    DeepEP's low-latency form between its dispatch and its combine, which weighs and sums. Four launches: quantise, GEMM,
-    gate and quantise, GEMM. None of them touches rows from masked_m[e] on, whose numbers stay on the device, so that a
-    CUDA graph can be replayed with others.
+    DeepEP's low-latency form between its dispatch and its combine, which weighs and sums. Four launches: quantise,
+    GEMM, gate and quantise, GEMM. None of them touches rows from masked_m[e] on, whose numbers stay on the device, so
+    that a CUDA graph can be replayed with others.
 
     Args:
         x: bfloat16, float16 or float32 [E, max_m, k], an expert max_m row strides behind the one before; or tokens that
@@ -101,8 +101,8 @@ def _of_op(*given: Any) -> MaskedCall:
 
 
 define_op(
-    f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, Tensor masked_m, "
-    f"SymInt expected_rows, {HOW_SCHEMA}, Tensor? bias13, Tensor? bias2, bool batch_invariant, bool block, "
+    f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, Tensor "
+    f"masked_m, SymInt expected_rows, {HOW_SCHEMA}, Tensor? bias13, Tensor? bias2, bool batch_invariant, bool block, "
     f"{LAST_SCHEMA}) -> ()",
     _run,
     MaskedCall.check,

@@ -1,4 +1,4 @@
-"""Recipe: how weights in floats are quantised, the one noun of `quantize_`, transformers, both engines and the commands."""
+"""Recipe: how weights in floats are quantised, for `quantize_`, transformers, both engines and the commands."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ class Recipe:
         what runs as fast (docs/choosing.md). Layers whose columns are no multiple of 128 get groups of integers.
 
         Of groups of whom nobody says group_size or symmetric: 128 and no zero points if there is calibration. Weights
-        alone keep a real model's results best with groups of 32 and zero points (docs/quantize.md), which do not go with
-        activations that have a scale per block.
+        alone keep a real model's results best with groups of 32 and zero points (docs/quantize.md), which do not go
+        with activations that have a scale per block.
 
         Args:
             said: fields by name, as a JSON file may have them: None as if it was not said, a list for ignore, and
@@ -177,7 +177,7 @@ class Recipe:
         return replace(made, scheme="two-level", rotation=ROTATION, otherwise=otherwise)
 
     def for_columns(self, *k: int) -> Recipe:
-        """The recipe of a layer whose weights have so many columns, those of both weights of experts: this or `otherwise`."""
+        """The recipe of a layer whose weights, or both weights of experts, have so many columns: it or `otherwise`."""
         fits = self.otherwise is None or not any(each % (self.rotation or 1) for each in k)
         return self if fits else self.otherwise  # type: ignore[return-value]
 

@@ -14,7 +14,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def needs_dispatcher(x: object, out: object) -> bool:
-    """Whether this is not plain eager execution: a compiler, tensor subclasses, a dispatch mode, a functorch transform."""
+    """False in plain eager execution: no compiler, tensor subclasses, dispatch mode or functorch transform."""
     # A compiler first: it cannot follow the rest.
     if _is_compiling() or type(x) not in PLAIN or type(out) not in PLAIN:
         return True
@@ -33,8 +33,8 @@ def on_trace(subscriber: Callable[[], object]) -> None:
 def define_op(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], call: Callable[..., Any] | None = None
 ) -> None:
-    """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values; both take what
-    `call` makes of the op's arguments, if it is given."""
+    """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values; both take
+    what `call` makes of the op's arguments, if it is given."""
 
     def given(function: Callable[..., Any]) -> Callable[..., Any]:
         return function if call is None else lambda *arguments: function(call(*arguments))

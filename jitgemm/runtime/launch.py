@@ -1,5 +1,5 @@
-"""A call's one way to the GPU: its operands and the checks of their addresses, a launch prepared except for these, and what
-a thread remembers: plans by what decides them, launch parameters by addresses.
+"""A call's one way to the GPU: its operands and the checks of their addresses, a launch prepared except for these, and
+what a thread remembers: plans by what decides them, launch parameters by addresses.
 
 Knows addresses, fields and sizes; nothing of what a kernel computes. The CUDA driver is imported with the first launch
 that is made, so that importing jitgemm touches none.
@@ -147,8 +147,8 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
 def check_places(
     pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None], where: str, device: torch.device
 ) -> None:
-    """Raises ValueError unless all tensors are on one device, that of the argument `where`, and no gradient is expected for
-    any."""
+    """Raises ValueError unless all tensors are on one device, that of the argument `where`, and no gradient is expected
+    for any."""
     for pointer, tensor in zip(pointers, tensors, strict=True):
         if tensor is not None:
             name = pointer.argument.partition(".")[0]

@@ -2,9 +2,9 @@
 
 Pure functions of a problem and a device's figures; no torch, no driver, no table of tuned shapes.
 
-A layer has the kernels that are the fastest at the ends of bands over m, so that they are few and a new m compiles none. A
-dense GEMM of many rows takes its band's or one of the three before, the fastest at its m: waves of tiles do not end where
-bands do.
+A layer has the kernels that are the fastest at the ends of bands over m, so that they are few and a new m compiles
+none. A dense GEMM of many rows takes its band's or one of the three before, the fastest at its m: waves of tiles do not
+end where bands do.
 
 A grouped GEMM (`Problem.experts`) is chosen for the rows that all its experts have together: how many each one has is
 known to the device alone, so that the prediction is the mean over a few routings (`cost.routings`).
@@ -29,9 +29,9 @@ from jitgemm.select.cost import Candidate, Costs
 def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
     """The runs of m, first and last included, whose ends a layer has kernels for.
 
-    Steps of 8, 16, 32, 64 and so on, an eighth of m at least, then doubling. With experts steps of 1 up to 8, then sixteen from one power of two
-    to the next, because kernels follow the part of the experts that have rows, and the rows that one has: a tile with
-    room for a few more than that is the best, and one for a quarter more wastes a quarter.
+    Steps of 8, 16, 32, 64 and so on, an eighth of m at least, then doubling. With experts steps of 1 up to 8, then
+    sixteen from one power of two to the next, because kernels follow the part of the experts that have rows, and the
+    rows that one has: a tile with room for a few more is the best, and one for a quarter more wastes a quarter.
     """
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
@@ -91,11 +91,12 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
 
 
 EXACT_FROM = 256
-"""Rows from which on a dense GEMM is chosen at its own m. With fewer a band's kernels differ by less than the model's error."""
+"""Rows from which on a dense GEMM is chosen at its own m. Below it a band's kernels differ by less than the model
+errs."""
 
 WEIGHED_BANDS = 4
-"""Bands whose kernels are weighed there. By the model two lose 0.3 % more in the mean and nine 0.3 % less, which take 17 ms
-for a layer's first m instead of 8."""
+"""Bands whose kernels are weighed there. By the model two lose 0.3 % more in the mean and nine 0.3 % less, which take
+17 ms for a layer's first m instead of 8."""
 
 
 def _at_band_end(problem: Problem) -> Problem:
@@ -130,7 +131,8 @@ def why(ranked: list[Candidate]) -> str:
     second = ranked[1]
     lead = second.predicted_us - winner.predicted_us
     if lead < 0:
-        return f"{winner.kernel.label} is the fastest of its band's and the three before's; {second.kernel.label} takes {-lead:.2f} us less"
+        other = f"{second.kernel.label} takes {-lead:.2f} us less"
+        return f"{winner.kernel.label} is the fastest of its band's and the three before's; {other}"
     if lead < 0.005:
         ties = "ties go to the smaller tile, to sums that all splits reduce, to shared activations, then by name"
         return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"

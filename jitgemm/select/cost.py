@@ -30,10 +30,10 @@ TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles
 of grouped kernels of 4-bit weights, which have many rounds, the part that their tokens and `EMPTY_TOKENS` are of
 `NARROW_TOKENS`: dense ones would take tiles of 8 x 64 at m = 1 where 8 x 256 are up to 1.2 times as fast (28672 x 4096,
-zero points and MXFP4). All of it where CTAs add up a tile, as their barriers take as long for few tokens as for many."""
+zero points and MXFP4). All of it if CTAs add up a tile, as their barriers take as long for few tokens as for many."""
 EMPTY_TOKENS = 12
-"""What a tile's first record and its sum over k take whatever the tokens, in tokens. Not fitted: 8 to 16 are as good on an
-H200. With none, experts' choices lose 0.7 % more there, and MXFP4's tiles of 8 x 64 over four warpgroups along k are
+"""What a tile's first record and its sum over k take whatever the tokens, in tokens. Not fitted: 8 to 16 are as good on
+an H200. With none, experts' choices lose 0.7 % more there, and MXFP4's tiles of 8 x 64 over four warpgroups along k are
 predicted 15 % too fast next to wider ones."""
 HAND_US = 0.0091
 """For every token and strip of rows whose sums a CTA's warpgroups along k add up, through shared memory."""
@@ -45,7 +45,7 @@ square root of the part of the next kernel's CTAs that find no SM of their own c
 RECORD_CYCLES = 140.0
 """Latency of a record that no multiply hides: barrier, loads from shared memory, loop. In halves, where a record's one
 group is promoted, twice, as nothing overlaps the second half's promotion, or half as much again where e4m3's codes
-decode slowly; where tokens are wgmma's rows, three times, as the second half's multiply comes after the first's, too."""
+decode slowly; if tokens are wgmma's rows, three times, as the second half's multiply comes after the first's."""
 DECODE_CYCLES = 150.0
 """Issue cycles of a scheduler for a record on one warpgroup, apart from promotion: loads, decoding, barriers, loop."""
 DECODE_TIMES = {"any": 1.5, "signed": 1.0, "own": 1.0, "bytes": 1.0, "table": 1.5, "terms": 2.6, "near": 2.0}
@@ -145,8 +145,8 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     promote += spec.wgmma_n / 2 * FLUSH_CYCLES if f16 else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
-    # If a record has several groups, one half's promotion overlaps the other's multiplies. So it does with one group whose
-    # codes take longer to decode than to multiply. Else it follows them.
+    # If a record has several groups, one half's promotion overlaps the other's multiplies. So it does with one group
+    # whose codes take longer to decode than to multiply. Else it follows them.
     slow = spec.lhs == "e4m3" and spec.sums == "f32" and fmt.decodes_slowly and fmt.scale_rows and not fmt.zero_point
     if groups > 1:
         serial += promote / spec.token_halves
@@ -229,8 +229,8 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     # one CTA of a cluster that shares activations has none.
     asking = min(ctas, max(tiles) * ceil_div(n, spec.block_n) * spec.split_k)
     prefetched = min(of.prefetch_stages, stages) * of.stage_weights * asking / device.hbm_bytes_per_us
-    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no use
-    # of an SM that is left over of whole clusters.
+    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs. Its clusters have no
+    # use of an SM that is left over of whole clusters.
     crowded = max(0.0, 2 - room / clusters) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * math.sqrt(crowded)
     fill = filled(*routed, of.widths)
@@ -260,10 +260,10 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
 
 # ---- routings --------------------------------------------------------------------------------------------------------
 #
-# How many rows the experts of a grouped GEMM get, which only the device knows: a few routings, uniform over the experts,
-# drawn by seed. The same routings in every process and on every machine. Where rows vary, as a rank's do, their number does
-# by its square root: a round of tiles that a mean fills is too full in half of the calls. More than `DRAWN_ROWS` an expert
-# vary by less than one round.
+# How many rows the experts of a grouped GEMM get, which only the device knows: a few routings, uniform over the
+# experts, drawn by seed. The same routings in every process and on every machine. Where rows vary, as a rank's do,
+# their number does by its square root: a round of tiles that a mean fills is too full in half of the calls. More than
+# `DRAWN_ROWS` an expert vary by less than one round.
 
 ROUTINGS = 8
 _SIGMAS = tuple(NormalDist().inv_cdf((i + 0.5) / ROUTINGS) for i in range(ROUTINGS))

@@ -27,8 +27,8 @@ MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory that the system takes from an SM for each resident CTA."""
 F16_TOKENS, F16_GROUPED_TOKENS = 112, 80
-"""Least tokens of a tile that adds up in f16: memory bounds narrow ones, and not promotion. The latter with experts, whose
-tiles are not full, and several groups a record."""
+"""Least tokens of a tile that adds up in f16: memory bounds narrow ones, and not promotion. The latter with experts,
+whose tiles are not full, and several groups a record."""
 NARROW_TOKENS = 64
 """Most tokens of a narrow tile. Narrow tiles fill the GPU by splitting k, wide ones share operands."""
 
@@ -118,7 +118,7 @@ def kernels(
     lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0,
     sums: str = "f32",
 ) -> tuple[KernelSpec, ...]:  # fmt: skip
-    """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts; sums "f16": of both kinds."""
+    """The legal kernels with tiles of `block_m` tokens and a table of so many experts; sums "f16": of both kinds."""
     every = _enumerate(lhs, fmt, device, out, block_m, experts, lhs_group, sums)
     return tuple(spec for spec in every if illegal(spec, device) is None)
 
@@ -213,9 +213,9 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- registers -------------------------------------------------------------------------------------------------------
 #
-# About how many a kernel takes, so that none is chosen that would spill badly. A kernel that spills a few bytes runs (and
-# says so once), hence this is a short sum and no bound. It lets pass what ptxas builds with less than it seems to need,
-# and kernels that spill up to some 200 bytes, no more. `scripts/register_bound.py` holds it against the compiler.
+# About how many a kernel takes, so that none is chosen that would spill badly. A kernel that spills a few bytes runs
+# (and says so once), hence this is a short sum and no bound. It lets pass what ptxas builds with less than it seems to
+# need, and kernels that spill up to some 200 bytes, no more. `scripts/register_bound.py` holds it against the compiler.
 
 OVERHEAD_REGISTERS = 40
 """Registers of a consumer thread besides sums: codes, fragments, addresses, loop state."""
@@ -246,18 +246,20 @@ F16_FACTOR_REGISTERS = 8
 have several groups a record: without them, tiles of 192 x 128 and 96 x 192 spill. Three times as many where k is split
 for four groups a record with zero points, or for tables of exponents and of experts: else tiles of 160 x 128 spill."""
 PARTS_REGISTERS = 8
-"""More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or four,
-and where splits of k meet experts' tables."""
+"""More of them for sums by parts, which need the next record's scales as well; as many more for three warpgroups or
+four, and where splits of k meet experts' tables."""
 CROWDED_REGISTERS = 8
-"""More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k. Half
-as many for grouped kernels of `TALL_TOKENS` or more, for 64 tokens whose k warpgroups share, and for halves with
+"""More of them for 4-bit codes in halves with offsets, with activations' scales per token and 128 k, or with split k.
+Half as many for grouped kernels of `TALL_TOKENS` or more, for 64 tokens whose k warpgroups share, and for halves with
 corrections: else 192 x 128 spills."""
 TALL_TOKENS = 176
 GROUPED_REGISTERS, GROUPED_TOKENS = {False: 10, True: 24}, 48
-"""More of them for 4-bit codes and experts' tables where CTAs split k, without and with zero points, from so many tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its problem."""
+"""More of them for 4-bit codes and experts' tables where CTAs split k, without and with zero points, from so many
+tokens on: a fifth of the kernels it leaves out spill with one set of fragments, too; none was the best of its
+problem."""
 FOUR_ZEROS_REGISTERS = 6
-"""More of them for zero points of four groups a record: without them, tiles of 192 x 128 in halves spill 88 bytes in e4m3 and
-380 in int8."""
+"""More of them for zero points of four groups a record: without them, tiles of 192 x 128 in halves spill 88 bytes in
+e4m3 and 380 in int8."""
 
 
 def registers_needed(spec: KernelSpec) -> int:

@@ -1,8 +1,8 @@
 """A weight of one of an engine's layers: its tensors as the files have them, and the packed weight once all are there.
 
-The engine's models hand each tensor to its parameter's loader, which keeps it in the host's memory. Which rows a rank has,
-the engine's own loader says: it cuts their numbers. What was kept is read by the checkpoint's reader, cut and joined as
-`CanonicalWeight`s, packed, and gone.
+The engine's models hand each tensor to its parameter's loader, which keeps it in the host's memory. Which rows a rank
+has, the engine's own loader says: it cuts their numbers. What was kept is read by the checkpoint's reader, cut and
+joined as `CanonicalWeight`s, packed, and gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Collected:
         method, names: its `Packing`, and the files' layers.
         widths: this rank's rows of each of the joined layers.
         k, whole, rank: columns of this rank, those of all, and which of the ranks that share them it is.
-        kept: {which of the joined layers: the tensors of a file's layer}: by number, by several numbers, or None for all.
+        kept: {which of the joined layers: the tensors of a file's layer}; a number, several numbers, or None for all.
         numbers: {the same: what `row_numbers` gives}.
     """
 
@@ -63,7 +63,8 @@ class Collected:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of parameters: a number for each tensor of a name in the files. When vLLM loads again, it counts those written."""
+        """Of parameters: a number for each tensor of that name in the files. vLLM counts those written when it
+        reloads."""
         return (len(self.widths),)
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
@@ -113,8 +114,8 @@ class Collected:
         return tuple(part) if isinstance(part, (tuple, list)) else {"q": 0, "k": 1, "v": 2}.get(part, part)
 
     def taken(self, suffix: str, tensor: torch.Tensor, again: bool) -> torch.Tensor:
-        """A file's tensor, or a trainer's of weights that come again, where it can stay: trainers fill one memory in turns.
-        Raises ValueError for codes in the place of floats."""
+        """A file's tensor, or a trainer's of weights that come again, where it can stay: trainers fill one memory in
+        turns. Raises ValueError for codes in the place of floats."""
         if self.stored.floats and tensor.dtype not in _LOADED:
             wanted = f"expected {', '.join(map(dtype_name, _LOADED))}, got {dtype_name(tensor.dtype)}"
             raise ValueError(f"{suffix}: {wanted} (layer {self.names[0]})")

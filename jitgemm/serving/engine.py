@@ -76,8 +76,8 @@ class Engine:
         raise NotImplementedError
 
     def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
-        """How many ranks the engine adds up the outputs of: of experts, and of linears that ranks may have parts of the columns
-        of; None for others."""
+        """How many ranks the engine adds up the outputs of: of experts, and of linears that ranks may have parts of the
+        columns of; None for others."""
         raise NotImplementedError
 
     def group_of(self, layer: Any) -> Any:

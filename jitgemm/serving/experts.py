@@ -1,4 +1,4 @@
-"""w13 or w2 of an engine's fused experts: the tensors of this rank's, as the files have them, and the packed weights."""
+"""w13 or w2 of an engine's fused experts: this rank's tensors as the files have them, and the packed weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class CollectedExperts(Collected):
         part, count: "w13" or "w2", and the experts of this rank.
         rows: of a layer in the files.
         biased: whether the experts have biases, which the engine loads; what stands behind "w13_" in their names.
-        kept: {(rank's expert, which of the joined layers): its tensors}; None for all of them, cut by the engine's model.
+        kept: {(rank's expert, which of the joined layers): its tensors}; None for all of them, cut by the engine's
+            model.
         places: what `PackedExpertsMethod.places` says; None until it is asked.
     """
 
@@ -137,8 +138,8 @@ class CollectedExperts(Collected):
         names = ", ".join(self.parameters.get(suffix, self.start + suffix) for suffix in suffixes)
         number, proj = self.called(expert, part)
         raise ValueError(
-            f"{names}: expected numbers for each of this rank's {self.count} experts, found none in the files for number "
-            f"{number}'s {proj} (layer of {self.names[0]})"
+            f"{names}: expected numbers for each of this rank's {self.count} experts, found none in the files for "
+            f"number {number}'s {proj} (layer of {self.names[0]})"
         )
 
     def of_files(self, layer: torch.nn.Module) -> Parts:
@@ -203,7 +204,7 @@ class CollectedExperts(Collected):
         return source.canonical(self.device).rows(slice(self.rank * width, (self.rank + 1) * width))
 
     def _together(self, found: Mapping[str, torch.Tensor]) -> int:
-        """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""
+        """How many experts are packed at a time: kernels for one take less time than launching them."""
         if sum(self.widths) % STRIP_ROWS:
             return 1
         most = max(1, AT_ONCE // (len(self.widths) * max(tensor.nbytes for tensor in found.values())))

@@ -1,5 +1,5 @@
-"""What jitgemm's methods of engines' fused experts have in common: packed weights, and both GEMMs' inputs in 8 bits. Knows no
-engine."""
+"""What jitgemm's methods of engines' fused experts have in common: packed weights, and both GEMMs' inputs in 8 bits.
+Knows no engine."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class PackedExpertsMethod(Packing):
         return stored
 
     def place(
-        self, layer: torch.nn.Module, count: int, sizes: tuple[int, int, int], inputs: int, rank: int, dtype: torch.dtype,
-        biased: bool, attributes: Mapping[str, Any],
+        self, layer: torch.nn.Module, count: int, sizes: tuple[int, int, int], inputs: int, rank: int,
+        dtype: torch.dtype, biased: bool, attributes: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Gives a layer its parameters.
 
@@ -82,7 +82,7 @@ class PackedExpertsMethod(Packing):
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         if self.moves and module.sums == "f16":
-            text = "jitgemm: %s is added up in fp32, as experts move between ranks (EPLB), and f16 may not hold their scales"
+            text = "jitgemm: %s is added up in fp32: experts move between ranks (EPLB), and f16 may not hold their scales"
             self.config.logger.warning_once(text, self.names[0].rpartition(".")[0])
             module.sums = "f32"  # type: ignore[assignment]
         super().install(layer, module)
@@ -92,7 +92,8 @@ class PackedExpertsMethod(Packing):
         raise NotImplementedError
 
     def places(self, layer: torch.nn.Module) -> list[list[int]]:
-        """For each expert, by its number in the engine's loader: the numbers that it has on this rank, which may have copies."""
+        """For each expert, by its number in the engine's loader: the numbers that it has on this rank, which may have
+        copies."""
         raise NotImplementedError
 
     def logical_experts(self, layer: torch.nn.Module) -> int:
@@ -100,7 +101,8 @@ class PackedExpertsMethod(Packing):
         raise NotImplementedError
 
     def in_files(self, layer: torch.nn.Module) -> list[int]:
-        """This rank's experts in their order, by their numbers in the files. An engine's loader may count copies behind them."""
+        """This rank's experts in their order, by their numbers in the files. An engine's loader may count copies behind
+        them."""
         count = self.logical_experts(layer)
         pairs = ((mine, number % count) for number, every in enumerate(self.places(layer)) for mine in every)
         return [number for _, number in sorted(pairs)]
@@ -118,8 +120,8 @@ def expert_rows(module: PackedExperts) -> list[torch.Tensor]:
 
 
 def weighed(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that are weighed before the experts, and the weights behind them. Raises ValueError for several experts of a
-    token."""
+    """Tokens that are weighed before the experts, and the weights behind them. Raises ValueError for several experts of
+    a token."""
     if topk_weights.shape[1] != 1:
         raise ValueError(
             f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"

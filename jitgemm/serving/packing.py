@@ -1,5 +1,5 @@
-"""What jitgemm's methods of engines' layers have in common: when a layer is packed; a linear with a packed weight. Knows no
-engine."""
+"""What jitgemm's methods of engines' layers have in common: when a layer is packed; a linear with a packed weight.
+Knows no engine."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Packing:
         if first.group_size == weight.group_size and not self.graphs:
             return weight
         raise ValueError(
-            f"weights: expected values that the first ones' format holds, {first!r}, whose kernels CUDA graphs may have "
-            f"captured, got {weight!r} (layer {self.names[0]}); the first weights serve on"
+            f"weights: expected values that the first ones' format holds, {first!r}, whose kernels CUDA graphs may "
+            f"have captured, got {weight!r} (layer {self.names[0]}); the first weights serve on"
         )
 
     def of_rank(self, parts: Parts) -> Parts:
@@ -173,7 +173,7 @@ class PackedLinearMethod(Packing):
     """A linear with a packed weight, activations quantised to 8 bits on the way in.
 
     Attributes:
-        tp_invariant: of the packed layer; along k each rank reads all columns, and keeps a part of what is packed of them.
+        tp_invariant: of the packed layer; along k each rank reads all columns, and keeps a part of the packed weight.
         ranks: (this rank, number of ranks) along k.
     """
 
@@ -235,7 +235,7 @@ class PackedLinearMethod(Packing):
 
 
 class PackedHead:
-    """The output layer in 8 bits, quantised once it is loaded, or packed in the files; a tied embedding keeps its weight.
+    """The output layer in 8 bits, quantised when loaded, or packed in the files; a tied embedding keeps its weight.
 
     Rows that fill up a rank's are zeros. A draft model's files may lack it: it takes that of another model.
     """

@@ -1,7 +1,7 @@
 """w13 and w2 of experts in a model that jitgemm packed and saved: the state dict of a `PackedExperts`.
 
-Engines' models have no place for such experts' names: they are read from the files, a rank's own alone, and again where the
-engine loads the model again. All other layers of such a model are loaded as every checkpoint's are.
+Engines' models have no place for such experts' names: they are read from the files, a rank's own alone, and again where
+the engine loads the model again. All other layers of such a model are loaded as every checkpoint's are.
 """
 
 from __future__ import annotations

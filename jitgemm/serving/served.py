@@ -1,7 +1,7 @@
 """What a checkpoint and a user say of the layers of a model that an engine serves: which are quantised, and how.
 
-A checkpoint's own config and the headers of its files decide; what jitgemm has no reader for is left to the engine's own
-config of that checkpoint, with a warning. Knows no engine.
+A checkpoint's own config and the headers of its files decide; what jitgemm has no reader for is left to the engine's
+own config of that checkpoint, with a warning. Knows no engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ServedModel(Engine):
         checkpoint: the quantization_config of a quantised checkpoint; None for a model in floats, whose linears and
             experts are quantised while it is loaded.
         options: a mapping with any of a `Recipe`'s fields. Of a quantised checkpoint only activation, sums and lm_head
-            count; there an activation of None is what the checkpoint says. Also the attributes tp_invariant and exchange.
+            count; there an activation of None is what the checkpoint says. Also tp_invariant and exchange.
 
     Attributes:
         recipe: what the options say of weights.
@@ -104,7 +104,7 @@ class ServedModel(Engine):
         except (TypeError, ValueError) as error:
             raise ValueError(f"jitgemm: {error}") from error
 
-    # ---- what every engine asks of a config ------------------------------------------------------------------------------
+    # ---- what every engine asks of a config --------------------------------------------------------------------------
 
     def get_name(self) -> str:
         return NAME
@@ -142,8 +142,8 @@ class ServedModel(Engine):
         """Takes in the headers of a checkpoint's files that are here; warns of a folder without any.
 
         Raises:
-            FileNotFoundError, ValueError: an index and its files differ, or a tensor is in two of the files: the engine's
-                loader takes every tensor of every file that the index names.
+            FileNotFoundError, ValueError: an index and its files differ, or a tensor is in two of the files: the
+                engine's loader takes every tensor of every file that the index names.
         """
         weights_of(folder, by_index=True)
         try:
@@ -161,8 +161,8 @@ class ServedModel(Engine):
     def no_headers(self, model: str | Path, error: Exception) -> None:
         """Says that files cannot be looked at, or are not here."""
         self.logger.warning(
-            "jitgemm: no headers of %s (%s): its config says which layers are quantised, and how is seen once all of its "
-            "tensors are in the host's memory", model, error,
+            "jitgemm: no headers of %s (%s): its config says which layers are quantised, and how is seen once all of "
+            "its tensors are in the host's memory", model, error,
         )  # fmt: skip
 
     def read_headers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -187,8 +187,8 @@ class ServedModel(Engine):
             plain: the engine's own of a layer in floats.
 
         Raises:
-            ValueError: some of the layers that are joined here are quantised and others are not, or differently; the layer
-                has none of the bits that tp_invariant promises.
+            ValueError: some of the layers that are joined here are quantised and others are not, or differently; the
+                layer has none of the bits that tp_invariant promises.
         """
         if experts:
             self.check_invariant(layer, prefix, "experts")
@@ -285,8 +285,8 @@ class ServedModel(Engine):
         if self.saved:
             return StoredLayers(self._suffixes(names))
         if self.checkpoint is None:
-            text = "jitgemm: weights are quantised as they are loaded, without calibration; a file that `jitgemm quantize` "
-            text += "makes loses less"
+            text = "jitgemm: weights are quantised as they are loaded, without calibration; a file made by "
+            text += "`jitgemm quantize` loses less"
             if self.recipe.otherwise is not None:
                 text += ', and so does {"scheme": "int4"}, in groups of 32 with zero points'
             self.logger.info_once(text)
@@ -336,13 +336,13 @@ class ServedModel(Engine):
         for suffix, tensor in tensors.items():
             if not torch.equal(self.files().read(f"{name}.{suffix}", tensor.device), tensor):
                 raise ValueError(
-                    f"weights: expected those of a path for a model with experts that jitgemm packed, which are read from "
-                    f"files, got another {name}.{suffix} than theirs"
+                    "weights: expected those of a path for a model with experts that jitgemm packed, which are read "
+                    f"from files, got another {name}.{suffix} than theirs"
                 )
 
     def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
-        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose sums
-        stay as they are."""
+        """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose
+        sums stay as they are."""
         module.batch_invariant = self.batch_invariant  # type: ignore[assignment]
         if not new:
             return
@@ -397,8 +397,8 @@ class ServedModel(Engine):
         stacked = self._headers.get(self._in_file.get(module, ""), {})
         if "gate_up_proj_scale_inv" in stacked and self.checkpoint and not self.checkpoint.get("weight_block_size"):
             raise ValueError(
-                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with one "
-                f"for each expert, which {self.engine}'s models do not load"
+                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with "
+                f"one for each expert, which {self.engine}'s models do not load"
             )
         names = [name for rest, name in below.items() if rest.startswith("0.")]
         if not names and self.saved:
@@ -440,8 +440,8 @@ def _shell(info: TensorInfo) -> torch.Tensor:
 
 
 def _in_the_files_words(checkpoint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A quantization_config as it stands in files: of ModelOpt's hf_quant_config.json, and without the names that an engine
-    has for one of its models or of ModelOpt's algorithms."""
+    """A quantization_config as it stands in files: of ModelOpt's hf_quant_config.json, and without the names that an
+    engine has for one of its models or of ModelOpt's algorithms."""
     if checkpoint is None:
         return None
     if (nested := checkpoint.get("quantization")) is not None:

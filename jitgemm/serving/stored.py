@@ -69,7 +69,8 @@ class StoredLayers:
                 raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
 
     def axes(self, suffix: str) -> dict[str, int]:
-        """{"output_dim", "input_dim": a tensor's dimension of rows and of columns}, which some models of vLLM's ask for."""
+        """{"output_dim", "input_dim": a tensor's dimension of rows and columns}, which some of vLLM's models ask
+        for."""
         if self.floats:
             return {"output_dim": 0, "input_dim": 1}
         for source in self.sources.values():

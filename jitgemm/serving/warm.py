@@ -1,7 +1,7 @@
 """Kernels for every number of tokens that an engine may send, compiled and loaded while a model's layers are packed.
 
-In threads and under a progress bar; what packs the last layer waits for them. That is before a profile run, and before a
-CUDA graph is captured. Knows no engine.
+In threads and under a progress bar; what packs the last layer waits for them. That is before a profile run, and before
+a CUDA graph is captured. Knows no engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Layers(WeakSet[torch.nn.Module]):
 class Warmer:
     """Layers of a model that are not packed yet, and the kinds of layers whose kernels are being compiled.
 
-    A layer that is dropped before it is packed is not waited for. A copy, as in an engine's workers, has layers of its own.
+    A layer that is dropped before it is packed is not waited for. A copy, as in an engine's workers, has none.
 
     Args:
         logger: the engine's.

@@ -1,5 +1,5 @@
-"""SGLang's plug-in: `python -m sglang.launch_server --model-path MODEL --quantization jitgemm`, found by the entry point of
-the installed package.
+"""SGLang's plug-in: `python -m sglang.launch_server --model-path MODEL --quantization jitgemm`, found by the entry
+point of the installed package.
 
     arguments  SGLang's arguments, as they are in effect
     config     the quantisation config that SGLang asks

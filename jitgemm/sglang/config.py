@@ -70,7 +70,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """As `ServedModel`, from what SGLang adds to a quantization_config: the model's config and the layers it joins."""
+        """As `ServedModel`, with what SGLang adds to a quantization_config: the model's config and joined layers."""
         given = dict(config)
         model, joined = given.pop("hf_config", None), given.pop("packed_modules_mapping", None) or {}
         made = super().from_config(given)
@@ -81,7 +81,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return made
 
     def get_name(self) -> str:
-        """jitgemm; of gpt-oss in its own format what SGLang calls that, by which its model and its layer load experts."""
+        """jitgemm; for gpt-oss in its own format SGLang's name of that, by which its model and layer load experts."""
         return "mxfp4" if self.loads_biases else NAME
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The method of SGLang's fused experts: packed weights, and tokens quantised to 8 bits before each of the two GEMMs.
 
-SGLang routes and its dispatcher exchanges tokens; `jitgemm.fused_experts` does the rest, for the experts of this rank, and
-`fused_experts_masked` where DeepEP's low latency has sorted them by expert.
+SGLang routes and its dispatcher exchanges tokens; `jitgemm.fused_experts` does the rest, for the experts of this rank,
+and `fused_experts_masked` where DeepEP's low latency has sorted them by expert.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         stored = cls.stored_of(config, names, hidden, inter, whole, inputs)
         if layer.with_bias and not config.saved and not config.loads_biases:
             raise Unsupported(
-                "expected experts without biases but of gpt-oss in its own format, as SGLang's models bring no others to their "
-                "loaders, got some with"
+                "expected experts without biases but of gpt-oss in its own format, as SGLang's models bring no others "
+                "to their loaders, got some with"
             )
         return cls(config, names, stored)
 
@@ -171,8 +171,8 @@ def _plain(tokens: DispatchOutput) -> torch.Tensor:
 
 
 def cut(config: ServedModel, layer: FusedMoE) -> tuple[int, int]:
-    """An expert's size between the GEMMs on this rank, and on all. gpt-oss' model cuts its own format between scales: the last
-    rank may have less. Raises Unsupported where that leaves a rank nothing."""
+    """An expert's size between the GEMMs on this rank, and on all. gpt-oss' model cuts its own format between scales:
+    the last rank may have less. Raises Unsupported where that leaves a rank nothing."""
     inter, ranks = layer.intermediate_size_per_partition, layer.moe_tp_size
     whole = inter * ranks
     if config.loads_biases:

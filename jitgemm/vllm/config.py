@@ -81,8 +81,8 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """
         if any(hasattr(layer.quant_method, "old_quant_method") for layer in self.adapted):
             raise ValueError(
-                "reload_weights: expected a model without LoRA on experts, whose weights vLLM does not load again behind "
-                "its adapters, got one with"
+                "reload_weights: expected a model without LoRA on experts, whose weights vLLM does not load again "
+                "behind its adapters, got one with"
             )
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
@@ -146,8 +146,8 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
     @property
     def loads_biases(self) -> bool:
-        """Whether vLLM's model calls the loaders of experts' biases. That of gpt-oss does so for its own format alone, and
-        what is quantised while loaded has models that copy them by themselves."""
+        """Whether vLLM's model calls the loaders of experts' biases. That of gpt-oss does so for its own format alone,
+        and what is quantised while loaded has models that copy them by themselves."""
         gpt_oss = getattr(self._model[1], "model_type", "") == "gpt_oss"
         return self.of_gpt_oss or (self.checkpoint is not None and not gpt_oss)
 

@@ -1,4 +1,4 @@
-"""Experts' tokens sent between data-parallel ranks by jitgemm's kernels, over NVLink, where vLLM would gather all of them.
+"""Experts' tokens sent between data-parallel ranks by jitgemm's kernels over NVLink, where vLLM would gather all.
 
 vLLM's runner asks a method whether it exchanges tokens itself, and then gives it this rank's tokens alone.
 """
@@ -15,8 +15,8 @@ from jitgemm.nn.layers.sharding import ExpertSharding
 
 
 def sharding_of(moe: Any, expert_map: torch.Tensor | None, elastic: bool, logger: Any) -> ExpertSharding | None:
-    """How kernels exchange the tokens of a layer's ranks; None where all ranks have the same tokens, or, with a warning,
-    where vLLM exchanges them.
+    """How kernels exchange the tokens of a layer's ranks; None where all ranks have the same tokens, or, with a
+    warning, where vLLM exchanges them.
 
     Args:
         moe: vLLM's FusedMoEConfig.
@@ -56,7 +56,7 @@ def reason_against(
     ranks, device = moe.moe_parallel_config, torch.device("cpu")
     linear = expert_map is not None and torch.equal(expert_map.to(device), split.expert_map(device))
     wrong = {
-        f"the all2all_backend allgather_reducescatter, got {ranks.all2all_backend}": not ranks.use_ag_rs_all2all_kernels,
+        f"all2all_backend allgather_reducescatter, got {ranks.all2all_backend}": not ranks.use_ag_rs_all2all_kernels,
         f"other tokens on each rank, got prefill_context_parallel_size={ranks.pcp_size}": ranks.pcp_size > 1,
         "other tokens on each rank, got tensor-parallel ranks that have the same": (
             not ranks.is_sequence_parallel and ranks.ep_size != ranks.dp_size

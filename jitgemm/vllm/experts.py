@@ -74,8 +74,8 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         stored = cls.stored_of(config, names, *sizes, inputs)
         if moe.has_bias and not config.saved and not config.loads_biases:
             raise Unsupported(
-                "expected experts with biases in a quantised checkpoint, and of gpt-oss in its own format, as vLLM's models "
-                "call no loaders for others; got some"
+                "expected experts with biases in a quantised checkpoint, and of gpt-oss in its own format, as vLLM's "
+                "models call no loaders for others; got some"
             )
         return cls(config, names, stored, moe)
 

@@ -68,7 +68,7 @@ class RowParts(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What records hold of some rows: as `RowParts`, but q [rows, k] codes; and `inner`, as the code's `CodeOps` has it."""
+    """What records hold of some rows: `RowParts`, but with q [rows, k] codes; and `inner`, as `CodeOps` has it."""
 
     q: torch.Tensor
     scale: torch.Tensor
@@ -89,10 +89,10 @@ class Unpacked(_Three):
     A tuple of q, scale and zero, with two more attributes. All have a first dimension E where there are experts.
 
     Attributes:
-        q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn. Of MXFP4 and NVFP4
-            uint8, e2m1 codes.
-        scale: [n, groups] in its own type. MXFP4's are float8_e8m0fnu, for 32 k; NVFP4's float8_e4m3fn, for 16 k; in two
-            levels they are the groups' factors, uint8, for 128 k.
+        q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn. Of MXFP4 and
+            NVFP4 uint8, e2m1 codes.
+        scale: [n, groups] in its own type. MXFP4's are float8_e8m0fnu, for 32 k; NVFP4's float8_e4m3fn, for 16 k; in
+            two levels they are the groups' factors, uint8, for 128 k.
         zero: uint8 [n, groups], or None.
         offset: [n, groups] in scale's type, or None.
         row_scale: [n, 1], or None: NVFP4's global scale, fp32; in two levels the channels' scales, in their own type.
@@ -129,8 +129,8 @@ class CodeOps:
             those are held as bytes, uint8, as PyTorch neither joins nor indexes 8-bit floats everywhere.
         row_scales: types of scales of rows that a weight before packing can have next to those of groups.
         needs_row_scale: it has one, by which code * scale is multiplied.
-        f16_factor, f16_unit: with sums in f16, what a record's sums are multiplied by on their way to a run, and how large
-            the steps of a run are, of a row's power of two.
+        f16_factor, f16_unit: with sums in f16, what a record's sums are multiplied by on their way to a run, and how
+            large the steps of a run are, of a row's power of two.
     """
 
     name: str
@@ -153,7 +153,7 @@ class CodeOps:
     def nibbles(self, order: str, zero_point: bool) -> Nibbles:
         return (self.zero_orders if zero_point else self.orders)[order]
 
-    # ---- before packing; `weight` is a `CanonicalWeight` -----------------------------------------------------------------
+    # ---- before packing; `weight` is a `CanonicalWeight` -------------------------------------------------------------
 
     def values(self, q: torch.Tensor) -> torch.Tensor:
         """The values of codes, fp32."""
@@ -177,7 +177,7 @@ class CodeOps:
         parts = dict(q=found.q, scale=scale, zero=found.zero, offset=found.offset, row_scale=rows)
         return parts | dict(group_size=group_size, permutation=weight.permutation, code=self.name)
 
-    # ---- records ---------------------------------------------------------------------------------------------------------
+    # ---- records -----------------------------------------------------------------------------------------------------
 
     def to_bytes(self, inner: torch.Tensor) -> torch.Tensor:
         """Numbers inside records of whole strips [64 * strips, groups, ...] -> uint8 [strips, kblocks, bytes]."""
@@ -215,7 +215,7 @@ class CodeOps:
         """Whether f16 holds the rows' operands and sums of their records: bool [n], or for all."""
         return True
 
-    # ---- formats that values decide --------------------------------------------------------------------------------------
+    # ---- formats that values decide ----------------------------------------------------------------------------------
 
     def common_group(self, group_size: int, other: int) -> int:
         """The group size of a weight that is to stand with one of another; its own where it cannot change."""
@@ -224,11 +224,11 @@ class CodeOps:
     def regrouped(
         self, blocks: torch.Tensor, channel_scale: torch.Tensor | None, old: WeightFormat, new: WeightFormat
     ) -> torch.Tensor:
-        """Blocks [..., strips, kblocks, record_bytes] with a scale for fewer k; channel_scale: [..., 64 * strips], of an old
-        format per channel."""
+        """Blocks [..., strips, kblocks, record_bytes] with a scale for fewer k; channel_scale: [..., 64 * strips], of
+        an old format per channel."""
         raise NotImplementedError
 
-    # ---- words -----------------------------------------------------------------------------------------------------------
+    # ---- words -------------------------------------------------------------------------------------------------------
 
     def words(self, format: WeightFormat, group_size: int) -> tuple[str, str, str]:
         """Groups, codes and scales for people."""

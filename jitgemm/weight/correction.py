@@ -1,12 +1,12 @@
 """A weight with zero points or offsets as a symmetric one and a correction of small rank, for int8 activations.
 
-Weight (row, column) is (q - zero) * scale, or q * scale + offset: codes of -8..7 times the scale, and a factor of the row and
-group, scale * (8 - zero) or offset. Factors multiply the sums of a token's groups alone: a GEMM with as many columns as there
-are groups. Kernels take it for more blocks of k (include/jitgemm/gemm/correction.cuh); their records stand behind those of
-the codes, in units of the tensor cores' sums, and rows of activations hold the sums of groups behind their codes.
+Weight (row, column) is (q - zero) * scale, or q * scale + offset: codes of -8..7 times the scale, and a factor of the
+row and group, scale * (8 - zero) or offset. Factors multiply the sums of a token's groups alone: a GEMM with as many
+columns as there are groups. Kernels take it for more blocks of k (include/jitgemm/gemm/correction.cuh); their records
+stand behind those of the codes, in units of the tensor cores' sums, and rows of activations hold sums of groups.
 
 A weight is packed so only if a 16-bit float holds each of its factors and they give back each zero point or offset, so
-that nothing is rounded and nothing else is kept. Sums of at most 256 codes have 16 bits, and are two digits of either type.
+that nothing is rounded and nothing else is kept. Sums of up to 256 codes have 16 bits: two digits of either type.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def offsets_of(factor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def pack_factors(blocks: torch.Tensor, factor: torch.Tensor) -> None:
-    """Writes the records of factors [n, groups], in the order of wgmma's A fragments, to uint8 [strips, blocks, bytes]."""
+    """Writes records of factors [n, groups] to uint8 [strips, blocks, bytes], in the order of wgmma's A fragments."""
     strips, count, _ = blocks.shape
     n, groups = factor.shape
     padded = factor.new_zeros(strips * STRIP_ROWS, count * CORRECTION_GROUPS)
@@ -80,7 +80,7 @@ def unpack_factors(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -
 
 
 def uncorrected(stored: Stored, blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> Stored:
-    """Rows with the zero points or offsets that the records of corrections behind theirs stand for, if there are any."""
+    """Rows with the zero points or offsets that their records of corrections stand for, if there are any."""
     if not format.correction:
         return stored
     factor = unpack_factors(blocks, n, k, format)
@@ -97,7 +97,7 @@ def check_corrected(format: WeightFormat, name: str) -> None:
 
 
 def of_parts(formats: Sequence[WeightFormat]) -> list[WeightFormat]:
-    """Formats of a joined layer's parts, as the layer has them: without corrections unless one type holds all factors."""
+    """Formats of a joined layer's parts, as the layer has them: no corrections unless one type holds all factors."""
     several = len({format.correction for format in formats}) > 1
     return [replace(format, correction="") if several else format for format in formats]
 
@@ -125,8 +125,9 @@ def with_late_sums(codes: torch.Tensor, correction: Correction | None, layer: st
 @cache
 def _warn_of_sums(layer: str) -> None:
     warnings.warn(
-        f"{layer or 'a weight'} has corrections, and the call adds up the groups of its activations in kernels of their "
-        "own, which takes longer: quantize_activations(..., correction=weight.correction) does so as it writes them",
+        f"{layer or 'a weight'} has corrections, and the call adds up the groups of its activations in kernels of "
+        "their own, which takes longer: quantize_activations(..., correction=weight.correction) does so as it "
+        "writes them",
         stacklevel=4,
     )
 

@@ -1,8 +1,8 @@
 """A weight as kernels that add up in f16 read it: with a power of two for each row, by which they divide its scales.
 
-Such kernels multiply groups' sums by scale / 2^E in f16, where 2^E exceeds no scale of the row by more than a factor of two
-and none exceeds it, and the result by 2^E. No bit may be lost: bf16 scales are exact in f16 down to 2^-17 of 2^E, fp16
-ones to 2^-14, those with fewer bits further. The powers go where a weight per channel has its scales: they are the
+Such kernels multiply groups' sums by scale / 2^E in f16, where 2^E exceeds no scale of the row by more than a factor of
+two and none exceeds it, and the result by 2^E. No bit may be lost: bf16 scales are exact in f16 down to 2^-17 of 2^E,
+fp16 ones to 2^-14, those with fewer bits further. The powers go where a weight per channel has its scales: they are the
 `channel_scale` of a weight in groups whose `sums` are "f16".
 """
 
@@ -25,11 +25,11 @@ LEAST, MOST = -126, 126
 
 
 def powers_of(packed: PackedWeight, weight: Any) -> torch.Tensor:
-    """The rows' powers of two, fp32 [*lead, 64 * strips], made from the records as they are now, which waits for the device;
-    without values where the weight has none. weight: the `Weight`, for messages.
+    """The rows' powers of two, fp32 [*lead, 64 * strips], made from the records as they are now, which waits for the
+    device; without values where the weight has none. weight: the `Weight`, for messages.
 
     Raises:
-        ValueError: f16 does not hold the weight's scales, the weight is of another format, or a CUDA graph is being captured.
+        ValueError: f16 does not hold the scales, the weight is of another format, or a CUDA graph is being captured.
     """
     if not packed.format.f16_sums:
         raise ValueError(f"sums: expected 'f32' except for {F16_OPERANDS}, got 'f16' for {packed.format.name}")
@@ -42,8 +42,8 @@ def powers_of(packed: PackedWeight, weight: Any) -> torch.Tensor:
     if sum(lost):
         raise ValueError(
             f"sums: expected 'f32' for {weight.layer or 'a weight'} whose scales f16 does not hold as parts of their "
-            f"row's largest, got 'f16' for {weight!r}: {sum(lost)} of its rows have scales that are too small next to it, "
-            f"or have too many bits"
+            f"row's largest, got 'f16' for {weight!r}: {sum(lost)} of its rows have scales that are too small next to "
+            f"it, or have too many bits"
         )
     return powers
 

@@ -23,8 +23,8 @@ def row_chunks(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def check_given(given: Mapping[str, tuple[torch.Tensor, tuple[torch.dtype, ...]]], columns: str) -> None:
-    """Raises TypeError or ValueError unless tensors have values, one of their dtypes and the device of the first, which holds
-    codes [n, columns], or [experts, n, columns]."""
+    """Raises TypeError or ValueError unless tensors have values, one of their dtypes and the device of the first, which
+    holds codes [n, columns], or [experts, n, columns]."""
     (first, (codes, _)), *_ = given.items()
     for name, (tensor, dtypes) in given.items():
         check_plain(name, check_tensor(name, tensor))

@@ -26,8 +26,9 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
       near (b < 2)           n(A_2b+1)        n(A_2b)              n: a selector, of `codes.py`
            (b >= 2)          n(B_2b-3)        n(B_2b-4)
 
-Numbers inside records (`Code.inner`) are in the modules of their codes. In the order for e4m3 the sign of B_b stands in the
-next byte so that rotating a word right by four puts B where A was. Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
+Numbers inside records (`Code.inner`) are in the modules of their codes. In the order for e4m3 the sign of B_b stands in
+the next byte so that rotating a word right by four puts B where A was. e4m3 decodes sign and magnitude fastest, which
+have no nibble for -8, as one's complement has.
 """
 
 from __future__ import annotations
@@ -206,8 +207,8 @@ def pack_records(
 
 
 def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
-    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place. Numbers
-    inside records go with them, which only the order that holds any can be given.
+    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place.
+    Numbers inside records go with them, which only the order that holds any can be given.
 
     Args:
         blocks: uint8 [experts, strips, kblocks, record_bytes].

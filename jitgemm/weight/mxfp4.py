@@ -58,7 +58,7 @@ def dequantized(codes: torch.Tensor) -> torch.Tensor:
     return values(codes, exponents.to(codes.device)).float()
 
 
-# ---- powers of two in bf16: from 2^-133, its least subnormal, on -------------------------------------------------------
+# ---- powers of two in bf16: from 2^-133, its least subnormal, on -----------------------------------------------------
 
 
 def power(exponents: torch.Tensor) -> torch.Tensor:
@@ -76,11 +76,11 @@ def exponent_of(powers: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >> 7 > 0, (bits >> 7) - BIAS, subnormal)
 
 
-# ---- which scales ------------------------------------------------------------------------------------------------------
+# ---- which scales ----------------------------------------------------------------------------------------------------
 
 
 def nonzero_groups(q: torch.Tensor, k: int, group: int = EXPONENT_GROUP) -> torch.Tensor:
-    """Which groups have another value than 0: bool [rows, ceil(k / group)], of codes uint8 [rows, k], or [rows, k / 2]."""
+    """Groups with a value that is not 0: bool [rows, ceil(k / group)], of codes uint8 [rows, k] or [rows, k / 2]."""
     per = group * q.shape[1] // k
     magnitudes = q & (0x77 if q.shape[1] < k else 0x7)
     padded = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[1] % per))
@@ -95,7 +95,7 @@ def fits(scales: torch.Tensor, used: torch.Tensor, group_size: int) -> bool:
 
 
 def _extreme(scales: torch.Tensor, used: torch.Tensor, group_size: int, largest: bool) -> torch.Tensor:
-    """int16 [rows, groups of group_size]: the least or the largest scale of the used groups, 1's where there are none."""
+    """int16 [rows, groups of group_size]: the least or the largest scale of the used groups, 1's if there are none."""
     unused = -1 if largest else NAN
     found = torch.where(used, scales.to(torch.int16), unused)
     per = group_size // EXPONENT_GROUP or found.shape[1]
@@ -105,8 +105,8 @@ def _extreme(scales: torch.Tensor, used: torch.Tensor, group_size: int, largest:
 
 
 def of_zeros(scales: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """Scales uint8 [rows, groups of 32], those of groups of zeros as small as the row's least, and 2^0 at most: files have
-    any there, and times one near 2^127 a large scale of the activations would be infinite."""
+    """Scales uint8 [rows, groups of 32], those of groups of zeros as small as the row's least, and 2^0 at most: files
+    have any there, and times one near 2^127 a large scale of the activations would be infinite."""
     return torch.where(used, scales.to(torch.int16), _extreme(scales, used, 0, False).clamp(max=BIAS)).to(torch.uint8)
 
 
@@ -126,7 +126,7 @@ def scale_bytes(bases: torch.Tensor, exponents: torch.Tensor, group_size: int) -
     return (base + exponents.to(torch.int32) - ONE + BIAS).clamp_(0, NAN - 1).to(torch.uint8)
 
 
-# ---- a record's exponents: see E2m1Codec in include/jitgemm/gemm/codec.cuh ---------------------------------------------
+# ---- a record's exponents: see E2m1Codec in include/jitgemm/gemm/codec.cuh -------------------------------------------
 
 _STEPS = BLOCK_K // EXPONENT_GROUP
 
@@ -149,13 +149,13 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
     return exponents.permute(0, 3, 2, 4, 1, 5).reshape(strips * STRIP_ROWS, kblocks * _STEPS).to(torch.uint8)
 
 
-# ---- sums in f16 -------------------------------------------------------------------------------------------------------
+# ---- sums in f16 -----------------------------------------------------------------------------------------------------
 
 LEAST_EXPONENT = 8
 """Kernels multiply codes by 2^(t - 16), an e4m3 from this t on."""
 MOST_IN_RECORD = 37_000.0
-"""Sum of |codes times 2^(t - 8)| of a row and record: times 2^-8, times 448, and times what rounding a record's four sums
-and a run's eight adds, it is below f16's largest number, 65504."""
+"""Sum of |codes times 2^(t - 8)| of a row and record: times 2^-8, times 448, and times what rounding a record's four
+sums and a run's eight adds, it is below f16's largest number, 65504."""
 
 
 class _Mxfp4(CodeOps):
@@ -238,7 +238,7 @@ class _Mxfp4(CodeOps):
 
 register(_Mxfp4("e2m1", orders={"e2m1": E2M1}))
 
-# ---- packing -----------------------------------------------------------------------------------------------------------
+# ---- packing ---------------------------------------------------------------------------------------------------------
 
 _CODE_TYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _SCALE_TYPES = (torch.float8_e8m0fnu, torch.uint8)
@@ -262,8 +262,8 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
     - a scale for a row and 32 k, as groups of 32 have: 4.5 bits.
 
     Args:
-        codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; or uint8 [n, k], one
-            each, 0..15. scales tell which. n a multiple of 8, k of 16. With a first dimension E for experts.
+        codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; or uint8 [n, k],
+            one each, 0..15. scales tell which. n a multiple of 8, k of 16. With a first dimension E for experts.
         scales: float8_e8m0fnu, or its bytes as uint8, [n, ceil(k / 32)]. 255, which is NaN, raises ValueError.
         k: only needed where both readings of codes fit scales, as they do with 16 columns.
         sums: what kernels may add up in, "f32" or "f16", as `Weight.with_sums` takes it.
@@ -275,8 +275,8 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
-        ValueError: wrong shape or device, values out of range or missing (meta tensors), sums that the weight cannot have,
-            a CUDA graph is captured, in which no scale can be looked at.
+        ValueError: wrong shape or device, values out of range or missing (meta tensors), sums that the weight cannot
+            have, a CUDA graph is captured, in which no scale can be looked at.
     """
     check_sums(sums)
     check_given({"codes": (codes, _CODE_TYPES), "scales": (scales, _SCALE_TYPES)}, "k / 2")
@@ -338,8 +338,8 @@ def _columns_of(codes: torch.Tensor, scales: torch.Tensor, k: int | None) -> int
         raise ValueError(f"k: expected one of {fitting or readings} by codes and scales, got {k}")
     if k is None and len(fitting) > 1:
         raise ValueError(
-            f"k: expected the argument k to say whether codes {list(codes.shape)} are k = {columns}, one value each, or "
-            f"k = {2 * columns}, two a byte; got None"
+            f"k: expected the argument k to say whether codes {list(codes.shape)} are k = {columns}, one value each, "
+            f"or k = {2 * columns}, two a byte; got None"
         )
     if not fitting:
         check_sizes(codes.shape[-2], readings[0], "codes")

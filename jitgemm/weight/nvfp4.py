@@ -68,7 +68,7 @@ def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     )
 
 
-# ---- scales near one another: see Nvfp4NearCodec in include/jitgemm/gemm/codec.cuh -------------------------------------
+# ---- scales near one another: see Nvfp4NearCodec in include/jitgemm/gemm/codec.cuh -----------------------------------
 
 LARGE = (0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -8.0)
 """By code, times its scale; small is the rest."""
@@ -81,12 +81,12 @@ _SUBNORMAL = (0, -16, -8, -4, 0, 2, 4, 6)
 
 
 def near(scales: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bytes of half the scales times 2^shift, shift of each row) of scales uint8 [rows, groups] of groups that are `used`:
-    of any scale but 0, and with codes that are not 0.
+    """(bytes of half the scales times 2^shift, shift of each row) of scales uint8 [rows, groups] of groups that are
+    `used`: of any scale but 0, and with codes that are not 0.
 
     Returns:
-        uint8 [rows, groups] and int32 [rows, 1]. A row whose scales are not near one another has the shift `FAR`. Bytes of
-        groups that are not used are some that fit.
+        uint8 [rows, groups] and int32 [rows, 1]. A row whose scales are not near one another has the shift `FAR`. Bytes
+        of groups that are not used are some that fit.
     """
     subnormal = torch.tensor(_SUBNORMAL, dtype=torch.int16, device=scales.device)
     position = scales.to(torch.int16)
@@ -116,7 +116,7 @@ def large_and_small(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     return large * scale, (mxfp4.dequantized(codes).double() - large) * scale
 
 
-# ---- records -----------------------------------------------------------------------------------------------------------
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 def to_bytes(scales: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def from_bytes(bytes: torch.Tensor) -> torch.Tensor:
 
 
 class _Nvfp4(CodeOps):
-    """Records hold scales, float8_e4m3fn [rows, groups of 16]; in the order "near" bytes of half of them over a base."""
+    """Records hold scales, float8_e4m3fn [rows, groups of 16]; in the order "near" half of their bytes over a base."""
 
     given_scales = torch.float8_e4m3fn
     row_scales = ("fp32",)
@@ -173,8 +173,8 @@ class _Nvfp4(CodeOps):
         inner.copy_(of_near(inner))
 
     def mended(self, blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """In the order "near" groups of the scale 0 have codes of 0. Versions before 1.0.0 gave them codes as they came and
-        bytes that stand for no scale, in rows that have no other scale."""
+        """In the order "near" groups of the scale 0 have codes of 0. Versions before 1.0.0 gave them codes as they came
+        and bytes that stand for no scale, in rows that have no other scale."""
         if not format.tuned or not blocks.numel() or int(blocks[..., format.zeros_at :].amax()) <= MOST:
             return blocks
         nibbles, mended = self.orders[format.order], blocks.clone()
@@ -196,7 +196,7 @@ class _Nvfp4(CodeOps):
 
 register(_Nvfp4("nvfp4", orders={"nvfp4": E2M1, "near": NEAR_CODES}))
 
-# ---- packing -----------------------------------------------------------------------------------------------------------
+# ---- packing ---------------------------------------------------------------------------------------------------------
 
 FORMAT = WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")
 """Of any scales."""
@@ -217,29 +217,29 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Te
         code   bit 3: sign   bits 2 to 0: 0, 0.5, 1, 1.5, 2, 3, 4, 6      byte i of a row: code 2i     bits 0 to 3
         scale  e4m3                                                                        code 2i + 1 bits 4 to 7
 
-    Nothing is rounded: kernels multiply by two FP8 numbers, whose sum code * scale is, and by global_scale in fp32 behind
-    the sums. 4.5 bits a weight, and twice the multiplies of other 4-bit weights. Where the largest scale of each row is
-    less than 2^10 times its least, groups of zeros left out, the two are e4m3s next to a power of two of the row, which
-    kernels decode faster; else they are e5m2s. `repr` shows which.
+    Nothing is rounded: kernels multiply by two FP8 numbers, whose sum code * scale is, and by global_scale in fp32
+    behind the sums. 4.5 bits a weight, and twice the multiplies of other 4-bit weights. Where the largest scale of each
+    row is less than 2^10 times its least, groups of zeros left out, the two are e4m3s next to a power of two of the
+    row, which kernels decode faster; else they are e5m2s. `repr` shows which.
 
     Args:
-        codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; n a multiple of 8, k
-            of 16. With a first dimension E for experts.
-        scales: float8_e4m3fn [n, k / 16], of at least 0. Those of rows far below the tensor's largest value are 0 in files,
-            and their codes may be any.
-        global_scale: fp32, finite, one element, or [n] for each row, as joined layers have them; of experts one element,
-            [E] or [E, n]. ModelOpt's `weight_scale_2`; of compressed-tensors 1 / `weight_global_scale`.
+        codes: uint8, int8 or float4_e2m1fn_x2 [n, k / 2], two a byte, the even k in the low nibble; n a multiple of 8,
+            k of 16. With a first dimension E for experts.
+        scales: float8_e4m3fn [n, k / 16], of at least 0. Those of rows far below the tensor's largest value are 0 in
+            files, and their codes may be any.
+        global_scale: fp32, finite, one element, or [n] for each row, as joined layers have them; of experts one
+            element, [E] or [E, n]. ModelOpt's `weight_scale_2`; of compressed-tensors 1 / `weight_global_scale`.
 
     Returns:
         The packed weight on codes' device, for e4m3 activations. The CPU and the GPU give the same bytes. Its `unpack`
-        gives codes, scales and the global scale of each row back: with e5m2s bit for bit, with e4m3s 0 for -0 and for codes
-        whose scale is 0, and a power of two may have moved from a row's scales to its global scale. On a GPU the current
-        stream is synchronised.
+        gives codes, scales and the global scale of each row back: e5m2s bit for bit, e4m3s 0 for -0 and for codes
+        whose scale is 0, and a power of two may have moved from a row's scales to its global scale. On a GPU the
+        current stream is synchronised.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
-        ValueError: wrong shape or device, a scale that is negative, NaN or infinite, values missing (meta tensors), a CUDA
-            graph is captured, in which no scale can be looked at.
+        ValueError: wrong shape or device, a scale that is negative, NaN or infinite, values missing (meta tensors), a
+            CUDA graph is captured, in which no scale can be looked at.
     """
     tensors = {"codes": codes, "scales": scales, "global_scale": global_scale}
     check_given({name: (tensor, _TYPES[name]) for name, tensor in tensors.items()}, "k / 2")

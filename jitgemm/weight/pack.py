@@ -64,8 +64,8 @@ def pack_w4(
             decode in half the instructions where they can (not with zero points; e4m3: where no code is -8, of any
             expert; int8: not per channel with k above 65536). None packs for both.
         code: what the codes are, a 4-bit one of `jitgemm.kernel.codes`. Of unsigned ones q is uint8.
-        correction: whether zero points or offsets, one of the two and in groups, become factors of the sums of a token's
-            groups: faster with int8 activations, whose rows then hold those sums behind their codes
+        correction: whether zero points or offsets, one of the two and in groups, become factors of the sums of a
+            token's groups: faster with int8 activations, whose rows then hold those sums behind their codes
             (`Weight.correction`, docs/notes/zero-points.md). With lhs_dtype torch.int8 alone. A 16-bit float must hold
             each factor: offsets of few bits, and zero points where scales are bf16 and not zero.
         sums: what kernels may add up in, as `Weight.with_sums` takes it.
@@ -164,7 +164,8 @@ def pack_w4(
             tuned = _corrected(replace(format, order="any"), q, scale, zero, offset)
         packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=tuned)
         return W4Weight(
-            packed.blocks, packed.channel_scale, n, k, group_size, tuned, row_sum=packed.row_sum, permutation=permutation,
+            packed.blocks, packed.channel_scale, n, k, group_size, tuned, row_sum=packed.row_sum,
+            permutation=permutation,
         ).with_sums(sums)  # fmt: skip
 
 
@@ -350,7 +351,7 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k:
     )
 
 
-# ---- codes before packing, `CanonicalWeight`s --------------------------------------------------------------------------
+# ---- codes before packing, `CanonicalWeight`s ------------------------------------------------------------------------
 
 
 class IntegerOps(CodeOps):

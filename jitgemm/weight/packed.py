@@ -36,15 +36,15 @@ class Weight(NoTensor, WeightBase):
     be iterated; `weight[e]` is expert e's dense weight, a view over the same memory that is ready if its whole is.
 
     Attributes:
-        blocks: uint8 [ceil(n / 64), format.kblocks(k), format.record_bytes], contiguous, in the order `layout.py` draws:
-            ceil(k / 128) records of codes for a strip, and those of its corrections.
-        channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel; else None, or the rows'
-            powers of two in fp32 with sums in f16.
+        blocks: uint8 [ceil(n / 64), format.kblocks(k), format.record_bytes], contiguous, in the order `layout.py`
+            draws: ceil(k / 128) records of codes for a strip, and those of its corrections.
+        channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel; else None, or the
+            rows' powers of two in fp32 with sums in f16.
         row_sum: fp32 [64 * ceil(n / 64)], each row's sum of weights, which zero points of activations need; or None.
         permutation: int32 [k], or None. Column j of the packed weight is column permutation[j] of the layer's input, so
             that activations go in as x[:, permutation]. Never with experts.
-        rotation: 128 for a weight of `rotated` values, which is multiplied by activations that are rotated, too; else 0.
-            Not with a permutation; k is a multiple of 128. No GEMM reads it: layers and experts do.
+        rotation: 128 for a weight of `rotated` values, which is multiplied by activations that are rotated, too; else
+            0. Not with a permutation; k is a multiple of 128. No GEMM reads it: layers and experts do.
         n, k: rows and columns of the weight, an expert's where it has experts.
         experts: E, or None for a dense weight.
         group_size: columns of a group; at least k means one scale per row.
@@ -57,9 +57,9 @@ class Weight(NoTensor, WeightBase):
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `ready`: what wrote
     it has ended. Making a weight marks it ready. After a write that moves the version counter of `blocks` it is not
-    ready, and calls wait again: any operation in place on it or on its views, in inference mode too. Not seen are writes past the
-    counter: by `.data`, `numpy()`, DLPack, the storage or a raw pointer, and by a view of another dtype that was made
-    in inference mode, `blocks.view(torch.int32)`. After such a write call
+    ready, and calls wait again: any operation in place on it or on its views, in inference mode too. Not seen are
+    writes past the counter: by `.data`, `numpy()`, DLPack, the storage or a raw pointer, and by a view of another dtype
+    that was made in inference mode, `blocks.view(torch.int32)`. After such a write call
     `mark_ready()`, before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
@@ -220,7 +220,7 @@ class Weight(NoTensor, WeightBase):
         self, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
         permutation: torch.Tensor | None,
     ) -> Self:  # fmt: skip
-        """The same weight over other tensors, such as copies on another device; checked and marked ready like a new one."""
+        """The same weight over other tensors, such as copies on another device; checked and marked ready."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
         weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation, self.rotation, self.sums)
         weight.named(self.layer)
@@ -234,15 +234,16 @@ class Weight(NoTensor, WeightBase):
         """The same weight over the same records, whose kernels may add up in something else. Not in a state dict.
 
         Args:
-            sums: "f32", as packers make weights; or "f16": kernels may add up e4m3's runs in f16, eight records of 128 k at
-                a time: faster in calls of about 128 rows and more, less exact (docs/notes/f16-sums.md), never an overflow.
-                For e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets, whose scales f16 holds as parts
-                of their row's largest: bf16 ones down to 2^-17. The rows' powers of two are made now, which waits for the
-                device, and again by `mark_ready` and by the first call after a write that moves the version counter. Or
-                "exact", for int8 activations: groups are never added up by parts (`jitgemm.gemm.bound`).
+            sums: "f32", as packers make weights; or "f16": kernels may add up e4m3's runs in f16, eight records of 128
+                k at a time: faster in calls of about 128 rows and more, less exact (docs/notes/f16-sums.md), never an
+                overflow. For e4m3 with a scale per token, and MXFP4 or int4 in groups without offsets, whose scales f16
+                holds as parts of their row's largest: bf16 ones down to 2^-17. The rows' powers of two are made now,
+                which waits for the device, and again by `mark_ready` and by the first call after a write that moves the
+                version counter. Or "exact", for int8 activations: groups are never added up by parts
+                (`jitgemm.gemm.bound`).
 
         Raises:
-            TypeError, ValueError: sums is none of these, or the weight cannot have it; "f16" while a CUDA graph is captured.
+            TypeError, ValueError: sums is none of these, or not the weight's; "f16" while a CUDA graph is captured.
         """
         if check_sums(sums) == self.sums:
             return self
@@ -263,8 +264,8 @@ class Weight(NoTensor, WeightBase):
         Args:
             count: how many experts, a multiple of `together`.
             make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size, format and rotation of
-                the first, and no permutation; its `sums` are the result's. Where their codes stand in different orders, as of e4m3 weights if one holds a
-                -8, all are brought into the order "any", which holds them.
+                the first, and no permutation; its `sums` are the result's. Where their codes stand in different orders,
+                as of e4m3 weights if one holds a -8, all are brought into the order "any", which holds them.
             together: of how many experts each dense weight has the rows, one below another: make(0), make(together),
                 ... Their n is then a multiple of 64.
 
@@ -274,8 +275,8 @@ class Weight(NoTensor, WeightBase):
         return stack(cls, count, make, together)
 
     def regrouped(self, group_size: int) -> Self:
-        """The same MXFP4 weight with a scale for fewer k, 128 or 32, as `pack_mxfp4` chooses for scales that are further
-        apart; itself where it has such. ValueError for other sizes and weights."""
+        """The same MXFP4 weight with a scale for fewer k, 128 or 32, as `pack_mxfp4` chooses for scales that are
+        further apart; itself where it has such. ValueError for other sizes and weights."""
         if group_size == self.group_size:
             return self
         if group_size != self.ops.common_group(self.group_size, group_size):
@@ -322,8 +323,8 @@ class Weight(NoTensor, WeightBase):
     def unpack(self) -> Unpacked:
         """What was packed, bit for bit, as (q, scale, zero), which has two more attributes, offset and row_scale.
 
-        Of MXFP4 the scale of a group of zeros may be another. Of NVFP4 whose terms are e4m3s, 0 stands for -0 and for codes
-        whose scale is 0, and a power of two may have moved from a row's scales to its global scale.
+        Of MXFP4 the scale of a group of zeros may be another. Of NVFP4 whose terms are e4m3s, 0 stands for -0 and for
+        codes whose scale is 0, and a power of two may have moved from a row's scales to its global scale.
         """
         found: list[torch.Tensor | None] = []
         for rows, parts in self.packed.chunks(PackedWeight.unpacked):

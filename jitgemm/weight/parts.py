@@ -1,4 +1,4 @@
-"""PackedWeight, a packed weight's tensors and what they hold: their checks, unpacking by rows, and what sizes there are.
+"""PackedWeight: a packed weight's tensors and what they hold, their checks, unpacking by rows, and the sizes.
 
 What a GEMM needs of a weight; knows nothing of kernels or the driver. `packed.py` makes a checked `Weight` of it.
 """
@@ -56,8 +56,8 @@ def check_rotation(rotation: object, k: int, name: str = "w") -> int:
 
 
 class Rotated(tuple[torch.Tensor, ...]):
-    """Rotated activations (q, scale), or with a zero point, as `quantize_activations(..., rotation=128)` returns them: what
-    rotated weights are multiplied by, and they alone. Of tensors that came by another way: `Rotated((q, scale))`."""
+    """Rotated activations (q, scale), or with a zero point, as `quantize_activations(..., rotation=128)` returns them:
+    what rotated weights are multiplied by, and they alone. For tensors from elsewhere: `Rotated((q, scale))`."""
 
     __slots__ = ()
 
@@ -136,8 +136,8 @@ class PackedWeight(NamedTuple):
         return CODE_OPS[self.format.code].operands(self.stored(first_strip, end_strip))
 
     def summands(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, ...]:
-        """What tensor cores multiply where a code is a sum, fp64 [rows, k] each: their sum is `rows`' q, which stands for
-        itself where there are none."""
+        """What tensor cores multiply where a code is a sum, fp64 [rows, k] each: their sum is `rows`' q, which stands
+        for itself where there are none."""
         return CODE_OPS[self.format.code].summands(self.stored(first_strip, end_strip), self.format)
 
     def unpacked(self, first_strip: int, end_strip: int) -> Unpacked:
@@ -168,8 +168,8 @@ class PackedWeight(NamedTuple):
         return uncorrected(Stored(q, scale, zero, offset, inner), corrections, n, k, self.format)
 
     def chunks(self, read: Callable[[PackedWeight, int, int], T]) -> Iterator[tuple[slice, T]]:
-        """All rows, a chunk of an expert at a time: which of [experts * n], and what `PackedWeight.rows` or another gives of
-        them."""
+        """All rows, a chunk of an expert at a time: which of [experts * n], and what `PackedWeight.rows` or another
+        gives of them."""
         for number, index in enumerate(expert_indices(self.experts)):
             expert = self.expert(index)
             for first, end in layout.strip_chunks(self.n, self.k):
@@ -266,7 +266,7 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) ->
 
 
 def check_part(weight: Any, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises TypeError or ValueError unless this tensor of a weight is as told, contiguous, and where the blocks are."""
+    """Raises TypeError or ValueError unless a weight's tensor is as told, contiguous, and on the blocks' device."""
     tensor = check_tensor(name + part, getattr(weight, part))
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(f"{name}{part}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")

@@ -67,14 +67,14 @@ def quantize_w4(
         act_order: with moments, round the columns of the largest inputs first. The format stays the same. With
             False it is one column after the other.
         lhs_dtype: as in `pack_w4`.
-        rotation: 128 rotates w in fp32 before anything else (`jitgemm.weight.rotation.rotated`), and moments with it, for
-            activations that are rotated, too; k is a multiple of 128 then. Codes, scales and `dequantize()` are the
+        rotation: 128 rotates w in fp32 before anything else (`jitgemm.weight.rotation.rotated`), and moments with it,
+            for activations that are rotated, too; k is a multiple of 128 then. Codes, scales and `dequantize()` are the
             rotated weight's, and `Weight.rotation` says so. 0: w as it is.
 
     Returns:
         The packed weight on w's device. A group of zeros has scale 0. `unpack()` gives codes, scales and zero points.
-        Besides w and the result, n * k / 2 bytes and a fixed amount of memory are used; for experts, which are quantised
-        one by one, n * k bytes. With moments it is 16 * (n + k) * k bytes.
+        Besides w and the result, n * k / 2 bytes and a fixed amount of memory are used; for experts, which are
+        quantised one by one, n * k bytes. With moments it is 16 * (n + k) * k bytes.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong type.
@@ -132,8 +132,8 @@ def quantize_w8(
         rotation: as in `quantize_w4`.
 
     Returns:
-        The packed weight on w's device. A row or block of zeros has scale 0. Besides w and the result, n * k bytes and a
-        fixed amount of memory are used; with moments, 16 * (n + k) * k bytes.
+        The packed weight on w's device. A row or block of zeros has scale 0. Besides w and the result, n * k bytes and
+        a fixed amount of memory are used; with moments, 16 * (n + k) * k bytes.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong type.

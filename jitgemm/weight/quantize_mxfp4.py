@@ -27,9 +27,9 @@ def quantize_mxfp4(
 ) -> W4Weight:  # fmt: skip
     """Quantise a weight to MXFP4: per 32 columns, the scale of least squared error among three.
 
-    Tried are the power of two 2^(floor(log2(max |w|)) - 2) of the OCP MX specification 1.0 (6.3), with which the largest
-    value is 4 to 8 steps long and clipped to 6, its double and its half. A later one is taken only if its error is
-    smaller. Codes are the nearest, ties to even. The same w gives the same weight in every run.
+    Tried are the power of two 2^(floor(log2(max |w|)) - 2) of the OCP MX specification 1.0 (6.3), with which the
+    largest value is 4 to 8 steps long and clipped to 6, its double and its half. A later one is taken only if its error
+    is smaller. Codes are the nearest, ties to even. The same w gives the same weight in every run.
 
     With `moments` codes are GPTQ's, and errors count as inputs do, as in `quantize_w4`.
 

@@ -34,9 +34,9 @@ def quantize_w4_two_level(
 
         w ~ (q - zero) * factor * scale      q in 0..15    (q - zero) * factor in -128..127
 
-    A row's scale is max |w| / 119, in bf16. Of 128 columns the factor 1..16 and the zero point of least squared error are
-    taken: for each factor those three zero points are tried that are closest to the middle of the columns' range. The
-    same w gives the same weight in every run.
+    A row's scale is max |w| / 119, in bf16. Of 128 columns the factor 1..16 and the zero point of least squared error
+    are taken: for each factor those three zero points are tried that are closest to the middle of the columns' range.
+    The same w gives the same weight in every run.
 
     With `moments` codes are GPTQ's, and errors count as inputs do, as in `quantize_w4`.
 

@@ -22,7 +22,7 @@ def rotated(w: torch.Tensor, size: int = ROTATION) -> torch.Tensor:
     """w H in fp32, for a weight that meets `quantize_activations(..., rotation=128)`.
 
     Sums in the order of `butterfly`, each rounded once, then multiplied by fp32(2^-3.5) and rounded once: the same bits
-    on every device, within 2^-20 of 2^-3.5 times the sum of a block's absolute values. Twice gives w, except for rounding.
+    on every device, within 2^-20 of 2^-3.5 times the sum of a block's absolute values. Twice gives w, but for rounding.
 
     Args:
         w: bfloat16, float16 or float32 [..., k]: [n, k], or of experts [E, n, k]. k is a multiple of size.
@@ -62,8 +62,8 @@ def butterfly(x: torch.Tensor) -> torch.Tensor:
 
 
 def folded(w: torch.Tensor, location: str, matrix: torch.Tensor) -> torch.Tensor:
-    """The weight [n, k] whose product is that of w with blocks of x ("input") or of the result ("output") times a matrix V
-    [s, s]: w V^T, or V^T w."""
+    """The weight [n, k] whose product is that of w with blocks of x ("input") or of the result ("output") times a
+    matrix V [s, s]: w V^T, or V^T w."""
     if location == "output":
         return folded(w.T, "input", matrix.T).T
     return (w.unflatten(1, (-1, len(matrix))) @ matrix.T).flatten(1)

@@ -1,4 +1,4 @@
-"""The scales and zero points of least error among those tried. Plain torch; sees neither calibration data nor packing."""
+"""The scales and zero points of least error of those tried. Plain torch; sees neither calibration data nor packing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Search:
 
     def _signed(self, w: torch.Tensor, importance: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         largest = w.abs().amax(-1)
-        # The largest value is 7 steps long; with -8 also 7.5, which rounds to either end, or 8. Beyond that it is clipped.
+        # The largest value is 7 steps long; with -8 also 7.5, which rounds to either end, or 8. More is clipped.
         divisors = [7.0]
         if self.clip_steps:
             end = 8.0 if self.full_range else 7.0
@@ -118,7 +118,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Rows:
-    """8-bit codes, torch.float8_e4m3fn or torch.int8, that reach the largest value of what shares a scale. As `Search`."""
+    """8-bit codes, torch.float8_e4m3fn or torch.int8, that reach the largest value under a scale. As `Search`."""
 
     dtype: torch.dtype
 
@@ -128,7 +128,7 @@ class Rows:
         return 448.0 if self.dtype.is_floating_point else 127.0
 
     def scales(self, w: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, zeros), fp32 of w's groups; a search would gain nothing: codes are much finer than inputs' weights."""
+        """(scale, zeros), fp32 of w's groups; a search gains nothing: codes are much finer than inputs' weights."""
         scale = w.abs().amax(-1) / torch.tensor(
             self.largest, dtype=torch.float32, device=w.device
         )  # by a tensor: see `_least`

@@ -1,8 +1,8 @@
 """Codes in two levels: the integers that tensor cores multiply, their factors in records, and `pack_w4_two_level`.
 
 (code - zero) * factor is an integer of 8 bits, the weight that times its channel's scale. Records hold each factor with
-zero * factor, which a kernel subtracts from code * factor (TwoLevelCodec in include/jitgemm/gemm/codec.cuh), both as bytes.
-Of rows 16 * warp + i and 8 more they stand in a word, which a thread loads::
+zero * factor, which a kernel subtracts from code * factor (TwoLevelCodec in include/jitgemm/gemm/codec.cuh), both as
+bytes. Of rows 16 * warp + i and 8 more they stand in a word, which a thread loads::
 
     [warp: 4][i: 8][factor, product: 2][row, row + 8: 2]
 """
@@ -89,7 +89,7 @@ class _TwoLevel(CodeOps):
 
 register(_TwoLevel("two_level", orders={"two_level": UNSIGNED}))
 
-# ---- packing -----------------------------------------------------------------------------------------------------------
+# ---- packing ---------------------------------------------------------------------------------------------------------
 
 _SCALE_TYPES = (torch.bfloat16, torch.float16)
 """Whose products with factors fp32 holds: groups of zero points hold the same weight."""
@@ -103,8 +103,8 @@ def pack_w4_two_level(
     """Pack a 4-bit weight in two levels, or one of E experts, into the kernel's order, once, on the device where it is.
 
     Weight (row, column) is (q - group_zero) * group_scale * scale, with the integers of its 128 columns, as QServe's
-    progressive quantisation has it. (q - group_zero) * group_scale must be an integer of 8 bits. It is what tensor cores
-    multiply, with sums in int32 over all of k, so that groups take as long as scales per channel. 4.125 bits a weight.
+    progressive quantisation has it. (q - group_zero) * group_scale must be an integer of 8 bits. It is what tensor
+    cores multiply, with sums in int32 over all of k, so groups take as long as a scale a row. 4.125 bits a weight.
 
     Args:
         q: uint8 [n, k] of 0..15, one value each; n a multiple of 8, k of 16 up to 131056. With a first dimension E for
@@ -114,8 +114,8 @@ def pack_w4_two_level(
         scale: bf16 or fp16, [n] or [n, 1], of experts [E, n] or [E, n, 1]; finite.
 
     Returns:
-        The packed weight on q's device, for int8 activations. The CPU and the GPU give the same bytes. Its `unpack` gives
-        q, group_scale, group_zero and as `row_scale` scale back. On a GPU the current stream is synchronised.
+        The packed weight on q's device, for int8 activations. The CPU and the GPU give the same bytes. Its `unpack`
+        gives q, group_scale, group_zero and as `row_scale` scale back. On a GPU the current stream is synchronised.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
@@ -158,8 +158,8 @@ def format_of(scale_type: str) -> WeightFormat:
 
 
 def levels_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """What `pack_w4_two_level` takes of a `CanonicalWeight` whose scales are integers times its `row_scale`, exactly; None of
-    others."""
+    """What `pack_w4_two_level` takes of a `CanonicalWeight` whose scales are integers times its `row_scale`, exactly;
+    None of others."""
     per_channel, row_scale = weight.group_size >= weight.k, weight.row_scale
     if row_scale is None or weight.k > MAX_K or not (per_channel or weight.group_size % FACTOR_GROUP == 0):
         return None

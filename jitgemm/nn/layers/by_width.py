@@ -1,4 +1,4 @@
-"""W4A8Linear and W8A8Linear: a `PackedLinear` for each width of weights, made of a Linear in floats or without values."""
+"""W4A8Linear and W8A8Linear: a `PackedLinear` for each width of weights, of a Linear in floats or without values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class _OfWidth(PackedLinear):
             options: of the recipe. scheme: None for integers (of 8 bits the activations' type), "mxfp4" or "two-level".
                 activation: one of ACTIVATIONS; "e4m3" where none is said, of two levels "int8". group_size, symmetric,
                 scale_dtype, full_range, positive_scales, clip_steps: as in `quantize_w4`. act_order: of all 4-bit ones.
-                block: as in `quantize_w8`. rotation: 128: the weight is rotated, and the layer's quantiser rotates inputs.
+                block: as in `quantize_w8`. rotation: 128: the weight is rotated, and the layer's quantiser rotates
+                inputs.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or the weight has no such form.
@@ -57,7 +58,8 @@ class _OfWidth(PackedLinear):
     def by_recipe(
         cls, linear: torch.nn.Linear, recipe: Recipe, *, device: Device = None, moments: torch.Tensor | None = None
     ) -> Self:
-        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear` takes it."""
+        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear` takes
+        it."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         if linear.weight.is_meta:
@@ -120,8 +122,8 @@ LINEARS.update({each.kind.bits: each for each in (W4A8Linear, W8A8Linear)})
 
 
 def _empty(
-    kind: type[T], k: int, n: int, group_size: int | str, scale_dtype: torch.dtype, activation: str, bias: bool | torch.dtype,
-    permutation: bool, input_scale: bool, device: Device, rotation: int, **format: Any,
+    kind: type[T], k: int, n: int, group_size: int | str, scale_dtype: torch.dtype, activation: str,
+    bias: bool | torch.dtype, permutation: bool, input_scale: bool, device: Device, rotation: int, **format: Any,
 ) -> T:  # fmt: skip
     """A layer without values; format: more of `WeightFormat`."""
     group_size = check_group_size(group_size, k)

@@ -53,7 +53,7 @@ def _new_buffer(layout: Layout, group: dist.ProcessGroup, device: torch.device) 
 
 
 def same_on_every_rank(what: object, group: dist.ProcessGroup, rank: int, world: int) -> None:
-    """Raises ValueError unless the ranks are of one host and have the same; CacheMissError where a graph is captured."""
+    """Raises ValueError unless ranks are of one host and have the same; CacheMissError while a graph is captured."""
     if torch.cuda.is_current_stream_capturing():
         raise CacheMissError(
             "exchange: the ranks have no buffers for these shapes yet, and making them now would break the CUDA graph "
@@ -81,7 +81,8 @@ def mapped(
         handle = symmetric.rendezvous(own, group.group_name)
     except RuntimeError as error:
         raise RuntimeError(
-            f"exchange: expected GPUs that reach one another's memory for 'nvlink', PyTorch's symmetric memory says: {error}"
+            "exchange: expected GPUs that reach one another's memory for 'nvlink', PyTorch's symmetric memory says: "
+            f"{error}"
         ) from error
     # Memory of a pool begins somewhere in what the ranks have mapped.
     starts: list[int] = [0] * world

@@ -42,7 +42,7 @@ class PackedExperts(Described):
         activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
         sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
-        batched: False; set it to True where `batched_experts.run_batched` is called, whose kernels `warmup` then compiles, too.
+        batched: set it to True if `batched_experts.run_batched` is called: `warmup` then compiles its kernels, too.
         split: which experts this rank has; None for all. See `jitgemm.nn.parallel.ExpertParallel`.
     """
 

@@ -41,8 +41,8 @@ def interleaved(rows: torch.Tensor) -> torch.Tensor:
 def gate_of(experts: torch.nn.Module) -> Gate | None:
     """The gate that computes what `experts._apply_gate` computes, as transformers' experts have it, or None.
 
-    Of experts without gates what `act_fn` computes. Found by trying: nothing else says for sure what a model's code does
-    between the GEMMs.
+    Of experts without gates what `act_fn` computes. Found by trying: nothing else says for sure what a model's code
+    does between the GEMMs.
     """
     limit, alpha = (_number(experts, names) for names in (_LIMITS, _ALPHAS))
     linear, beta = (_number(experts, names) for names in (_SITU_LIMITS, _SITU_ALPHAS))

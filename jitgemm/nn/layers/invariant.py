@@ -2,20 +2,21 @@
 
 Ranks that share k, "k":
 
-1. A token has one scale, its largest value's over all ranks: each quantises its columns, the scales' maximum is found (a
+1. A token has one scale, its largest value's over all ranks: each quantises its columns, the scales' maximum is found
+  (a
    scale is a monotone function of the largest value), and each quantises again by that. Not with a static scale, nor
    with scales per 128 columns, which are each rank's own.
 2. int8 per channel and in two levels: the sums are integers. They travel as int32 and add up in any order; then
    out = float(sum) * channel_scale * token_scale + bias, each operation rounded to fp32, and out's type.
 3. Others: k is cut into CHUNKS chunks, or as many as are whole records and groups. A rank has whole ones next to each
    other. Each chunk's sum is fp32, scaled, added up in the order of k. They are added up in one tree over all
-   chunks, ((c0 + c1) + (c2 + c3)) + .., of which a rank's are a subtree: it sends that one's sum. Then + bias, and out's
-   type.
+   chunks, ((c0 + c1) + (c2 + c3)) + .., of which a rank's are a subtree: it sends that one's sum. Then + bias, and
+   out's type.
 
 One rank computes the same, for it is what the bits are. Weights are slices of the whole layer's records.
 
-An engine adds up what its ranks' layers return, with what LoRA and other layers return. There each rank returns an equal
-part of the rows, whole, and NOTHING in the others: the engine's sum only brings them together.
+An engine adds up what its ranks' layers return, with what LoRA and other layers return. There each rank returns an
+equal part of the rows, whole, and NOTHING in the others: the engine's sum only brings them together.
 
 Ranks that share n, "n": each quantises whole tokens. k is added up in its order, by kernels that do not split it: which
 split is the fastest would depend on a rank's n.
@@ -54,8 +55,8 @@ NOTHING = -0.0
 CHUNKS = 8
 """Of k, at most: ranks that can share a layer."""
 GATHERED_BYTES = 2 << 20
-"""Sums of a rank up to which each rank gets those of all the others, and finishes all rows: one collective. With more each
-finishes a part of the rows, which then travel in out's type."""
+"""Sums of a rank up to which each rank gets those of all the others, and finishes all rows: one collective. With more
+each finishes a part of the rows, which then travel in out's type."""
 
 
 def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = False) -> int:
@@ -83,8 +84,8 @@ def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = 
     chunks = math.gcd(CHUNKS, k // unit) if k % unit == 0 else 1
     if chunks % world:
         raise ValueError(
-            f"{name}: expected k = {k} to be a multiple of {world} ranks * {unit} for tp_invariant, as sums are of whole "
-            f"groups and records"
+            f"{name}: expected k = {k} to be a multiple of {world} ranks * {unit} for tp_invariant, as sums are of "
+            f"whole groups and records"
         )
     return chunks // world
 
@@ -113,8 +114,8 @@ def invariant_part(parts: Parts, cut: Cut) -> Parts:
     part = part_of(parts, cut, summed_first=True)
     if chunks and part.weight.format != parts.weight.format:
         raise ValueError(
-            f"{parts.weight.layer or 'weight'}: expected more than a group of {parts.weight.group_size} columns on each "
-            f"of {cut.world} ranks for tp_invariant, got k = {parts.weight.k}"
+            f"{parts.weight.layer or 'weight'}: expected more than a group of {parts.weight.group_size} columns on "
+            f"each of {cut.world} ranks for tp_invariant, got k = {parts.weight.k}"
         )
     return part
 
@@ -142,7 +143,8 @@ def multiply_invariantly(layer: Any, rows: torch.Tensor, bias: torch.Tensor | No
     arguments = (
         rows, weight.blocks, scales, weight.row_sum, buffers["permutation"], buffers["input_scale"],
         buffers["bias"] if bias is None else bias, weight.n, weight.k, weight.format.name, layer.activation,
-        scheme.rotation, columns, chunks, group, rank, world, not alone and split.nvlink, not alone and split.added_later,
+        scheme.rotation, columns, chunks, group, rank, world, not alone and split.nvlink,
+        not alone and split.added_later,
     )  # fmt: skip
     if needs_dispatcher(rows, rows):
         return torch.ops.jitgemm.invariant_linear(*arguments)
@@ -218,7 +220,8 @@ def group_named(name: str) -> Any:
 
 
 def _quantised(
-    rows: torch.Tensor, scheme: Activation, input_scale: torch.Tensor | None, permutation: torch.Tensor | None, ranks: Ranks | NvlinkRanks
+    rows: torch.Tensor, scheme: Activation, input_scale: torch.Tensor | None, permutation: torch.Tensor | None,
+    ranks: Ranks | NvlinkRanks,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Codes and scales by the ranks' largest value of each token."""
     dtype = LHS_DTYPES["int8" if scheme.dtype == "s8" else "e4m3"]
@@ -245,7 +248,7 @@ class Ranks:
         return group_named(self._name)
 
     def maximum(self, scales: torch.Tensor | None) -> None:
-        """scales [m], not negative or NaN, become all ranks' largest; NaN where one is. Every call begins with this one."""
+        """scales [m], not negative or NaN, become all ranks' largest, NaN if one is NaN. Calls begin with this."""
         if self.world > 1 and scales is not None:
             import torch.distributed as dist
 
@@ -255,7 +258,7 @@ class Ranks:
         self, lhs: tuple[torch.Tensor, torch.Tensor], weight: PackedWeight, chunks: int, bias: torch.Tensor | None,
         out: torch.Tensor, own: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """out = the sums over all ranks of lhs times weight, and the bias; own: of this rank's part of the rows alone."""
+        """out = the sums over all ranks of lhs times weight, and the bias; own: of this rank's part of the rows."""
         m, n, world = *out.shape, self.world
         scale = lhs[1]
         if world == 1:

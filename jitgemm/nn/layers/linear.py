@@ -60,10 +60,10 @@ class PackedLinear(Packed):
         in_features, out_features: k and n, those of this rank's part where the layer is divided among ranks.
         activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
-        tp_invariant: None; set it to "k" or "n" for results that do not depend on how many ranks share the layer along k,
-            as `RowwiseParallel(tp_invariant=True)` has them, or along n, as `ColwiseParallel`, nor on the other tokens
-            (docs/parallel.md). ValueError for a layer that has none; along k a weight with corrections gets zero points
-            again.
+        tp_invariant: None; set it to "k" or "n" for results that do not depend on how many ranks share the layer along
+            k, as `RowwiseParallel(tp_invariant=True)` has them, or along n, as `ColwiseParallel`, nor on the other
+            tokens (docs/parallel.md). ValueError for a layer that has none; along k a weight with corrections gets zero
+            points again.
         sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
         split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
@@ -191,7 +191,7 @@ class PackedLinear(Packed):
         return out if split is None else split.leave(out)
 
     def quantise(self, rows: torch.Tensor, **prologue: Any) -> tuple[torch.Tensor, ...]:
-        """rows [m, in_features] as the GEMM takes them; prologue: what `quantize_activations` computes of them first."""
+        """rows [m, in_features] as the GEMM takes them; prologue: what `quantize_activations` computes first."""
         scheme, buffers = self.scheme, self._buffers
         return quantize_activations(
             rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=buffers["input_scale"],

@@ -10,7 +10,7 @@ from jitgemm.weight import ready
 
 
 def mark_ready(model: torch.nn.Module) -> list[str]:
-    """Waits for the GPUs that hold a model's packed weights, which GEMMs then read before the kernel ahead of them ends.
+    """Waits for the GPUs that hold a model's packed weights; GEMMs then read them before the kernel ahead of them ends.
 
     The layers of jitgemm.nn do so whenever their weight is replaced, moved or loaded. This is for modules whose weights
     no layer made, such as `torch.export.load(file).module()`, and for weights that were written past their version

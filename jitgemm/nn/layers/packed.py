@@ -219,7 +219,7 @@ class Packed(Described):
     # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
     def _bind(self, meta: torch.Tensor | None = None, filled: bool = True) -> Weight:
-        """Makes the weight again over the buffers as they are now, which checks it and marks it ready; by `meta`, if given.
+        """Makes the weight again over the buffers as they are, which checks it and marks it ready; by `meta`, if given.
 
         filled: False where they came from the meta device and hold nothing yet.
         """
@@ -367,7 +367,7 @@ def _checked(
     return input_scale, bias
 
 
-# ---- what many layers may add up in ------------------------------------------------------------------------------------
+# ---- what many layers may add up in ----------------------------------------------------------------------------------
 
 
 def check_layers(sums: str, activations: Iterable[tuple[str, str]]) -> None:
@@ -386,8 +386,8 @@ def put_sums(layers: Mapping[str, torch.nn.Module], sums: str, call: str) -> Non
 
 
 def warn_of_sums(problems: Mapping[str, str], call: str, stacklevel: int = 3) -> None:
-    """One warning, in the name of the caller's caller, for all weights of which `set_sums` says why they are added up in
-    fp32; call: who warns."""
+    """One warning, in the name of the caller's caller, for all weights of which `set_sums` says why they are added up
+    in fp32; call: who warns."""
     if problems:
         count, lines = len(problems), "\n".join(by_reason(problems))
         text = f"{call}: {count} weights are added up in fp32, as sums in f16 cannot be had:\n{lines}"

@@ -46,8 +46,8 @@ def part_of_experts(parts: Parts, experts: slice) -> Parts:
 def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: torch.dtype) -> Weight:
     """A rank's part of a weight, exactly, in memory of its own; see `CanonicalWeight.shard`.
 
-    Records are sliced where the cut falls between them; otherwise the weight is unpacked, cut and packed. Blocks that are
-    rotated together stay together: ValueError for other cuts.
+    Records are sliced where the cut falls between them; otherwise the weight is unpacked, cut and packed. Blocks that
+    are rotated together stay together: ValueError for other cuts.
     """
     if weight.experts is not None:
         raise ValueError(f"weight: expected a dense one, got one of {weight.experts} experts")

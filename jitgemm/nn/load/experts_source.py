@@ -2,7 +2,7 @@
 
 ::
 
-    experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format;
+    experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer a projection of each expert, in any format;
                                                 up_proj and down_proj, or w1 and w2, of experts without gates
     experts.gate_up_proj, experts.down_proj     tensors stacked over experts (up_proj without gates); also
                                                 w13_weight and w2_weight, and
@@ -247,11 +247,11 @@ def _all_in_one(
 
 
 def _layer(
-    checkpoint: Checkpoint, layout: ExpertsLayout, activation: str | None, format: str | None, prefix: str, n: int, k: int,
-    expert: int | None = None,
+    checkpoint: Checkpoint, layout: ExpertsLayout, activation: str | None, format: str | None, prefix: str, n: int,
+    k: int, expert: int | None = None,
 ) -> LayerSource:  # fmt: skip
-    """A layer of experts, quantised or in floats, without a static scale, and without a bias of zeros where the module's
-    experts have none."""
+    """A layer of experts, quantised or in floats, without a static scale, and without a bias of zeros where the
+    module's experts have none."""
     if checkpoint.is_quantised(prefix):
         layer = LayerSource.find(checkpoint, prefix, activation, format, expert, k).without(INPUT_TENSORS, _STATIC)
     else:

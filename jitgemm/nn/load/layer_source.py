@@ -135,7 +135,7 @@ class LayerSource:
 
     @property
     def correction(self) -> bool | None:
-        """As `CanonicalWeight.pack` takes it: none with a scale for each block of a token, else wherever it can be had."""
+        """As `CanonicalWeight.pack` takes it: none with a scale for each block of a token, else if it can be had."""
         return False if NAMED[self.activation].block else None
 
     def canonical(self, device: torch.device, cut: Cut | tuple[str, int, int] | None = None) -> CanonicalWeight:
@@ -241,8 +241,8 @@ def _activation(header: LayerHeader, wanted: str | None) -> tuple[str, str | Non
 
 
 def activations(inputs: Inputs | None, wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
-    """(name of the activation that a layer's scheme asks for, or None; whether its scale is static). Inputs of fewer than 8
-    bits get 8, with a scale for each token, and MXFP8's one for each token and 128 k.
+    """(name of the activation that a layer's scheme asks for, or None; whether its scale is static). Inputs of fewer
+    than 8 bits get 8, with a scale for each token, and MXFP8's one for each token and 128 k.
 
     Args:
         inputs: what the scheme says; None for nothing.

@@ -48,9 +48,9 @@ def load_(
     that was quantised here.
 
     A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
-    multiple of 8, whose k is none of 16 or whose 8-bit codes have zero points, stays what it is and gets the dequantised
-    weight; so do quantised modules of other classes with a parameter `weight` of two dimensions, such as embeddings,
-    routers and transformers' Conv1D.
+    multiple of 8, whose k is none of 16 or whose 8-bit codes have zero points, stays what it is and gets the
+    dequantised weight; so do quantised modules of other classes with a parameter `weight` of two dimensions, such as
+    embeddings, routers and transformers' Conv1D.
 
     Two names of one tied tensor that differ in the file are untied in the model.
 
@@ -70,12 +70,13 @@ def load_(
             saves and computes itself, as Marian its positions.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
-            names, see docs/parallel.md. Embeddings are whole on every rank, and experts unless `ExpertParallel` divides them.
+            names, see docs/parallel.md. Ranks have all embeddings, and all experts unless `ExpertParallel` divides
+            them.
         tp_plan: {pattern (`fnmatch`) of modules: a style of `jitgemm.nn.parallel`, or its name: "colwise", "rowwise",
             "colwise_gather_output", "rowwise_split_input"}; None: the model's own, which models of transformers have.
-        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
-            with those of int8. None for what the layer in its place has, or "f32". Weights whose scales f16 does not
-            hold are added up in fp32, with a warning.
+        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or
+            "exact" with those of int8. None for what the layer in its place has, or "f32". Weights whose scales f16
+            does not hold are added up in fp32, with a warning.
         tp_invariant: the styles of Linears are those with tp_invariant: results have the same bits on a mesh of 1, 2, 4
             and 8 ranks. ValueError for experts that ranks divide, and for Linears in floats that they would.
 
@@ -132,7 +133,7 @@ def _tiers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def warn_of(report: Report, call: str, where: str, instead: str) -> None:
-    """Warns in the name of the caller's caller where nothing was quantised, and of what is dequantised or not filled."""
+    """Warns in the name of the caller's caller if nothing was quantised, and of what is dequantised or not filled."""
     why = f"its Linears are not quantised ({instead} does that)" if not report.skipped else "none could be"
     warn_if_nothing(report, call, f"{where}, {why}", stacklevel=4)
     slower = {name: why for name, why in report.skipped.items() if why.startswith("dequantised") and why != LEFT_OUT}

@@ -166,7 +166,7 @@ def _tensors_outside(model: torch.nn.Module, places: Collection[str]) -> dict[st
 def _origin(
     model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, name: str, tensor: torch.Tensor
 ) -> Origin | None:
-    """Where the tensor comes from; None where the checkpoint does not have it. Raises ValueError where it does not fit."""
+    """Where the tensor comes from; None if the checkpoint lacks it. Raises ValueError if it does not fit."""
     if name in layers.dense:
         return layers.dense[name]
     prefix = name.rpartition(".")[0]

@@ -34,7 +34,7 @@ class Layers:
         places: all names at which their modules stand.
         dense: {name of a tensor of the model: what goes into it}.
         left: {prefix: why its tensors in the file are not used}.
-        files: {name in the checkpoint: why it is not used, "" where it is, or where `skipped` says why its layer is not}.
+        files: {name in the checkpoint: why it is not used; "" if it is, or if `skipped` says why its layer is not}.
         skipped: see `Report`.
     """
 
@@ -53,7 +53,7 @@ class Layers:
     def add(
         self, names: list[str], source: LayerSource | ExpertsSource, chosen: bool, packed: bool, reason: str | None
     ) -> None:
-        """What becomes of a module that stands at these places: whether it was chosen, is packed, or why it cannot be."""
+        """What becomes of a module that stands at these places: if it was chosen, is packed, or why it cannot be."""
         name = names[0]
         self.files.update({**dict.fromkeys(source.files, ""), **source.unused})
         if chosen and source.why_dense is None:

@@ -107,8 +107,8 @@ class ShardingPlan:
         )
 
     def mark(self, layer: PackedLinear, name: str) -> None:
-        """Says of a layer that was cut when it was read how it is divided; cuts one that is to have parts of the whole's
-        records."""
+        """Says of a layer that was cut when it was read how it is divided; cuts one that is to have parts of the
+        whole's records."""
         style = self.style(name)
         if style is not None and style.tp_invariant and style.dim == "k":
             parallelize_module(layer, self.mesh, style, src_data_rank=None)
@@ -164,7 +164,8 @@ def rule_in(rules: Mapping[str, str | Style], name: str) -> Any:
 
 
 def style_in(rules: Mapping[str, str | Style], name: str) -> Style | None:
-    """That of the Linear of a name; None for one that is whole on every rank. Raises ValueError for a rule that is none."""
+    """That of the Linear of a name; None for one that is whole on every rank. Raises ValueError for a rule that is
+    none."""
     rule = rule_in(rules, name)
     if rule is None or rule in WHOLE:
         return None

@@ -93,8 +93,8 @@ class ColwiseParallel(_Divides, _Colwise):
         input_layouts: layout of a plain input: None for Replicate(), or Shard(dim), which is gathered.
         output_layouts: None for Shard(-1), or Replicate(), which gathers the columns, or another.
         use_local_output: whether a plain tensor comes out; else a DTensor.
-        tp_invariant: packed Linears give the same bits on any number of ranks, for any number of tokens: those of a layer
-            on one GPU with `tp_invariant = "n"`.
+        tp_invariant: packed Linears give the same bits on any number of ranks, for any number of tokens: those of a
+            layer on one GPU with `tp_invariant = "n"`.
 
     out_features / ranks must be a multiple of 8; at multiples of 64 the packed weight is cut without packing it again.
     A DTensor as input is brought into the layout that the layer needs.
@@ -116,13 +116,13 @@ class RowwiseParallel(_Divides, _Rowwise):
             columns, or another Shard(dim), by an all-to-all.
         output_layouts: None for Replicate(), by an all-reduce; or Shard(dim), by a reduce-scatter.
         use_local_output: whether a plain tensor comes out; else a DTensor.
-        tp_invariant: packed Linears give the same bits on 1, 2, 4 and 8 ranks, for any number of tokens. A token has one
-            scale, of the largest value over the ranks, and sums are rounded once, when all ranks' are added up
+        tp_invariant: packed Linears give the same bits on 1, 2, 4 and 8 ranks, for any number of tokens. A token has
+            one scale, of the largest value over the ranks, and sums are rounded once, when all ranks' are added up
             (`jitgemm.nn.layers.invariant` says how). A layer on one GPU gives these bits with its own
             `tp_invariant = "k"`. Every rank has the bias.
-        exchange: of tp_invariant: "collectives", or "nvlink": kernels read the sums in the memory of the other ranks, 2, 4
-            or 8 of one host, with the same bits. What `ExpertParallel` says of it holds; calls whose sums in fp32 take
-            more than 64 MiB go by collectives.
+        exchange: of tp_invariant: "collectives", or "nvlink": kernels read the sums in the memory of the other ranks,
+            2, 4 or 8 of one host, with the same bits. What `ExpertParallel` says of it holds; calls whose sums in fp32
+            take more than 64 MiB go by collectives.
 
     in_features / ranks must be a multiple of 16; at multiples of 128 and of the group size the packed weight is cut
     without packing it again. A cut through groups, at multiples of 32, repeats their scales over smaller ones, with a
@@ -161,12 +161,12 @@ class ExpertParallel(_Invariant):
             `all_gather_into_tensor`, whatever experts they choose: nothing waits for the device, and CUDA graphs
             capture it. A rank with more tokens raises ValueError, and the others wait for it. For decoding, and for
             few ranks: with R of them a token travels R - 1 times instead of once to each rank that it needs.
-        exchange: "collectives", as above, or "nvlink", with max_tokens: kernels write tokens and results into the memory
-            of the other ranks, 2 to 8 of one host. A token goes to the ranks that have experts of its choice. Two ranks
-            get the bits of "collectives". The first call with new shapes makes buffers; all ranks take part in it, and it
-            raises CacheMissError while a CUDA graph is captured. Layers share the buffers, so the calls of a group run
-            on one stream, in the same order on every rank. With JITGEMM_DEBUG=1 a kernel traps that waits long for
-            another rank. CPU tensors are exchanged by collectives.
+        exchange: "collectives", as above, or "nvlink", with max_tokens: kernels write tokens and results into the
+            memory of the other ranks, 2 to 8 of one host. A token goes to the ranks that have experts of its choice.
+            Two ranks get the bits of "collectives". The first call with new shapes makes buffers; all ranks take part
+            in it, and it raises CacheMissError while a CUDA graph is captured. Layers share the buffers, so the calls
+            of a group run on one stream, in the same order on every rank. With JITGEMM_DEBUG=1 a kernel traps that
+            waits long for another rank. CPU tensors are exchanged by collectives.
         tp_invariant: the same bits on 1, 2, 4 and 8 ranks, those of a layer on one GPU with `batch_invariant`, for any
             number of tokens, which are the same on all ranks: top_k times as much travels
             (`jitgemm.nn.layers.invariant_experts`).

@@ -1,4 +1,4 @@
-"""What quantisation does: to a layer's results, and to a model's predictions of texts, by perplexity and KL divergence."""
+"""What quantisation does to a layer's results, and to a model's predictions of texts: perplexity and KL divergence."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def texts_of(file: Path) -> tuple[str, str]:
     """(text to evaluate, text to calibrate with): the first eighth of a file's text, and the rest.
 
     Args:
-        file: text in UTF-8, or .jsonl with an object in each line whose "text" is one. Such lines end at LF or CR LF and
-            nowhere else; halves of surrogate pairs, which JSON lets pass and no text has, become U+FFFD.
+        file: text in UTF-8, or .jsonl with an object in each line whose "text" is one. Such lines end at LF or CR LF
+            and nowhere else; halves of surrogate pairs, which JSON lets pass and no text has, become U+FFFD.
 
     Raises:
         OSError: it cannot be read.
@@ -115,8 +115,8 @@ def texts_of(file: Path) -> tuple[str, str]:
 
 
 def windows_of(tokenizer: Any, text: str, count: int) -> torch.Tensor:
-    """Token ids [windows, WIDTH], at most `count` windows; each begins with the tokenizer's first token of a text, if it
-    has one.
+    """Token ids [windows, WIDTH], at most `count` windows; each begins with the tokenizer's first token of a text, if
+    it has one.
 
     Args:
         tokenizer: one of transformers.

@@ -1,4 +1,4 @@
-"""`quantize_folder`, what `jitgemm quantize` does: the model of one folder, quantised into another, a stage at a time."""
+"""`quantize_folder`, what `jitgemm quantize` does: a folder's model, quantised into another, a stage at a time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _BATCH = 8
 
 
 def quantize_folder(
-    source: ModelFolder, out: ResumableFolder, recipe: Recipe, *, device: torch.device, calibration: torch.Tensor | None,
-    held_back: torch.Tensor | None, group_size: int | None, keep_8bit: float | None, note: Callable[[str], None],
-    progress: Callable[[int, int, int], None],
+    source: ModelFolder, out: ResumableFolder, recipe: Recipe, *, device: torch.device,
+    calibration: torch.Tensor | None, held_back: torch.Tensor | None, group_size: int | None, keep_8bit: float | None,
+    note: Callable[[str], None], progress: Callable[[int, int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Quantises a model in floats, and writes a checkpoint of its names.
 
@@ -150,7 +150,7 @@ def _sizes(found: Replaceable, name: str, module: Any) -> tuple[tuple[int, int],
 
 
 def _decoder(model: Any) -> str:
-    """The name of a model's text decoder; "" where all of the model is one. What sees images is not calibrated by text."""
+    """The name of a model's text decoder; "" if all of the model is one. What sees images is not calibrated by text."""
     part = getattr(model, "get_decoder", lambda: None)()
     return next((name for name, module in model.named_modules() if module is part), "")
 

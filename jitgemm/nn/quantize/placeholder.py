@@ -10,7 +10,7 @@ from jitgemm.nn.quantize.swap import HOOKS
 
 
 class Placeholder(torch.nn.Module):
-    """Stands for a module that transformers is not to load, see `jitgemm.hf`, and takes about as much memory as its layer.
+    """Stands for a module that transformers is not to load (`jitgemm.hf`), and takes about as much memory as its layer.
 
     transformers counts the buffer for `device_map="auto"` and puts it where the module belongs. It is not persistent:
     no tensor of a file has its name, and no key is missing.

@@ -34,8 +34,8 @@ def quantize_(
     lm_head: str | None = None, activation: str | None = None, group_size: int | str | None = None,
     symmetric: bool | None = None, scale_dtype: torch.dtype | None = None, full_range: bool | None = None,
     clip_steps: int | None = None, block: int | None = None, calibration: Iterable[Batch] | None = None,
-    act_order: bool | None = None, keep_8bit: float | None = None, device: torch.device | str | int | None = None, sums: str = "f32",
-    rotation: int | None = None,
+    act_order: bool | None = None, keep_8bit: float | None = None, device: torch.device | str | int | None = None,
+    sums: str = "f32", rotation: int | None = None,
 ) -> QuantisationReport:  # fmt: skip
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes. With `calibration` it is a decoder block at a time.
@@ -59,11 +59,11 @@ def quantize_(
             mixtures of experts (`gate`, `router`, ...), and those without a packed form: out_features no multiple of 8,
             in_features none of 16, or a weight that is not bf16, fp16 or fp32.
         bits: of the weights, 4 or 8.
-        scheme: of 4 bits: "two-level" for integer factors and zero points of groups of 128 (`quantize_w4_two_level`), with
-            int8 activations; "int4" for integers in groups (`quantize_w4`); "mxfp4" for MXFP4 (`quantize_mxfp4`), with e4m3
-            activations. None: two levels, rotated, as long as nothing else is said that they do not have (group_size,
-            symmetric, scale_dtype, full_range, clip_steps, other activations, sums="f16"), and then integers in groups.
-            Layers whose in_features is no multiple of 128 then get groups, too; the report names them.
+        scheme: of 4 bits: "two-level" for integer factors and zero points of groups of 128 (`quantize_w4_two_level`),
+            with int8 activations; "int4" for integers in groups (`quantize_w4`); "mxfp4" for MXFP4 (`quantize_mxfp4`),
+            with e4m3 activations. None: two levels, rotated, as long as nothing else is said that they do not have
+            (group_size, symmetric, scale_dtype, full_range, clip_steps, other activations, sums="f16"), and then
+            integers in groups. Layers whose in_features is no multiple of 128 then get groups; the report names them.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
         activation: one of ACTIVATIONS; None for int8 with two levels, else e4m3.
@@ -72,20 +72,20 @@ def quantize_(
         scale_dtype, full_range, clip_steps: of "int4", as in `quantize_w4`; None for that call's defaults.
         block: with 8 bits and no calibration, as in `quantize_w8`.
         calibration: what the model is called with to see the layers' inputs: token ids [sequences,
-            tokens], tuples of arguments, or keywords such as a tokenizer's result, whose `attention_mask` leaves padding
-            out. 16,000 tokens of text such as the model is for are enough. Each block runs on what the quantised ones
-            before it pass on; up to 16 GiB of sums are held where the layers are. An expert counts the tokens that it
-            gets. None: weights alone decide, which costs a 4-bit model much more.
+            tokens], tuples of arguments, or keywords such as a tokenizer's result, whose `attention_mask` leaves
+            padding out. 16,000 tokens of text such as the model is for are enough. Each block runs on what the
+            quantised ones before it pass on; up to 16 GiB of sums are held where the layers are. An expert counts the
+            tokens that it gets. None: weights alone decide, which costs a 4-bit model much more.
         act_order: with calibration, as in `quantize_w4`.
         keep_8bit: with calibration, the relative squared error (`QuantisationReport.errors`) above which a layer and
             those with the same input, such as q, k and v, get 8 bits with a scale per row.
         device: where to quantise and keep the weights; None for where each is. With calibration, which runs the model,
             it is where the model is.
-        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or "exact"
-            with those of int8. Weights whose scales f16 does not hold are added up in fp32, with a warning.
+        sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or
+            "exact" with those of int8. Weights whose scales f16 does not hold are added up in fp32, with a warning.
         rotation: 128 rotates weights, and inputs in the layers' quantisers, by blocks of 128 k, which spreads outliers
-            (docs/quantize.md): the same products, with less error. With a scheme, or 8 bits, layers whose in_features is
-            no multiple of 128 are left, as those without a packed form. None: no rotation, except as scheme says.
+            (docs/quantize.md): the same products, with less error. With a scheme, or 8 bits, layers whose in_features
+            is no multiple of 128 are left, as those without a packed form. None: no rotation, except as scheme says.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why, and

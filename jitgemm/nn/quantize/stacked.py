@@ -1,4 +1,4 @@
-"""Experts that a model of transformers 5 stacks in two parameters: how its module holds them, and what cannot be read."""
+"""Experts that a model of transformers 5 stacks in two parameters: how its module holds them, and what is not read."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def experts_layout(module: torch.nn.Module) -> ExpertsLayout | str | None:
 
 
 def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -> bool:
-    """Whether a forward of the module's own computes what transformers' does: found by trying, with few small experts."""
+    """True if a forward of the module's own computes what transformers' does: tried with few small experts."""
     experts, hidden, inter = 3, 8, 16
     draw = torch.Generator("cpu").manual_seed(1)
 

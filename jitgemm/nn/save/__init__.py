@@ -1,4 +1,4 @@
-"""A folder of a model in floats, quantised, as a checkpoint of the same names; `jitgemm.nn.quantize.folder` joins the steps.
+"""A folder of a model in floats, quantised, with the same names. `jitgemm.nn.quantize.folder` runs the steps.
 
 model_folder  the folder that is read: config, headers, its model and tokenizer
 tensor_map    which of its tensors each quantised layer replaces

@@ -1,4 +1,4 @@
-"""The files of a quantised model's folder: the source's shards with quantised layers, its config, and what is copied."""
+"""The files of a quantised model's folder: the source's shards with quantised layers, its config, what is copied."""
 
 from __future__ import annotations
 

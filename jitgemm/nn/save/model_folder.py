@@ -77,8 +77,8 @@ def _config_file(folder: Path) -> Path:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, or that file itself. Raises ValueError, which names it, where it is none or names no model as
-    it should."""
+    """A folder's config.json, or that file itself. Raises ValueError, which names it, where it is none or names no
+    model as it should."""
     path = _config_file(folder)
     config = read_json(path)
     kinds, family = config.get("architectures"), config.get("model_type")
@@ -162,7 +162,7 @@ def check_config(source: ModelFolder) -> Any:
 
 @contextmanager
 def naming_config(folder: Path, passes: tuple[type[Exception], ...] = (OSError, MemoryError)) -> Iterator[None]:
-    """Whatever is raised inside, except `passes`, becomes a ValueError that names a folder's config.json, or that file."""
+    """What is raised inside, except `passes`, becomes a ValueError that names a folder's config.json, or that file."""
     try:
         yield
     except passes:

@@ -1,4 +1,4 @@
-"""The folder that is written, until it is complete: its settings, and each stage's layers as soon as they are quantised.
+"""The folder that is written, until it is complete: its settings, and a stage's layers as soon as they are quantised.
 
 ::
 
@@ -49,8 +49,8 @@ class ResumableFolder:
             restart: drop what an interrupted run left, and the files of its that are in the folder.
 
         Raises:
-            ValueError: the folder holds something else, an interrupted run had other settings, or another process writes
-                to it.
+            ValueError: the folder holds something else, an interrupted run had other settings, or another process
+                writes to it.
             OSError: it cannot be written.
         """
         self.folder, self._work = folder, folder / _WORK
@@ -161,8 +161,8 @@ class ResumableFolder:
         shutil.rmtree(self._work)
 
     def close(self) -> None:
-        """Lets another process go on; what was quantised stays. Folders that this run made, and filled with nothing, are
-        gone. Raises no OSError, which would hide why a run failed."""
+        """Lets another process go on; what was quantised stays. Folders that this run made, and filled with nothing,
+        are gone. Raises no OSError, which would hide why a run failed."""
         with suppress(OSError):
             self._lock.release()
             if self._work.is_dir() and not self._files():

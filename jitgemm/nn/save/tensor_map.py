@@ -1,4 +1,4 @@
-"""Which tensors of a model's files quantised layers replace, and what the layers are called that are written instead."""
+"""Which tensors of a model's files quantised layers replace, and the names of the layers that are written instead."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def map_tensors(
 
 
 def _of_linear(source: ModelFolder, renamed: Checkpoint, name: str) -> Iterator[tuple[str, int, RowSlice, int]]:
-    """(tensor of the files, first of its rows, slice, rows) of a Linear's weight: of several that the model joins, or of
-    one that it cuts."""
+    """(tensor of the files, first of its rows, slice, rows) of a Linear's weight: of several that the model joins, or
+    of one that it cuts."""
     rows = renamed.rows(f"{name}{_WEIGHT}")
     start, stop, offset = rows.start, rows.start + rows.count, 0
     for tensor in rows.sources:

@@ -1,8 +1,8 @@
-"""A model as it will be loaded, for warm-up on any machine. No data is loaded: the model is made from its config, and its
-packed layers have formats and no values.
+"""A model as it will be loaded, for warm-up on any machine. No data is loaded: the model is made from its config, and
+its packed layers have formats and no values.
 
-transformers makes the model. `load_`'s plan says which layers are packed; headers of the files say their formats, or the first
-rows where values decide. For vLLM, `_as_vllm` joins and cuts layers as vLLM's models do.
+transformers makes the model. `load_`'s plan says which layers are packed; headers of the files say their formats, or
+the first rows where values decide. For vLLM, `_as_vllm` joins and cuts layers as vLLM's models do.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate
 
 
 def model_of(folder: str | Path) -> torch.nn.Module:
-    """The model of a folder's config.json, its parameters on the meta device. ValueError where transformers makes none."""
+    """The model of a folder's config.json, its parameters on the meta device. ValueError if transformers makes none."""
     transformers = import_transformers()
     config_of(Path(folder))
     with naming_config(Path(folder), passes=()):
@@ -221,7 +221,7 @@ def _as_loaded(layers: LayersOfPlan | LayersOfFloats, cuts: _Cuts) -> torch.nn.M
 
 
 def _as_vllm(layers: LayersOfPlan | LayersOfFloats, cuts: _Cuts) -> torch.nn.Module:
-    """The layers that vLLM makes of the model, joined where vLLM joins them. Of layers that look the same there is one."""
+    """The layers that vLLM makes of the model, joined as vLLM joins them. Of layers that look the same there is one."""
     made: dict[tuple[str, Look | ExpertsLook], torch.nn.Module] = {}
     gates = gates_of(layers.model.config)
     done: set[str] = set()

@@ -123,8 +123,8 @@ class LayersOfPlan:
     def _packed(
         self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None, halves: int = 1, correction: bool | None = False
     ) -> tuple[WeightFormat, Any, CanonicalWeight]:
-        """(format, weight, layer before packing) of layers, each of parts that are joined. The first rows of one layer say
-        it for all if they can; else every row of every layer is read."""
+        """(format, weight, layer before packing) of layers, each of parts that are joined. The first rows of one layer
+        say it for all if they can; else every row of every layer is read."""
         for all_rows in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
@@ -165,8 +165,8 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
 
 
 def _rows_tell(layer: LayerSource, format: WeightFormat) -> bool:
-    """True if the first rows determine the format of all rows. They do not if it depends on values: a code -8, zero points
-    other than 8, the spread of MXFP4's scales, the bits of a correction's factors."""
+    """True if the first rows determine the format of all rows. They do not if it depends on values: a code -8, zero
+    points other than 8, the spread of MXFP4's scales, the bits of a correction's factors."""
     assert layer.header is not None  # layers that jitgemm saved have their format in the file
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)

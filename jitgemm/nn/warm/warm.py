@@ -139,7 +139,7 @@ def kernels(
     model: torch.nn.Module, max_m: int, dtypes: Sequence[torch.dtype], device: str | None, compiled: bool = False,
     sums: str | None = None,
 ) -> Iterator[tuple[Spec, int | None, str]]:  # fmt: skip
-    """(spec, index of the GPU or None, a layer that needs it) of every kernel; layers that need the same kernels count once.
+    """(spec, index of the GPU or None, a layer that needs it) of every kernel. Layers of the same kernels count once.
 
     sums: what layers without values will add up in; None: what they say.
     """
@@ -180,7 +180,8 @@ def kernels(
 
 
 def _specs(
-    layer: Any, parts: Sequence[Any], prologues: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int, sums: str | None
+    layer: Any, parts: Sequence[Any], prologues: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int,
+    sums: str | None,
 ) -> Iterator[Spec]:  # fmt: skip
     """The kernels of a Linear, or of experts, which have no prologues."""
     if prologues and layer.tp_invariant:
@@ -234,8 +235,8 @@ def gates_of(config: Any) -> tuple[Gate, ...]:
 
 
 def prologues_in_vllm(dim: str | None, gates: Sequence[Gate]) -> tuple[Prologue, ...]:
-    """`PackedLinear.prologues` in graphs that vLLM compiles. Column-parallel layers ("n") read norms, row-parallel layers
-    ("k") read products of gates, and layers that no rank divides (None) may read either."""
+    """`PackedLinear.prologues` in graphs that vLLM compiles. Column-parallel layers ("n") read norms, row-parallel
+    layers ("k") read products of gates, and layers that no rank divides (None) may read either."""
     return _prologues(NORMS if dim != "k" else (), gates if dim != "n" else ())
 
 
