@@ -31,8 +31,8 @@ from jitgemm.nn.layers.packed import put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved, plan_for
 from jitgemm.nn.quantize.choose import choose, others
-from jitgemm.nn.quantize.quantize import note_otherwise, quantised, warn_of_experts
 from jitgemm.nn.quantize.placeholder import Placeholder
+from jitgemm.nn.quantize.quantize import note_otherwise, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import Report

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from contextlib import suppress
-from functools import lru_cache, cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 VARIABLES: dict[str, str] = {

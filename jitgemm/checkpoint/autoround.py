@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jitgemm.checkpoint.compressed_tensors_config import PRESETS
 from jitgemm.checkpoint.expressions import matches
 from jitgemm.checkpoint.format import block_of, check_kind, setting
-from jitgemm.checkpoint.compressed_tensors_config import PRESETS
 
 _V1 = {"quant_method": "gptq", "checkpoint_format": "gptq"}
 _V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-
 from jitgemm.checkpoint.expressions import matches
 from jitgemm.checkpoint.format import INPUT, PLACES, RANDOM_MATRIX, Config, Transform, check_kind, setting
 from jitgemm.kernel.codes import FACTOR_GROUP

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, Layout, TensorLayout, check_single, measure
-from jitgemm.checkpoint.layouts import stored
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, Layout, TensorLayout, check_single, measure, stored
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ROTATION, ceil_div
 from jitgemm.tensors import describe

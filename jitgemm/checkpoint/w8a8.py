@@ -31,6 +31,7 @@ import torch
 
 from jitgemm.checkpoint import quark
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.compressed_tensors_config import PRESETS
 from jitgemm.checkpoint.format import (
     Config,
     Format,
@@ -42,7 +43,6 @@ from jitgemm.checkpoint.format import (
     setting,
 )
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, Dim, G, K, N, TensorLayout, stored
-from jitgemm.checkpoint.compressed_tensors_config import PRESETS
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe

@@ -46,8 +46,8 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, check_sums_with, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.gemm.exact import integers
+from jitgemm.gemm.problem import Lhs, check_sums_with, fp32_scales, lhs_group_of, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.codes import CODES, Code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div, correction_blocks

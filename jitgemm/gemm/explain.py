@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jitgemm.gemm.problem import ANY, X, Gemm, Lhs, check_types, check_weight, pack_e8m0, split_lhs
+from jitgemm.gemm.problem import ANY, Gemm, Lhs, X, check_types, check_weight, pack_e8m0, split_lhs
 from jitgemm.weight.parts import check_rotated
 
 if TYPE_CHECKING:

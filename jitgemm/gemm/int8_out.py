@@ -13,8 +13,7 @@ import torch
 from jitgemm.activations.arguments import activation_of, check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
 from jitgemm.gemm.call import gemm_w4a8_nt
-from jitgemm.gemm.problem import POINTERS, W4, X, X_SCALE, X_ZERO, Gemm, Lhs, check_types, check_weight
-from jitgemm.gemm.problem import split_lhs
+from jitgemm.gemm.problem import POINTERS, W4, X_SCALE, X_ZERO, Gemm, Lhs, X, check_types, check_weight, split_lhs
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.runtime.launch import Pointer, address_of, check_addresses, check_once

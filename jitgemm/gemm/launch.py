@@ -26,7 +26,7 @@ from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import launched_clusters, max_cluster_tiles, cluster_tiles
+from jitgemm.select.legal import cluster_tiles, launched_clusters, max_cluster_tiles
 from jitgemm.tensors import TYPE_NAMES
 
 if TYPE_CHECKING:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, cache
+from functools import cache, cached_property
 from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.codes import CODES, GROUP_SIZES, Decoder, Inner, Order
-from jitgemm.kernel.codes import every_order
+from jitgemm.kernel.codes import CODES, GROUP_SIZES, Decoder, Inner, Order, every_order
 
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""

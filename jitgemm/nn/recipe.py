@@ -11,9 +11,8 @@ import torch
 from jitgemm.activations.scheme import ACTIVATIONS, activation_named
 from jitgemm.checkpoint.expressions import patterns
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import check_sums
 from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, typed_code
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION, check_sums
 from jitgemm.nn.layers.packed import check_sums_of
 from jitgemm.tensors import check_dtype, check_flag, check_int
 from jitgemm.weight import quantize_mxfp4 as mxfp4

@@ -22,8 +22,8 @@ from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select import cost, legal
-from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.cost import Candidate, Costs
+from jitgemm.select.devices import DeviceSpec
 
 
 def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:

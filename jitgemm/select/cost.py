@@ -24,7 +24,7 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
 from jitgemm.kernel.tactics import prefetch_stages, promote_records, split_blocks, token_widths, units_in_flight
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.legal import NARROW_TOKENS, launched_clusters, cluster_tiles_along_n
+from jitgemm.select.legal import NARROW_TOKENS, cluster_tiles_along_n, launched_clusters
 
 TILE_US = 1.23
 """Once a kernel, and for every round of tiles: its start, the first bytes' way, a tile's epilogue. Between narrow tiles

@@ -82,7 +82,9 @@ class PackedExpertsMethod(Packing):
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         if self.moves and module.sums == "f16":
-            text = "jitgemm: %s is added up in fp32: experts move between ranks (EPLB), and f16 may not hold their scales"
+            text = (
+                "jitgemm: %s is added up in fp32: experts move between ranks (EPLB), and f16 may not hold their scales"
+            )
             self.config.logger.warning_once(text, self.names[0].rpartition(".")[0])
             module.sums = "f32"  # type: ignore[assignment]
         super().install(layer, module)

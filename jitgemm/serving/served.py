@@ -25,10 +25,10 @@ from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.checkpoint.layouts import FLOATS
 from jitgemm.nn.layers.invariant import EXCHANGES
 from jitgemm.nn.layers.packed import set_sums
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import some
-from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.serving.engine import Engine
 from jitgemm.serving.stored import StoredLayers, Unsupported, check_alike, source_of
 from jitgemm.serving.warm import Layers, Warmer

@@ -24,10 +24,10 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 
 from jitgemm.activations.scheme import Gate
+from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.nn.layers.batched_experts import run_batched
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.packed import Parts
-from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packed_experts import PackedExpertsMethod, expert_rows, weighed
 from jitgemm.serving.served import ServedModel

@@ -8,7 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
+from jitgemm.nn.warm.warm import gates_of, prologues_in_vllm
 from jitgemm.serving.warm import Warmer
 
 

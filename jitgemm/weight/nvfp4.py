@@ -31,7 +31,8 @@ from jitgemm.kernel.codes import CODES, SCALE_GROUP
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import describe
 from jitgemm.weight import layout, mxfp4
-from jitgemm.weight.codes import E2M1, NEAR as NEAR_CODES, CodeOps, RowParts, Stored, Unpacked, register
+from jitgemm.weight.codes import E2M1, CodeOps, RowParts, Stored, Unpacked, register
+from jitgemm.weight.codes import NEAR as NEAR_CODES
 from jitgemm.weight.given import check_finite, check_given, row_chunks
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import check_sizes, expert_indices

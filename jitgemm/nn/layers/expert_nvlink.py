@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from jitgemm.errors import CacheMissError
 from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.exchange import MOST_CHOICES, Buffer, most_hidden, run_exchanged
-from jitgemm.moe.exchange import Layout
+from jitgemm.moe.exchange import MOST_CHOICES, Buffer, Layout, most_hidden, run_exchanged
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.tensors import dtype_name
 

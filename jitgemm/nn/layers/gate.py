@@ -10,8 +10,8 @@ from itertools import product
 
 import torch
 
-from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Gate
 from jitgemm.activations.reference import gated
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, UNGATED, Gate
 
 _LIMITS = ("limit", "swiglu_limit")  # what experts call the attributes
 _ALPHAS = ("alpha", "swiglu_alpha")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.weight import ready
 
 

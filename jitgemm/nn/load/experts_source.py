@@ -27,10 +27,10 @@ import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, check_order, concat, pack_experts
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.format import INPUT_TENSORS, check_beside
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
 from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
-from jitgemm.checkpoint.format import INPUT_TENSORS, check_beside
 from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.weight.packed import Weight

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from jitgemm.moe.kernel import MAX_RANKS
-from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.invariant import EXCHANGES, invariant_part
 from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 from jitgemm.tensors import check_flag
 

@@ -14,8 +14,8 @@ from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
 from jitgemm.nn.layers.packed import put_sums
 from jitgemm.nn.quantize.calibration import Batch, Calibration
-from jitgemm.nn.quantize.evaluate import relative_error
 from jitgemm.nn.quantize.choose import STACKED, choose, others
+from jitgemm.nn.quantize.evaluate import relative_error
 from jitgemm.nn.quantize.replaceable import Filter, Replaceable, check_model
 from jitgemm.nn.quantize.stacked import ExpertsLayout
 from jitgemm.nn.quantize.swap import bar, describe_to_transformers, made, put_layer

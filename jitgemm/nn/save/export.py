@@ -22,9 +22,9 @@ from jitgemm.errors import JitGemmError
 from jitgemm.kernel.codes import FACTOR_GROUP
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save.tensor_map import TensorMap
 from jitgemm.nn.save.model_folder import ModelFolder
 from jitgemm.nn.save.resume import ResumableFolder
+from jitgemm.nn.save.tensor_map import TensorMap
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx", ".index.json")

@@ -31,7 +31,7 @@ from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.save.model_folder import config_of, import_transformers, naming_config
 from jitgemm.nn.warm.formats import ExpertsLook, LayersOfFloats, LayersOfPlan, Look, decided_by_values, in_common
-from jitgemm.nn.warm.warm import prologues_in_vllm, gates_of
+from jitgemm.nn.warm.warm import gates_of, prologues_in_vllm
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.correction import of_parts
 

@@ -15,10 +15,10 @@ from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError
-from jitgemm.jit.cache import process_cache
-from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 from jitgemm.gemm.partial import FinishSpec, finish_kernels
 from jitgemm.gemm.ranks import RanksSpec, ranks_kernels
+from jitgemm.jit.cache import process_cache
+from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.exchange import exchange_specs
