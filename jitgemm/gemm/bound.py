@@ -25,7 +25,7 @@ The f16 sum is at most the largest over the starts of what the exact one is, and
 
 int8's sums by parts stand on 1.5 * 2^23 in units of codes times 16, or 8 with zero points, so B = 1.5 * 2^19 or 2^20
 here. For two records that follow one another, of scales s0 and s1, fp32 gets (s0 - s1) * (B + p0) + s1 * (B + p0 + p1),
-and up to eight pairs' B * s0 are in the sum until they are taken off. Each step rounds, as do s0 - s1 and the sum of
+and up to eight pairs' B * s0 are in the sum until they are taken off. Each step rounds; so do s0 - s1 and the sum of
 s0:
 
     loss of a step <= 2^-23 * B * (sum of |s0| of its run so far + |s of it| + |s of the next|)

@@ -1,7 +1,6 @@
 """The exact GEMM of checked arguments, which calls on CPU tensors run, and which `reference.py` gives calls of its own.
 
-Written to be right and easy to check, in float64 on any device. Knows the packed weight only through
-`PackedWeight.rows`.
+Written to be right and easy to check, in float64 on any device. Knows packed weights only by `PackedWeight.rows`.
 
     out[i, j] = x_scale[i] * sum over groups g of sum over k in g of
                     (x[i, k] - x_zero[i]) * ((q[j, k] - zero[j, g]) * scale[j, g] + offset[j, g])
@@ -111,8 +110,7 @@ def _write(
 
 
 def integer_sums(x: torch.Tensor, rhs: PackedWeight) -> torch.Tensor:
-    """int32 [m, n], the sums of x, int8 [m, k], times codes without their zero points, of a weight with a scale a
-    row."""
+    """int32 [m, n]: the sums of x, int8 [m, k], times codes without zero points, of a weight with a scale a row."""
     strips = ceil_div(rhs.n, STRIP_ROWS)
     step = max(1, _BUDGET // (rhs.k * STRIP_ROWS))
     parts = [integers(rhs, first, min(first + step, strips))[0] for first in range(0, strips, step)]

@@ -13,23 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import POINTERS, Gemm, lhs_group_of
 from jitgemm.kernel.formats import BLOCK_K, ceil_div
-from jitgemm.runtime.launch import (
-    ArgumentBlock,
-    Launch,
-    Operands,
-    Pointer,
-    Pointers,
-    prepare,
-    run_prepared,
-    this_thread,
-)
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, prepare, run_prepared, this_thread
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.parts import PackedWeight
 
@@ -137,15 +128,13 @@ class _InOrder(Gemm):
         return GemmLaunch(self, choose(problem, device_of(self.x.get_device())))
 
 
-class _Sums(NamedTuple):
+@dataclass(slots=True)
+class _Sums:
     """A call of `partial_sums`; a `runtime.launch.Call`."""
 
     gemm: Gemm
     chunks: int
-
-    @property
-    def pointers(self) -> Pointers:
-        return POINTERS
+    pointers: ClassVar = POINTERS
 
     @property
     def empty(self) -> bool:
@@ -297,7 +286,8 @@ def finish(
     return out
 
 
-class _Finish(NamedTuple):
+@dataclass(slots=True)
+class _Finish:
     """A call of `finish`; a `runtime.launch.Call`."""
 
     parts: torch.Tensor
@@ -305,10 +295,7 @@ class _Finish(NamedTuple):
     channel_scale: torch.Tensor | None
     bias: torch.Tensor | None
     out: torch.Tensor
-
-    @property
-    def pointers(self) -> Pointers:
-        return FINISH_POINTERS
+    pointers: ClassVar = FINISH_POINTERS
 
     @property
     def empty(self) -> bool:
@@ -321,7 +308,7 @@ class _Finish(NamedTuple):
         return self.parts, self.x_scale, self.channel_scale, self.bias, self.out
 
     def run_reference(self, operands: Operands) -> None:
-        parts, x_scale, channel_scale, bias, out = self
+        parts, x_scale, channel_scale, bias, out = self.parts, self.x_scale, self.channel_scale, self.bias, self.out
         m, n = out.shape
         y = tree([part[:m] for part in parts])
         if x_scale is not None and channel_scale is not None:
@@ -332,7 +319,7 @@ class _Finish(NamedTuple):
         from jitgemm.runtime import driver
         from jitgemm.runtime.device import device_of
 
-        parts, x_scale, channel_scale, bias, out = self
+        parts, x_scale, channel_scale, bias, out = self.parts, self.x_scale, self.channel_scale, self.bias, self.out
         (m, n), device = out.shape, out.get_device()
         spec = FinishSpec(TYPE_NAMES[out.dtype], TYPE_NAMES[parts.dtype], parts.shape[0])
         kernel = finish_kernels().load(spec, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -16,7 +16,7 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.partial import FINISH_THREADS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, Pointers, run_prepared
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def total(
     call = _Ranks("total", buffer, None, by_token, by_row, bias, out, m, n, TYPE_NAMES[of], each)
     _run(call)
     if each and not own:
-        _run(call._replace(function="gather"))
+        _run(replace(call, function="gather"))
 
 
 def _run(call: _Ranks) -> None:
@@ -151,7 +151,8 @@ def _run(call: _Ranks) -> None:
     run_prepared(key, tensors, call)
 
 
-class _Ranks(NamedTuple):
+@dataclass(slots=True)
+class _Ranks:
     """A call of one of the kernels; a `runtime.launch.Call`. Also without tokens others wait for it."""
 
     function: str
@@ -165,14 +166,8 @@ class _Ranks(NamedTuple):
     n: int
     of: str
     each: int
-
-    @property
-    def pointers(self) -> Pointers:
-        return RANKS_POINTERS
-
-    @property
-    def empty(self) -> bool:
-        return False
+    pointers: ClassVar = RANKS_POINTERS
+    empty: ClassVar = False
 
     def check(self) -> None:
         pass

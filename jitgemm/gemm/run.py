@@ -38,8 +38,7 @@ class GemmCall(Gemm):
     __slots__ = ()
 
     def amended(self) -> GemmCall:
-        """The checked call itself, or, still to be checked, with packed exponents for others, or with sums that x
-        lacks."""
+        """The checked call; or one to be checked, with packed exponents for others, or with sums that x lacks."""
         if self.packs_scales:
             return self._replace(x_scale=pack_e8m0(self.x_scale))
         self.check()
@@ -209,8 +208,7 @@ def gemm_of_op(
     n: int, k: int, format: str, batch_invariant: bool, label: str | None = None, exact: bool = False,
     groups: Groups | None = None,
 ) -> GemmCall:  # fmt: skip
-    """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own besides an op's
-    arguments."""
+    """The GEMM of an op's arguments. Schemas say `label`: Inductor has a `kernel=` of its own."""
     weight = weight_of_op(blocks, channel_scale, row_sum, n, k, format, exact=exact)
     return GemmCall(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, label)
 

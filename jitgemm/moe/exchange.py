@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ from jitgemm.moe.kernel import COMBINE_THREADS, ONE_CTA_CHOICES, ROUTE_QUANTIZE_
 from jitgemm.moe.kernel import RoutingSpec, combine_blocks, route_quantize_spec, route_smem_bytes, route_spec
 from jitgemm.moe.kernel import type_config
 from jitgemm.moe.route import sort_sent
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, Pointers, run_prepared
+from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.ready import is_captured
 
@@ -270,7 +270,8 @@ def most_hidden() -> int:
     return 4 * 8 * ROUTE_QUANTIZE_THREADS
 
 
-class _Dispatch(NamedTuple):
+@dataclass(slots=True)
+class _Dispatch:
     """A call of `dispatch`; a `runtime.launch.Call`. Also without tokens others wait for it."""
 
     x: torch.Tensor
@@ -278,14 +279,8 @@ class _Dispatch(NamedTuple):
     topk_weights: torch.Tensor
     buffer: Buffer
     experts: int
-
-    @property
-    def pointers(self) -> Pointers:
-        return DISPATCH_POINTERS
-
-    @property
-    def empty(self) -> bool:
-        return False
+    pointers: ClassVar = DISPATCH_POINTERS
+    empty: ClassVar = False
 
     def check(self) -> None:
         pass
@@ -326,7 +321,8 @@ class _Dispatch(NamedTuple):
         return Launch(kernel, DISPATCH_ARGUMENTS, values, grid=grid, threads=(threads, 1), smem_bytes=smem)
 
 
-class _Collect(NamedTuple):
+@dataclass(slots=True)
+class _Collect:
     """A call of `collect`; a `runtime.launch.Call`. Also without tokens others wait for it."""
 
     rows: torch.Tensor
@@ -335,14 +331,8 @@ class _Collect(NamedTuple):
     out: torch.Tensor
     buffer: Buffer
     experts: int
-
-    @property
-    def pointers(self) -> Pointers:
-        return COLLECT_POINTERS
-
-    @property
-    def empty(self) -> bool:
-        return False
+    pointers: ClassVar = COLLECT_POINTERS
+    empty: ClassVar = False
 
     def check(self) -> None:
         pass

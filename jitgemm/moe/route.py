@@ -5,7 +5,8 @@ The two calls at the ends of the layer, each one launch on a GPU; CPU tensors ru
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -18,7 +19,7 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_QUANTIZE_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.arguments import check_combining, check_routing
 from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M, RouteQuantizeSpec, route_quantize_spec
-from jitgemm.runtime.launch import Launch, Operands, Pointers, run_prepared
+from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES, take_rows
 
 
@@ -40,26 +41,24 @@ def route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None 
     return Routing._make(run_prepared(("route", experts, expert_map is None), layouts, call)[2:])
 
 
-class _Route(NamedTuple):
+@dataclass(slots=True)
+class _Route:
     """A call of `route`; a `runtime.launch.Call`."""
 
     topk_ids: torch.Tensor
     experts: int
     expert_map: torch.Tensor | None
-
-    @property
-    def pointers(self) -> Pointers:
-        return ROUTE_POINTERS
+    pointers: ClassVar = ROUTE_POINTERS
 
     @property
     def empty(self) -> bool:
         return self.topk_ids.shape[0] == 0
 
     def check(self) -> None:
-        check_routing(*self)
+        check_routing(self.topk_ids, self.experts, self.expert_map)
 
     def operands(self) -> Operands:
-        ids, experts, expert_map = self
+        ids, experts, expert_map = self.topk_ids, self.experts, self.expert_map
         choices, device = ids.numel(), ids.device
         return (
             ids, expert_map,
@@ -69,13 +68,13 @@ class _Route(NamedTuple):
         )  # fmt: skip
 
     def run_reference(self, operands: Operands) -> None:
-        for written, result in zip(operands[2:], route_reference(*self)):
+        for written, result in zip(operands[2:], route_reference(self.topk_ids, self.experts, self.expert_map)):
             written.copy_(result)  # type: ignore[union-attr, arg-type]
 
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.moe.plan import prepare_route
 
-        return prepare_route(*self)
+        return prepare_route(self.topk_ids, self.experts, self.expert_map)
 
 
 def route_and_quantize(
@@ -97,20 +96,15 @@ def route_and_quantize(
     return Routing._make(made[:3]), tuple(made[4:])  # type: ignore[return-value]
 
 
-class _RouteAndQuantize(NamedTuple):
+@dataclass(slots=True)
+class _RouteAndQuantize:
     """A call of `route_and_quantize` on a GPU; a `runtime.launch.Call`."""
 
     routing: _Route
     tokens: QuantizeCall
     spec: RouteQuantizeSpec
-
-    @property
-    def pointers(self) -> Pointers:
-        return ROUTE_QUANTIZE_POINTERS
-
-    @property
-    def empty(self) -> bool:
-        return False
+    pointers: ClassVar = ROUTE_QUANTIZE_POINTERS
+    empty: ClassVar = False
 
     def check(self) -> None:
         self.routing.check()
@@ -125,7 +119,8 @@ class _RouteAndQuantize(NamedTuple):
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.moe.plan import prepare_route_and_quantize
 
-        return prepare_route_and_quantize(self.spec, self.tokens.x, *self.routing)
+        ids, experts, expert_map = self.routing.topk_ids, self.routing.experts, self.routing.expert_map
+        return prepare_route_and_quantize(self.spec, self.tokens.x, ids, experts, expert_map)
 
 
 def sort(
@@ -164,7 +159,8 @@ def gather(lhs: Lhs, row_index: torch.Tensor, row_count: torch.Tensor) -> Lhs:
     return tuple(each for each in made if each is not None)  # type: ignore[return-value]
 
 
-class _Gather(NamedTuple):
+@dataclass(slots=True)
+class _Gather:
     """A call of `gather`; a `runtime.launch.Call`."""
 
     codes: torch.Tensor
@@ -172,10 +168,7 @@ class _Gather(NamedTuple):
     zero: torch.Tensor | None
     row_index: torch.Tensor
     row_count: torch.Tensor
-
-    @property
-    def pointers(self) -> Pointers:
-        return GATHER_POINTERS
+    pointers: ClassVar = GATHER_POINTERS
 
     @property
     def empty(self) -> bool:
@@ -185,18 +178,19 @@ class _Gather(NamedTuple):
         pass
 
     def operands(self) -> Operands:
-        codes, scale, zero, index, _ = self
+        codes, scale, zero, index = self.codes, self.scale, self.zero, self.row_index
         m = index.shape[0]
         if scale.dim() == 2:  # by block: by column, as quantisers have them
             scales = scale.new_empty(4 * ceil_div(m, 4) * scale.shape[1])
             scales = scales.as_strided((m, scale.shape[1]), (1, 4 * ceil_div(m, 4)))
         else:
             scales = scale.new_empty(m)
-        return *self, codes.new_empty(m, codes.shape[1]), scales, None if zero is None else zero.new_empty(m)
+        made = codes.new_empty(m, codes.shape[1]), scales, None if zero is None else zero.new_empty(m)
+        return codes, scale, zero, index, self.row_count, *made
 
     def run_reference(self, operands: Operands) -> None:
         rows = self.row_index.long().clamp(0, self.codes.shape[0] - 1)  # indices behind the last row say nothing
-        for source, target in zip(self[:3], operands[5:], strict=True):
+        for source, target in zip((self.codes, self.scale, self.zero), operands[5:], strict=True):
             if source is not None and target is not None:
                 target.copy_(take_rows(source, rows))
 
@@ -230,7 +224,8 @@ def combine(
     run_prepared(("combine", addend is None, torch.is_grad_enabled()), layouts, call)
 
 
-class _Combine(NamedTuple):
+@dataclass(slots=True)
+class _Combine:
     """A call of `combine`; a `runtime.launch.Call`."""
 
     rows: torch.Tensor
@@ -238,31 +233,28 @@ class _Combine(NamedTuple):
     topk_weights: torch.Tensor
     addend: torch.Tensor | None
     out: torch.Tensor
-
-    @property
-    def pointers(self) -> Pointers:
-        return COMBINE_POINTERS
+    pointers: ClassVar = COMBINE_POINTERS
 
     @property
     def empty(self) -> bool:
         return self.out.shape[0] == 0
 
     def check(self) -> None:
-        check_combining(*self)
+        check_combining(self.rows, self.inverse, self.topk_weights, self.addend, self.out)
 
     def operands(self) -> Operands:
-        return self
+        return self.rows, self.inverse, self.topk_weights, self.addend, self.out
 
     def run_reference(self, operands: Operands) -> None:
-        rows, inverse, topk_weights, addend, out = self
+        rows, inverse, topk_weights, addend = self.rows, self.inverse, self.topk_weights, self.addend
         if inverse.numel() and inverse.max() >= rows.shape[0]:
             raise ValueError(f"inverse: expected rows below {rows.shape[0]}, got {int(inverse.max())}")
-        out.copy_(round_fp64(combine_reference(rows, inverse, topk_weights, addend), out.dtype))
+        self.out.copy_(round_fp64(combine_reference(rows, inverse, topk_weights, addend), self.out.dtype))
 
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.moe.plan import prepare_combine
 
-        return prepare_combine(*self)
+        return prepare_combine(self.rows, self.inverse, self.topk_weights, self.addend, self.out)
 
 
 def route_reference(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:

@@ -43,7 +43,6 @@ class Pointer(NamedTuple):
 
 Operands = Sequence[torch.Tensor | None]
 """What a call's pointers point to, in their order; None for what it does without."""
-Pointers = Sequence[Pointer]
 
 
 class Call(Protocol):
@@ -59,7 +58,7 @@ class Call(Protocol):
     """
 
     @property
-    def pointers(self) -> Pointers: ...
+    def pointers(self) -> Sequence[Pointer]: ...
     @property
     def empty(self) -> bool: ...
     def check(self) -> None: ...

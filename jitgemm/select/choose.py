@@ -91,7 +91,7 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
 
 
 EXACT_FROM = 256
-"""Rows from which on a dense GEMM is chosen at its own m. Below it a band's kernels differ by less than the model
+"""Rows from which on a dense GEMM is chosen at its own m. Below, kernels of a band differ by less than the model
 errs."""
 
 WEIGHED_BANDS = 4

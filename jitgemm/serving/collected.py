@@ -63,8 +63,7 @@ class Collected:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of parameters: a number for each tensor of that name in the files. vLLM counts those written when it
-        reloads."""
+        """Of parameters: a number for each tensor of that name in the files. vLLM counts those written."""
         return (len(self.widths),)
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:

@@ -28,8 +28,7 @@ class CollectedExperts(Collected):
         part, count: "w13" or "w2", and the experts of this rank.
         rows: of a layer in the files.
         biased: whether the experts have biases, which the engine loads; what stands behind "w13_" in their names.
-        kept: {(rank's expert, which of the joined layers): its tensors}; None for all of them, cut by the engine's
-            model.
+        kept: {(rank's expert, which of the joined layers): its tensors}; None for all, cut by the engine's model.
         places: what `PackedExpertsMethod.places` says; None until it is asked.
     """
 

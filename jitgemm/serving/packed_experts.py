@@ -94,8 +94,7 @@ class PackedExpertsMethod(Packing):
         raise NotImplementedError
 
     def places(self, layer: torch.nn.Module) -> list[list[int]]:
-        """For each expert, by its number in the engine's loader: the numbers that it has on this rank, which may have
-        copies."""
+        """By an expert's number in the engine's loader: its numbers on this rank, which may have copies."""
         raise NotImplementedError
 
     def logical_experts(self, layer: torch.nn.Module) -> int:
@@ -103,7 +102,7 @@ class PackedExpertsMethod(Packing):
         raise NotImplementedError
 
     def in_files(self, layer: torch.nn.Module) -> list[int]:
-        """This rank's experts in their order, by their numbers in the files. An engine's loader may count copies behind
+        """This rank's experts in order, by their numbers in the files. Engines' loaders may count copies behind
         them."""
         count = self.logical_experts(layer)
         pairs = ((mine, number % count) for number, every in enumerate(self.places(layer)) for mine in every)

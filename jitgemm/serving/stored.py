@@ -69,8 +69,7 @@ class StoredLayers:
                 raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
 
     def axes(self, suffix: str) -> dict[str, int]:
-        """{"output_dim", "input_dim": a tensor's dimension of rows and columns}, which some of vLLM's models ask
-        for."""
+        """{"output_dim", "input_dim": a tensor's dimension of rows and columns}, as some of vLLM's models ask."""
         if self.floats:
             return {"output_dim": 0, "input_dim": 1}
         for source in self.sources.values():

@@ -27,8 +27,8 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
            (b >= 2)          n(B_2b-3)        n(B_2b-4)
 
 Numbers inside records (`Code.inner`) are in the modules of their codes. In the order for e4m3 the sign of B_b stands in
-the next byte so that rotating a word right by four puts B where A was. e4m3 decodes sign and magnitude fastest, which
-have no nibble for -8, as one's complement has.
+the next byte so that rotating a word right by four puts B where A was. e4m3 decodes sign and magnitude fastest; one's
+complement has a -8.
 """
 
 from __future__ import annotations

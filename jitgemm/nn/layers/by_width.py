@@ -44,8 +44,7 @@ class _OfWidth(PackedLinear):
             options: of the recipe. scheme: None for integers (of 8 bits the activations' type), "mxfp4" or "two-level".
                 activation: one of ACTIVATIONS; "e4m3" where none is said, of two levels "int8". group_size, symmetric,
                 scale_dtype, full_range, positive_scales, clip_steps: as in `quantize_w4`. act_order: of all 4-bit ones.
-                block: as in `quantize_w8`. rotation: 128: the weight is rotated, and the layer's quantiser rotates
-                inputs.
+                block: as in `quantize_w8`. rotation: 128: the weight is rotated, and the quantiser rotates inputs.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or the weight has no such form.
@@ -58,8 +57,7 @@ class _OfWidth(PackedLinear):
     def by_recipe(
         cls, linear: torch.nn.Linear, recipe: Recipe, *, device: Device = None, moments: torch.Tensor | None = None
     ) -> Self:
-        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as `from_linear` takes
-        it."""
+        """A layer whose weight is `linear`'s, quantised by a recipe of as many bits; the rest as for `from_linear`."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         if linear.weight.is_meta:

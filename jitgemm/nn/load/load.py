@@ -70,8 +70,7 @@ def load_(
             saves and computes itself, as Marian its positions.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
-            names, see docs/parallel.md. Ranks have all embeddings, and all experts unless `ExpertParallel` divides
-            them.
+            names, see docs/parallel.md. Ranks have all embeddings, and all experts but for `ExpertParallel`.
         tp_plan: {pattern (`fnmatch`) of modules: a style of `jitgemm.nn.parallel`, or its name: "colwise", "rowwise",
             "colwise_gather_output", "rowwise_split_input"}; None: the model's own, which models of transformers have.
         sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or

@@ -164,8 +164,7 @@ def rule_in(rules: Mapping[str, str | Style], name: str) -> Any:
 
 
 def style_in(rules: Mapping[str, str | Style], name: str) -> Style | None:
-    """That of the Linear of a name; None for one that is whole on every rank. Raises ValueError for a rule that is
-    none."""
+    """That of the Linear of a name; None for one that no rank divides. Raises ValueError for a rule that is none."""
     rule = rule_in(rules, name)
     if rule is None or rule in WHOLE:
         return None
