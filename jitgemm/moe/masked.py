@@ -82,7 +82,7 @@ def _run(call: MaskedCall) -> None:
     hidden = torch.empty((experts * max_m, w13.n), dtype=call.out.dtype, device=call.out.device)
     # 0 would stand for offsets; where no expert can have a row, any other number serves.
     groups = Groups(call.masked_m, None, max(max_m, 1), call.expected_rows)
-    run_grouped(GemmCall(*lhs, w13, hidden, call.bias13, groups, call.batch_invariant))
+    run_grouped(GemmCall(*(*lhs, w13, hidden, call.bias13, groups, call.batch_invariant)))
     codes = _quantise(call, hidden, Prologue(gate=call.gate))
     run_grouped(GemmCall(*codes, w2, out, call.bias2, groups, call.batch_invariant))  # type: ignore[arg-type]
 
