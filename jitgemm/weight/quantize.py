@@ -240,8 +240,8 @@ def _rounded(
     w: torch.Tensor, moments: torch.Tensor | None, act_order: bool, rotation: int, size: int,
     grid_of: Callable[[torch.Tensor], G],
 ) -> Iterator[tuple[Any, slice, G, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """For every run of rows of w: (expert, rows, what `grid_of` makes of their values, these [rows, groups, size], codes
-    [rows, k], scales and zero points [rows, groups]). Of a dense weight expert is `...`."""
+    """For every run of rows of w: (expert, rows, what `grid_of` makes of their values, these [rows, groups, size],
+    codes [rows, k], scales and zero points [rows, groups]). Of a dense weight expert is `...`."""
     n, k = w.shape[-2:]
     padding = -k % size  # with zeros, which every scale and zero point represents
     step = n if moments is not None else max(1, CHUNK["cuda" if w.is_cuda else "cpu"] // (k + padding))

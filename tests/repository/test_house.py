@@ -17,13 +17,13 @@ CEILINGS = {
     "branches on a code": 14,
     "formats": 0,
     "gemm_w4a8_nt: files": 34,
-    "gemm_w4a8_nt: lines": 7_230,
+    "gemm_w4a8_nt: lines": 7_250,
     "fused_experts: files": 45,
-    "fused_experts: lines": 9_500,
-    "load_: files": 84,
-    "load_: lines": 17_450,
+    "fused_experts: lines": 9_520,
+    "load_: files": 85,
+    "load_: lines": 17_610,
     "files above 450 lines": 1,
-    "lines of the package": 33_140,
+    "lines of the package": 33_330,
 }
 
 

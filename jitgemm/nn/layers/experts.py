@@ -134,7 +134,8 @@ class PackedExperts(Described):
 
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
-        split, w13, w2 = self.split, self.w13, self.w2
+        split: Any = self.split
+        w13, w2 = self.w13, self.w2
         if split is not None and split.tp_invariant and split.world > 1:
             return self._run_invariantly(rows, ids, weights, **options)
         if split is not None and split.exchanges:
