@@ -63,7 +63,7 @@ def fp8_gemm_nt(
     """
     if c is not None:
         raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
-    gemm(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d)
+    gemm(ANY, a, _weight(a, b, recipe, recipe_a, recipe_b), d)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -93,7 +93,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     name, indices = ("grouped_layout", grouped_layout) if m_indices is None else ("m_indices", m_indices)
     if indices is None or (grouped_layout is not None and m_indices is not None):
         raise TypeError("grouped_layout: expected it, or m_indices in its place")
-    weight = _weight(b, recipe, recipe_a, recipe_b)
+    weight = _weight(a, b, recipe, recipe_a, recipe_b)
     rows = rows_of_m_indices(indices, experts_of(weight), name)
     if indices.shape != check_tensor("d", d).shape[:1]:
         raise ValueError(f"{name}: expected shape {list(d.shape[:1])}, got {list(indices.shape)}")
@@ -116,7 +116,7 @@ def m_grouped_fp8_gemm_nt_masked(
         ValueError: another recipe.
         TypeError, ValueError, CacheMissError: as from `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`.
     """
-    masked(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
+    masked(ANY, a, _weight(a, b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
 
 
 def _named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,16 +277,17 @@ def set_num_sms(new_num_sms: int) -> None:
         _warn_once(f"set_num_sms({new_num_sms}): kernels of jitgemm may use all {get_num_sms()} SMs")
 
 
-def _weight(b: object, *recipes: object) -> Weight:
-    """b itself, or the weight that the pair b was packed into; recipes are those of _RECIPES, in its order."""
+def _weight(a: object, b: object, *recipes: object) -> Weight:
+    """b itself, or the weight that the pair b was packed into, for activations that are rotated as it is; recipes are those
+    of _RECIPES, in its order."""
     for (name, known_ones), given in zip(_RECIPES.items(), recipes):
         if (tuple(given) if isinstance(given, (tuple, list)) else given) not in known_ones:
             raise ValueError(f"{name}: expected one of {known_ones}, got {given!r}")
     whole, *parts = (given is not None for given in recipes)
     if parts[0] != parts[1] or (whole and parts[0]):
         raise ValueError("recipe: expected it alone, recipe_a and recipe_b together, or none of the three")
+    check_rotated(a, getattr(b, "rotation", 0), "a")
     if isinstance(b, Weight):
-        check_rotated((), b.rotation, "a")  # which DeepGEMM's callers quantise
         return b
     w, scale = _pair("b", b, "a packed weight or a pair (w, scales)")
     if w.dtype in (torch.int8, torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)):

@@ -248,9 +248,8 @@ def expected_rows_of(experts: int, expected_m: Any) -> int:
 
 
 def experts_of(rhs: AnyWeight, bits: int = ANY) -> int:
-    if not isinstance(rhs, PackedWeight):
-        check_weight(rhs, bits)
-    count = count_experts(rhs.blocks)
+    """How many experts the call's second argument has. Raises TypeError or ValueError for what is no weight of experts."""
+    count = count_experts(check_weight(rhs, bits).blocks)
     if count is None:
         takes = f"gemm_w{rhs.format.bits}a8_nt takes"
         raise ValueError(f"rhs: expected a weight of experts, got a dense one, which {takes}")

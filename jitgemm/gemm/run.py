@@ -27,7 +27,7 @@ from jitgemm.weight.parts import PackedWeight, check_rotated
 
 if TYPE_CHECKING:
     from jitgemm.gemm.launch import GemmLaunch
-    from jitgemm.weight.packed import AnyWeight
+    from jitgemm.weight.packed import AnyWeight, Weight
 
 # ---- dense -----------------------------------------------------------------------------------------------------------
 
@@ -109,15 +109,14 @@ def _run(
 
 
 def contiguous(
-    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
+    bits: int, lhs: tuple[torch.Tensor, ...], rhs: Weight, out: torch.Tensor, offsets: torch.Tensor,
     bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
     batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any, as in `gemm`."""
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    if bits:
-        check_rotated(lhs, rhs.rotation)  # type: ignore[union-attr]
+    check_rotated(lhs, rhs.rotation)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
@@ -126,14 +125,13 @@ def contiguous(
 
 
 def masked(
-    bits: int, lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
+    bits: int, lhs: tuple[torch.Tensor, ...], rhs: Weight, out: torch.Tensor, masked_m: torch.Tensor,
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any, as in `gemm`."""
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, bits)
-    if bits:
-        check_rotated(lhs, rhs.rotation)  # type: ignore[union-attr]
+    check_rotated(lhs, rhs.rotation)
     check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")

@@ -258,12 +258,6 @@ def multiply(
     return rows, addend
 
 
-def lhs_of(outputs: Outputs) -> Lhs:
-    """A quantiser's results as GEMMs take them."""
-    q, scale, zero = outputs
-    return (q, scale) if zero is None else (q, scale, zero)
-
-
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 

@@ -257,7 +257,7 @@ def test_a_call_takes_rotated_activations_with_a_rotated_weight_and_no_others(ca
     torch._dynamo.reset()
 
 
-def test_a_residual_s_sum_is_taken_off_and_deep_gemm_and_its_layout_have_no_rotation():
+def test_a_residual_s_sum_is_taken_off_and_deep_gemm_asks_as_other_calls_do():
     x, weight = inputs(256), made(name="e4m3")
     norm = torch.ones(256)
     *lhs, total = jitgemm.quantize_activations(x, torch.float8_e4m3fn, rms_norm=norm, residual=x, rotation=128)
@@ -266,8 +266,12 @@ def test_a_residual_s_sum_is_taken_off_and_deep_gemm_and_its_layout_have_no_rota
     normed = torch.nn.functional.rms_norm(total.double(), (256,), norm.double(), 1e-6)
     assert lost(out, normed @ rotated(weight.dequantize()).double().T) < 0.05
     codes = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme="block", rotation=128)
+    jitgemm.deep_gemm.fp8_gemm_nt(codes, weight, out)
+    assert lost(out, x.double() @ rotated(weight.dequantize()).double().T) < 0.05
     with pytest.raises(ValueError, match="a: expected jitgemm.Rotated for a rotated weight, .*, got a tuple"):
-        jitgemm.deep_gemm.fp8_gemm_nt(codes, weight, out)
+        jitgemm.deep_gemm.fp8_gemm_nt(tuple(codes), weight, out)
+    with pytest.raises(ValueError, match="a: expected activations that are not rotated"):
+        jitgemm.deep_gemm.fp8_gemm_nt(codes, made(0, name="e4m3"), out)
     experts = (
         type(weight).stacked(2, lambda e: weight),
         type(weight).stacked(2, lambda e: made(n=256, k=128, name="e4m3")),

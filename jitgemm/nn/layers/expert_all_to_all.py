@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake_op, launch, lhs_of, op_arguments
+from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake_op, launch, op_arguments
 from jitgemm.moe.route import combine
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
@@ -118,7 +118,8 @@ class _Records:
         ids = call.topk_ids
         if ids.dtype != torch.int32:
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()  # none comes back as another expert
-        parts = *lhs_of(quantize(QuantizeCall(call.x, call.activation))), ids, call.topk_weights.float()
+        codes = quantize(QuantizeCall(call.x, call.activation))
+        parts = *(each for each in codes if each is not None), ids, call.topk_weights.float()
         rows = [_bytes(part[:, None] if part.dim() == 1 else part) for part in parts]
         return cls(torch.cat(rows, 1), tuple(part.new_empty((0, *part.shape[1:])) for part in parts))
 

@@ -104,7 +104,8 @@ def load_(
     if division is not None:
         division.check(model, plan.layers)
     check_sums(plan, sums)
-    warn_of_sums(_carry_out(plan, target, division, sums), "load_")
+    problems = _carry_out(plan, target, division, sums)
+    warn_of_sums(problems, "load_")
     report = Report(plan.layers, plan.skipped, plan.ignored, plan.kept)
     report.mxfp4 = _tiers(model, plan.layers)
     warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
