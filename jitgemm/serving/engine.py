@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
 
 from jitgemm.checkpoint.files import Checkpoint
+
+if TYPE_CHECKING:
+    from jitgemm.nn.layers.sharding import EngineSharding
 
 
 class Logger(Protocol):
@@ -26,6 +29,7 @@ class Engine:
         engine, logger: its name in messages, and its logger.
         adapted: vLLM's layers of experts that have adapters (LoRA).
         experts_over_nvlink: True if jitgemm's kernels may send experts' tokens between its ranks.
+        tp_invariant: True if layers are to have the same bits on any number of ranks (`jitgemm.nn.layers.invariant`).
         packed_modules_mapping: {layer of the engine's: the layers of the files that it joins}.
     """
 
@@ -33,6 +37,7 @@ class Engine:
     logger: Logger
     adapted: WeakSet[torch.nn.Module]
     experts_over_nvlink = False
+    tp_invariant = False
     packed_modules_mapping: dict[str, list[str]]
 
     @property
@@ -80,12 +85,35 @@ class Engine:
         columns of; None for others."""
         raise NotImplementedError
 
+    def shares_whole_experts(self, layer: torch.nn.Module) -> bool:
+        """True if each of a layer's ranks has whole experts, and all have the same tokens."""
+        return False
+
     def group_of(self, layer: Any) -> Any:
-        """The process group of such a linear's ranks."""
+        """The process group of the ranks that share such a layer."""
         raise NotImplementedError
 
     def warn_of_others(self) -> None:
         """Names the engine's own kernels that may have other bits on other numbers of GPUs."""
+
+    def check_invariant(self, layer: torch.nn.Module, prefix: str, got: str) -> None:
+        """Raises ValueError for a layer that ranks share, and jitgemm does not serve with tp_invariant."""
+        ranks = self.ranks_that_share(layer) if self.tp_invariant else None
+        if ranks is not None and ranks > 1:
+            wanted = "a linear that jitgemm serves, or experts that are whole on a rank and get the same tokens on each"
+            raise ValueError(f"{prefix}: expected {wanted}, as {ranks} ranks share it with tp_invariant, got {got}")
+
+    def sharding_of_experts(self, layer: torch.nn.Module) -> EngineSharding | None:
+        """How ranks divide a layer's experts with tp_invariant; None where they do not."""
+        ranks = self.ranks_that_share(layer) if self.tp_invariant else None
+        if ranks is None or ranks == 1:
+            return None
+        import torch.distributed as dist
+
+        from jitgemm.nn.layers.sharding import EngineSharding
+
+        group = self.group_of(layer)
+        return EngineSharding(group, dist.get_rank(group), ranks)
 
     def reads_files_for(self, layer: torch.nn.Module) -> None:
         """Notes a layer whose weights are read from the files."""

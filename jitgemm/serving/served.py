@@ -23,6 +23,7 @@ from jitgemm.checkpoint.folder import weights_of
 from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.checkpoint.layouts import FLOATS
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.invariant import EXCHANGES
 from jitgemm.nn.layers.packed import set_sums
 from jitgemm.nn.load.layer_source import LayerSource
@@ -56,7 +57,6 @@ class ServedModel(Engine):
     Attributes:
         recipe: what the options say of weights.
         batch_invariant: whether the user wants results that do not depend on the other tokens.
-        tp_invariant: whether linears have the same bits on any number of ranks; `jitgemm.nn.layers.invariant`.
         exchange: one of EXCHANGES, for the sums of such linears, and for experts' tokens where `experts_over_nvlink`.
         warmer: is told of each layer that is made (`expect`) and packed (`packed`).
         saved: whether the files hold layers that jitgemm packed.
@@ -190,7 +190,7 @@ class ServedModel(Engine):
             ValueError: some of the layers that are joined here are quantised and others are not, or differently; the
                 layer has none of the bits that tp_invariant promises.
         """
-        if experts:
+        if experts and not self.shares_whole_experts(layer):
             self.check_invariant(layer, prefix, "experts")
         names, joined = self._experts_names(prefix) if experts else (self._names(prefix),) * 2
         quantised = {name: self._quantised(name, layer, prefix) for name in joined}
@@ -210,13 +210,6 @@ class ServedModel(Engine):
                 self.logger.warning_once(text, self.engine, prefix, str(reason))
         self.check_invariant(layer, prefix, "one in floats")
         return plain() if theirs is None else theirs.get_quant_method(layer, prefix)
-
-    def check_invariant(self, layer: torch.nn.Module, prefix: str, got: str) -> None:
-        """Raises ValueError for a layer that ranks share, and jitgemm does not serve with tp_invariant."""
-        ranks = self.ranks_that_share(layer) if self.tp_invariant else None
-        if ranks is not None and ranks > 1:
-            wanted = f"a linear that jitgemm serves, as {ranks} ranks share the layer with tp_invariant"
-            raise ValueError(f"{prefix}: expected {wanted}, got {got}")
 
     def of_embedding(self, layer: torch.nn.Module, prefix: str, make: Callable[..., Any] | None) -> Any:
         """The method of an embedding or an output layer; None for one that stays in its type.
@@ -343,7 +336,8 @@ class ServedModel(Engine):
     def configure(self, name: str, module: torch.nn.Module, new: bool) -> None:
         """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose
         sums stay as they are."""
-        module.batch_invariant = self.batch_invariant  # type: ignore[assignment]
+        experts = isinstance(module, PackedExperts)
+        module.batch_invariant = self.batch_invariant or (self.tp_invariant and experts)  # type: ignore[assignment]
         if not new:
             return
         for part, why in set_sums({name: module}, self.recipe.sums).items():

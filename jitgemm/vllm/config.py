@@ -192,6 +192,12 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             return place.tp_size * place.ep_size
         return layer.tp_size if isinstance(layer, RowParallelLinear) else None
 
+    def shares_whole_experts(self, layer: torch.nn.Module) -> bool:
+        moe: Any = layer.moe_config
+        ranks = moe.moe_parallel_config
+        alone = ranks.dp_size == 1 and not ranks.is_sequence_parallel
+        return ranks.tp_size == 1 and alone and not moe.is_lora_enabled
+
     def warn_of_others(self) -> None:
         config = get_current_vllm_config_or_none()
         if config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:

@@ -144,7 +144,8 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
             )  # fmt: skip
     else:
         place = SimpleNamespace(
-            tp_rank=tp_rank, tp_size=tp_size, ep_size=ep_size, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads,
+            tp_rank=tp_rank, tp_size=tp_size, ep_size=ep_size, use_batched_activation_format=bool(backend),
+            all2all_backend=backend, pads=pads, dp_size=ep_size if backend else 1, is_sequence_parallel=False,
             enable_eplb=redundant is not None,
         )  # fmt: skip
         moe = SimpleNamespace(**said, moe_parallel_config=place, intermediate_size_per_partition=inter // tp_size)

@@ -8,7 +8,23 @@ import builders
 import pytest
 import ranks
 import torch
-from vllm_cases import BF16, CONFIGS, SAVED, dense_of, gate_up, load, made, process, row, stored, told
+from vllm_cases import (
+    BF16,
+    CONFIGS,
+    SAVED,
+    SHARDS,
+    applied,
+    dense_of,
+    gate_up,
+    load,
+    load_experts,
+    made,
+    process,
+    routed,
+    row,
+    stored,
+    told,
+)
 from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank, show
 
@@ -103,6 +119,35 @@ def beside_others(mesh, name: str) -> torch.Tensor:
         return out
 
 
+def loaded_experts(**options):
+    layer = experts(made(None, {"tp_invariant": True, "group_size": 32}), "m.experts", (4, 64, 64), 2, **options)
+    g = builders.generator(9)
+    tensors = {
+        (e, proj): {"weight": torch.randn(64, 64, generator=g).to(BF16) / 8} for e in range(4) for proj in SHARDS
+    }
+    load_experts(layer, "m.experts", tensors)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def divided_experts(mesh) -> torch.Tensor:
+    show()
+    number = mesh.get_local_rank()
+    with rank(number, 2, mesh.get_group()):
+        layer = loaded_experts(ep=(number, 2))
+        assert layer.jitgemm.num_experts == 2 and layer.jitgemm.batch_invariant
+        out = applied(layer, *routed(4))
+        torch.distributed.all_reduce(out, group=mesh.get_group())
+        return out
+
+
+def test_experts_that_are_whole_on_a_rank_have_one_ranks_bits(two):
+    with rank():
+        expected = applied(loaded_experts(), *routed(4))
+    assert expected.abs().max() > 0
+    assert all(builders.same_bits(found, expected) for found in two(divided_experts))
+
+
 def test_what_is_added_before_the_ranks_sum_is_kept(two):
     with rank():
         expected = layer_of("8 bits")(inputs(5))[0] + 1 + 2
@@ -155,7 +200,7 @@ def test_layers_without_such_bits_are_refused_by_name():
         return made(None, {"tp_invariant": True, **options})
 
     with rank(0, 2):
-        words = "m.o_proj: expected a linear that jitgemm serves, as 2 ranks share the layer with tp_invariant, got"
+        words = "m.o_proj: expected a linear that jitgemm serves, .* as 2 ranks share it with tp_invariant, got"
         with pytest.raises(ValueError, match=f"{words} one in floats"):
             row(config(ignore=["m.o_proj"]), K, N)
         with pytest.raises(ValueError, match=f"{words} expected rows in multiples of 8 and columns of 16"):
@@ -163,10 +208,11 @@ def test_layers_without_such_bits_are_refused_by_name():
         layer = row(config(activation="int8_affine"), K, N)
         with pytest.raises(ValueError, match="m.o_proj: expected activations without zero points for tp_invariant"):
             load(layer, {"weight": torch.randn(N, K)})
-        with pytest.raises(
-            ValueError, match="m.experts: expected a linear .* as 2 ranks share the layer .*, got experts"
-        ):
-            experts(config(), "m.experts", (4, 64, 64), 2, tp=(0, 2))
+        for place in ({"tp": (0, 2)}, {"ep": (0, 2), "all2all": "deepep_low_latency"}):
+            with pytest.raises(
+                ValueError, match="m.experts: .* experts that are whole .* as 2 ranks share it .* got exp"
+            ):
+                experts(config(), "m.experts", (4, 64, 64), 2, **place)
     with rank():
         experts(config(), "m.experts", (4, 64, 64), 2)
 
