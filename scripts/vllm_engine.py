@@ -3,7 +3,7 @@
     python scripts/vllm_engine.py speed MODEL/QUANT... OUT.jsonl    weights of real sizes and no meaning
     python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2] [--checkpoint ONE]
                                                                     small checkpoints with real weights, all engines
-    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--tps 1 2] [--modes eager compiled] [--seconds 600]
+    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--kind moe] [--tps 1 2] [--modes eager compiled] [--seconds 600]
                                                                     whether a model says the same on any number of GPUs
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
@@ -21,8 +21,8 @@ jitgemm, with options or without.
 KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as the files that engine_lib/checkpoints.py
 lists; of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
-same serves one small Llama in bf16 by each QUANT, such as 'jitgemm:{"tp_invariant": true}', on each number of GPUs, in
-each mode, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, those of prompts, too.
+same serves one small model in bf16, a Llama or a mixture whose GPUs have whole experts, by each QUANT, such as
+'jitgemm:{"tp_invariant": true}', on each number of GPUs, in each mode, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, those of prompts, too.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
@@ -233,14 +233,15 @@ def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
     compared.compare(__file__, folder, given, out, {"kind": kind, "tp": tp})
 
 
-def same(quants: list[str], out: str, tps: list[int], modes: list[str], seconds: float) -> None:
+def same(quants: list[str], out: str, kind: str, tps: list[int], modes: list[str], seconds: float) -> None:
     """Whether the first number of GPUs and the others have equal tokens and logprobs."""
     folder, deadline = Path(tempfile.mkdtemp()), time.monotonic() + seconds
-    small("dense", folder, [])
+    small(kind, folder, [])
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     # vLLM's norm as it sums over ranks is another one than on one GPU.
     compiled = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
     arguments_of: dict[str, Any] = {"eager": {"enforce_eager": True}, "compiled": compiled}
+    more_of = {"enable_expert_parallel": True} if kind == "moe" else {}
     started = []
     for number, quant in enumerate(quants):
         path = folder / str(number)
@@ -252,9 +253,10 @@ def same(quants: list[str], out: str, tps: list[int], modes: list[str], seconds:
         (path / "model.safetensors").symlink_to(folder / "bf16" / "model.safetensors")
         for mode, tp in product(modes, tps):
             arguments = {"model": str(path), "tensor_parallel_size": tp, **arguments_of[mode], **more}
+            arguments |= more_of if tp > 1 else {}
             values = path / f"{mode}-{tp}.json"
             command = [sys.executable, __file__, "one", json.dumps(arguments), str(values), "--made", "24"]
-            with Path(out).with_name(f"same-{number}-{mode}-{tp}.log").open("w") as log:
+            with Path(out).with_name(f"{kind}-{number}-{mode}-{tp}.log").open("w") as log:
                 started.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
     for engine in started:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -264,7 +266,7 @@ def same(quants: list[str], out: str, tps: list[int], modes: list[str], seconds:
         files = [folder / str(number) / f"{mode}-{tp}.json" for tp in tps]
         found = [json.loads(file.read_text()) if file.exists() else None for file in files]
         for tp, values in zip(tps[1:], found[1:]):
-            row: dict[str, Any] = {"quant": quant, "mode": mode, "tp": [tps[0], tp]}
+            row: dict[str, Any] = {"kind": kind, "quant": quant, "mode": mode, "tp": [tps[0], tp]}
             if found[0] is None or values is None:
                 report(out, row | {"failed": [tp for tp, file in zip(tps, files) if not file.exists()]})
                 continue
@@ -309,6 +311,7 @@ def main() -> None:
     commands["logprobs"].add_argument("--tp", type=int, default=1)
     commands["logprobs"].add_argument("--checkpoint", choices={name for each in KINDS.values() for name in each})
     commands["one"].add_argument("--made", type=int, default=0, help="tokens of each prompt")
+    commands["same"].add_argument("--kind", default="dense", choices=["dense", "moe"])
     commands["same"].add_argument("--tps", type=int, nargs="+", default=[1, 2])
     commands["same"].add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     commands["same"].add_argument("--seconds", type=float, default=600)

@@ -381,7 +381,7 @@ def test_numbers_of_gpus_are_compared_by_tokens_and_logprobs(tmp_path, monkeypat
 
     monkeypatch.setattr(vllm_engine, "small", with_a_file)
     out, quants = tmp_path / "out.jsonl", ['jitgemm:{"tp_invariant": true}', "jitgemm", 'jitgemm:{"sums": "exact"}']
-    vllm_engine.same(quants, str(out), [1, 2], ["eager", "compiled"], 60)
+    vllm_engine.same(quants, str(out), "dense", [1, 2], ["eager", "compiled"], 60)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["quant"], row["mode"]) for row in rows] == [
         (each, mode) for each in quants for mode in ("eager", "compiled")
