@@ -3,7 +3,7 @@
     python scripts/vllm_engine.py speed MODEL/QUANT... OUT.jsonl    weights of real sizes and no meaning
     python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2] [--checkpoint ONE]
                                                                     small checkpoints with real weights, all engines
-    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--kind moe] [--tps 1 2] [--modes eager compiled] [--seconds 600]
+    python scripts/vllm_engine.py same QUANT... OUT.jsonl [--kind moe] [--tps 1 2] [--modes eager compiled]
                                                                     whether a model says the same on any number of GPUs
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
@@ -22,7 +22,8 @@ KIND: dense, moe, moe-mxfp4 or gpt-oss. Its weights are stored in bf16 and as th
 lists; of these, ONE or all are served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
 same serves one small model in bf16, a Llama or a mixture whose GPUs have whole experts, by each QUANT, such as
-'jitgemm:{"tp_invariant": true}', on each number of GPUs, in each mode, under VLLM_BATCH_INVARIANT=1, and compares greedy tokens and log probabilities, those of prompts, too.
+'jitgemm:{"tp_invariant": true}', on each number of GPUs, in each mode, under VLLM_BATCH_INVARIANT=1. It compares greedy
+tokens and log probabilities, those of prompts, too.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
