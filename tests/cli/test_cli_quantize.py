@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -118,17 +117,6 @@ def test_from_pretrained_loads_it(written):
     assert quantised_names(loaded) == LAYERS and torch.equal(logits(loaded), logits(expected))
 
 
-def test_transformers_own_reader_of_compressed_tensors_loads_it(written):
-    pytest.importorskip("compressed_tensors")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=torch.bfloat16)
-    logits(loaded)  # which decompresses
-    ours = emptied(written)
-    jitgemm.nn.load_(ours, written)
-    for name in LAYERS:
-        expected = ours.get_submodule(name).weight.dequantize()
-        assert torch.equal(loaded.get_submodule(name).weight.float(), expected.to(torch.bfloat16).float()), name
-
-
 def test_all_that_is_not_quantised_is_the_sources_byte_for_byte(llama, written):
     before, after = contents(llama), contents(written)
     assert before.keys() - after.keys() == {"pytorch_model.bin"} and after.keys() <= before.keys()
@@ -161,19 +149,27 @@ def test_the_same_command_writes_the_same_bytes(run, llama, written, tmp_path):
     assert contents(tmp_path / "out") == contents(written)
 
 
-@pytest.mark.parametrize("scheme, activation", [("mxfp4", "e4m3"), ("two-level", "int8")])
-def test_a_scheme_is_written_as_its_engines_read_it(run, own_llama, tmp_path, scheme, activation):
-    for file in own_llama.glob("token*"):  # nothing to evaluate with
-        file.unlink()
+@pytest.mark.parametrize(
+    "scheme, activation, code, options",
+    [
+        ("two-level", "int8", "two_level", ("--data", "none")),
+        ("mxfp4", "e4m3", "e2m1", ("--data", "none")),
+        ("mxfp4", "e4m3", "e2m1", (*FEW, "--keep-8bit", "0.003")),
+    ],
+)
+def test_a_scheme_is_written_as_its_engines_read_it(run, llama, tmp_path, scheme, activation, code, options):
     out = tmp_path / "out"
-    facts = run(own_llama, out, "--data", "none", "--scheme", scheme, "--json").json
+    facts = run(llama, out, *options, "--scheme", scheme, "--json").json
     assert (facts["scheme"], facts["activation"]) == (scheme, activation)
+    eight = {each["name"] for each in facts["layers"] if each["bits"] == 8}
+    assert bool(eight) == ("--keep-8bit" in options) and len(eight) < len(LAYERS)
     loaded = emptied(out)
     assert list(jitgemm.nn.load_(loaded, out)) == LAYERS
-    expected = quantised(own_llama, None, scheme=scheme, activation=activation, group_size=None, positive_scales=None)
+    said = {"scheme": scheme, "activation": activation, "group_size": None, "positive_scales": None}
+    expected = quantised(llama, 2 if eight else None, keep_8bit=0.003 if eight else None, **said)
     for name in LAYERS:
         weights = [model.get_submodule(name).weight for model in (loaded, expected)]
-        assert weights[0].format.code == weights[1].format.code == {"mxfp4": "e2m1"}.get(scheme, "two_level")
+        assert weights[0].format.code == weights[1].format.code == ("e4m3" if name in eight else code)
         assert torch.equal(*(weight.dequantize() for weight in weights))
     assert torch.equal(logits(loaded), logits(expected))
 
@@ -272,59 +268,6 @@ def test_layers_that_lose_much_stay_in_8_bits_with_their_siblings(run, llama, tm
     assert (
         first["targets"] == eight_in_order(eight) and "Linear" not in second["targets"]
     )  # as vLLM's first match counts
-    if importlib.util.find_spec("compressed_tensors"):
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        logits(theirs)  # which decompresses
-        for name in LAYERS:
-            expected = loaded.get_submodule(name).weight.dequantize()
-            assert torch.equal(theirs.get_submodule(name).weight, expected), name
-
-
-def test_vllms_plug_in_reads_every_scheme(run, llama, tmp_path):
-    """Layers that vLLM joins, of 4 bits and of 8, as its loaders hand them their tensors."""
-    import vllm_layers
-
-    vllm_layers.show()
-    try:
-        import jitgemm.vllm
-
-        jitgemm.vllm.register()
-        from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
-
-        from jitgemm.vllm.config import JitGemmConfig
-
-        out = tmp_path / "out"
-        assert run(llama, out, *FEW, "--keep-8bit", "0.0001").code == 0
-        config = json.loads((out / "config.json").read_text())
-        ours = emptied(out)
-        jitgemm.nn.load_(ours, out)
-        tensors = {name: each for file in out.glob("*.safetensors") for name, each in load_file(file).items()}
-        quant = JitGemmConfig(config["quantization_config"], None)
-        parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-        quant.packed_modules_mapping = parts
-        quant.maybe_update_config(str(out), hf_config=transformers.AutoConfig.from_pretrained(out))
-        widths = set()
-        for number in (0, 1):
-            for joined, above in (("qkv_proj", "self_attn"), ("gate_up_proj", "mlp")):
-                prefix, said = f"model.layers.{number}.{above}", dict(bias=False, params_dtype=torch.bfloat16)
-                said |= dict(quant_config=quant, prefix=f"{prefix}.{joined}")
-                with vllm_layers.rank():
-                    if joined == "qkv_proj":
-                        layer = QKVParallelLinear(64, 16, 4, 2, **said)
-                    else:
-                        layer = MergedColumnParallelLinear(64, [96, 96], **said)
-                    for place, part in zip(("q", "k", "v") if joined == "qkv_proj" else (0, 1), parts[joined]):
-                        start = f"{prefix}.{part}."
-                        for name in (name for name in tensors if name.startswith(start)):
-                            parameter = dict(layer.named_parameters())[name.removeprefix(start)]
-                            parameter.weight_loader(parameter, tensors[name], place)
-                layer.quant_method.process_weights_after_loading(layer)
-                expected = [ours.get_submodule(f"{prefix}.{part}").weight.dequantize() for part in parts[joined]]
-                assert torch.equal(layer.jitgemm.weight.dequantize(), torch.cat(expected))
-                widths.add(layer.jitgemm.weight.bits)
-    finally:
-        vllm_layers.hide()
-    assert 8 in widths
 
 
 MIXTURES = {
@@ -402,6 +345,7 @@ def test_weights_that_the_model_cuts_are_written_joined(run, tmp_path, monkeypat
     loaded = emptied(tmp_path / "out")
     assert list(jitgemm.nn.load_(loaded, tmp_path / "out")) == LAYERS
     assert torch.equal(logits(loaded), logits(quantised(folder)))
+    assert not list((tmp_path / "out").glob("*index*"))  # of one file
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written["model.layers.1.mlp.gate_up_proj.weight_shape"].tolist() == [192, 64]
 
@@ -440,13 +384,6 @@ def test_a_tied_output_embedding_stays_and_is_ignored(run, tmp_path):
     jitgemm.nn.load_(loaded, tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(logits(loaded), logits(quantised(folder)))
-
-
-def test_a_model_in_one_file_has_no_index(run, tmp_path):
-    folder = folder_of(tmp_path / "model", model_of("Llama", torch.float16, **SIZES), shard="1GB")
-    assert run(folder, tmp_path / "out", *FEW).code == 0
-    names = [path.name for path in (tmp_path / "out").iterdir()]
-    assert "model.safetensors" in names and not any("index" in name for name in names)
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
@@ -892,21 +829,14 @@ def test_a_weight_with_a_nan_is_named(run, own_llama, tmp_path, name):
     tensors = load_file(shard)
     tensors[name][3, 5] = torch.nan
     save_file(tensors, shard, {"format": "pt"})
-    ended(
-        run(own_llama, tmp_path / "out", *FEW),
-        2,
-        f"{name}: expected finite values, got nan at [3, 5]",
-        tmp_path / "out",
-    )
+    message = f"{name}: expected finite values, got nan at [3, 5]"
+    ended(run(own_llama, tmp_path / "out", *FEW), 2, message, tmp_path / "out")
 
 
-def test_a_model_that_is_quantised_already_is_named(run, written, tmp_path):
-    ended(
-        run(written, tmp_path / "out"),
-        2,
-        "expected a model in floats, got one that compressed-tensors",
-        tmp_path / "out",
-    )
+def test_folders_that_are_no_model_in_floats_are_named(run, written, tmp_path):
+    message, out = "expected a model in floats, got one that compressed-tensors", tmp_path / "out"
+    ended(run(written, out), 2, message, out)
+    ended(run(tmp_path / "none", out), 3, "expected a model's folder, found no config.json", out)
 
 
 def test_a_copy_that_the_index_does_not_name_is_named(run, own_llama, tmp_path):
@@ -932,30 +862,16 @@ def test_a_model_with_nothing_to_quantise_says_why(run, tmp_path):
 @pytest.mark.parametrize(
     "options, code, message",
     [
-        (
-            ("--scheme", "mxfp4", "--group-size", "32"),
-            2,
-            "--group-size: expected none with --scheme mxfp4, got 32",
-        ),
-        (("--scheme", "mxfp4", "--activation", "int8"), 2, "--activation: expected float8_e4m3fn, as no integers of"),
-        (("--scheme", "mxfp4", "--bits", "8"), 2, "--bits: expected 4 with --scheme mxfp4, got 8"),
-        (("--scheme", "int4", "--bits", "8"), 2, "--bits: expected 4 with --scheme int4, got 8"),
-        (("--bits", "8", "--zero-point"), 2, "--zero-point: expected none with --bits 8, got"),
-        (("--bits", "8", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --bits 8, got one"),
-        (
-            ("--scheme", "two-level", "--activation", "e4m3"),
-            2,
-            "--activation: expected int8, as no e4m3 holds",
-        ),
+        (("--scheme", "mxfp4", "--group-size", "32"), 2, "--group-size: expected none with --scheme mxfp4"),
+        (("--scheme", "mxfp4", "--activation", "int8"), 2, "--activation: expected float8_e4m3fn"),
+        (("--scheme", "int4", "--bits", "8"), 2, "--bits: expected 4 with --scheme int4"),
+        (("--bits", "8", "--zero-point"), 2, "--zero-point: expected none with --bits 8"),
+        (("--bits", "8", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --bits 8"),
         (("--scheme", "two-level", "--keep-8bit", "AUTO"), 2, "--keep-8bit: expected none with --scheme two-level"),
-        (("--rotation", "64"), 2, "--rotation: expected None or 128, got 64"),
-        (("--group-size", "48"), 2, "--group-size: expected one of 128, 64, 32, got 48"),
-        (
-            ("--group-size", "64"),
-            2,
-            "--group-size: expected one of [32], got 64, and model.layers.0.mlp.down_proj has 96",
-        ),
-        (("--keep-8bit", "much"), 2, "--keep-8bit: expected AUTO or a number such as 0.02, got 'much'"),
+        (("--rotation", "64"), 2, "--rotation: expected None or 128"),
+        (("--group-size", "48"), 2, "--group-size: expected one of 128, 64, 32"),
+        (("--group-size", "64"), 2, "--group-size: expected one of [32], got 64, and model.layers.0.mlp.down_proj"),
+        (("--keep-8bit", "much"), 2, "--keep-8bit: expected AUTO or a number"),
         (("--keep-8bit", "AUTO", "--data", "none"), 2, "--keep-8bit: expected --data other than none"),
         (("--data", "nowhere.txt"), 3, "nowhere.txt"),
         (("--data", "short.txt"), 2, "--data: expected text of at least 512 tokens"),
@@ -968,12 +884,6 @@ def test_a_wrong_option_is_named(run, llama, tmp_path, monkeypatch, options, cod
     Path("short.txt").write_text("short")
     Path("odd.jsonl").write_text('{"text": "a"}\n{"txt": 1}\n')
     ended(run(llama, "out", *options), code, message, tmp_path / "out")
-
-
-def test_a_folder_that_is_no_model_is_named(run, tmp_path):
-    ended(
-        run(tmp_path / "none", tmp_path / "out"), 3, "expected a model's folder, found no config.json", tmp_path / "out"
-    )
 
 
 def test_without_transformers_the_command_says_what_to_install(run, llama, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
     return environment(tmp_path_factory.mktemp("alone"))
 
 
-def test_readmes_gemm_runs_by_the_reference_and_says_so(alone):
+def test_readmes_gemm_and_layers_run_by_the_reference_and_the_driver_says_what_to_install(alone):
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     (block,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "gemm_w4a8_bf16_nt" in each)
     assert "n, k, m = 4096, 14336, 16\n" in block
@@ -69,18 +69,23 @@ def test_readmes_gemm_runs_by_the_reference_and_says_so(alone):
         block.replace("4096, 14336, 16", "256, 1024, 16")
         + """
 expected = (lhs[0].double() * lhs[1].double()[:, None]) @ weight.dequantize().double().T
-print("close", bool((out.double() - expected).abs().max() <= 2**-8 * expected.abs().max()))"""
-    )
-    assert "close True" in said and "on the CPU the exact reference runs, and no kernel; on a GPU it would be:" in said
-
-
-def test_layers_are_quantised_and_run(alone):
-    said = alone("""
+print("close", bool((out.double() - expected).abs().max() <= 2**-8 * expected.abs().max()))
 import torch, jitgemm.nn
 model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 32))
 jitgemm.nn.quantize_(model, device="cpu")
-print(model, model(torch.ones(3, 128)).shape)""")
+print(model, model(torch.ones(3, 128)).shape)
+from jitgemm.errors import DriverError
+from jitgemm.runtime import driver
+for use in (driver.driver_version, lambda: driver.bind(0), lambda: driver.load_kernel(b"", "", device=0, smem_bytes=0)):
+    try:
+        use()
+    except DriverError as error:
+        print(error)"""
+    )
+    assert "close True" in said and "on the CPU the exact reference runs, and no kernel; on a GPU it would be:" in said
     assert said.count("W4A8Linear") == 2 and "torch.Size([3, 32])" in said
+    for extra in (".[cu12]", ".[cu13]", "pip install 'cuda-bindings>=13,<14'"):
+        assert said.count(extra) == 3
 
 
 def test_commands_run_or_say_what_they_lack(alone):
@@ -118,16 +123,3 @@ try:
 except SystemExit as exit:
     print("exits", exit.code or 0)""")
     assert "exits 0" in said and "7 layers of 4 bits" in said and (tmp_path / "out" / "config.json").is_file()
-
-
-def test_what_needs_the_driver_says_what_to_install(alone):
-    said = alone("""
-from jitgemm.errors import DriverError
-from jitgemm.runtime import driver
-for use in (driver.driver_version, lambda: driver.bind(0), lambda: driver.load_kernel(b"", "", device=0, smem_bytes=0)):
-    try:
-        use()
-    except DriverError as error:
-        print(error)""")
-    for extra in (".[cu12]", ".[cu13]", "pip install 'cuda-bindings>=13,<14'"):
-        assert said.count(extra) == 3

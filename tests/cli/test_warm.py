@@ -170,7 +170,7 @@ def loaded(folder, **options) -> torch.nn.Module:
     return model.eval()
 
 
-COMPILED = ("llama", "gemma3", "qwen3-moe")
+COMPILED = ("gemma3", "qwen3-moe")
 """Families that a compiler sees: what is compiled is asked for by the layers that the other uses have."""
 
 
