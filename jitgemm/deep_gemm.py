@@ -278,8 +278,10 @@ def set_num_sms(new_num_sms: int) -> None:
 
 
 def _weight(a: object, b: object, *recipes: object) -> Weight:
-    """b itself, or the weight that the pair b was packed into, for activations that are rotated as it is; recipes are those
-    of _RECIPES, in its order."""
+    """b itself, or the weight that the pair b was packed into, for activations that are rotated as it is.
+
+    recipes: those of _RECIPES, in its order.
+    """
     for (name, known_ones), given in zip(_RECIPES.items(), recipes):
         if (tuple(given) if isinstance(given, (tuple, list)) else given) not in known_ones:
             raise ValueError(f"{name}: expected one of {known_ones}, got {given!r}")

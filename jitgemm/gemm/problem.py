@@ -248,7 +248,7 @@ def expected_rows_of(experts: int, expected_m: Any) -> int:
 
 
 def experts_of(rhs: AnyWeight, bits: int = ANY) -> int:
-    """How many experts the call's second argument has. Raises TypeError or ValueError for what is no weight of experts."""
+    """How many experts the call's second argument has; TypeError or ValueError for what is no weight of experts."""
     count = count_experts(check_weight(rhs, bits).blocks)
     if count is None:
         takes = f"gemm_w{rhs.format.bits}a8_nt takes"
