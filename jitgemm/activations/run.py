@@ -12,12 +12,12 @@ from jitgemm.activations.arguments import CODES, POINTERS, Outputs, check_argume
 from jitgemm.activations.kernel import check_correction
 from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Prologue
 from jitgemm.kernel.formats import LHS_GROUP, Correction, ceil_div, lhs_columns
-from jitgemm.runtime.launch import Launch, Operands, run_prepared
+from jitgemm.runtime.launch import Call, Launch, Operands, run_prepared
 
 
 @dataclass(slots=True)
-class QuantizeCall:
-    """A call's arguments, x as rows; a `runtime.launch.Call`.
+class QuantizeCall(Call):
+    """A call's arguments, x as rows.
 
     Attributes:
         scale, zero: those of scheme "tensor".

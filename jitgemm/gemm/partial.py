@@ -20,7 +20,7 @@ import torch
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.problem import POINTERS, Gemm, lhs_group_of
 from jitgemm.kernel.formats import BLOCK_K, ceil_div
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, prepare, run_prepared, this_thread
+from jitgemm.runtime.launch import ArgumentBlock, Call, Launch, Operands, Pointer, prepare, run_prepared, this_thread
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.parts import PackedWeight
 
@@ -129,8 +129,8 @@ class _InOrder(Gemm):
 
 
 @dataclass(slots=True)
-class _Sums:
-    """A call of `partial_sums`; a `runtime.launch.Call`."""
+class _Sums(Call):
+    """A call of `partial_sums`."""
 
     gemm: Gemm
     chunks: int
@@ -287,8 +287,8 @@ def finish(
 
 
 @dataclass(slots=True)
-class _Finish:
-    """A call of `finish`; a `runtime.launch.Call`."""
+class _Finish(Call):
+    """A call of `finish`."""
 
     parts: torch.Tensor
     x_scale: torch.Tensor | None
@@ -300,9 +300,6 @@ class _Finish:
     @property
     def empty(self) -> bool:
         return self.out.shape[0] == 0
-
-    def check(self) -> None:
-        pass
 
     def operands(self) -> Operands:
         return self.parts, self.x_scale, self.channel_scale, self.bias, self.out

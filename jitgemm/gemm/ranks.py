@@ -16,7 +16,7 @@ from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.partial import FINISH_THREADS
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
+from jitgemm.runtime.launch import ArgumentBlock, Call, Launch, Operands, Pointer, run_prepared
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def _run(call: _Ranks) -> None:
 
 
 @dataclass(slots=True)
-class _Ranks:
-    """A call of one of the kernels; a `runtime.launch.Call`. Also without tokens others wait for it."""
+class _Ranks(Call):
+    """A call of one of the kernels. Also without tokens others wait for it."""
 
     function: str
     buffer: SumBuffer
@@ -167,16 +167,9 @@ class _Ranks:
     of: str
     each: int
     pointers: ClassVar = RANKS_POINTERS
-    empty: ClassVar = False
-
-    def check(self) -> None:
-        pass
 
     def operands(self) -> Operands:
         return self.buffer.peers, self.scales, self.x_scale, self.channel_scale, self.bias, self.out
-
-    def run_reference(self, operands: Operands) -> None:
-        raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.runtime import driver

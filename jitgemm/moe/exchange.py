@@ -25,7 +25,7 @@ from jitgemm.moe.kernel import COMBINE_THREADS, ONE_CTA_CHOICES, ROUTE_QUANTIZE_
 from jitgemm.moe.kernel import RoutingSpec, combine_blocks, route_quantize_spec, route_smem_bytes, route_spec
 from jitgemm.moe.kernel import type_config
 from jitgemm.moe.route import sort_sent
-from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands, Pointer, run_prepared
+from jitgemm.runtime.launch import ArgumentBlock, Call, Launch, Operands, Pointer, run_prepared
 from jitgemm.tensors import ALIGNMENT, TYPE_NAMES
 from jitgemm.weight.ready import is_captured
 
@@ -271,8 +271,8 @@ def most_hidden() -> int:
 
 
 @dataclass(slots=True)
-class _Dispatch:
-    """A call of `dispatch`; a `runtime.launch.Call`. Also without tokens others wait for it."""
+class _Dispatch(Call):
+    """A call of `dispatch`. Also without tokens others wait for it."""
 
     x: torch.Tensor
     topk_ids: torch.Tensor
@@ -280,10 +280,6 @@ class _Dispatch:
     buffer: Buffer
     experts: int
     pointers: ClassVar = DISPATCH_POINTERS
-    empty: ClassVar = False
-
-    def check(self) -> None:
-        pass
 
     def operands(self) -> Operands:
         layout, new = self.buffer.layout, self.buffer.peers.new_empty
@@ -295,9 +291,6 @@ class _Dispatch:
             new((layout.slots, layout.top_k), dtype=torch.int32),
             new(layout.world + 1, dtype=torch.int32),
         )  # fmt: skip
-
-    def run_reference(self, operands: Operands) -> None:
-        raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
         """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
@@ -322,8 +315,8 @@ class _Dispatch:
 
 
 @dataclass(slots=True)
-class _Collect:
-    """A call of `collect`; a `runtime.launch.Call`. Also without tokens others wait for it."""
+class _Collect(Call):
+    """A call of `collect`. Also without tokens others wait for it."""
 
     rows: torch.Tensor
     inverse: torch.Tensor
@@ -332,16 +325,9 @@ class _Collect:
     buffer: Buffer
     experts: int
     pointers: ClassVar = COLLECT_POINTERS
-    empty: ClassVar = False
-
-    def check(self) -> None:
-        pass
 
     def operands(self) -> Operands:
         return self.rows, self.inverse, self.counts, self.buffer.peers, self.out
-
-    def run_reference(self, operands: Operands) -> None:
-        raise AssertionError("CPU tensors are exchanged by collectives")
 
     def prepare(self, operands: Operands) -> Launch:
         """The grid is resident as a whole; it waits for the kernel before it, as does the next."""

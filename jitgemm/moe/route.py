@@ -19,7 +19,7 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_QUANTIZE_POINTERS, GATHER_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.arguments import check_combining, check_routing
 from jitgemm.moe.kernel import GATHER_M, GATHER_SENT_M, RouteQuantizeSpec, route_quantize_spec
-from jitgemm.runtime.launch import Launch, Operands, run_prepared
+from jitgemm.runtime.launch import Call, Launch, Operands, run_prepared
 from jitgemm.tensors import TYPE_NAMES, take_rows
 
 
@@ -42,8 +42,8 @@ def route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None 
 
 
 @dataclass(slots=True)
-class _Route:
-    """A call of `route`; a `runtime.launch.Call`."""
+class _Route(Call):
+    """A call of `route`."""
 
     topk_ids: torch.Tensor
     experts: int
@@ -97,14 +97,13 @@ def route_and_quantize(
 
 
 @dataclass(slots=True)
-class _RouteAndQuantize:
-    """A call of `route_and_quantize` on a GPU; a `runtime.launch.Call`."""
+class _RouteAndQuantize(Call):
+    """A call of `route_and_quantize` on a GPU."""
 
     routing: _Route
     tokens: QuantizeCall
     spec: RouteQuantizeSpec
     pointers: ClassVar = ROUTE_QUANTIZE_POINTERS
-    empty: ClassVar = False
 
     def check(self) -> None:
         self.routing.check()
@@ -112,9 +111,6 @@ class _RouteAndQuantize:
 
     def operands(self) -> Operands:
         return (*self.routing.operands(), self.tokens.x, *self.tokens.new_outputs())
-
-    def run_reference(self, operands: Operands) -> None:
-        raise AssertionError("CPU tensors are routed and quantised one after the other")
 
     def prepare(self, operands: Operands) -> Launch:
         from jitgemm.moe.plan import prepare_route_and_quantize
@@ -160,8 +156,8 @@ def gather(lhs: Lhs, row_index: torch.Tensor, row_count: torch.Tensor) -> Lhs:
 
 
 @dataclass(slots=True)
-class _Gather:
-    """A call of `gather`; a `runtime.launch.Call`."""
+class _Gather(Call):
+    """A call of `gather`."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -173,9 +169,6 @@ class _Gather:
     @property
     def empty(self) -> bool:
         return self.row_index.shape[0] == 0
-
-    def check(self) -> None:
-        pass
 
     def operands(self) -> Operands:
         codes, scale, zero, index = self.codes, self.scale, self.zero, self.row_index
@@ -225,8 +218,8 @@ def combine(
 
 
 @dataclass(slots=True)
-class _Combine:
-    """A call of `combine`; a `runtime.launch.Call`."""
+class _Combine(Call):
+    """A call of `combine`."""
 
     rows: torch.Tensor
     inverse: torch.Tensor

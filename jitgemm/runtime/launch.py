@@ -51,19 +51,29 @@ class Call(Protocol):
     Attributes:
         pointers: what its launch has addresses of.
         empty: there is nothing to do. Asked of checked arguments.
-        check: raises TypeError or ValueError unless the arguments fit together.
+        check: raises TypeError or ValueError unless the arguments fit together; here the caller sees to that.
         operands: gives the tensors, in the order of `pointers`, including tensors that the call makes.
-        run_reference: does on the CPU what the kernel does.
+        run_reference: does on the CPU what the kernel does; here tensors there take another way.
         prepare: makes the launch, while the operands' device is the current one.
     """
 
+    __slots__ = ()
+
     @property
     def pointers(self) -> Sequence[Pointer]: ...
+
     @property
-    def empty(self) -> bool: ...
-    def check(self) -> None: ...
+    def empty(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        return None
+
     def operands(self) -> Operands: ...
-    def run_reference(self, operands: Operands) -> None: ...
+
+    def run_reference(self, operands: Operands) -> None:
+        raise AssertionError(f"{type(self).__name__}: expected tensors on a GPU")
+
     def prepare(self, operands: Operands) -> Launch: ...
 
 
