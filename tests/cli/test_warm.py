@@ -375,6 +375,8 @@ def test_experts_are_shared_by_ranks_whole_and_linears_are_cut_by_the_models_pla
     layer = first.model.layers[0]
     assert layer.mlp.experts.num_experts == 1 and layer.mlp.experts.intermediate_dim == 128
     assert [each.model.layers[0].mlp.experts.split.rank for each in (first, *others)] == [0, 1, 2, 3]
+    of_vllm = next(models_ahead(tmp_path, "vllm", ep=4))
+    assert all(m.split.nvlink for m in of_vllm.modules() if isinstance(m, jitgemm.nn.PackedExperts))
     sizes = [(m.out_features, m.in_features) for m in (layer.self_attn.q_proj, layer.self_attn.o_proj)]
     assert sizes == [(128, 256), (256, 128)]
     with pytest.raises(ValueError, match="ep: expected ranks that 4 experts divide among, got 3"):

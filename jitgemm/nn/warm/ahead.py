@@ -151,7 +151,7 @@ def models_ahead(
         for layer in made.modules():
             if isinstance(layer, PACKED):
                 layer.batch_invariant = batch_invariant
-            if isinstance(layer, PackedExperts) and 1 < ep <= MAX_RANKS and use != "vllm":
+            if isinstance(layer, PackedExperts) and 1 < ep <= MAX_RANKS:
                 layer.split = _over_nvlink(layer, rank % ep, ep)
         yield made
 
