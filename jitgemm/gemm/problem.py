@@ -18,7 +18,8 @@ from jitgemm.dtypes import DTYPES, INDEX_TYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import F16_OPERANDS, LHS_GROUP, MAX_ROWS, ceil_div, lhs_columns
 from jitgemm.runtime.launch import Pointer
 from jitgemm.tensors import ALIGNMENT, check_device, check_dtype, check_exact, check_flag, check_plain, check_rows
-from jitgemm.tensors import check_tensor, check_vector, check_written, dtype_name, shapes_differ, statically_true
+from jitgemm.tensors import check_runs, check_tensor, check_vector, check_written, dtype_name, shapes_differ
+from jitgemm.tensors import statically_true
 from jitgemm.weight.parts import PackedWeight, WeightBase, check_packed, count_experts
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ class Gemm(NamedTuple):
         elif bias is not None:
             check_exact("bias", bias, (experts, n), ("bf16", "fp32"))
 
-        if x.device.type not in ("cuda", "cpu"):
-            raise ValueError(f"{X}: expected a CUDA or CPU tensor, got one on {x.device}")
+        check_runs(X, x)
         tensors = {X_SCALE: x_scale, X_ZERO: x_zero, "rhs": weight.blocks, "out": out, "bias": bias}
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -311,9 +311,7 @@ def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> No
     type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))
     shape = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
     if shapes_differ(x_scale.shape, shape):
-        one = (
-            f"{list(rows)}, {[*rows, 1]} or one element, or " if len(rows) == 1 else f"{list(rows)} or one element, or "
-        )
+        one = f"{list(rows)}{f', {[*rows, 1]}' if len(rows) == 1 else ''} or one element, or "
         of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
         expected = f"{one if type == 'fp32' else ''}{shape} for {of} {LHS_GROUP} k"
         raise ValueError(f"{X_SCALE}: expected shape {expected}, got {list(x_scale.shape)}")

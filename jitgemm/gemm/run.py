@@ -114,8 +114,7 @@ def contiguous(
     batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight whose codes have so many bits; 0 for any."""
-    x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs, bits)
+    (x, x_scale, x_zero), experts = split_lhs(lhs), experts_of(rhs, bits)
     check_rotated(lhs, rhs.rotation)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
@@ -129,8 +128,7 @@ def masked(
     expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` for a weight whose codes have so many bits; 0 for any."""
-    x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs, bits)
+    (x, x_scale, x_zero), experts = split_lhs(lhs), experts_of(rhs, bits)
     check_rotated(lhs, rhs.rotation)
     check_tensor("out", out)
     if x.dim() != 3:

@@ -61,6 +61,8 @@ class Call(Protocol):
 
     @property
     def pointers(self) -> Sequence[Pointer]: ...
+    def operands(self) -> Operands: ...
+    def prepare(self, operands: Operands) -> Launch: ...
 
     @property
     def empty(self) -> bool:
@@ -69,12 +71,8 @@ class Call(Protocol):
     def check(self) -> None:
         return None
 
-    def operands(self) -> Operands: ...
-
     def run_reference(self, operands: Operands) -> None:
         raise AssertionError(f"{type(self).__name__}: expected tensors on a GPU")
-
-    def prepare(self, operands: Operands) -> Launch: ...
 
 
 def run_prepared(key: Hashable, layouts: Sequence[torch.Tensor], call: Call) -> Operands:

@@ -19,10 +19,10 @@ CEILINGS = {
     "gemm_w4a8_nt: files": 34,
     "gemm_w4a8_nt: lines": 7_250,
     "fused_experts: files": 45,
-    "fused_experts: lines": 9_520,
+    "fused_experts: lines": 9_510,
     "load_: files": 85,
-    "load_: lines": 17_610,
-    "files above 450 lines": 1,
+    "load_: lines": 17_580,
+    "files above 450 lines": 0,
     "lines of the package": 33_330,
 }
 
