@@ -28,7 +28,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
 from jitgemm.nn import W4A8Linear
+from jitgemm.nn.layers.invariant import multiply_invariantly
 from jitgemm.nn.layers.shard_weight import Cut, part_of
+from jitgemm.nn.layers.sharding import EngineSharding
 from jitgemm.nn.parallel import RowwiseParallel
 
 LAYERS = {"o": (4096, 4096), "down": (4096, 14336)}
@@ -42,8 +44,25 @@ WAYS = {
     "collectives": RowwiseParallel(tp_invariant=True),
     "nvlink": RowwiseParallel(tp_invariant=True, exchange="nvlink"),
 }
+ENGINES = {f"engine, {way}": way for way in ("collectives", "nvlink")}
+"""As vLLM and SGLang serve such layers, with NCCL for the engine's sum."""
 COPIES_BYTES = 100 << 20
 """Of weights that a graph goes through, more than the L2 holds."""
+
+
+class InAnEngine(torch.nn.Module):
+    """A divided layer whose ranks' results an engine adds up."""
+
+    def __init__(self, layer: W4A8Linear):
+        super().__init__()
+        split: Any = layer.split
+        self.layer = copy.deepcopy(layer)
+        self.split = self.layer.split = EngineSharding(split.group, split.rank, split.world, split.nvlink)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = multiply_invariantly(self.layer, x)
+        self.split.sum(out)
+        return out
 
 
 def layer_of(kind: str, n: int, k: int, device: str = "cuda") -> W4A8Linear:
@@ -107,12 +126,13 @@ def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], 
                     one.tp_invariant = None
                     one = parallelize_module(one, mesh, style)
                     each[way] = [one, *(copy.deepcopy(one) for _ in range(count - 1))]
+                each |= {way: [InAnEngine(one) for one in each[of]] for way, of in ENGINES.items()}
                 for m in rows:
                     torch.manual_seed(m)
                     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
                     mine = x.chunk(world, 1)[rank].contiguous()
                     expected = whole(x)
-                    bad = [way for way in WAYS if way != "plain" and not torch.equal(each[way][0](mine), expected)]
+                    bad = [way for way in each if way != "plain" and not torch.equal(each[way][0](mine), expected)]
                     wrong += len(bad)
                     times = {way: time_us(layers, mine) for way, layers in each.items()}
                     numbers = [f"{us:.2f}" for us in times.values()]
@@ -125,7 +145,8 @@ def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], 
                         print(lines[-1], flush=True)
     if rank == 0:
         print(f"\n{torch.cuda.get_device_name()}, {world} ranks; microseconds of a layer\n")
-        print(f"| weights | layer | tokens | {' | '.join(WAYS)} | more | times |\n" + "|---" * (len(WAYS) + 5) + "|")
+        ways = [*WAYS, *ENGINES]
+        print(f"| weights | layer | tokens | {' | '.join(ways)} | more | times |\n" + "|---" * (len(ways) + 5) + "|")
         print("\n".join(lines))
     failed = torch.tensor(wrong, device="cuda")
     dist.all_reduce(failed)
