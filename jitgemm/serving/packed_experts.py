@@ -78,7 +78,9 @@ class PackedExpertsMethod(Packing):
         activations = {f"{prefix}.w13": w13.activation, f"{prefix}.w2": w2.activation}
         activation = one_activation(activations, wanted if self.config.saved else None, "activation")
         gate, biases = self.matrices[0].gate(self.gate(layer)), (w13.bias, w2.bias)
-        return packed_experts(w13.weight, w2.weight, *biases, gate=gate, activation=activation, top_k=layer.top_k)
+        made = packed_experts(w13.weight, w2.weight, *biases, gate=gate, activation=activation, top_k=layer.top_k)
+        made.split = self.config.sharding_of_experts(layer)
+        return made
 
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         if self.moves and module.sums == "f16":

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
@@ -18,9 +18,6 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Warmer
 from jitgemm.sglang.arguments import most_tokens, setting
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.linear import RowParallelLinear
 
 
 class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
@@ -186,7 +183,19 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         group = getattr(layer, "tp_group", None)
         return getattr(layer, "tp_size", 1) if group is None else group.world_size
 
-    def group_of(self, layer: RowParallelLinear) -> Any:
+    def shares_whole_experts(self, layer: torch.nn.Module) -> bool:
+        from jitgemm.sglang.experts import get_moe_a2a_backend
+
+        fused = getattr(layer, "num_fused_shared_experts", 0)  # which ranks may have copies of
+        return (layer.moe_tp_size, fused, get_moe_a2a_backend().is_deepep(), setting("enable_dp_attention")) == (
+            1, 0, False, False,
+        )  # fmt: skip
+
+    def group_of(self, layer: Any) -> Any:
+        if hasattr(layer, "moe_ep_size"):
+            from sglang.srt.runtime_context import get_parallel
+
+            return get_parallel().moe_ep_group.device_group
         return layer.tp_group.device_group
 
     def reads_files_for(self, layer: torch.nn.Module) -> None:

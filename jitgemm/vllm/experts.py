@@ -119,7 +119,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             name = f"{self.names[0].rpartition('.')[0]}.gate"
             raise ValueError(f"{name}: expected order {expected} with LoRA, as vLLM's adapters have it, got {order}")
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
-        module.split = self.split or self.config.sharding_of_experts(layer)
+        module.split = self.split or module.split
         return module
 
     def gate(self, layer: RoutedExperts) -> Gate:

@@ -148,6 +148,27 @@ def test_ranks_of_a_row_parallel_layer_have_one_ranks_bits_with_tp_invariant(mon
             assert all(builders.same_bits(found, expected) for found in run(summed_by_ranks, name))
 
 
+def experts_of_ranks(mesh):
+    number, group = mesh.get_local_rank(), mesh.get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JitGemmConfig, "group_of", lambda self, layer: group)  # which needs SGLang's processes
+        layer, *_ = loaded_experts("packed", number, 2, True, {"tp_invariant": True})
+    x, ids, weights = tokens()
+    mine = ids - number * 2
+    mine = torch.where((mine >= 0) & (mine < 2), mine, -1)  # as the standard dispatcher has them
+    out = layer.quant_method.apply(layer, standard(x, mine, weights)).hidden_states
+    torch.distributed.all_reduce(out, group=group)
+    return out
+
+
+def test_ranks_with_whole_experts_have_one_ranks_bits_with_tp_invariant(monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks, "LIMIT_S", 400 if REAL else ranks.LIMIT_S)
+    layer, *_ = loaded_experts("packed", options={"tp_invariant": True})
+    expected = layer.quant_method.apply(layer, standard(*tokens())).hidden_states
+    with ranks.two_ranks(tmp_path) as run:
+        assert all(builders.same_bits(found, expected) for found in run(experts_of_ranks))
+
+
 def test_layers_without_such_bits_are_refused_by_name_with_tp_invariant():
     words = "expected a linear that jitgemm serves, .* as 2 ranks share it with tp_invariant, got"
     with running(0, 2):
@@ -157,6 +178,9 @@ def test_layers_without_such_bits_are_refused_by_name_with_tp_invariant():
             row(made(None, tp_invariant=True, ignore=["m.o_proj"]), 256, 64)
         with pytest.raises(ValueError, match=f"m.experts: {words} experts"):
             experts(made(None, tp_invariant=True), SIZES, 2)
+    with running(0, 2, ep=True, deepep=True), pytest.raises(ValueError, match=f"m.experts: {words} experts"):
+        experts(made(None, tp_invariant=True), SIZES, 2)
+    with running(0, 2):
         gate = gate_up(made(None, tp_invariant=True), 256, 64)
         for part in range(2):
             load(gate, {"weight": torch.randn(64, 256)}, part)
