@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partialmethod
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+import rich.progress
 import torch
 from byte_tokenizer import byte_tokenizer
 from cli_results import Result
@@ -32,6 +36,7 @@ from model_folders import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import quantised_names, same_state
+from terminals import on_a_terminal
 
 import jitgemm.nn
 from jitgemm.nn.quantize import evaluate
@@ -466,7 +471,9 @@ def test_a_table_goes_to_stdout_and_notes_to_stderr(run, llama, tmp_path):
     done = run(llama, tmp_path / "out", *FEW)
     assert done.stdout.startswith("layer ") and done.stdout.count(" dB") == 10
     assert "perplexity" in done.stdout and "KL divergence" in done.stdout
-    assert "7 of 14 layers are quantised\n14 of 14 layers are quantised\n" in done.stderr
+    out = tmp_path / "out"
+    phases = f"reading {llama}", "7 of 14 layers are quantised\n14 of 14 layers are quantised\n", f"{out} is complete; "
+    assert sorted(phases, key=done.stderr.index) == [*phases]
     for text in (
         "Python's help topics",
         "groups of 32: model.layers.",
@@ -474,6 +481,22 @@ def test_a_table_goes_to_stdout_and_notes_to_stderr(run, llama, tmp_path):
         "--quantization jitgemm",
     ):
         assert text in done.stderr and text not in done.stdout
+
+
+def test_a_terminal_shows_every_phase_with_the_time_left(llama, tmp_path, monkeypatch):
+    drawn = partialmethod(rich.progress.Progress.update, refresh=True)  # not ten times a second
+    monkeypatch.setattr(rich.progress.Progress, "update", drawn)
+    with on_a_terminal(monkeypatch, columns=100) as screen, pytest.raises(SystemExit):
+        main(["quantize", "--device", "cpu", str(llama), str(tmp_path / "out"), *FEW])
+    seen = re.findall(r"(evaluating|quantising|writing) \S+ +(\d+)/(\d+) .*? left ([\w. :]*)", screen())
+    assert [phase for phase, _ in groupby(seen, lambda each: each[0])] == [
+        "evaluating", "quantising", "writing", "evaluating",
+    ]  # fmt: skip
+    for phase, total in (("evaluating", "4"), ("quantising", "14")):
+        assert {"0", "1", total} <= {done for of, done, out_of, _ in seen if of == phase and out_of == total}
+    for what in ("batch 1 of 1: order of layers", "batch 1 of 1: inputs of model.layers.1"):
+        assert any(what in text for *_, text in seen)
+    assert re.search(r"\d:\d\d:\d\d left", screen())
 
 
 def test_text_comes_from_a_file_whose_first_eighth_is_held_back(run, llama, tmp_path):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import pty
 import re
-import sys
 import warnings
 import weakref
-from contextlib import suppress
 
 import builders
 import pytest
@@ -27,6 +24,7 @@ from small_models import (
     same_state,
     stored,
 )
+from terminals import on_a_terminal
 
 import jitgemm.nn
 from jitgemm.checkpoint import Checkpoint
@@ -365,19 +363,11 @@ LOADS = {
 def test_a_bar_names_the_layers_where_stderr_is_a_terminal_and_nothing_is_written_elsewhere(monkeypatch, capsys, doing):
     LOADS[doing]()
     assert capsys.readouterr() == ("", "")
-    leader, follower = pty.openpty()
-    with open(follower, "w") as terminal, monkeypatch.context() as patch:
-        patch.setenv("TERM", "xterm")
-        patch.setenv("COLUMNS", "100")
-        patch.setattr(sys, "stderr", terminal)
+    with on_a_terminal(monkeypatch) as screen:
         names = LOADS[doing]()
-    written = b""
-    with open(leader, "rb", buffering=0) as screen, suppress(OSError):  # EIO: all is read
-        while chunk := screen.read(65536):
-            written += chunk
     assert capsys.readouterr().out == ""
     for text in (doing, f"{len(names)}/{len(names)}", names[-1]):
-        assert text in written.decode()
+        assert text in screen()
 
 
 # ---- load_ -----------------------------------------------------------------------------------------------------------

@@ -61,12 +61,14 @@ class Calibration:
         batches: what it is called with.
         layouts: {name: how it holds its experts} of modules of stacked experts; {name: None} of Linears.
         memory: bytes of moments that may exist at once, if that is enough for one module.
+        says: called with what runs next, which takes long.
     """
 
     model: torch.nn.Module
     batches: list[Batch]
     layouts: Mapping[str, ExpertsLayout | None]
     memory: int = MEMORY
+    says: Callable[[str], None] = lambda text: None  # noqa: E731
     calls: dict[str, Calls] = field(default_factory=dict)
 
     def stages(self) -> Iterator[list[str]]:
@@ -112,7 +114,7 @@ class Calibration:
 
         self.calls.clear()
         with self._hooks(self.layouts, hook):
-            for batch in self.batches:
+            for batch in self._numbered("order of layers"):
                 times.clear()
                 earlier.update(self.calls)
                 self._run(batch)
@@ -134,13 +136,18 @@ class Calibration:
                 raise _Enough
 
         with self._hooks(stage, hook):
-            for batch in self.batches:
+            for batch in self._numbered(f"inputs of {stage[0]}"):
                 seen, mask = 0, _mask(batch)
                 try:
                     self._run(batch)
                 except _Enough:
                     pass
         return {name: found[self.calls[name].leader] for name in stage}
+
+    def _numbered(self, what: str) -> Iterator[Batch]:
+        for number, batch in enumerate(self.batches, 1):
+            self.says(f"batch {number} of {len(self.batches)}: {what}")
+            yield batch
 
     def _zeros(self, name: str) -> Moments:
         layout = self.layouts[name]

@@ -18,7 +18,7 @@ WIDTH = 256
 """Tokens of a window, the first of a text among them."""
 TESTED = 8
 """Windows that are evaluated."""
-_AT_ONCE = 2
+AT_ONCE = 2
 """Windows in one call of the model."""
 _HELD_BACK = ("classes", "exceptions", "execmodel", "objects", "truth", "typesfunctions", "integers", "lambda")
 """Python's help topics that are evaluated."""
@@ -136,7 +136,7 @@ def log_probabilities(model: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
         model: a causal language model of transformers.
         ids: [windows, WIDTH], on the model's device.
     """
-    for part in ids.split(_AT_ONCE):
+    for part in ids.split(AT_ONCE):
         yield model(part, use_cache=False).logits[:, :-1].float().log_softmax(-1)
 
 
@@ -152,7 +152,7 @@ def compared(base: Sequence[torch.Tensor], got: Iterable[torch.Tensor], ids: tor
         perplexity; kl, the mean KL divergence from `base` in nats; same, how often the most probable token is `base`'s.
     """
     loss = divergence = same = 0.0
-    for reference, found, part in zip(base, got, ids.split(_AT_ONCE), strict=True):
+    for reference, found, part in zip(base, got, ids.split(AT_ONCE), strict=True):
         reference = reference.to(found.device)
         loss -= float(found.gather(-1, part[:, 1:, None].to(found.device)).sum(dtype=torch.float64))
         terms = reference.exp() * (reference - found)

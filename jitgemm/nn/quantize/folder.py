@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,7 @@ def quantize_folder(
         OSError: a file could not be read or written.
         JitGemmError: what was written is not there when it is read back.
     """
+    note(f"reading {source.folder}")
     model = load_model(source, device)
     source.check_unchanged()
     reasons: dict[str, str] = {}
@@ -70,7 +71,7 @@ def quantize_folder(
         raise ValueError(f"{source.folder}: expected a layer that can be quantised, found none:\n{why}")
     tensor_map = map_tensors(model, source, job.chosen, job.found.experts, job.found.head)
     held_back = None if held_back is None else held_back.to(device)
-    base = [] if held_back is None else [part.cpu() for part in evaluate.log_probabilities(model, held_back)]
+    base = [] if held_back is None else [part.cpu() for part in _predicted(model, held_back)]
 
     _quantise(job, out, device, progress)
     if unlike := job.report.otherwise:
@@ -83,8 +84,9 @@ def quantize_folder(
     out.finish()
     evaluation = None
     if held_back is not None:
+        note(f"{out.folder} is complete; what it predicts is compared with {source.folder}")
         before = evaluate.compared(base, base, held_back)
-        after = evaluate.compared(base, evaluate.log_probabilities(model, held_back), held_back)
+        after = evaluate.compared(base, _predicted(model, held_back), held_back)
         evaluation = {"tokens": held_back[:, 1:].numel(), "before": before, "after": after}
     lost = job.report.errors | job.report.kept_8bit  # in 4 bits
     return {
@@ -98,6 +100,15 @@ def quantize_folder(
         ],
         "otherwise": job.report.otherwise, "skipped": skipped, "unreached": job.report.unreached,
     }  # fmt: skip
+
+
+def _predicted(model: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`log_probabilities`, with a bar."""
+    parts, steps = evaluate.log_probabilities(model, ids), len(ids.split(evaluate.AT_ONCE))
+    with bar("evaluating", steps) as show:
+        for _ in range(steps):
+            show("by text that is held back")
+            yield next(parts)
 
 
 def _quantise(

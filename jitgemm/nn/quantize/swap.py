@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -106,21 +109,34 @@ def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
             module.config.quantization_config = dict(SAVED)
 
 
+class Bar:
+    """Of a number of steps, on a terminal. Called with a name it shows the next step, whose end is the next call."""
+
+    def __init__(self, progress: Progress, total: int):
+        self._progress, self.task, self._started = progress, progress.add_task("", total=total), False
+
+    def __call__(self, name: str) -> None:
+        self._progress.update(self.task, description=name, advance=int(self._started))
+        self._started = True
+
+    def says(self, text: str) -> None:
+        """Shows what runs before the next step."""
+        self._progress.update(self.task, description=text)
+
+
 @contextmanager
-def bar(doing: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr if that is a terminal; its function names the next of `total`."""
+def bar(doing: str, total: int) -> Iterator[Bar]:
+    """A bar with the time left, on stderr if that is a terminal."""
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(TextColumn(doing), *columns, console=console, disable=not console.is_terminal) as progress:
-        task, started = progress.add_task("", total=total), False
-
-        def show(name: str) -> None:
-            nonlocal started
-            progress.update(task, description=name, advance=int(started))
-            started = True
-
-        yield show
-        progress.advance(task)
+    times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("left"))
+    columns = (rich.TextColumn(doing), rich.BarColumn(16), rich.MofNCompleteColumn(), *times)
+    with rich.Progress(
+        *columns, rich.TextColumn("{task.description}"), console=console, disable=not console.is_terminal,
+        speed_estimate_period=3600,  # layers come a block at a time
+    ) as progress:  # fmt: skip
+        steps = Bar(progress, total)
+        yield steps
+        progress.advance(steps.task)
