@@ -100,10 +100,7 @@ def quantize(
     if limit is not None and bits == 8:
         raise ValueError("--keep-8bit: expected none with --bits 8, got one")
     if limit is not None and recipe.writes_qserve:
-        raise ValueError(
-            "--keep-8bit: expected none with --scheme two-level, as QServe's files have no layers of 8 bits; with "
-            "--rotation 128 files are compressed-tensors'"
-        )
+        raise ValueError("--keep-8bit: expected none with --scheme two-level; files of --rotation 128 have 8 bits too")
     if limit is not None and data == "none":
         raise ValueError("--keep-8bit: expected --data other than none, which says what a layer loses")
     if out.resolve() == folder.resolve():
@@ -139,16 +136,12 @@ def quantize(
         held_back, ids = _windows(source, (held, None if data == "none" else text), tokens // WIDTH)
         facts = quantize_folder(
             source, target, recipe, device=where, calibration=ids, held_back=held_back, group_size=group_size,
-            keep_8bit=limit, note=common.note, progress=_note_tenths,
+            keep_8bit=limit, note=common.note, tenths=not common.err().is_terminal,
         )  # fmt: skip
     except KeyboardInterrupt:
         kept, complete = target.layers_done, (out / "config.json").is_file()
-        if complete and not kept:
-            common.note(f"interrupted: {out} is complete, but not evaluated")
-        else:
-            common.note(
-                f"interrupted: {kept} layers are kept" + (f" in {out}; the same command goes on" if kept else "")
-            )
+        told = f"{kept} layers are kept" + (f" in {out}; the same command goes on" if kept else "")
+        common.note(f"interrupted: {f'{out} is complete, but not evaluated' if complete and not kept else told}")
         raise typer.Exit(130) from None
     except ValueError as error:
         raise ValueError(re.sub("^group_size:", "--group-size:", str(error))) from error
@@ -156,12 +149,6 @@ def quantize(
         target.close()
     facts |= {"seconds": round(time.monotonic() - started, 1)}
     _report(facts, as_json)
-
-
-def _note_tenths(before: int, done: int, total: int) -> None:
-    """A note at each tenth of the layers, where no bar is shown."""
-    if not common.err().is_terminal and 10 * done // total > 10 * before // total:
-        common.note(f"{done} of {total} layers are quantised")
 
 
 def _windows(
@@ -183,8 +170,7 @@ def _windows(
     if ids is not None and not len(ids):
         raise ValueError(f"--data: expected text of at least {2 * WIDTH} tokens, got less")
     if ids is not None and len(ids) < windows:
-        got = f"the text has {ids.numel()} tokens to calibrate with"
-        common.note(f"--data: {got}, less than --tokens {windows * WIDTH}")
+        common.note(f"--data: the text calibrates with {ids.numel()} tokens, less than --tokens {windows * WIDTH}")
     tested = windows_of(tokenizer, held, TESTED)
     if not len(tested):
         common.note(f"nothing is evaluated: less than {WIDTH} tokens are held back")
@@ -231,8 +217,7 @@ def _report(facts: dict[str, Any], as_json: bool) -> None:
         return
     rows = []
     for layer in facts["layers"][:SHOWN]:
-        error = layer["error"]
-        lost = None if not error else f"{-10 * math.log10(error):.1f} dB"
+        lost = f"{-10 * math.log10(error):.1f} dB" if (error := layer["error"]) else None
         rows.append((layer["name"], layer["bits"], f"{error:.2%}", lost))
     columns = ("layer", "bits", "error in 4 bits", "signal to error")
     common.out().print(common.table(columns, rows, left=("layer",), drop=("signal to error",)))

@@ -61,14 +61,14 @@ class Calibration:
         batches: what it is called with.
         layouts: {name: how it holds its experts} of modules of stacked experts; {name: None} of Linears.
         memory: bytes of moments that may exist at once, if that is enough for one module.
-        says: called with what runs next, which takes long.
+        show: called with what runs next, which takes long, and False.
     """
 
     model: torch.nn.Module
     batches: list[Batch]
     layouts: Mapping[str, ExpertsLayout | None]
     memory: int = MEMORY
-    says: Callable[[str], None] = lambda text: None  # noqa: E731
+    show: Callable[[str, bool], None] = lambda text, step: None  # noqa: E731
     calls: dict[str, Calls] = field(default_factory=dict)
 
     def stages(self) -> Iterator[list[str]]:
@@ -114,7 +114,8 @@ class Calibration:
 
         self.calls.clear()
         with self._hooks(self.layouts, hook):
-            for batch in self._numbered("order of layers"):
+            for number, batch in enumerate(self.batches, 1):
+                self.show(f"batch {number} of {len(self.batches)}: order of layers", False)
                 times.clear()
                 earlier.update(self.calls)
                 self._run(batch)
@@ -136,18 +137,14 @@ class Calibration:
                 raise _Enough
 
         with self._hooks(stage, hook):
-            for batch in self._numbered(f"inputs of {stage[0]}"):
+            for number, batch in enumerate(self.batches, 1):
+                self.show(f"batch {number} of {len(self.batches)}: inputs of {stage[0]}", False)
                 seen, mask = 0, _mask(batch)
                 try:
                     self._run(batch)
                 except _Enough:
                     pass
         return {name: found[self.calls[name].leader] for name in stage}
-
-    def _numbered(self, what: str) -> Iterator[Batch]:
-        for number, batch in enumerate(self.batches, 1):
-            self.says(f"batch {number} of {len(self.batches)}: {what}")
-            yield batch
 
     def _zeros(self, name: str) -> Moments:
         layout = self.layouts[name]

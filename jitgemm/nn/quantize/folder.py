@@ -31,7 +31,7 @@ _BATCH = 8
 def quantize_folder(
     source: ModelFolder, out: ResumableFolder, recipe: Recipe, *, device: torch.device,
     calibration: torch.Tensor | None, held_back: torch.Tensor | None, group_size: int | None, keep_8bit: float | None,
-    note: Callable[[str], None], progress: Callable[[int, int, int], None],
+    note: Callable[[str], None], tenths: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Quantises a model in floats, and writes a checkpoint of its names.
 
@@ -41,7 +41,7 @@ def quantize_folder(
         group_size: one of GROUPS; None for the recipe's, or the next smaller one that divides all layers' columns.
         keep_8bit: as in `quantize_`.
         note: called with each thing that a user should know.
-        progress: called after each stage with how many layers were quantised before, are now, and will be.
+        tenths: whether to note each tenth of the layers, where no bar is shown.
 
     Returns:
         What `jitgemm quantize --json` prints, without the seconds.
@@ -56,8 +56,7 @@ def quantize_folder(
     source.check_unchanged()
     reasons: dict[str, str] = {}
     if "group_size" in recipe.quantiser.options:  # as other readers expect them
-        size = _group_size(model, recipe, group_size, note)
-        recipe = replace(recipe, group_size=size, positive_scales=True)
+        recipe = replace(recipe, group_size=_group_size(model, recipe, group_size, note), positive_scales=True)
     elif (groups := recipe.otherwise) is not None:
         size = _group_size(model, recipe, None, note)
         recipe = replace(recipe, otherwise=replace(groups, group_size=size, positive_scales=True))
@@ -73,7 +72,7 @@ def quantize_folder(
     held_back = None if held_back is None else held_back.to(device)
     base = [] if held_back is None else [part.cpu() for part in _predicted(model, held_back)]
 
-    _quantise(job, out, device, progress)
+    _quantise(job, out, device, note if tenths else lambda text: None)
     if unlike := job.report.otherwise:
         note(f"{len(unlike)} layers in {next(iter(unlike.values()))}: {some(unlike)}")
     if job.report.unreached:
@@ -104,16 +103,14 @@ def quantize_folder(
 
 def _predicted(model: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
     """`log_probabilities`, with a bar."""
-    parts, steps = evaluate.log_probabilities(model, ids), len(ids.split(evaluate.AT_ONCE))
-    with bar("evaluating", steps) as show:
-        for _ in range(steps):
+    parts = ids.split(evaluate.AT_ONCE)
+    with bar("evaluating", len(parts)) as show:
+        for part in parts:
             show("by text that is held back")
-            yield next(parts)
+            yield from evaluate.log_probabilities(model, part)
 
 
-def _quantise(
-    job: Quantising, out: ResumableFolder, device: torch.device, progress: Callable[[int, int, int], None]
-) -> None:
+def _quantise(job: Quantising, out: ResumableFolder, device: torch.device, note: Callable[[str], None]) -> None:
     """All stages: what an interrupted run left is read, the rest is quantised and kept."""
     read: set[str] = set()
 
@@ -127,8 +124,9 @@ def _quantise(
         for layers in stages:
             if not read.issuperset(layers):
                 out.save_stage(layers, job.report)
-            before, done = done, done + len(layers)
-            progress(before, done, len(job.chosen))
+            before, done, total = done, done + len(layers), len(job.chosen)
+            if 10 * done // total > 10 * before // total:
+                note(f"{done} of {total} layers are quantised")
 
 
 def filter_for(model: Any, recipe: Recipe, reasons: dict[str, str]) -> Filter:

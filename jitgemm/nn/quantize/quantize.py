@@ -207,7 +207,7 @@ class Quantising:
         untied = any(self.found.shared(name) for name in self.chosen)
         with bar("quantising", len(self.chosen)) as show:
             left = dict(self.chosen)
-            for names, siblings, moments in self._stages(show.says):
+            for names, siblings, moments in self._stages(show):
                 layers = None if ready is None else ready(names)
                 for name in layers or ():
                     show(name)
@@ -221,10 +221,8 @@ class Quantising:
         if self.report:
             describe_to_transformers(self.model, untied)
 
-    def _stages(
-        self, says: Callable[[str], None]
-    ) -> Iterator[tuple[list[str], list[list[str]], Callable[[], dict[str, Any]] | None]]:
-        """(names, the same by common input, their moments) of each stage."""
+    def _stages(self, show: Callable[..., None]) -> Iterator[tuple[list[str], list[list[str]], Any]]:
+        """(names, the same by common input, what makes their moments or None) of each stage."""
         left = dict(self.chosen)
         if self.batches is not None:
             experts = {
@@ -232,7 +230,7 @@ class Quantising:
                 for name in left
                 if name != self.found.head or self.recipe.head is None
             }
-            runs = Calibration(self.model, self.batches, experts, says=says)
+            runs = Calibration(self.model, self.batches, experts, show=show)
             for stage in runs.stages():
 
                 def moments(stage: list[str] = stage) -> dict[str, Any]:

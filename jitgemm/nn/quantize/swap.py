@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -109,34 +106,24 @@ def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
             module.config.quantization_config = dict(SAVED)
 
 
-class Bar:
-    """Of a number of steps, on a terminal. Called with a name it shows the next step, whose end is the next call."""
-
-    def __init__(self, progress: Progress, total: int):
-        self._progress, self.task, self._started = progress, progress.add_task("", total=total), False
-
-    def __call__(self, name: str) -> None:
-        self._progress.update(self.task, description=name, advance=int(self._started))
-        self._started = True
-
-    def says(self, text: str) -> None:
-        """Shows what runs before the next step."""
-        self._progress.update(self.task, description=text)
-
-
 @contextmanager
-def bar(doing: str, total: int) -> Iterator[Bar]:
-    """A bar with the time left, on stderr if that is a terminal."""
+def bar(doing: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr if that is a terminal; its function names the next of `total`, or what runs before it (False)."""
     from rich import progress as rich
     from rich.console import Console
 
     console = Console(stderr=True)
-    times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("left"))
-    columns = (rich.TextColumn(doing), rich.BarColumn(16), rich.MofNCompleteColumn(), *times)
-    with rich.Progress(
-        *columns, rich.TextColumn("{task.description}"), console=console, disable=not console.is_terminal,
-        speed_estimate_period=3600,  # layers come a block at a time
-    ) as progress:  # fmt: skip
-        steps = Bar(progress, total)
-        yield steps
-        progress.advance(steps.task)
+    columns = (rich.BarColumn(16), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+    words = (rich.TextColumn(text) for text in ("left", "{task.description}"))
+    options: Any = {"console": console, "disable": not console.is_terminal}
+    # The time left is by all layers, as they come a block at a time.
+    with rich.Progress(rich.TextColumn(doing), *columns, *words, speed_estimate_period=1e6, **options) as progress:
+        task, started = progress.add_task("", total=total), False
+
+        def show(name: str, step: bool = True) -> None:
+            nonlocal started
+            progress.update(task, description=name, advance=int(started and step))
+            started |= step
+
+        yield show
+        progress.advance(task)
