@@ -76,8 +76,8 @@ class Collected:
         self.dtype, self.cut = dtype, attributes["weight_loader"]
         self.forget()
         for suffix, name in self.parameters.items():
-            kind = self.config.parameter_classes.BasevLLMParameter
-            made = kind(data=torch.empty(self.shape, dtype=torch.uint8), weight_loader=self.loader(layer, suffix))
+            parameter = self.config.parameter_classes.BasevLLMParameter
+            made = parameter(data=torch.empty(self.shape, dtype=torch.uint8), weight_loader=self.loader(layer, suffix))
             for attribute, value in self.stored.axes(suffix).items():
                 setattr(made, attribute, value)
             layer.register_parameter(name, made)
@@ -102,9 +102,9 @@ class Collected:
         return keep
 
     def hold(self, key: Any, suffix: str, tensor: torch.Tensor) -> None:
-        found = self.kept.setdefault(key, {})
-        self.come += suffix not in found
-        found[suffix] = tensor
+        tensors = self.kept.setdefault(key, {})
+        self.come += suffix not in tensors
+        tensors[suffix] = tensor
 
     def key(self, *shard: Any, **shards: Any) -> Any:
         """What a loader is asked to write: by the number or letter of a joined layer, or several."""
@@ -122,13 +122,13 @@ class Collected:
 
     def rows_in_file(self, key: Any) -> int | None:
         """Rows of a file's layer; None where the tensors that are there do not tell."""
-        name, found = self.name(key), self.kept[key]
+        name, tensors = self.name(key), self.kept[key]
         if self.stored.floats:
-            return len(found["weight"])
+            return len(tensors["weight"])
         if name in self.stored.sources:
             return self.stored.sources[name].n
         try:
-            return self.config.source(name, found, self.method.option, self.whole).n
+            return self.config.source(name, tensors, self.method.option, self.whole).n
         except ValueError:
             return None
 
@@ -197,28 +197,28 @@ class Collected:
             if part in missing:
                 yield MISSING, torch.zeros(width, dtype=torch.int64, device=CPU)
             elif self.rows_of(key := owner[part])[0] == part:
-                yield key, torch.cat([self.numbers[key][starts[each] : starts[each + 1]] for each in self.rows_of(key)])
+                yield key, torch.cat([self.numbers[key][starts[i] : starts[i + 1]] for i in self.rows_of(key)])
 
     def sources(self) -> dict[Any, LayerSource]:
         """How each of the files' layers is read. Raises ValueError, naming it, for one that cannot be."""
-        found: dict[Any, LayerSource] = {}
+        sources: dict[Any, LayerSource] = {}
         wrong: dict[Any, ValueError] = {}
         for key, tensors in self.kept.items():
             try:
                 source = self.config.source(name := self.name(key), tensors, self.method.option, self.whole)
                 if source.k not in (None, self.whole):
                     raise ValueError(f"{name}: expected {self.whole} columns, as the model has, got {source.k}")
-                found[key] = source
+                sources[key] = source
             except ValueError as error:
                 wrong[key] = error
         for key, tensors in self.kept.items():
             name = self.name(key)
-            like = self.stored.sources.get(name) or (next(iter(found.values()), None) if key in wrong else None)
+            like = self.stored.sources.get(name) or (next(iter(sources.values()), None) if key in wrong else None)
             if lacks := [] if like is None else needed(like, tensors):
                 raise ValueError(f"{', '.join(lacks)}: expected numbers, found none in the files (layer {name})")
             if key in wrong:
                 raise wrong[key]
-        return found
+        return sources
 
     # ---- the packed weight -------------------------------------------------------------------------------------------
 
@@ -242,14 +242,14 @@ class Collected:
         sources, order = self.sources(), [*self.in_order()]
         old: Any = layer._modules.get(CHILD)
         if old is not None:
-            for key, found in self.kept.items():
-                self.config.check_loaded_again(self.name(key), found)
+            for key, tensors in self.kept.items():
+                self.config.check_loaded_again(self.name(key), tensors)
         saved = any(source.header is None for source in sources.values())
         activations = {self.name(key): source.activation for key, source in sources.items()}
         activation = one_activation(activations, self.method.wanted if saved else None, self.method.option)
         read = {key: self.read(sources[key], rows) for key, rows in order if key in sources}
         corrections = [correction for _, correction in read.values()]
-        correction = None if all(each is None for each in corrections) else False
+        correction = None if all(value is None for value in corrections) else False
         if old is not None:  # those that are loaded again go to the memory of the first, which have corrections or not
             correction = bool(old.weight.format.correction)
         scales = [weight.input_scale for weight, _ in read.values() if weight.input_scale is not None]
@@ -291,17 +291,17 @@ class Collected:
             weight = torch.zeros((sum(self.widths), self.k), dtype=self.dtype, device=self.device)
             start, columns = 0, slice(self.rank * self.k, (self.rank + 1) * self.k)
             for key, rows in self.in_order():
-                found = self.kept.get(key, {}).get("weight")
-                if found is not None:
+                floats = self.kept.get(key, {}).get("weight")
+                if floats is not None:
                     held = rows > 0
-                    mine = found[:, columns][rows[held] - 1].to(self.device, self.dtype)
+                    mine = floats[:, columns][rows[held] - 1].to(self.device, self.dtype)
                     weight[start : start + len(rows)][held.to(self.device)] = mine
                 start += len(rows)
         return Parts(self.method.recipe.apply(weight), None, self.method.recipe.inputs, None)
 
     def made_up(self) -> Parts:
         """Of weights that the engine does not load (--load-format dummy), in the form that the files' headers tell."""
-        source = next((each for each in self.stored.sources.values() if each.header is not None), None)
+        source = next((stored for stored in self.stored.sources.values() if stored.header is not None), None)
         if source is None:
             return self.random(sum(self.widths), self.k)
         weight = arbitrary(source, sum(self.widths), self.k, self.device)
@@ -323,9 +323,9 @@ def needed(like: LayerSource, found: Container[str], unread: Iterable[str] = ())
     may_lack = {"bias", *unread}
     if like.header is not None:
         scheme = like.header.scheme
-        for suffix, each in like.header.format.tensors(scheme).items():
-            in_order = isinstance(each.optional, str) and not scheme.ordered
-            if in_order or (each.optional is True and suffix not in scheme.static):
+        for suffix, tensor_layout in like.header.format.tensors(scheme).items():
+            in_order = isinstance(tensor_layout.optional, str) and not scheme.ordered
+            if in_order or (tensor_layout.optional is True and suffix not in scheme.static):
                 may_lack.add(suffix)
     return [suffix for suffix in like.names if suffix not in found and suffix not in may_lack]
 
@@ -353,11 +353,11 @@ def arbitrary(source: LayerSource, n: int, k: int, device: torch.device) -> Cano
     assert source.header is not None
     scheme, size = source.header.scheme, min(source.group_size or k, k)
     ops, zeros = CODE_OPS[scheme.code], scheme.zero_points and not scheme.eight_bits
-    given, groups = ops.given(zeros), (n, ceil_div(k, size))
-    low, high = (0, 16) if given == torch.uint8 else (-8, 8)
+    code_type, groups = ops.given(zeros), (n, ceil_div(k, size))
+    low, high = (0, 16) if code_type == torch.uint8 else (-8, 8)
     scale = torch.full(groups, 2.0**-6, device=device)
     return CanonicalWeight(
-        torch.randint(low, high, (n, k), device=device).to(given),
+        torch.randint(low, high, (n, k), device=device).to(code_type),
         scale.bfloat16() if ops.given_scales is None else scale.to(ops.given_scales).view(torch.uint8),
         torch.full(groups, 8, dtype=torch.uint8, device=device) if zeros else None,
         group_size=size, code=scheme.code,
@@ -368,10 +368,10 @@ def arbitrary(source: LayerSource, n: int, k: int, device: torch.device) -> Cano
 def _run(rows: torch.Tensor, n: int) -> tuple[str, int, int] | None:
     """Rows that are one of equal parts of n, as `CanonicalWeight.shard` cuts them; None for others."""
     width, first = len(rows), int(rows[0]) - 1
-    whole = width % 8 == 0 and n % width == 0 and first % width == 0
+    equal_parts = width % 8 == 0 and n % width == 0 and first % width == 0
     return (
         ("n", first // width, n // width)
-        if whole and torch.equal(rows, rows[0] + torch.arange(width, device=CPU))
+        if equal_parts and torch.equal(rows, rows[0] + torch.arange(width, device=CPU))
         else None
     )
 

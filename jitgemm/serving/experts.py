@@ -83,8 +83,8 @@ class CollectedExperts(Collected):
 
     def stacks(self, suffix: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all experts'."""
-        known = (each for each in self.stored.sources.values() if suffix in each.names)
-        of_one = next((each.checkpoint.info(each.names[suffix]).dim() for each in known), 2)
+        known = (source for source in self.stored.sources.values() if suffix in source.names)
+        of_one = next((source.checkpoint.info(source.names[suffix]).dim() for source in known), 2)
         return tensor.dim() == of_one + 1 and len(tensor) == self.count
 
     def place(self, layer: torch.nn.Module, expert: int) -> list[int]:
@@ -167,8 +167,8 @@ class CollectedExperts(Collected):
             return replace(weight, bias=None)
 
         packed = pack_experts(self.count, read, first.lhs_dtype, first.bits, together)
-        given = [bias for _, bias in sorted(biases.items()) if bias is not None]
-        bias = torch.cat(given).view(self.count, -1) if given else None
+        biases_by_expert = [bias for _, bias in sorted(biases.items()) if bias is not None]
+        bias = torch.cat(biases_by_expert).view(self.count, -1) if biases_by_expert else None
         return Parts(packed, bias, first.activation, None)
 
     def source_like(
@@ -207,18 +207,18 @@ class CollectedExperts(Collected):
         if sum(self.widths) % STRIP_ROWS:
             return 1
         most = max(1, AT_ONCE // (len(self.widths) * max(tensor.nbytes for tensor in found.values())))
-        return max(each for each in range(1, self.count + 1) if self.count % each == 0 and each <= most)
+        return max(count for count in range(1, self.count + 1) if self.count % count == 0 and count <= most)
 
     def of_floats(self, layer: torch.nn.Module) -> Parts:
         weight = torch.empty((self.count, sum(self.widths), self.k), dtype=self.dtype, device=self.device)
-        for (expert, part), found in self.kept.items():
+        for (expert, part), tensors in self.kept.items():
             if part is None:
-                weight[expert] = found["weight"]
+                weight[expert] = tensors["weight"]
                 continue
             width, start = self.widths[part], sum(self.widths[:part])
             rows = slice(self.rank * width, (self.rank + 1) * width) if self.rows != width else slice(None)
             columns = slice(self.rank * self.k, (self.rank + 1) * self.k) if self.k != self.whole else slice(None)
-            weight[expert, start : start + width] = found["weight"][rows, columns]
+            weight[expert, start : start + width] = tensors["weight"][rows, columns]
         return Parts(self.method.recipe.apply(weight), None, self.method.recipe.inputs, None)
 
     def made_up(self) -> Parts:

@@ -64,16 +64,16 @@ class PackedExpertsMethod(Packing):
             attributes: what the engine wants the parameters to have, its "weight_loader" among that.
         """
         hidden, inter, whole = sizes
-        kind = SavedExperts if self.config.saved else CollectedExperts
+        collected = SavedExperts if self.config.saved else CollectedExperts
         bias = self.bias if biased else ""
         self.matrices = [
-            kind(self, "w13", count, [inter] * inputs, hidden, hidden, rank, whole, bias),
-            kind(self, "w2", count, [hidden], inter, whole, rank, hidden, bias),
+            collected(self, "w13", count, [inter] * inputs, hidden, hidden, rank, whole, bias),
+            collected(self, "w2", count, [hidden], inter, whole, rank, hidden, bias),
         ]
         self.create(layer, dtype, attributes)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
-        w13, w2 = (each._replace(weight=for_any_values(each.weight)) if self.moves else each for each in parts)
+        w13, w2 = (matrix._replace(weight=for_any_values(matrix.weight)) if self.moves else matrix for matrix in parts)
         wanted, prefix = self.wanted, self.names[0].rpartition(".")[0]
         activations = {f"{prefix}.w13": w13.activation, f"{prefix}.w2": w2.activation}
         activation = one_activation(activations, wanted if self.config.saved else None, "activation")

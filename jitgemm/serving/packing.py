@@ -40,8 +40,8 @@ class Packing:
 
     option, may_lack, made_up, copies, complete, graphs = "activation", False, False, False, False, True
 
-    def __init__(self, config: ServedModel, names: list[str], stored: StoredLayers, *given: Any):
-        super().__init__(*given)
+    def __init__(self, config: ServedModel, names: list[str], stored: StoredLayers, *engine_arguments: Any):
+        super().__init__(*engine_arguments)
         self.config, self.names, self.stored = config, names, stored
         self.matrices: Sequence[Any] = ()
         self.awaited: int | None = None  # tensors, -1 if no header tells
@@ -100,8 +100,7 @@ class Packing:
         if old is not None:
             first = old.packed_parts("").values()
             parts = [
-                each._replace(weight=self.like(mine.weight, each.weight))
-                for mine, each in zip(first, parts, strict=True)
+                new._replace(weight=self.like(mine.weight, new.weight)) for mine, new in zip(first, parts, strict=True)
             ]
         module = self.module(layer, *parts)
         self.config.configure(self.names[0], module, old is None)

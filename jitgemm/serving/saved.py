@@ -28,8 +28,8 @@ class SavedExperts(CollectedExperts):
     The layer has a buffer for it that says whether it is yet to be read.
     """
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self.module, self.buffer = self.names[0].rpartition(".")[0], f"{self.part}_from_files"
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
@@ -82,8 +82,8 @@ class SavedExperts(CollectedExperts):
             return weight.pack(LHS_DTYPES[parts.activation])
 
         weight = type(first.weight).stacked(len(mine), make)
-        given = [bias for bias in biases.values() if bias is not None]
-        return Parts(weight, torch.stack(given) if given else None, first.activation, None)
+        of_experts = [bias for bias in biases.values() if bias is not None]
+        return Parts(weight, torch.stack(of_experts) if of_experts else None, first.activation, None)
 
     def _of_rank(self, weight: CanonicalWeight, ranks: int) -> CanonicalWeight:
         """Columns of w2, or rows of w13 in the order of the files' gate."""

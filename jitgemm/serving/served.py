@@ -170,8 +170,8 @@ class ServedModel(Engine):
         for name, info in found.items():
             layer, _, suffix = name.rpartition(".")
             if layer:  # none of __metadata__
-                kind = DTYPES.get(str(info["dtype"]), torch.bool)  # which no layer has
-                self._headers.setdefault(layer, {})[suffix] = TensorInfo(tuple(info["shape"]), kind)
+                dtype = DTYPES.get(str(info["dtype"]), torch.bool)  # which no layer has
+                self._headers.setdefault(layer, {})[suffix] = TensorInfo(tuple(info["shape"]), dtype)
         self._in_file = {layer: layer for layer in self._headers}
         self.saved = any(_packed(found) for found in self._headers.values())
 
@@ -195,7 +195,7 @@ class ServedModel(Engine):
         names, joined = self._experts_names(prefix) if experts else (self._names(prefix),) * 2
         quantised = {name: self._quantised(name, layer, prefix) for name in joined}
         if len(set(quantised.values())) > 1:
-            one_of_each = dict({each: (name, each) for name, each in quantised.items()}.values())
+            one_of_each = dict({flag: (name, flag) for name, flag in quantised.items()}.values())
             raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got such as {one_of_each}")
         theirs = None
         if all(quantised.values()):
@@ -222,8 +222,8 @@ class ServedModel(Engine):
         """
         names = self._names(prefix)
         header = self._headers.get(names[0], {})
-        given = self.saved or self.checkpoint is not None
-        if not (given and header and self._quantised(names[0], layer)):
+        quantised_file = self.saved or self.checkpoint is not None
+        if not (quantised_file and header and self._quantised(names[0], layer)):
             return None if make is None or self.recipe.lm_head is None else make(names, self._floats())
         if make is not None and self.saved:
             return make(names, self.stored(names))
@@ -248,14 +248,14 @@ class ServedModel(Engine):
         """The engine's config of the checkpoint, if it has one."""
         if self._theirs is None and self.checkpoint is not None:
             try:
-                found = self._own_config(self.checkpoint.get("quant_method", ""))
+                config = self._own_config(self.checkpoint.get("quant_method", ""))
             except Exception as error:  # whatever it asserts or does not know, jitgemm may
                 text = "jitgemm: %s's own config does not take this checkpoint: %s"
                 self.logger.warning_once(text, self.engine, repr(error))
                 return None
             for mapper in self._mappers:
-                self._map(found, mapper)
-            self._theirs = found
+                self._map(config, mapper)
+            self._theirs = config
         return self._theirs
 
     def _own_config(self, method: str) -> Any:
@@ -316,11 +316,11 @@ class ServedModel(Engine):
             ValueError: it cannot be read.
         """
         own = {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        found = source_of(Checkpoint(own, self.checkpoint, self._metadata), name, getattr(self.recipe, option), k)
-        inputs = None if found.header is None else found.header.scheme.inputs
+        source = source_of(Checkpoint(own, self.checkpoint, self._metadata), name, getattr(self.recipe, option), k)
+        inputs = None if source.header is None else source.header.scheme.inputs
         if inputs is not None and inputs.instead is not None and self.recipe.activation is None:
             self.logger.warning_once("jitgemm: %s", inputs.replaced_by(inputs.instead))
-        return found
+        return source
 
     def check_loaded_again(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError for weights that are loaded again from elsewhere than the files, where experts are read."""
@@ -345,16 +345,16 @@ class ServedModel(Engine):
 
     def count(self, names: Iterable[str]) -> int | None:
         """How many tensors the files hold of these layers, without biases; None where no header is known."""
-        found = [_own(self._headers[name]) for name in names if name in self._headers]
-        return sum(map(len, found)) if found else None
+        tensors = [_own(self._headers[name]) for name in names if name in self._headers]
+        return sum(map(len, tensors)) if tensors else None
 
     def experts_counts(self, name: str, biases: bool) -> Mapping[int, int]:
         """{an expert's number: how many tensors the files hold of it}, for the experts of which one has this layer."""
         if biases not in self._counts:
-            found = self._counts[biases] = {}
+            by_module = self._counts[biases] = {}
             for layer, suffixes in self._headers.items():
                 if (match := _EXPERT.fullmatch(layer)) is not None:
-                    of_layer = found.setdefault(match[1], Counter())
+                    of_layer = by_module.setdefault(match[1], Counter())
                     of_layer[int(match[2])] += len(_own(suffixes, biases))
         match = _EXPERT.fullmatch(name)
         return {} if match is None else self._counts[biases].get(match[1], {})
@@ -382,7 +382,7 @@ class ServedModel(Engine):
         module = prefix.removesuffix(".routed_experts")
         start = module + "."
         below = {own[len(start) :]: name for own, name in self._in_file.items() if own.startswith(start)}
-        every = [name for rest, name in below.items() if rest.partition(".")[0].isdigit()]
+        every = [name for below_module, name in below.items() if below_module.partition(".")[0].isdigit()]
         if any(_packed(self._headers[name]) for name in every):
             raise ValueError(
                 f"{prefix}: expected packed experts as one module has them all, got some that are packed one by one; "
@@ -394,7 +394,7 @@ class ServedModel(Engine):
                 f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with "
                 f"one for each expert, which {self.engine}'s models do not load"
             )
-        names = [name for rest, name in below.items() if rest.startswith("0.")]
+        names = [name for below_module, name in below.items() if below_module.startswith("0.")]
         if not names and self.saved:
             names = [below[part] for part in ("w13", "w2") if part in below]
         names = names or [f"{start}0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
@@ -426,7 +426,7 @@ def _packed(suffixes: Iterable[str]) -> bool:
 
 def _own(suffixes: Iterable[str], biases: bool = False) -> list[str]:
     """Those of a layer's tensors that are loaded into it, without what files have beside it."""
-    return [each for each in suffixes if (biases or each != "bias") and not re.fullmatch(BESIDE, each)]
+    return [suffix for suffix in suffixes if (biases or suffix != "bias") and not re.fullmatch(BESIDE, suffix)]
 
 
 def _shell(info: TensorInfo) -> torch.Tensor:

@@ -74,8 +74,8 @@ class StoredLayers:
             return {"output_dim": 0, "input_dim": 1}
         for source in self.sources.values():
             if source.header is not None and suffix in (layout := source.header.format.tensors(source.header.scheme)):
-                found = {"output_dim": layout[suffix].axis("n"), "input_dim": layout[suffix].axis("k", "G")}
-                return {name: axis for name, axis in found.items() if axis is not None}
+                axes = {"output_dim": layout[suffix].axis("n"), "input_dim": layout[suffix].axis("k", "G")}
+                return {name: axis for name, axis in axes.items() if axis is not None}
         return {}
 
 
@@ -106,7 +106,7 @@ def check_alike(sources: Mapping[str, LayerSource], engine: str) -> None:
         return source.header.format.name, replace(source.header.scheme, found={}), source.activation
 
     first, *others = map(way, sources.values())
-    if any(each != first for each in others):
+    if any(other != first for other in others):
         raise ValueError(
             f"{', '.join(sources)}: expected one way of quantising layers that {engine} joins, got several"
         )

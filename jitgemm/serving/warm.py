@@ -62,8 +62,8 @@ class Warmer:
             CompileError: a kernel did not compile.
         """
         self._waiting.discard(layer)
-        if on_gpu(module) and (kind := kind_of(module)) not in self._kinds:
-            self._kinds.add(kind)
+        if on_gpu(module) and (looks := kind_of(module)) not in self._kinds:
+            self._kinds.add(looks)
             self._new.append(module)
             self._jobs.append(self._thread.submit(self._warm))
         if self._waiting or not self._jobs:
@@ -88,5 +88,5 @@ def on_gpu(module: torch.nn.Module) -> bool:
 
 def kind_of(module: torch.nn.Module) -> str:
     """What tells layers apart that need different kernels."""
-    formats = (str(each.weight.format) for each in module.modules() if isinstance(each, Packed))
+    formats = (str(layer.weight.format) for layer in module.modules() if isinstance(layer, Packed))
     return " ".join([str(module), str(getattr(module, "prologues", "")), *formats])

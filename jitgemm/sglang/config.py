@@ -27,16 +27,16 @@ class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
         super().__init__(logging.getLogger(name))
         self._said: set[tuple[object, ...]] = set()
 
-    def warning_once(self, text: str, *given: object) -> None:
-        self._once(logging.WARNING, text, *given)
+    def warning_once(self, text: str, *values: object) -> None:
+        self._once(logging.WARNING, text, *values)
 
-    def info_once(self, text: str, *given: object) -> None:
-        self._once(logging.INFO, text, *given)
+    def info_once(self, text: str, *values: object) -> None:
+        self._once(logging.INFO, text, *values)
 
-    def _once(self, level: int, text: str, *given: object) -> None:
-        if (text, *given) not in self._said:
-            self._said.add((text, *given))
-            self.log(level, text, *given)
+    def _once(self, level: int, text: str, *values: object) -> None:
+        if (text, *values) not in self._said:
+            self._said.add((text, *values))
+            self.log(level, text, *values)
 
 
 logger = Logger("sglang." + __name__)
@@ -68,9 +68,9 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """As `ServedModel`, with what SGLang adds to a quantization_config: the model's config and joined layers."""
-        given = dict(config)
-        model, joined = given.pop("hf_config", None), given.pop("packed_modules_mapping", None) or {}
-        made = super().from_config(given)
+        settings = dict(config)
+        model, joined = settings.pop("hf_config", None), settings.pop("packed_modules_mapping", None) or {}
+        made = super().from_config(settings)
         made.packed_modules_mapping.update(joined)
         made._model = getattr(model, "_name_or_path", "") or setting("model_path")
         made._kind = getattr(model, "model_type", "")
@@ -214,8 +214,8 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         )
 
     def _own_config(self, method: str) -> QuantizationConfig:
-        given = {**(self._given or {}), "packed_modules_mapping": self.packed_modules_mapping}
-        return QUANTIZATION_METHODS[method].from_config(given)
+        settings = {**(self._given or {}), "packed_modules_mapping": self.packed_modules_mapping}
+        return QUANTIZATION_METHODS[method].from_config(settings)
 
     def _map(self, config: Any, mapper: Any) -> None:
         config.apply_weight_name_mapper(mapper)

@@ -75,16 +75,16 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     def places(self, layer: FusedMoE) -> list[list[int]]:
         """By the numbers of the model's experts, as they lie now: EPLB has several copies of some, and moves them."""
-        found = get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", True) else None
-        if found is None:
+        location = get_global_expert_location_metadata() if getattr(layer, "uses_expert_location", True) else None
+        if location is None:
             everywhere = [[expert] for expert in range(layer.num_experts)]
         else:
-            routed = range(found.num_logical_experts)
-            everywhere = [found.logical_to_all_physical(layer.layer_id, expert) for expert in routed]
+            routed = range(location.num_logical_experts)
+            everywhere = [location.logical_to_all_physical(layer.layer_id, expert) for expert in routed]
             shared = getattr(layer, "num_fused_shared_experts", 0)  # behind all copies
             everywhere += [[layer.num_global_routed_experts + number] for number in range(shared)]
         place = layer._map_global_expert_id_to_local_expert_id
-        return [[mine for mine in map(place, each) if mine >= 0] for each in everywhere]
+        return [[mine for mine in map(place, copies) if mine >= 0] for copies in everywhere]
 
     def logical_experts(self, layer: FusedMoE) -> int:
         return len(self.places(layer))
@@ -186,22 +186,22 @@ def cut(config: ServedModel, layer: FusedMoE) -> tuple[int, int]:
 
 def gate_of(config: MoeRunnerConfig) -> Gate:
     """The gate of SGLang's MoeRunnerConfig. Raises Unsupported for one that jitgemm has not."""
-    kind, gated = config.activation, config.is_gated
+    activation, gated = config.activation, config.is_gated
     limit, alpha = config.gemm1_clamp_limit, config.gemm1_alpha
     if getattr(config, "gemm1_beta", None) not in (None, 1, 1.0):
         raise Unsupported(f"gemm1_beta: expected 1, got {config.gemm1_beta}")
     if config.no_combine:
         raise Unsupported("no_combine: expected False, got True")
-    if kind == "silu" and gated and alpha is not None:
+    if activation == "silu" and gated and alpha is not None:
         order = "interleaved" if config.gate_up_interleaved else "gate_up"
         return Gate("swiglu_oai", order, math.inf if limit is None else limit, alpha)
-    if kind == "silu" and gated and limit is not None:
+    if activation == "silu" and gated and limit is not None:
         return Gate("swiglu_step", limit=limit)
-    if kind in ("silu", "gelu", "gelu_tanh") and gated and alpha is None:
-        return Gate(kind, limit=math.inf if config.swiglu_limit is None else config.swiglu_limit)
-    if kind == "situ" and gated:
-        return Gate(kind, limit=math.inf if limit is None else limit, alpha=4.0 if alpha is None else alpha)
-    if kind == "relu2" and not gated:
-        return Gate(kind)
+    if activation in ("silu", "gelu", "gelu_tanh") and gated and alpha is None:
+        return Gate(activation, limit=math.inf if config.swiglu_limit is None else config.swiglu_limit)
+    if activation == "situ" and gated:
+        return Gate(activation, limit=math.inf if limit is None else limit, alpha=4.0 if alpha is None else alpha)
+    if activation == "relu2" and not gated:
+        return Gate(activation)
     known = "silu, gelu, gelu_tanh or situ with gates, or relu2 without"
-    raise Unsupported(f"activation: expected {known}, got {kind} {'with' if gated else 'without'} gates")
+    raise Unsupported(f"activation: expected {known}, got {activation} {'with' if gated else 'without'} gates")

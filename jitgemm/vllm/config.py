@@ -50,11 +50,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             self.read_folder(Path(model_name))
             return
         try:
-            found = headers_of(model_name, revision=revision)
+            headers = headers_of(model_name, revision=revision)
         except (OSError, ValueError) as error:
             self.no_headers(model_name, error)
             return
-        self.read_headers(found)
+        self.read_headers(headers)
 
     @property
     def model_type(self) -> str:
@@ -66,11 +66,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         self._mappers.append(hf_to_vllm_mapper)
         renamed: dict[str, str] = {}
         for own, layer in self._in_file.items():
-            found = self._headers[layer]
-            for suffix in list(found):
+            tensors = self._headers[layer]
+            for suffix in list(tensors):
                 for name in hf_to_vllm_mapper.apply_dict({f"{own}.{suffix}": None}):
                     above, _, last = name.rpartition(".")
-                    renamed[above], found[last] = layer, found.pop(suffix)
+                    renamed[above], tensors[last] = layer, tensors.pop(suffix)
         self._in_file = renamed
 
     def get_cache_scale_mapper(self) -> Any:
@@ -85,7 +85,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
                 "behind its adapters, got one with"
             )
         theirs = self._checkpoints_own()
-        found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
+        mapper = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
         packed = {
             re.escape(name.rpartition(".")[2])
             for name, suffixes in self._headers.items()
@@ -93,7 +93,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         }
         matrices = {name.rpartition(".")[2] for name in self._headers if idle(self.checkpoint, f"{name}.weight")}
         if not packed and not matrices:
-            return found
+            return mapper
         from vllm.model_executor.models.utils import WeightsMapper
 
         from jitgemm.serving.saved import read_again
@@ -103,7 +103,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         of_experts = rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$" if packed else "(?!)"
         of_transforms = rf"(^|\.)({'|'.join(map(re.escape, matrices))})\.(weight|perm)$" if matrices else "(?!)"
         dropped = WeightsMapper(orig_to_new_regex={re.compile(f"{of_experts}|{of_transforms}"): None})
-        return dropped if found is None else found | dropped
+        return dropped if mapper is None else mapper | dropped
 
     @property
     def kv_cache_scheme(self) -> Any:
@@ -181,7 +181,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
     def keep(module: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
 
-        SKIP_MODULES.update(type(each).__name__ for each in module.modules())
+        SKIP_MODULES.update(type(part).__name__ for part in module.modules())
 
     def ranks_that_share(self, layer: torch.nn.Module) -> int | None:
         from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -239,15 +239,15 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return Checkpoint(name)
 
     def _checkpoints_own(self) -> Any:
-        found = super()._checkpoints_own()
-        if found is not None:
-            found.packed_modules_mapping = self.packed_modules_mapping
-        return found
+        config = super()._checkpoints_own()
+        if config is not None:
+            config.packed_modules_mapping = self.packed_modules_mapping
+        return config
 
     def _own_config(self, method: str) -> QuantizationConfig:
-        found = get_quantization_config(method).from_config(dict(self._given or {}))
-        found.maybe_update_config(*self._model)
-        return found
+        config = get_quantization_config(method).from_config(dict(self._given or {}))
+        config.maybe_update_config(*self._model)
+        return config
 
     def _map(self, config: Any, mapper: Any) -> None:
         config.apply_vllm_mapper(mapper)

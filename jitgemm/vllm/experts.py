@@ -124,19 +124,19 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     def gate(self, layer: RoutedExperts) -> Gate:
         """The gate that vLLM's layer has. Raises ValueError for SiTU without its beta."""
-        kind, order = _GATES[layer.activation.value]
+        activation, order = _GATES[layer.activation.value]
         limit, alpha = (getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha"))
-        if kind == "situ":
+        if activation == "situ":
             names = "activation_situ_linear_beta", "activation_situ_beta"
             limit, alpha = (getattr(self.moe, name, None) for name in names)
             if alpha is None:
                 raise ValueError("activation_situ_beta: expected a number for the activation situ, got None")
         if layer.activation.value in ("swiglustep", "swigluoai") and limit is None:
             limit = 7.0  # what vLLM's own experts use
-        if kind == "relu2":
+        if activation == "relu2":
             limit = alpha = None
-        default = 1.702 if kind == "swiglu_oai" else 1.0
-        return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
+        default = 1.702 if activation == "swiglu_oai" else 1.0
+        return Gate(activation, order, math.inf if limit is None else limit, default if alpha is None else alpha)
 
     def install(self, layer: RoutedExperts, module: torch.nn.Module) -> None:
         super().install(layer, module)
@@ -157,14 +157,14 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
         """The same sizes. Raises ValueError where the all-to-all backend would pad tokens."""
-        given = hidden_size, intermediate_size_per_partition
-        found = super().maybe_roundup_sizes(*given, act_dtype, moe_parallel_config)
-        if found != given:
+        sizes = hidden_size, intermediate_size_per_partition
+        padded = super().maybe_roundup_sizes(*sizes, act_dtype, moe_parallel_config)
+        if padded != sizes:
             raise ValueError(
                 f"all2all_backend: expected one for tokens of {hidden_size} values, got "
-                f"{moe_parallel_config.all2all_backend}, which pads them to {found[0]}"
+                f"{moe_parallel_config.all2all_backend}, which pads them to {padded[0]}"
             )
-        return found
+        return padded
 
     def _modular_kernel(self, layer: RoutedExperts) -> Any:
         """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
@@ -181,11 +181,11 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables, **options)
         if exchange is None:
             return None
-        given = getattr(layer, CHILD), self.moe, self.moe_quant_config
+        experts = getattr(layer, CHILD), self.moe, self.moe_quant_config
         if exchange.activation_format == FusedMoEActivationFormat.Standard:
-            return FusedMoEKernel(exchange, JitGemmExperts(*given))
+            return FusedMoEKernel(exchange, JitGemmExperts(*experts))
         batch = exchange.max_num_tokens_per_rank(), exchange.num_dispatchers()
-        return FusedMoEKernel(exchange, JitGemmBatchedExperts(*given, *batch))
+        return FusedMoEKernel(exchange, JitGemmBatchedExperts(*experts, *batch))
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
         """What a modular kernel is told to quantise before the experts: e4m3 by blocks of 128 k, else nothing.

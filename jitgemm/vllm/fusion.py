@@ -54,9 +54,9 @@ def install(config: CompilationConfig) -> bool:
 
     global _reduced
     _reduced = bool(config.pass_config.fuse_allreduce_rms)
-    found, key = config.inductor_compile_config, current_platform.pass_key
-    if not isinstance(found.get(key), QuantiserPass):
-        found[key] = QuantiserPass(found.get(key))
+    options, key = config.inductor_compile_config, current_platform.pass_key
+    if not isinstance(options.get(key), QuantiserPass):
+        options[key] = QuantiserPass(options.get(key))
     operators = torch.ops.vllm_ir
     for target, producer in {operators.rms_norm: _norm, operators.fused_add_rms_norm: _add_norm}.items():
         if producer not in inductor.PRODUCERS.get(target.default, ()):
@@ -80,7 +80,7 @@ def _add_norm(value: Node) -> Fold | None:
     first = value.target is operator.getitem and value.args[1] == 0
     if not first or weight is None or size is not None or _left_to_vllm(x):
         return None
-    total = next((each for each in call.users if each.args[1] == 1), None)
+    total = next((user for user in call.users if user.args[1] == 1), None)
     return Fold(x, Prologue(weight, eps, residual=residual), (call,), total)
 
 

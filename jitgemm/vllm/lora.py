@@ -32,7 +32,7 @@ def run_adapted(
     module, context, (tokens, top_k) = experts.module, experts._lora_context, topk_ids.shape
     w13, w2 = module.w13.weight, module.w2.weight
     # vLLM chooses its kernels by the experts' sizes, which it reads from weights.
-    sizes = [torch.empty(each.shape, dtype=x.dtype, device="meta") for each in (w13, w2)]
+    sizes = [torch.empty(weight.shape, dtype=x.dtype, device="meta") for weight in (w13, w2)]
     shared = {"w1": sizes[0], "w2": sizes[1], "num_tokens": tokens, "top_k_num": top_k}
 
     def adapt(hidden: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

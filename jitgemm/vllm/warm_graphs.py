@@ -36,6 +36,6 @@ class GraphWarmer(Warmer):
         if self.compiled and isinstance(module, PackedLinear):
             from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
-            row, whole = isinstance(layer, RowParallelLinear), isinstance(layer, ReplicatedLinear)
-            module.prologues = prologues_in_vllm("k" if row else None if whole else "n", self._gates)
+            row, undivided = isinstance(layer, RowParallelLinear), isinstance(layer, ReplicatedLinear)
+            module.prologues = prologues_in_vllm("k" if row else None if undivided else "n", self._gates)
         super().packed(layer, module)

@@ -169,12 +169,12 @@ class CodeOps:
 
     def before_packing(self, weight: Any) -> dict[str, Any]:
         """What a dense packed weight was before packing, as the arguments of `CanonicalWeight`."""
-        found: Unpacked = weight.unpack()
-        scale = found.scale if self.given_scales is None else found.scale.view(torch.uint8)
+        unpacked: Unpacked = weight.unpack()
+        scale = unpacked.scale if self.given_scales is None else unpacked.scale.view(torch.uint8)
         inner = CODES[self.name].inner
         group_size = weight.group_size if inner is None else inner.group
-        rows = None if found.row_scale is None else found.row_scale.flatten()
-        parts = dict(q=found.q, scale=scale, zero=found.zero, offset=found.offset, row_scale=rows)
+        rows = None if unpacked.row_scale is None else unpacked.row_scale.flatten()
+        parts = dict(q=unpacked.q, scale=scale, zero=unpacked.zero, offset=unpacked.offset, row_scale=rows)
         return parts | dict(group_size=group_size, permutation=weight.permutation, code=self.name)
 
     # ---- records -----------------------------------------------------------------------------------------------------

@@ -106,11 +106,11 @@ def with_sums(codes: torch.Tensor, correction: Correction) -> torch.Tensor:
     """Codes of int8 [m, k] with the sums of their groups behind them, [m, lhs_columns]."""
     (m, k), (name, size) = codes.shape, correction
     groups, slots = ceil_div(k, size), correction_blocks(k, size) * CORRECTION_GROUPS
-    whole = torch.nn.functional.pad(codes, (0, groups * size - k)).view(m, groups, size)
-    sums = torch.nn.functional.pad(whole.sum(2, dtype=torch.int32).float(), (0, slots - groups))
+    padded = torch.nn.functional.pad(codes, (0, groups * size - k)).view(m, groups, size)
+    sums = torch.nn.functional.pad(padded.sum(2, dtype=torch.int32).float(), (0, slots - groups))
     high = sums.to(torch_dtype(name))
     low = (sums - high.float()).to(high.dtype)
-    digits = torch.stack([each.unflatten(1, (-1, CORRECTION_GROUPS)) for each in (high, low)], 2)
+    digits = torch.stack([digit.unflatten(1, (-1, CORRECTION_GROUPS)) for digit in (high, low)], 2)
     padding = -k % BLOCK_K
     return torch.cat((torch.nn.functional.pad(codes, (0, padding)), digits.flatten(1).view(torch.int8)), 1)
 

@@ -88,12 +88,12 @@ def _row_powers(scale: torch.Tensor, used: torch.Tensor | None, factor: float) -
 
 def _used_groups(packed: PackedWeight) -> torch.Tensor:
     """Which groups have another value than 0, bool [n, groups]."""
-    found, size = [], packed.format.group_size
+    by_rows, size = [], packed.format.group_size
     for first, end in layout.strip_chunks(packed.n, packed.k):
         q, _, zero, _ = packed.rows(first, end)
         used = q.to(torch.float32)
         if zero is not None:
             used -= zero.to(torch.float32).repeat_interleave(size, 1)[:, : packed.k]
         used = torch.nn.functional.pad(used, (0, -packed.k % size)).unflatten(1, (-1, size))
-        found.append(used.any(-1))
-    return torch.cat(found)
+        by_rows.append(used.any(-1))
+    return torch.cat(by_rows)

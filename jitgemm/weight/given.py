@@ -90,7 +90,7 @@ def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | Non
             f"g_idx: expected groups 0..{groups - 1} for k = {k}, group size {group_size}, got {least}..{most}"
         )
     in_order = torch.arange(k, device=g_idx.device)
-    counts, expected = (torch.bincount(each, minlength=groups) for each in (g_idx.long(), in_order // group_size))
+    counts, expected = (torch.bincount(index, minlength=groups) for index in (g_idx.long(), in_order // group_size))
     if not torch.equal(counts, expected):
         group = int((counts != expected).nonzero()[0])
         raise ValueError(

@@ -39,12 +39,12 @@ def gptq(
     order = _order(importance, size) if act_order else torch.arange(k, device=w.device)
     upper = _factor(moments, order)
     upper /= upper.diagonal()[:, None].clone()  # of an error, what goes to the columns behind it
-    rest, codes = w.T[order], torch.empty((k, n), device=w.device)  # columns as those before them left them
+    remaining, codes = w.T[order], torch.empty((k, n), device=w.device)  # columns as those before them left them
     importance = importance[order]
     groups = (order // size).tolist()
     scale, zero = (torch.empty((-(-k // size), n), device=w.device) for _ in range(2))
     for first in range(0, k, _COLUMNS):
-        block, factor = rest[first : first + _COLUMNS], upper[first : first + _COLUMNS, first:]
+        block, factor = remaining[first : first + _COLUMNS], upper[first : first + _COLUMNS, first:]
         errors = torch.empty_like(block)
         # A few launches a column are most of the time: rows are taken apart at once.
         rows, lost, out = block.unbind(), errors.unbind(), codes[first : first + _COLUMNS].unbind()
@@ -53,15 +53,15 @@ def gptq(
             if not column or group != groups[column - 1]:
                 width = min(size, k - group * size)
                 columns = slice(column, column + width)
-                found = search.scales(rest[columns].T[:, None], importance[None, columns])
+                scales = search.scales(remaining[columns].T[:, None], importance[None, columns])
                 step, origin = scale[group], zero[group]
-                step[:], origin[:] = (each[:, 0] for each in found)
+                step[:], origin[:] = (values[:, 0] for values in scales)
                 divisor = torch.where(step == 0, 1.0, step)
             code = search.round_(torch.div(row, divisor, out=out[i]), origin)
             torch.addcmul(row, search.in_steps(code, origin), step, value=-1, out=lost[i])
             if i + 1 < len(rows):
                 block[i + 1 :].addr_(factor[i, i + 1 : len(rows)], lost[i], alpha=-1)
-        rest[first + _COLUMNS :].addmm_(factor[:, _COLUMNS:].T, errors, alpha=-1)
+        remaining[first + _COLUMNS :].addmm_(factor[:, _COLUMNS:].T, errors, alpha=-1)
     return codes[order.argsort()].T, scale.T, zero.T
 
 

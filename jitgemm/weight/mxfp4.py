@@ -97,11 +97,11 @@ def fits(scales: torch.Tensor, used: torch.Tensor, group_size: int) -> bool:
 def _extreme(scales: torch.Tensor, used: torch.Tensor, group_size: int, largest: bool) -> torch.Tensor:
     """int16 [rows, groups of group_size]: the least or the largest scale of the used groups, 1's if there are none."""
     unused = -1 if largest else NAN
-    found = torch.where(used, scales.to(torch.int16), unused)
-    per = group_size // EXPONENT_GROUP or found.shape[1]
-    found = torch.nn.functional.pad(found, (0, -found.shape[1] % per), value=unused).unflatten(1, (-1, per))
-    found = found.amax(-1) if largest else found.amin(-1)
-    return torch.where(found == unused, BIAS + LARGEST - ONE, found)
+    extremes = torch.where(used, scales.to(torch.int16), unused)
+    per = group_size // EXPONENT_GROUP or extremes.shape[1]
+    extremes = torch.nn.functional.pad(extremes, (0, -extremes.shape[1] % per), value=unused).unflatten(1, (-1, per))
+    extremes = extremes.amax(-1) if largest else extremes.amin(-1)
+    return torch.where(extremes == unused, BIAS + LARGEST - ONE, extremes)
 
 
 def of_zeros(scales: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
@@ -182,8 +182,8 @@ class _Mxfp4(CodeOps):
 
     def inner(self, blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
         """All 2^0's where each group has a scale of its own."""
-        if (found := super().inner(blocks, n, k, format)) is not None:
-            return found
+        if (exponents := super().inner(blocks, n, k, format)) is not None:
+            return exponents
         return torch.full((n, ceil_div(k, EXPONENT_GROUP)), ONE, dtype=torch.uint8, device=blocks.device)
 
     def operands(self, stored: Stored) -> RowParts:
@@ -196,14 +196,14 @@ class _Mxfp4(CodeOps):
     def f16_holds(self, packed: PackedWeight) -> torch.Tensor | bool:
         if packed.format.inner is None:
             return True
-        found = []
+        by_rows = []
         for first, end in layout.strip_chunks(packed.n, packed.k):
             q, _, _, _, exponents = packed.stored(first, end)
             size = values(q, exponents).to(torch.float32).abs()
             size = torch.nn.functional.pad(size, (0, -size.shape[1] % BLOCK_K)).unflatten(1, (-1, BLOCK_K)).sum(-1)
             low = (exponents < LEAST_EXPONENT) & nonzero_groups(q, packed.k)
-            found.append((size.amax(1) <= MOST_IN_RECORD) & ~low.any(1))
-        return torch.cat(found)
+            by_rows.append((size.amax(1) <= MOST_IN_RECORD) & ~low.any(1))
+        return torch.cat(by_rows)
 
     def common_group(self, group_size: int, other: int) -> int:
         return min(group_size, other)  # some scales are within a window that others' are not

@@ -26,9 +26,9 @@ class NoTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every function of PyTorch that is given the weight."""
-        given = [*args, *(kwargs or {}).values()]
-        nested = [each for value in given for each in (value if isinstance(value, (list, tuple)) else [value])]
-        weight = next(each for each in nested if isinstance(each, cls))
+        values = [*args, *(kwargs or {}).values()]
+        nested = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+        weight = next(item for item in nested if isinstance(item, cls))
         raise TypeError(weight.no_tensor(getattr(func, "__name__", str(func))))
 
 

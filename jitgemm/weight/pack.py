@@ -99,8 +99,8 @@ def pack_w4(
         raise ValueError(f"code: expected one of {', '.join(names)}, got {code!r}")
     check_flag("correction", correction)
     if correction and not _may_correct(lhs, code, zero, offset):
-        given = [name for name in ("zero", "offset") if others.get(name) is not None]
-        got = f"lhs_dtype {lhs_dtype}, code {code!r} and {' and '.join(given) or 'neither'}"
+        offsets_given = [name for name in ("zero", "offset") if others.get(name) is not None]
+        got = f"lhs_dtype {lhs_dtype}, code {code!r} and {' and '.join(offsets_given) or 'neither'}"
         raise ValueError(
             f"correction: expected int8 activations, int4 codes and either zero or offset with it, got {got}"
         )
@@ -288,22 +288,22 @@ def _by_row(
     group_size = None if group_size is None else check_group_size(group_size, k)
     shape, block = tuple(scale.shape), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK))
     if scale.numel() == 1 or (lead and shape in ((*lead,), (*lead, 1), (*lead, 1, 1))):
-        found = scale.reshape(*(lead if scale.numel() > 1 else ()), 1, 1).expand(*lead, n, 1)
+        by_row = scale.reshape(*(lead if scale.numel() > 1 else ()), 1, 1).expand(*lead, n, 1)
     elif shape[: len(lead) + 1] == (*lead, n) and len(shape) <= len(lead) + 2:
-        found = scale if len(shape) == len(lead) + 2 else scale[..., None]
+        by_row = scale if len(shape) == len(lead) + 2 else scale[..., None]
     elif shape == block:
-        found = scale.repeat_interleave(BLOCK, -2)[..., :n, :]
+        by_row = scale.repeat_interleave(BLOCK, -2)[..., :n, :]
     else:
         rows = f"{[*lead, n]}, {[*lead, n, 'ceil(k / group_size)']}".replace("'", "")
         raise ValueError(f"scale: expected one element, shape {rows} or, by block, {list(block)}, got {list(shape)}")
     sizes = {group_count(k, size): size for size in (*(size for size in GROUP_SIZES if size < k), k)}  # no two as many
-    size = sizes.get(found.shape[-1])
+    size = sizes.get(by_row.shape[-1])
     if size is None:
-        columns, of = (", ".join(map(str, each)) for each in (sizes, sizes.values()))
+        columns, of = (", ".join(map(str, values)) for values in (sizes, sizes.values()))
         raise ValueError(f"scale: expected {columns} columns for groups of {of} of k = {k}, got shape {list(shape)}")
     if group_size is not None and size != min(group_size, k):
         raise ValueError(f"group_size: expected {size}, by scale {list(shape)} for k = {k}, got {group_size}")
-    return found, size
+    return by_row, size
 
 
 def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k: int | None) -> tuple[int, bool]:
@@ -328,17 +328,17 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k:
             raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with k = {k}")
         return k, k != columns
     one_each, canonical = fits(columns), fits(2 * columns)
-    given = -1 if group_size == _ALL else group_size
+    said = -1 if group_size == _ALL else group_size
     if not unsigned:
         if one_each and not canonical:
-            raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {given}")
+            raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {said}")
         return 2 * columns, True
     if one_each and canonical:
         if group_size == 2 * columns and group_size not in GROUP_SIZES:
             return group_size, True  # such a group size is only ever k itself
         raise ValueError(
             f"k: expected the argument k to say whether q uint8 {list(q.shape)} is k = {columns}, one value each, or "
-            f"k = {2 * columns}, canonical: scale [n, {groups}] with group_size {given} fits both; got None"
+            f"k = {2 * columns}, canonical: scale [n, {groups}] with group_size {said} fits both; got None"
         )
     if one_each or canonical:
         return (columns, False) if one_each else (2 * columns, True)
@@ -347,7 +347,7 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k:
     format_group(least_k, group_size)
     raise ValueError(
         f"scale: expected {group_count(columns, group_size)} columns for q {list(q.shape)} read as one value each, or "
-        f"{group_count(2 * columns, group_size)} read as canonical, with group_size {given}, got {groups}"
+        f"{group_count(2 * columns, group_size)} read as canonical, with group_size {said}, got {groups}"
     )
 
 
@@ -417,13 +417,13 @@ def _regrouped(weight: Any) -> Any:
     """The weight before packing in a group size that the kernel has: others are repeated as smaller ones."""
     size = weight.group_size
     if size < weight.k and size not in GROUP_SIZES:
-        size = max((each for each in GROUP_SIZES if size % each == 0), default=0)
+        size = max((group for group in GROUP_SIZES if size % group == 0), default=0)
         if not size:
             expected = f"a multiple of one of {GROUP_SIZES}, or k for per channel"
             raise ValueError(f"group_size: expected {expected}, got {weight.group_size}")
     elif weight.offset is not None and size >= weight.k:
         # The kernel adds offsets by group only.
-        size = max((each for each in GROUP_SIZES if each < weight.k and each <= 128), default=0)
+        size = max((group for group in GROUP_SIZES if group < weight.k and group <= 128), default=0)
         if not size:
             raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {weight.k}")
     return weight.regrouped(size)

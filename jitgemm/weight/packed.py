@@ -144,15 +144,15 @@ class Weight(NoTensor, WeightBase):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that a copy is checked and marked ready too.
-        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
+        return type(self), tuple(getattr(self, field.name) for field in fields(self) if field.init)
 
     def __repr__(self) -> str:
         group, codes, reals = self.ops.words(self.format, self.group_size)
         order = ", permuted" if self.permutation is not None else ", rotated" if self.rotation else ""
         order += f", sums={self.sums!r}" if self.sums != "f32" else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
-        kind = type(self).__name__
-        return f"{kind}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{order}, device='{self.device}')"
+        name = type(self).__name__
+        return f"{name}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{order}, device='{self.device}')"
 
     @property
     def ops(self) -> CodeOps:
@@ -326,16 +326,16 @@ class Weight(NoTensor, WeightBase):
         Of MXFP4 the scale of a group of zeros may be another. Of NVFP4 whose terms are e4m3s, 0 stands for -0 and for
         codes whose scale is 0, and a power of two may have moved from a row's scales to its global scale.
         """
-        found: list[torch.Tensor | None] = []
+        unpacked: list[torch.Tensor | None] = []
         for rows, parts in self.packed.chunks(PackedWeight.unpacked):
-            if not found:
+            if not unpacked:
                 lead = self.shape[:-1]
-                found = [None if part is None else part.new_empty((*lead, part.shape[-1])) for part in parts.parts]
-            for whole, part in zip(found, parts.parts):
-                if whole is not None and part is not None:
+                unpacked = [None if part is None else part.new_empty((*lead, part.shape[-1])) for part in parts.parts]
+            for target, part in zip(unpacked, parts.parts):
+                if target is not None and part is not None:
                     bits = layout.bits_dtype(part.dtype)
-                    whole.view(bits).flatten(0, -2)[rows] = part.view(bits)
-        return Unpacked(*found)  # type: ignore[arg-type]
+                    target.view(bits).flatten(0, -2)[rows] = part.view(bits)
+        return Unpacked(*unpacked)  # type: ignore[arg-type]
 
     def dequantize(self) -> torch.Tensor:
         """(q - zero) * scale + offset as fp32 [n, k] or [experts, n, k], in the packed order of columns.
@@ -374,10 +374,10 @@ class Weight(NoTensor, WeightBase):
             ValueError: a tensor is missing, has the wrong shape or type, or was written with another layout version.
         """
         meta, parts = read_state(tensors, prefix, [cls.bits] if cls.bits else [*_KINDS])
-        kind: Any = cls if cls.bits else _KINDS[meta.bits]
+        weight_class: Any = cls if cls.bits else _KINDS[meta.bits]
         sizes = {name: getattr(meta, name) for name in ("n", "k", "group_size", "layout_version", "rotation")}
         try:
-            weight: Self = kind(format=meta.format, **sizes, **parts)
+            weight: Self = weight_class(format=meta.format, **sizes, **parts)
             if type(permutation := parts["permutation"]) in PLAIN and not permutation.is_meta:
                 check_permutation(permutation, meta.k)
             return weight

@@ -233,14 +233,14 @@ def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) ->
     n, k, fmt = weight.n, weight.k, weight.format
     count = count_experts(check_tensor(f"{name}blocks", weight.blocks))
     if experts is not None and experts != (count is not None):
-        whole = name.removesuffix(".") or "weight"
+        argument = name.removesuffix(".") or "weight"
         if experts:
             raise ValueError(
-                f"{whole}: expected a weight of experts, got a dense one, which gemm_w{fmt.bits}a8_nt takes"
+                f"{argument}: expected a weight of experts, got a dense one, which gemm_w{fmt.bits}a8_nt takes"
             )
         raise ValueError(
-            f"{whole}: expected a dense weight [n, k], got one of {count} experts, which "
-            f"m_grouped_gemm_w{fmt.bits}a8_nt_contiguous takes; {whole}[e] is the dense weight of expert e"
+            f"{argument}: expected a dense weight [n, k], got one of {count} experts, which "
+            f"m_grouped_gemm_w{fmt.bits}a8_nt_contiguous takes; {argument}[e] is the dense weight of expert e"
         )
     if count == 0:
         raise ValueError(f"{name}blocks: expected at least one expert, got {describe(weight.blocks)}")

@@ -106,8 +106,8 @@ def quantize_w4(
         scale = torch.empty((n, ceil_div(k, size)), dtype=scale_dtype, device=w.device)
         zero = torch.empty(scale.shape, dtype=torch.uint8, device=w.device)
         q = torch.empty((n, k // 2), dtype=torch.uint8, device=w.device)
-        for _, rows, _, part, codes, *found in _rounded(w, moments, act_order, rotation, size, lambda part: search):
-            scale[rows], zero[rows] = found
+        for _, rows, _, part, codes, *scales in _rounded(w, moments, act_order, rotation, size, lambda part: search):
+            scale[rows], zero[rows] = scales
             check_underflow(scale[rows], part)
             q[rows] = _canonical(codes)
         form: Any = dict(zero=None if symmetric else zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
@@ -153,9 +153,9 @@ def quantize_w8(
     rows_of, columns = block or 1, block or k  # of a scale
     with torch.inference_mode(False), torch.no_grad():
         if moments is not None:
-            whole, moments = _in_fp32(w, slice(n), rotation), _moments_of(moments, rotation)
-            codes, scale, _ = gptq(whole, moments, k, grid, act_order=True)
-            check_underflow(scale, whole[:, None])
+            rotated_w, moments = _in_fp32(w, slice(n), rotation), _moments_of(moments, rotation)
+            codes, scale, _ = gptq(rotated_w, moments, k, grid, act_order=True)
+            check_underflow(scale, rotated_w[:, None])
             return _saying(rotation, pack_w8(codes.to(lhs_dtype), scale))
         q = torch.empty((n, k), dtype=lhs_dtype, device=w.device)
         scale = torch.empty((ceil_div(n, rows_of), ceil_div(k, columns)), dtype=torch.float32, device=w.device)
@@ -166,11 +166,11 @@ def quantize_w8(
             part = _in_fp32(w, rows, rotation)
             part = torch.nn.functional.pad(part, (0, -k % columns, 0, -count % rows_of))
             part = part.view(part.shape[0] // rows_of, rows_of, -1, columns).transpose(1, 2).flatten(2)
-            found, zero = grid.scales(part)
-            scale[first // rows_of :][: found.shape[0]] = found
-            check_underflow(found, part)
+            scales, zero = grid.scales(part)
+            scale[first // rows_of :][: scales.shape[0]] = scales
+            check_underflow(scales, part)
             codes = (
-                grid.round_(in_steps(part, found), zero)
+                grid.round_(in_steps(part, scales), zero)
                 .to(lhs_dtype)
                 .unflatten(2, (rows_of, columns))
                 .transpose(1, 2)
@@ -248,11 +248,11 @@ def _rounded(
     for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
         for first in range(0, n, step):
             rows = slice(first, min(first + step, n))
-            whole = _in_fp32(w[e], rows, rotation)
-            part = torch.nn.functional.pad(whole, (0, padding)).unflatten(1, (-1, size))
+            values = _in_fp32(w[e], rows, rotation)
+            part = torch.nn.functional.pad(values, (0, padding)).unflatten(1, (-1, size))
             grid = grid_of(part)
             if moments is not None:
-                yield e, rows, grid, part, *gptq(whole, _moments_of(moments[e], rotation), size, grid, act_order)
+                yield e, rows, grid, part, *gptq(values, _moments_of(moments[e], rotation), size, grid, act_order)
             else:
                 scale, zero = grid.scales(part)
                 codes = grid.round_(in_steps(part, scale), zero[..., None])

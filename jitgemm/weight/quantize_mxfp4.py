@@ -53,8 +53,8 @@ def quantize_mxfp4(
         scales = torch.empty((*w.shape[:-1], ceil_div(k, EXPONENT_GROUP)), dtype=torch.uint8, device=w.device)
         runs = _rounded(w, moments, act_order, rotation, EXPONENT_GROUP, lambda part: grid)
         for e, rows, _, _, values, scale, _ in runs:
-            found = codes_of(values)
-            codes[e][rows] = found[:, 0::2] | found[:, 1::2] << 4
+            nibbles = codes_of(values)
+            codes[e][rows] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
             scales[e][rows] = (torch.frexp(scale).exponent + (BIAS - 1)).to(torch.uint8)
         return _saying(rotation, pack_mxfp4(codes, scales, k=k))
 

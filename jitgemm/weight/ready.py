@@ -60,8 +60,8 @@ def note(blocks: torch.Tensor, ready: bool) -> ReadyAt | None:
 
 def noted(blocks: torch.Tensor) -> ReadyAt | None:
     """Where this very tensor was noted last, if it was."""
-    found = _noted.get(id(blocks))
-    return found[1] if found is not None and found[0]() is blocks else None
+    entry = _noted.get(id(blocks))
+    return entry[1] if entry is not None and entry[0]() is blocks else None
 
 
 def now(blocks: torch.Tensor) -> ReadyAt:

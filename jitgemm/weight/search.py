@@ -158,12 +158,12 @@ def _least(w: torch.Tensor, values: list[float], tried: Callable[[torch.Tensor],
             together = [torch.stack(each, 1).flatten(0, 1) for each in zip(*candidates, strict=True)]
             index = together[0].argmin(0, keepdim=True)
             candidates = [tuple(each.gather(0, index) for each in together)]
-        for error, *found in candidates:
+        for error, *results in candidates:
             if best:
                 better = error < best[0]
-                best = [torch.where(better, new, old) for new, old in zip((error, *found), best, strict=True)]
+                best = [torch.where(better, new, old) for new, old in zip((error, *results), best, strict=True)]
             else:
-                best = [error, *found]
+                best = [error, *results]
     return [each[0] for each in best[1:]]
 
 

@@ -24,33 +24,33 @@ def stack(cls: type[W], count: int, make: Callable[[int], W], together: int) -> 
         raise ValueError(f"together: expected a divisor of {count} experts, got {together}")
 
     first: dict[str, Any] = {}
-    whole: dict[str, torch.Tensor] = {}
+    stacked: dict[str, torch.Tensor] = {}
     sums = "f32"
     with torch.inference_mode(False), torch.no_grad():
         for e in range(0, count, together):
-            each = make(e)
-            if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
-                got = repr(each) if isinstance(each, cls) else type(each).__name__
-                error = ValueError if isinstance(each, cls) else TypeError
+            weight = make(e)
+            if not isinstance(weight, cls) or weight.experts is not None or weight.permutation is not None:
+                got = repr(weight) if isinstance(weight, cls) else type(weight).__name__
+                error = ValueError if isinstance(weight, cls) else TypeError
                 raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
-            if together > 1 and each.n % (together * STRIP_ROWS):
+            if together > 1 and weight.n % (together * STRIP_ROWS):
                 expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
-                raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
-            sums, each = each.sums if e == 0 else sums, each.with_sums("f32")
-            common = each.format.for_any_values
-            like = e > 0 and (each.k, common.code) == (first["k"], first["format"].code)
+                raise ValueError(f"make({e}): expected {expected}, got n = {weight.n}")
+            sums, weight = weight.sums if e == 0 else sums, weight.with_sums("f32")
+            common = weight.format.for_any_values
+            like = e > 0 and (weight.k, common.code) == (first["k"], first["format"].code)
             if like:  # some experts' values may ask for smaller groups than others'
-                regroup, ops = first["group_size"], each.ops
-                each = each.regrouped(ops.common_group(each.group_size, regroup))
-                if (size := ops.common_group(regroup, each.group_size)) != regroup:
-                    whole, format = regrouped(whole, first["format"], size), each.format
-                    first |= {"group_size": size, "format": format, "tensors": list(whole)}
-            tensors, common = each._tensors, each.format.for_any_values
-            facts = {"n": each.n, "k": each.k, "group_size": each.group_size, "device": each.device}
-            facts |= {"format": common, "tensors": list(tensors), "rotation": each.rotation}
+                regroup, ops = first["group_size"], weight.ops
+                weight = weight.regrouped(ops.common_group(weight.group_size, regroup))
+                if (size := ops.common_group(regroup, weight.group_size)) != regroup:
+                    stacked, format = regrouped(stacked, first["format"], size), weight.format
+                    first |= {"group_size": size, "format": format, "tensors": list(stacked)}
+            tensors, common = weight._tensors, weight.format.for_any_values
+            facts = {"n": weight.n, "k": weight.k, "group_size": weight.group_size, "device": weight.device}
+            facts |= {"format": common, "tensors": list(tensors), "rotation": weight.rotation}
             if e == 0:
-                first, format = facts, each.format
-                whole = {
+                first, format = facts, weight.format
+                stacked = {
                     name: part.new_empty((count, part.shape[0] // together, *part.shape[1:]))
                     for name, part in tensors.items()
                 }
@@ -58,16 +58,16 @@ def stack(cls: type[W], count: int, make: Callable[[int], W], together: int) -> 
                 if fact != first[name]:
                     raise ValueError(f"make({e}): expected {name} {first[name]}, as make(0) has, got {fact}")
             for name, part in tensors.items():
-                whole[name][e : e + together] = part.unflatten(0, (together, -1))
-            if each.format != format:
-                blocks = whole["blocks"]
-                for some, order in ((blocks[:e], format.order), (blocks[e : e + together], each.format.order)):
+                stacked[name][e : e + together] = part.unflatten(0, (together, -1))
+            if weight.format != format:
+                blocks = stacked["blocks"]
+                for some, order in ((blocks[:e], format.order), (blocks[e : e + together], weight.format.order)):
                     layout.reorder_codes(some, format.code, order, common.order)
                 format = common
-            del each, tensors, part  # before the next is made
+            del weight, tensors, part  # before the next is made
     sizes = first["n"] // together, first["k"], first["group_size"]
-    more: Any = {"row_sum": whole.get("row_sum"), "rotation": first["rotation"]}
-    return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, **more).with_sums(sums)
+    more: Any = {"row_sum": stacked.get("row_sum"), "rotation": first["rotation"]}
+    return cls(stacked["blocks"], stacked.get("channel_scale"), *sizes, format, **more).with_sums(sums)
 
 
 def regrouped(tensors: dict[str, torch.Tensor], format: WeightFormat, group_size: int) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ def from_bytes(bytes: torch.Tensor) -> torch.Tensor:
 def values(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """int8 [rows, k] of uint8 codes and factors uint8 [rows, ceil(k / 128), 2]."""
     factor, product = (
-        each.to(torch.int16).repeat_interleave(FACTOR_GROUP, 1)[:, : codes.shape[1]] for each in factors.unbind(-1)
+        row.to(torch.int16).repeat_interleave(FACTOR_GROUP, 1)[:, : codes.shape[1]] for row in factors.unbind(-1)
     )
     return (codes * factor).sub_(product).to(torch.int8)
 
@@ -74,10 +74,10 @@ class _TwoLevel(CodeOps):
 
     def before_packing(self, weight: Any) -> dict[str, Any]:
         """As int4 with scales that are factors times the rows'."""
-        found: Unpacked = weight.unpack()
-        rows: torch.Tensor = found.row_scale  # type: ignore[assignment]
-        scale = found.scale.float() * rows.float()  # exact
-        parts = dict(q=found.q, scale=scale, zero=found.zero, group_size=FACTOR_GROUP, row_scale=rows.flatten())
+        unpacked: Unpacked = weight.unpack()
+        rows: torch.Tensor = unpacked.row_scale  # type: ignore[assignment]
+        scale = unpacked.scale.float() * rows.float()  # exact
+        parts = dict(q=unpacked.q, scale=scale, zero=unpacked.zero, group_size=FACTOR_GROUP, row_scale=rows.flatten())
         return parts | dict(permutation=weight.permutation)
 
     def words(self, format: WeightFormat, group_size: int) -> tuple[str, str, str]:
@@ -194,9 +194,9 @@ def _checked(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, at: str) 
         ("group_zero", product, 0, 255, "group_zero * group_scale of"),
         ("group_scale", (torch.stack((least, most)) - zero) * scale, *RANGE, "(q - group_zero) * group_scale of"),
     ):  # fmt: skip
-        found = [int(each) for each in values.aminmax()]
-        if found[0] < low or found[1] > high:
-            raise ValueError(f"{name}{at}: expected {what} {low}..{high}, got {found[0]}..{found[1]}")
+        first, last = (int(value) for value in values.aminmax())
+        if first < low or last > high:
+            raise ValueError(f"{name}{at}: expected {what} {low}..{high}, got {first}..{last}")
     return torch.stack((scale, product), -1).to(torch.uint8)
 
 
