@@ -29,9 +29,10 @@ from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select import cost
-from jitgemm.select.choose import band_end, candidates, choose
+from jitgemm.select.choose import band_end, choose
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_spec
 from jitgemm.select.legal import illegal
+from jitgemm.select.ranked import candidates, predict
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
@@ -404,7 +405,7 @@ def regrets(timings: Timings, device: DeviceSpec) -> list[Regret]:
     for cell, us in timings.items():
         problem = problem_of(cell)
         chosen, best = choose(problem, device), min(us, key=us.__getitem__)
-        likely = min(us, key=lambda kernel: cost.predict(kernel, problem, device).predicted_us)
+        likely = min(us, key=lambda kernel: predict(kernel, problem, device).predicted_us)
         regret = us[chosen] / us[best] - 1 if chosen in us else None
         found.append(Regret(cell, regret, us[likely] / us[best] - 1, chosen, best, us[best]))
     return found

@@ -10,9 +10,8 @@ from jitgemm.activations.kernel import quantize_spec, smem_bytes, spec_for_rows
 from jitgemm.activations.scheme import SILU_MUL, Activation, Prologue
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import Correction, ceil_div
-from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
-from jitgemm.runtime.loaded import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily, resident
 from jitgemm.runtime.launch import ArgumentBlock, Launch, Operands
 from jitgemm.tensors import TYPE_NAMES
 
@@ -44,13 +43,10 @@ def prepare(
         k, TYPE_NAMES[x.dtype], activation.dtype, **activation.flags, **prologue.flags, masked=masked,
         gathered=row_index is not None, correction=correction,
     )  # fmt: skip
-    sms = device_of(device).num_sms
-    spec = spec_for_rows(spec, k, m, sms)
+    spec = spec_for_rows(spec, k, m, device_of(device).num_sms)
     kernel = KERNELS.load(spec, device)
     threads, rows = block_dims(spec, k)
     smem = smem_bytes(spec, k)
-    driver.use_context(device)
-    resident = max(1, driver.resident_ctas(kernel, threads * rows, smem))
     values = {
         "x_row_bytes": row_bytes(x),
         "q_row_bytes": row_bytes(q),
@@ -67,7 +63,7 @@ def prepare(
         "rows_of_count": 0 if row_count is None else m // row_count.shape[0],
         "given_stride": 0 if given is None or given.numel() == 1 else 1,
     }
-    grid = min(ceil_div(m, rows), resident * sms) * spec.ctas
+    grid = min(ceil_div(m, rows), resident(kernel, device, threads * rows, smem)) * spec.ctas
     return Launch(kernel, ARGUMENTS, values, grid=grid, threads=(threads, rows), smem_bytes=smem)
 
 

@@ -14,7 +14,8 @@ from jitgemm.kernel.legend import ROTATED, legend
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import local_device, pick_device
 from jitgemm.select import cost
-from jitgemm.select.choose import Candidate, bands, candidates, faster_instead, seen, why
+from jitgemm.select.choose import bands, seen
+from jitgemm.select.ranked import TERMS, Candidate, candidates, faster_instead, why
 
 _EXPERTS = "A grouped GEMM of E weights; M tokens choose experts."
 _ROTATION = "Of the weight, and of activations in their quantiser. Default: none."
@@ -101,7 +102,7 @@ def explain(
     chosen = ranked[0]
     longest = max(chosen.terms.values())
     bars = [
-        f"  {name:<9}{us:6.2f} us  {'#' * round(16 * us / longest):<16}  {cost.TERMS[name]}"
+        f"  {name:<9}{us:6.2f} us  {'#' * round(16 * us / longest):<16}  {TERMS[name]}"
         for name, us in chosen.terms.items()
     ]
     if device is None and local_device() is None:

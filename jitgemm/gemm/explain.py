@@ -24,7 +24,7 @@ class Explanation:
         device: the device that it is chosen for.
         rows: (first, last) m that share the kernel.
         predicted_us: the model's prediction in microseconds, for the last of these m.
-        bound_by: what takes longest in the prediction, a name of `jitgemm.select.cost.TERMS`.
+        bound_by: what takes longest in the prediction, a name of `jitgemm.select.ranked.TERMS`.
         candidates: how many kernels were compared.
         why: one sentence on the winner against the runner-up.
         legend: (part, what it says) for each part of the label.
@@ -76,8 +76,9 @@ def explain(lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, *, batch_invariant: boo
     from jitgemm.jit.source import function_name
     from jitgemm.kernel.legend import legend
     from jitgemm.runtime.device import device_of
-    from jitgemm.select.choose import bands, candidates, faster_instead, why
+    from jitgemm.select.choose import bands
     from jitgemm.select.devices import device_spec
+    from jitgemm.select.ranked import candidates, faster_instead, why
 
     x, x_scale, x_zero = split_lhs(lhs)
     gemm = Gemm(x, x_scale, x_zero, rhs, out, None, None, batch_invariant)

@@ -313,8 +313,7 @@ class _Finish(Call):
         out.copy_(y if bias is None else y + bias.float())
 
     def prepare(self, operands: Operands) -> Launch:
-        from jitgemm.runtime import driver
-        from jitgemm.runtime.device import device_of
+        from jitgemm.runtime.loaded import resident
 
         parts, x_scale, channel_scale, bias, out = self.parts, self.x_scale, self.channel_scale, self.bias, self.out
         (m, n), device = out.shape, out.get_device()
@@ -328,9 +327,7 @@ class _Finish(Call):
             "channel_scale_type": 0 if channel_scale is None else DTYPES[TYPE_NAMES[channel_scale.dtype]].number,
             "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
         }
-        driver.use_context(device)
-        resident = max(1, driver.resident_ctas(kernel, FINISH_THREADS, 0)) * device_of(device).num_sms
-        grid = min(ceil_div(m * (n // 8), FINISH_THREADS), resident)
+        grid = min(ceil_div(m * (n // 8), FINISH_THREADS), resident(kernel, device, FINISH_THREADS))
         return Launch(kernel, FINISH_ARGUMENTS, values, grid=grid, threads=(FINISH_THREADS, 1), smem_bytes=0)
 
 

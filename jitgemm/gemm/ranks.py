@@ -172,8 +172,7 @@ class _Ranks(Call):
         return self.buffer.peers, self.scales, self.x_scale, self.channel_scale, self.bias, self.out
 
     def prepare(self, operands: Operands) -> Launch:
-        from jitgemm.runtime import driver
-        from jitgemm.runtime.device import device_of
+        from jitgemm.runtime.loaded import resident
 
         buffer, device = self.buffer, self.buffer.peers.get_device()
         spec = RanksSpec(self.function, ranks=buffer.world)
@@ -197,7 +196,5 @@ class _Ranks(Call):
             "limit_s": settings.exchange_timeout_s(),
             "unused": 0,
         }
-        driver.use_context(device)
-        resident = max(1, driver.resident_ctas(kernel, FINISH_THREADS, 0)) * device_of(device).num_sms
-        grid = max(1, min(ceil_div(work, FINISH_THREADS), resident))
+        grid = max(1, min(ceil_div(work, FINISH_THREADS), resident(kernel, device, FINISH_THREADS)))
         return Launch(kernel, RANKS_ARGUMENTS, values, grid=grid, threads=(FINISH_THREADS, 1), smem_bytes=0)

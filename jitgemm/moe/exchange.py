@@ -294,7 +294,8 @@ class _Dispatch(Call):
 
     def prepare(self, operands: Operands) -> Launch:
         """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
-        from jitgemm.moe.plan import FAMILIES, resident, row_bytes
+        from jitgemm.moe.plan import FAMILIES, row_bytes
+        from jitgemm.runtime.loaded import resident
 
         layout, (m, k), device = self.buffer.layout, self.x.shape, self.x.get_device()
         choices, activation = layout.world * max(m, 1) * layout.top_k, layout.activation
@@ -331,7 +332,8 @@ class _Collect(Call):
 
     def prepare(self, operands: Operands) -> Launch:
         """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
-        from jitgemm.moe.plan import FAMILIES, resident, row_bytes
+        from jitgemm.moe.plan import FAMILIES, row_bytes
+        from jitgemm.runtime.loaded import resident
 
         layout, tokens, device = self.buffer.layout, self.out.shape[0], self.rows.get_device()
         kernel = FAMILIES["collect"].load(CollectSpec(TYPE_NAMES[self.rows.dtype]), device)

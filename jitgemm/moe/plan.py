@@ -15,9 +15,8 @@ from jitgemm.moe.arguments import COMBINE_POINTERS, GATHER_POINTERS, ROUTE_POINT
 from jitgemm.moe.kernel import COMBINE_THREADS, ROUTE_QUANTIZE_THREADS, MAX_EXPERTS
 from jitgemm.moe.kernel import MAX_GLOBAL_EXPERTS, CombineSpec, RouteQuantizeSpec, GatherSpec
 from jitgemm.moe.kernel import combine_blocks, route_launch, route_smem_bytes, route_spec, route_threads, source_of
-from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
-from jitgemm.runtime.loaded import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily, resident
 from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
 
@@ -121,11 +120,3 @@ def prepare_gather(
     }
     grid = min(ceil_div(row_index.shape[0], spec.threads // 32), resident(kernel, device, spec.threads))
     return Launch(kernel, GATHER_ARGUMENTS, values, grid=grid, threads=(spec.threads, 1), smem_bytes=0)
-
-
-def resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int = 0, cluster: int = 1) -> int:
-    """CTAs of a kernel that a device holds at once, a multiple of its clusters."""
-    driver.use_context(device)
-    if cluster > 1:
-        return cluster * driver.resident_clusters(kernel, cluster, threads, smem)
-    return max(1, driver.resident_ctas(kernel, threads, smem)) * device_of(device).num_sms

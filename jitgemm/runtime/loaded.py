@@ -1,4 +1,4 @@
-"""The kernels that this process has loaded, GEMMs and quantisers: one table, filled from one cache.
+"""The kernels that this process has loaded: one table, filled from one cache; and how many of their CTAs a GPU holds.
 
 Knows sources and the driver; nothing of what a kernel computes, nor of how it is launched.
 """
@@ -19,6 +19,7 @@ from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.runtime import driver
+from jitgemm.runtime.device import device_of
 
 Spec = TypeVar("Spec", bound=Hashable)
 
@@ -70,6 +71,14 @@ class KernelFamily(Generic[Spec]):
                 kernel = driver.load_kernel(entry.cubin, source.function, device=device, smem_bytes=smem)
                 kernels[spec, device] = kernel
         return kernel
+
+
+def resident(kernel: driver.LoadedKernel, device: int, threads: int, smem: int = 0, cluster: int = 1) -> int:
+    """CTAs of a kernel that a device holds at once, a multiple of its clusters."""
+    driver.use_context(device)
+    if cluster > 1:
+        return cluster * driver.resident_clusters(kernel, cluster, threads, smem)
+    return max(1, driver.resident_ctas(kernel, threads, smem)) * device_of(device).num_sms
 
 
 def _warn_of_slow(entry: Entry) -> None:

@@ -6,4 +6,5 @@ Files::
     legal    the kernels that exist
     cost     how long a kernel takes
     devices  figures of the GPUs
+    ranked   what explains a choice: every kernel with its prediction
 """

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select import cost, legal
-from jitgemm.select.cost import Candidate, Costs
+from jitgemm.select.cost import Costs
 from jitgemm.select.devices import DeviceSpec
 
 
@@ -112,42 +111,6 @@ def _by_band(problem: Problem) -> bool:
 def seen(problem: Problem) -> Problem:
     """As the selector sees it: at its own m, or at its band's end."""
     return _at_band_end(problem) if _by_band(problem) else replace(problem, rows_vary=False)
-
-
-def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
-    """Every legal kernel for the problem with its prediction: the choice, then the others, best first (`_rank`)."""
-    problem = seen(problem)
-    found = [cost.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
-    found = [replace(c, kernel=_as_asked(c.kernel, problem)) for c in found]
-    chosen = choose(problem, device) if found else None
-    return sorted(found, key=lambda c: (c.kernel != chosen, _rank(c.predicted_us, c.kernel)))
-
-
-def why(ranked: list[Candidate]) -> str:
-    """One sentence on the winner against the runner-up."""
-    winner = ranked[0]
-    if len(ranked) == 1:
-        return f"{winner.kernel.label} is the only one that fits"
-    second = ranked[1]
-    lead = second.predicted_us - winner.predicted_us
-    if lead < 0:
-        other = f"{second.kernel.label} takes {-lead:.2f} us less"
-        return f"{winner.kernel.label} is the fastest of its band's and the three before's; {other}"
-    if lead < 0.005:
-        ties = "ties go to the smaller tile, to sums that all splits reduce, to shared activations, then by name"
-        return f"{winner.kernel.label} ties with {second.kernel.label}; {ties}"
-    reasons = [
-        f"{cost.TERMS[name]} {winner.terms[name]:.2f} us instead of {second.terms[name]:.2f}"
-        for name in dict.fromkeys((second.bound_by, "fixed"))
-        if second.terms[name] - winner.terms[name] > 0.005
-    ]
-    because = f": {', '.join(reasons)}" if reasons else ""
-    return f"{winner.kernel.label} won over {second.kernel.label} by {lead:.2f} us{because}"
-
-
-def faster_instead(problem: Problem) -> str:
-    """What is faster in prefill than int8 times a float scale for each group of 4-bit codes; "" for other problems."""
-    return CODES[problem.format.code].faster.get(problem.lhs, "") if problem.format.group_size else ""
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from random import Random
@@ -71,42 +70,6 @@ PREFETCH_US = 1.86
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 OVERLAP = 4
 """Exponent p of the norm (sum of part^p)^(1/p). Not fitted: 3.6 to 4.6 are as good."""
-
-TERMS = {
-    "memory": "bytes from memory",
-    "fetch": "waiting for stages to arrive",
-    "tensor": "the tensor cores",
-    "issue": "issuing instructions",
-    "latency": "the way of one record after the other",
-    "epilogue": "epilogues between tiles",
-    "fixed": "start, sum over k and last epilogue",
-}
-"""What a prediction is made of, in words; the names are `Times`' fields."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel and what the model says of it.
-
-    Attributes:
-        kernel: the kernel.
-        predicted_us: predicted microseconds of one call in a chain of calls.
-        terms: the prediction's parts in microseconds, `TERMS`. memory, tensor, issue, latency and fetch overlap;
-            epilogue, of all tiles but a CTA's last, is added to the consumers' work; fixed is added to the whole.
-        waves: rounds of tiles, the last one perhaps not full.
-        ctas: CTAs launched.
-    """
-
-    kernel: KernelSpec
-    predicted_us: float
-    terms: dict[str, float]
-    waves: int
-    ctas: int
-
-    @property
-    def bound_by(self) -> str:
-        """The part of the prediction that takes longest; `fixed` comes on top of it whatever it is."""
-        return max((name for name in self.terms if name != "fixed"), key=self.terms.__getitem__)
 
 
 class Costs(NamedTuple):
@@ -176,7 +139,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
 
 
 class Times(NamedTuple):
-    """A prediction's parts in microseconds, as in `Candidate.terms`; `TERMS` has them in words."""
+    """A prediction's parts in microseconds, as in `Candidate.terms`; `ranked.TERMS` has them in words."""
 
     memory: float
     fetch: float
@@ -245,17 +208,6 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
         fixed=alone + of.tile,
     )
     return found, rounds, ctas
-
-
-def candidate(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> Candidate:
-    """The prediction as users see it."""
-    found, waves, ctas = times(spec, of, problem, device)
-    return Candidate(spec, found.total, found._asdict(), math.ceil(waves), ctas)
-
-
-def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
-    """Predicted time of `problem` on `device` with this kernel."""
-    return candidate(spec, costs(spec, device), problem, device)
 
 
 # ---- routings --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from jitgemm.gemm import launch as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
-from jitgemm.runtime import driver, launch
+from jitgemm.runtime import driver, launch, loaded
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -214,7 +214,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     monkeypatch.setattr(launch, "current_device", lambda: -1)
     monkeypatch.setattr(launch, "current_stream", lambda device: 7)
     monkeypatch.setattr(launch.Launch, "run", run)
-    for module in (devices, gemms, quantizers, moe):
+    for module in (devices, gemms, loaded, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)  # hides the base class' own
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

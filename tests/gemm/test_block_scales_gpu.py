@@ -20,9 +20,10 @@ from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm, Groups, fp32_scales
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.select.choose import candidates, choose
+from jitgemm.select.choose import choose
 from jitgemm.select.devices import device_spec
 from jitgemm.select.legal import illegal, legal_kernels
+from jitgemm.select.ranked import candidates
 from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.gpu

@@ -44,8 +44,9 @@ from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
-from jitgemm.select.choose import candidates, choose, kernels_for
+from jitgemm.select.choose import choose, kernels_for
 from jitgemm.select.legal import illegal, legal_kernels
+from jitgemm.select.ranked import candidates
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
 

@@ -18,7 +18,7 @@ from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
 from jitgemm.moe import exchange
 from jitgemm.moe import plan as moe
-from jitgemm.runtime import driver
+from jitgemm.runtime import driver, loaded
 from jitgemm.runtime import launch as launching
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
@@ -56,7 +56,7 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launching, "current_device", lambda: -1)
     monkeypatch.setattr(launching, "current_stream", lambda device: 7)
-    for module in (gemms, quantizers, moe):
+    for module in (gemms, loaded, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
     return launches
 

@@ -33,7 +33,7 @@ from jitgemm.gemm.problem import Gemm, Groups
 from jitgemm.kernel import render
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.runtime import driver
+from jitgemm.runtime import driver, loaded
 from jitgemm.runtime.launch import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
 from jitgemm.weight.correction import with_sums
@@ -373,7 +373,8 @@ def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, n
     options = {name: parameters[name] for name in names if name in parameters}
     options |= {"affine": affine, "scheme": "block" if "block" in names else "token"}
     emulate(monkeypatch)
-    monkeypatch.setattr(quantizers, "device_of", lambda _: replace(DEVICES["h200"], num_sms=rows_at_once))
+    for module in (loaded, quantizers):
+        monkeypatch.setattr(module, "device_of", lambda _: replace(DEVICES["h200"], num_sms=rows_at_once))
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 1)
     found = []
     for ctas in (1, 2, 4):
@@ -552,7 +553,8 @@ def test_a_planted_fault_is_seen(emulator, plant, fault):
 def test_a_fault_in_a_quantiser_of_rows_that_ctas_share_is_seen(monkeypatch, plant, header, old, new, expected):
     emulate(monkeypatch)
     plant(f"quantize/{header}", old, new)
-    monkeypatch.setattr(quantizers, "device_of", lambda _: replace(DEVICES["h200"], num_sms=1))
+    for module in (loaded, quantizers):
+        monkeypatch.setattr(module, "device_of", lambda _: replace(DEVICES["h200"], num_sms=1))
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 1)
     monkeypatch.setattr(quantizers, "spec_for_rows", lambda spec, *_: replace(spec, ctas=2))
     with pytest.raises(AssertionError, match=expected):

@@ -32,10 +32,10 @@ from jitgemm.kernel.spec import (
 from jitgemm.kernel.tactics import prefetch_stages, promote_records
 from jitgemm.select import choose as choice
 from jitgemm.select import cost, legal
-from jitgemm.select.choose import bands, candidates, choose, kernels_for
-from jitgemm.select.cost import predict
+from jitgemm.select.choose import bands, choose, kernels_for
 from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
 from jitgemm.select.legal import cluster_tiles, illegal, launched_clusters, legal_kernels
+from jitgemm.select.ranked import candidates, predict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -449,7 +449,7 @@ def test_equal_inputs_give_equal_outputs(problem, device):
 def test_other_processes_choose_alike():
     script = """
 import jitgemm_cli  # without torch
-from jitgemm.select.choose import candidates
+from jitgemm.select.ranked import candidates
 from jitgemm.select.devices import DEVICES
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import Problem, WeightFormat

@@ -17,10 +17,10 @@ from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div,
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import direct_lhs, multiply_widths, prefetch_stages
 from jitgemm.select import cost, legal
-from jitgemm.select.choose import band_end, bands, candidates, choose, kernels_for
-from jitgemm.select.cost import predict
+from jitgemm.select.choose import band_end, bands, choose, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, legal_kernels, max_cluster_tiles
+from jitgemm.select.ranked import candidates, predict
 
 H200 = DEVICES["h200"]
 FP8 = WeightFormat(128, False, "bf16", "e4m3")
