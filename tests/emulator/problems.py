@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import builders
 import mxfp4
+import nvfp4
 import torch
 import two_level
 
@@ -17,14 +18,15 @@ from jitgemm.weight.correction import with_sums
 from jitgemm.weight.packed import W4Weight
 
 TIERS = {size: tier for tier, size in mxfp4.TIERS.items()}
+BY_ORDER = {"near": nvfp4.parts, "nvfp4": nvfp4.far, "two_level": two_level.parts}
 
 
 def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     """Random operands of a dense kernel, out between rows and columns of other tensors."""
     f = spec.format
-    if f.powers or f.code == "two_level":
-        weight = (mxfp4.parts(seed, n, k, TIERS[f.group_size]) if f.powers else two_level.parts(seed, n, k)).packed
-        return _with_operands(spec, m, weight, seed)
+    if f.powers or f.order in BY_ORDER:
+        parts = mxfp4.parts(seed, n, k, TIERS[f.group_size]) if f.powers else BY_ORDER[f.order](seed, n, k)
+        return _with_operands(spec, m, parts.packed, seed)
     parts = builders.weight_parts(
         seed, n, k, f.group_size, zero_point=f.zero_point or f.correction == "fp16", scale_type=f.scale_type,
         offset=f.offset or f.correction == "bf16", codes=f.order, bits=f.bits, uniform_strip_scale=spec.tokens_as_m,

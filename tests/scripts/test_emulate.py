@@ -111,8 +111,12 @@ class TestGemm:
     pytestmark = emulated
 
     @pytest.mark.parametrize(
-        "label", [GEMM, "e4m3fast-g128-bf16-m32n64-s6-f16", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr"]
-    )
+        "label",
+        [
+            GEMM, "e4m3fast-g128-bf16-m32n64-s6-f16", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr",
+            "e4m3nvnear-channel-m16n64-k1x2-s3", "e4m3nv-channel-m16n64-s3",
+        ],
+    )  # fmt: skip
     def test_a_right_one_is_within_its_bound(self, label):
         code, output = invoke("gemm", label, 20, 72, 416, "--seeds", 2)
         assert code == 0 and re.search("at most (0|0[.][0-9]+) of its bound", output), output
