@@ -208,8 +208,10 @@ def _ranks(group: str, rank: int, world: int, nvlink: bool, out: torch.Tensor) -
     if nvlink and world > 1 and out.is_cuda:
         from jitgemm.nn.layers import invariant_nvlink  # with torch's symmetric memory
 
+        # Also for a call that is too large: it may be the only one before CUDA graphs are captured, as in engines.
+        ranks = invariant_nvlink.NvlinkRanks(group_named(group), rank, world, out.device)
         if invariant_nvlink.takes(*out.shape):
-            return invariant_nvlink.NvlinkRanks(group_named(group), rank, world, out.device)
+            return ranks
     return Ranks(group, rank, world)
 
 
