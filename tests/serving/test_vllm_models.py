@@ -584,13 +584,13 @@ def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
 TOKENS = (1, 5)
 
 
-def rank_with_tokens(rank, folder, exchange):
+def rank_with_tokens(rank, folder):
     """In a process of its own: what vLLM's runner makes of this rank's tokens."""
     from vllm.forward_context import set_forward_context
 
     with process_group(folder / "store", rank, replicas=2):
-        options = {"hf_overrides": {"jitgemm": {"exchange": "nvlink"}}} if exchange else {}
-        model, config = loaded_with_config(folder, enable_expert_parallel=True, **replica(rank, 2), **options)
+        options = {"hf_overrides": {"jitgemm": {"exchange": "nvlink"}}, **replica(rank, 2)}
+        model, config = loaded_with_config(folder, enable_expert_parallel=True, **options)
         runner = model.model.layers[0].mlp.experts
         torch.manual_seed(rank)
         x, ids = (
@@ -599,26 +599,25 @@ def rank_with_tokens(rank, folder, exchange):
         )
         weights, ids = torch.rand(TOKENS[rank], 2), ids[:, :2].int()
         runner.router.select_experts = lambda **_: (weights, ids)  # vLLM's is in its libraries
-        found = {"x": x, "ids": ids, "weights": weights, "gathers": runner.do_naive_dispatch_combine}
-        if exchange:
-            with set_forward_context(None, config, len(x), torch.tensor(TOKENS, dtype=torch.int32)):
-                found["out"] = runner(x, torch.zeros(len(x), EXPERTS, dtype=torch.bfloat16))
+        found = {"x": x, "ids": ids, "weights": weights}
+        with set_forward_context(None, config, len(x), torch.tensor(TOKENS, dtype=torch.int32)):
+            found["out"] = runner(x, torch.zeros(len(x), EXPERTS, dtype=torch.bfloat16))
+        assert not runner.do_naive_dispatch_combine
+        runner.routed_experts.quant_method.split = None
+        assert runner.do_naive_dispatch_combine
         torch.save(found, folder / f"rank{rank}")
     os._exit(0)
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["nvlink", "vllm's"])
-def test_ranks_send_their_tokens_themselves(tmp_path, exchange):
+def test_ranks_send_their_tokens_themselves(tmp_path):
     """On a CPU jitgemm's collectives carry them; vLLM's runner, which asks who does, is the same."""
     dense = save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, True)
     [start] = {key.partition(".experts.")[0] for key in dense if ".experts." in key}
     experts = {(e, proj): dense[f"{start}.experts.{e}.{proj}"] for e in range(EXPERTS) for proj in SHARDS}
-    torch.multiprocessing.spawn(rank_with_tokens, (tmp_path, exchange), 2)
+    torch.multiprocessing.spawn(rank_with_tokens, (tmp_path,), 2)
     for rank in (torch.load(tmp_path / f"rank{number}") for number in range(2)):
-        assert rank["gathers"] is not exchange
-        if exchange:
-            expected = mixture(rank["x"], rank["ids"], rank["weights"], experts)
-            assert (rank["out"].double() - expected).norm() < 0.06 * expected.norm()
+        expected = mixture(rank["x"], rank["ids"], rank["weights"], experts)
+        assert (rank["out"].double() - expected).norm() < 0.06 * expected.norm()
 
 
 # ---- experts that move, experts with adapters ------------------------------------------------------------------------
