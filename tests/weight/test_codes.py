@@ -17,7 +17,7 @@ import nvfp4
 import pytest
 import torch
 import two_level
-from codes import FORMS, TIERS, Packed, form_and_scheme, forms, kinds, modes, rows_of
+from codes import FORMS, KINDS, TIERS, Packed, form_and_scheme, forms, kinds, modes, rows_of
 from emulator.launch import COMPILER, emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,20 +243,20 @@ def test_the_reference_is_the_specification(kind, scheme):
     assert torch.allclose(found, expected, rtol=1e-12, atol=near)
 
 
+CALLS = {
+    "decode": (9, 72, 416, 0, False, False),
+    "a third scheme": (33, 136, 1040, 2, True, False),
+    "blocks": (70, 136, 640, 1, False, False),
+    "blocks and a bias": (130, 264, 288, 1, True, False),
+    "batch-invariant": (5, 72, 416, 0, True, True),
+}
+"""m, n, k, scheme, whether with a bias, whether batch-invariant."""
+
+
 @emulated
-@kinds
-@pytest.mark.parametrize(
-    ("m", "n", "k", "scheme", "biased", "batch_invariant"),
-    [
-        (9, 72, 416, 0, False, False),
-        (33, 136, 1040, 2, True, False),
-        (70, 136, 640, 1, False, False),
-        (130, 264, 288, 1, True, False),
-        (5, 72, 416, 0, True, True),
-    ],
-    ids=["decode", "a third scheme", "blocks", "blocks and a bias", "batch-invariant"],
-)
-def test_a_kernel_computes_what_the_reference_does(monkeypatch, kind, m, n, k, scheme, biased, batch_invariant):
+@pytest.mark.parametrize("name, call", builders.two_thirds(KINDS, CALLS))
+def test_a_kernel_computes_what_the_reference_does(monkeypatch, name, call):
+    kind, (m, n, k, scheme, biased, batch_invariant) = KINDS[name], CALLS[call]
     weight, lhs = kind.parts(m, n, k).packed, kind.lhs_of(kind.schemes[scheme], 1, m, k)
     bias = builders.bias(2, n) if biased else None
     emulator, out = emulate(monkeypatch), torch.empty(m, n, dtype=torch.bfloat16)
@@ -300,9 +300,9 @@ SHAPES = {
 
 
 @emulated
-@kinds
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_of_every_shape(monkeypatch, kind, shape):
+@pytest.mark.parametrize("name, shape", builders.two_thirds(KINDS, SHAPES))
+def test_kernels_of_every_shape(monkeypatch, name, shape):
+    kind = KINDS[name]
     weight, lhs = kind.parts(4, 264, 640).packed, kind.lhs_of("token", 1, 120, 640)
     spec = KernelSpec(kind.lhs, weight.format.kernel_format, **SHAPES[shape])
     emulate(monkeypatch)
