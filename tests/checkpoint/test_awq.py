@@ -1,4 +1,4 @@
-"""AWQ layers, packed from the definition and by AutoAWQ."""
+"""AWQ layers, packed from the definition."""
 
 from __future__ import annotations
 
@@ -84,39 +84,3 @@ def test_other_versions_are_refused(version):
 def test_gemv_without_a_group_size_is_refused():
     with pytest.raises(ValueError, match="group_size: expected it in the config"):
         layers.read(FORMAT, gemv(layers.layer(0), 1), GEMV)
-
-
-# ---- AutoAWQ ---------------------------------------------------------------------------------------------------------
-
-
-def linear_of(layer: layers.Layer) -> torch.nn.Linear:
-    linear = torch.nn.Linear(layer.k, layer.n, bias=False)
-    linear.weight.data = layer.weight.float()
-    return linear
-
-
-def test_a_layer_packed_by_autoawq_equals_its_own_dequantisation(tmp_path):
-    pytest.importorskip("awq", reason="needs AutoAWQ")
-    from awq.modules.linear.gemm import WQLinear_GEMM
-    from awq.utils.packing_utils import dequantize_gemm
-
-    layer = layers.layer(20, n=64, k=256, group_size=64)
-    module = WQLinear_GEMM.from_linear(linear_of(layer), 4, 64, scales=layer.scale.T, zeros=layer.zero.T)
-    weight = layers.load(tmp_path, module.state_dict(), GEMM | {"group_size": 64})
-    # AutoAWQ multiplies in the scale's dtype: with fp32 scales it rounds nothing, with fp16 once.
-    rounded = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, 64)
-    exact = dequantize_gemm(module.qweight, module.qzeros, module.scales.float(), 4, 64)
-    assert builders.same_bits(weight.dequantize().half(), rounded.T.contiguous())
-    layers.assert_exactly(weight, exact.T)
-    layers.assert_exactly(weight, layer.weight)
-
-
-@pytest.mark.parametrize("group_size", [64, 128])
-def test_a_gemv_layer_packed_by_autoawq_is_what_was_quantised(tmp_path, group_size):
-    pytest.importorskip("awq", reason="needs AutoAWQ")
-    from awq.modules.linear.gemv import WQLinear_GEMV
-
-    layer = layers.layer(21, n=64, k=256, group_size=group_size)
-    module = WQLinear_GEMV.from_linear(linear_of(layer), 4, group_size, scales=layer.scale, zeros=layer.zero)
-    weight = layers.load(tmp_path, module.state_dict(), GEMV | {"group_size": group_size})
-    layers.assert_exactly(weight, layer.weight)

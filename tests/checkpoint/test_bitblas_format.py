@@ -1,9 +1,6 @@
-"""BitBLAS layers, packed from the definition and by BitBLAS's own numpy packers."""
+"""BitBLAS layers, packed from the definition."""
 
 from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
 
 import builders
 import checkpoints
@@ -93,12 +90,7 @@ def test_without_zeros_the_type_of_the_codes_says_what_they_mean(config, zero):
         ("quantized", {}, {"fast_decoding": True, "A_dtype": "bfloat16"}, r"A_dtype: expected float16 or int8"),
         ("quantized", {}, PLAIN | {"bits": 2}, r"bits: expected 4, got 2"),
         ("quantized", {}, PLAIN | {"desc_act": True}, r"desc_act: expected False, got True"),
-        (
-            "quantized",
-            {},
-            PLAIN | {"zeros_mode": "original"},
-            r"zeros: expected floats \[n, G\] for zeros_mode 'original'",
-        ),
+        ("quantized", {}, PLAIN | {"zeros_mode": "original"}, r"zeros: expected floats \[n, G\] for zeros_mode"),
         ("original", {}, PLAIN, r"zeros_mode: expected original or rescale for float zeros, got None"),
         ("original", {"zeros": None}, PLAIN, r"W_dtype: expected int4 or uint4"),
         (
@@ -113,31 +105,3 @@ def test_a_layer_that_cannot_be_read_is_refused(mode, change, config, message):
     tensors = packed(layers.layer(0), mode) | change
     with pytest.raises(ValueError, match=message):
         layers.read(FORMAT, {name: t for name, t in tensors.items() if t is not None}, config)
-
-
-# ---- BitBLAS itself --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bitblas_packers():
-    """BitBLAS's quantization/utils.py alone, numpy and torch: importing the package around it takes a CUDA driver."""
-    found = importlib.util.find_spec("bitblas")
-    if found is None:
-        pytest.skip("needs BitBLAS")
-    path = Path(found.submodule_search_locations[0]) / "quantization" / "utils.py"
-    spec = importlib.util.spec_from_file_location("bitblas_quantization_utils", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("activations", [None, "float16", "int8"])
-def test_what_bitblas_packs_reads_as_what_was_quantised(tmp_path, bitblas_packers, activations):
-    layer = layers.layer(20)
-    codes = bitblas_packers.general_compress(layer.q.to(torch.int8).numpy())
-    if activations is not None:
-        codes = bitblas_packers.interleave_weight(codes, 4, activations)
-    zeros = bitblas_packers.general_compress(layer.zero.T.contiguous().to(torch.int8).numpy())
-    tensors = {"qweight": torch.from_numpy(codes), "scales": layer.scale, "zeros": torch.from_numpy(zeros)}
-    config = {"fast_decoding": activations is not None, "A_dtype": activations}
-    layers.assert_exactly(layers.load(tmp_path, tensors, config), layer.weight)

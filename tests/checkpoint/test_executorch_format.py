@@ -89,11 +89,7 @@ def test_8da4w_equals_torchaos_dequantisation():
     ("change", "config", "message"),
     [
         ({"weight_zeros": None}, None, r"weight_zeros: expected integers .*; found none \(linear_q4gsw"),
-        (
-            {"weight_zeros": torch.full((4, 32), 9, dtype=torch.int32)},
-            None,
-            r"weight_zeros \+ 8: expected zero points 0..16",
-        ),
+        ({"weight_zeros": torch.full((4, 32), 9, dtype=torch.int32)}, None, r"weight_zeros \+ 8: expected zero points"),
         ({}, {"group_size": 32}, r"weight_scales: expected 8 groups for k = 256 and group_size 32, got 4"),
     ],
 )

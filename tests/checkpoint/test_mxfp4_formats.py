@@ -213,9 +213,7 @@ def test_what_a_config_says_of_inputs_is_kept_or_raises(tmp_path):
     del tensors[f"{name}.weight"]
     tensors |= compressed(mxfp4.parts(1, 160, 64), name)
     integers = config(BLOCKS | {"type": "int", "strategy": "token", "group_size": None})
-    with pytest.raises(
-        ValueError, match="expected e4m3 .* as codes of e2m1 are multiplied as floats of 8 bits, got int8"
-    ):
+    with pytest.raises(ValueError, match="expected e4m3 .* as codes of e2m1 are multiplied as floats of 8 bits, got"):
         load_(llama(2), tensors, config=integers)
     assert load_(llama(2), tensors, config=integers, activation="e4m3") == [name]
     with pytest.warns(UserWarning, match="inputs of 4 bits are quantised to 8 bits for each token, e4m3"):

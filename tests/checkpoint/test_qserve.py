@@ -54,11 +54,7 @@ def test_per_channel_with_zeros_8_becomes_signed_codes():
     [
         ({"s2_scales": torch.full((2, 64), 18, dtype=torch.int8)}, None, r"s2_zeros: expected multiples of s2_scales"),
         ({"s2_scales": torch.zeros((2, 64), dtype=torch.int8)}, None, r"s2_scales: expected 1..127, got 0"),
-        (
-            {"qweight": torch.zeros((48, 128), dtype=torch.int8)},
-            None,
-            r"qweight: expected n and k to be multiples of 32",
-        ),
+        ({"qweight": torch.zeros((48, 128), dtype=torch.int8)}, None, r"qweight: expected n and k to be multiples of"),
         ({}, {"group_size": 64}, r"s2_scales: expected 4 groups for k = 256 and group_size 64, got 2"),
         ({}, {"wbits": 8}, r"bits: expected 4, got 8"),
     ],

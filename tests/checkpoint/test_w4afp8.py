@@ -92,9 +92,7 @@ def test_stacked_experts_are_read_one_at_a_time(tmp_path):
 
 def test_a_layer_without_experts_has_no_expert():
     layer = tensors(builders.weight_parts(8, 16, 128)) | {f"{LAYER}.input_scale": torch.tensor(1.0)}
-    with pytest.raises(
-        ValueError, match="expert: expected tensors with one number of experts as their first size, got weight"
-    ):
+    with pytest.raises(ValueError, match="expert: expected tensors with one number of experts as their first size"):
         load(layer, LAYER, device="cpu", expert=0)
 
 
