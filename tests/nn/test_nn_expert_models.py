@@ -265,9 +265,7 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
     order = torch.randperm(INTER, generator=builders.generator(1))
     tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"][order]
     said = FORMATS["gptq"][1]
-    with pytest.raises(
-        ValueError, match=r"expert 3: expected columns in the input's order.*g_idx.*layers\.1\.mlp\.exp"
-    ):
+    with pytest.raises(ValueError, match=r"expert 3: expected columns in .*order.*g_idx.*layers\.1\.mlp"):
         load_(build("qwen3", seed=1), tensors, config=said)
     first = {f"model.layers.1.mlp.experts.0.{part}.g_idx" for part in EXPERT}
     flipped = {n: x.flip(0) if n in first else x for n, x in tensors.items()}

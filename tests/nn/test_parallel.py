@@ -188,11 +188,7 @@ def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
         (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(1)), "expected Replicate"),
         (copy.deepcopy(whole), ExpertParallel(max_tokens=24), "max_tokens: expected None without"),
         (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(0), max_tokens=0), "max_tokens: expected a number"),
-        (
-            copy.deepcopy(whole),
-            ExpertParallel(input_layouts=Shard(0), exchange="nvlink"),
-            "max_tokens: expected a number",
-        ),
+        (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(0), exchange="nvlink"), "max_tokens: expected a"),
         (copy.deepcopy(whole), ExpertParallel(exchange="nccl"), "exchange: expected one of"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -567,9 +563,7 @@ def from_pretrained(mesh, folder: str, quantising: bool) -> torch.Tensor:
         hidden = [load(True, **options).model(TOKENS).last_hidden_state for options in ({}, divided)]
         assert builders.same_bits(*hidden)
     else:
-        with pytest.raises(
-            ValueError, match="layers.1.mlp.gate_proj: expected a packed layer for tp_invariant, got a L"
-        ):
+        with pytest.raises(ValueError, match="layers.1.mlp.gate_proj: expected a packed layer for tp_invariant, got a"):
             load(True, **divided)
     whole = load()
     model = load(**divided)

@@ -191,9 +191,7 @@ def test_parts_of_ranks_are_rotated_and_cut_between_blocks(name):
         assert torch.equal(part.dequantize(), dense.chunk(2, "nk".index(dim))[rank])
     short = made(n=64, k=384, name=name)
     short.named("up_proj")
-    with pytest.raises(
-        ValueError, match=r"up_proj: expected k to be a multiple of 2 \* 128, for a rotated .*, got 384"
-    ):
+    with pytest.raises(ValueError, match=r"up_proj: expected k to be a multiple of 2 \* 128, for a rotated .*, got"):
         part_of_weight(short, "k", 0, 2, lhs)
 
 
