@@ -1,6 +1,8 @@
-"""Floats quantised to MXFP4: with calibration, and in models."""
+"""Floats quantised to MXFP4 and to two levels: the least error of those tried, with calibration, and in models."""
 
 from __future__ import annotations
+
+import itertools
 
 import mxfp4
 import pytest
@@ -58,31 +60,101 @@ def test_calibrated_values_are_a_plain_solvers():
     assert torch.equal(packed.dequantize(), found)
 
 
+QUANTISERS = {"mxfp4": jitgemm.quantize_mxfp4, "two-level": jitgemm.quantize_w4_two_level}
+of_both = pytest.mark.parametrize("quantise", QUANTISERS.values(), ids=QUANTISERS)
+
+
+@of_both
 @pytest.mark.parametrize("k", [256, 240])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_moments_make_the_results_error_small(act_order, k):
+def test_moments_make_the_results_error_small(quantise, act_order, k):
     x, w = inputs(600, k), weights(64, k)
     moments = x.T @ x
-    weight = jitgemm.quantize_mxfp4(w, moments=moments, act_order=act_order)
-    assert lost(w, weight, moments) < 0.6 * lost(w, jitgemm.quantize_mxfp4(w), moments)
+    weight = quantise(w, moments=moments, act_order=act_order)
+    assert lost(w, weight, moments) < 0.6 * lost(w, quantise(w), moments)
 
 
-def test_each_expert_is_fitted_to_its_own_inputs():
+@of_both
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_each_expert_is_fitted_to_its_own_inputs(quantise, calibrated):
     w = torch.stack([weights(16, 64, seed) for seed in (1, 2)])
-    moments = torch.stack([x.T @ x for x in (inputs(200, 64, seed) for seed in (3, 4))])
-    weight = jitgemm.quantize_mxfp4(w, moments=moments)
+    moments = torch.stack([x.T @ x for x in (inputs(200, 64, seed) for seed in (3, 4))]) if calibrated else None
+    weight = quantise(w, moments=moments)
     for e in range(2):
-        assert torch.equal(weight[e].dequantize(), jitgemm.quantize_mxfp4(w[e], moments=moments[e]).dequantize())
+        alone = quantise(w[e], moments=None if moments is None else moments[e])
+        assert torch.equal(weight[e].dequantize(), alone.dequantize())
 
 
-def test_wrong_arguments_are_named():
-    w = weights(16, 64)
-    with pytest.raises(ValueError, match=r"moments: expected fp32 \[64, 64\]"):
-        jitgemm.quantize_mxfp4(w, moments=torch.eye(32))
-    with pytest.raises(TypeError, match="lhs_dtype: expected float8_e4m3fn, as no integers of 8 bits hold .* got int8"):
-        jitgemm.quantize_mxfp4(w, lhs_dtype=torch.int8)
-    with pytest.raises(TypeError, match="act_order: expected a bool"):
-        jitgemm.quantize_mxfp4(w, act_order=1)
+NAN = weights(16, 64).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(torch.nan))
+WRONG = [
+    *((quantise, NAN, {}, r"w: expected finite values, got nan at \[3, 7\]") for quantise in QUANTISERS.values()),
+    *((quantise, weights(16, 64), {"moments": torch.eye(32)}, r"moments: expected fp32 \[64, 64\]")
+      for quantise in QUANTISERS.values()),
+    (jitgemm.quantize_mxfp4, weights(16, 64), {"lhs_dtype": torch.int8}, "lhs_dtype: expected float8_e4m3fn"),
+    (jitgemm.quantize_w4_two_level, weights(16, 64), {"lhs_dtype": E4M3}, "lhs_dtype: expected int8"),
+    (jitgemm.quantize_mxfp4, weights(16, 64), {"act_order": 1}, "act_order: expected a bool"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("quantise, w, options, message", WRONG)
+def test_wrong_arguments_are_named(quantise, w, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        quantise(w, **options)
+
+
+# ---- two levels ------------------------------------------------------------------------------------------------------
+
+
+def relative(found: jitgemm.W4Weight, w: torch.Tensor) -> float:
+    return float((found.dequantize() - w).norm() / w.norm())
+
+
+def best_of(values: torch.Tensor, row: float) -> float:
+    """Least squared error of one group, by every factor, zero point and code."""
+    least = float("inf")
+    for factor, zero in itertools.product(range(1, 17), range(16)):
+        levels = (torch.arange(16.0, dtype=torch.float64) - zero) * factor
+        levels = levels[(levels >= -128) & (levels <= 127)] * row
+        least = min(least, float((values[:, None] - levels).abs().amin(1).square().sum()))
+    return least
+
+
+def test_errors_are_close_to_the_least_of_all_factors_and_zero_points():
+    w = weights(8, 288) * torch.tensor([1.0, 3.0, 0.2]).repeat_interleave(128)[:288]
+    w[3] += 0.5
+    found = jitgemm.quantize_w4_two_level(w)
+    scale, by_group = found.unpack().row_scale.double()[:, 0], w.double().split(128, 1)
+    errors = [part.square().sum(1) for part in (found.dequantize().double() - w.double()).split(128, 1)]
+    for row, group in itertools.product(range(8), range(3)):
+        least = best_of(by_group[group][row], float(scale[row]))
+        assert least <= float(errors[group][row]) * (1 + 1e-9) and float(errors[group][row]) < 1.1 * least, (row, group)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_scales_are_the_rows_largest_value_over_119_and_factors_at_most_16(scale):
+    w = weights(16, 512) * scale
+    w[0, 5] = 40 * scale  # of one group the factor is 16, of the others of its row 1 or 2
+    found = jitgemm.quantize_w4_two_level(w)
+    q, factor, zero = found.unpack()
+    assert torch.equal(found.unpack().row_scale[:, 0], (w.abs().amax(1) / 119).bfloat16())
+    assert int(factor.max()) <= 16 and int(factor[0, 1:].max()) <= 2
+    low, high = -zero.int() * factor, (15 - zero.int()) * factor
+    assert int(low.min()) >= -128 and int(high.max()) <= 127
+
+
+def test_groups_lose_about_as_much_as_with_scales_of_their_own():
+    w = weights(64, 1024)
+    own, zeros = (jitgemm.quantize_w4(w, 128, symmetric=symmetric) for symmetric in (True, False))
+    channel, two = jitgemm.quantize_w4(w, "channel"), jitgemm.quantize_w4_two_level(w)
+    assert relative(two, w) < relative(own, w) < relative(channel, w)
+    assert relative(two, w) < 1.03 * relative(zeros, w)
+
+
+def test_rows_of_zeros_are_zeros():
+    w = weights(16, 256)
+    w[3], w[5, :128] = 0, 0
+    found = jitgemm.quantize_w4_two_level(w).dequantize()
+    assert not found[3].any() and not found[5, :128].any() and found[5, 128:].any()
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
