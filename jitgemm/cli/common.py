@@ -203,8 +203,8 @@ def named_instead(args: Sequence[str]) -> str:
         recipe |= {"symmetric": False} if "--zero-point" in said else {}
         recipe |= {"scale_dtype": names.get(scale, scale)} if "--scale-dtype" in said else {}
         return f"{', '.join(said)}: expected --recipe '{json.dumps(recipe)}' instead"
-    kind = "s8" if dict(split).get("--lhs") == "int8" else "e4m3"
-    order = kind if said.get("--codes") in ("tuned", "both") else "any"
+    code = "s8" if dict(split).get("--lhs") == "int8" else "e4m3"
+    order = code if said.get("--codes") in ("tuned", "both") else "any"
     if "--mxfp4" in said:
         name = f"mx-{group if size else 'channel'}-bf16-e2m1"
     elif "--nvfp4" in said:
@@ -212,7 +212,7 @@ def named_instead(args: Sequence[str]) -> str:
     elif "--two-level" in said:
         name = f"tl-channel-{scale}-two_level"
     elif said.get("--bits") == "8":
-        name = f"w8-{group}-{scale}{'-b' if group == 'g128' else ''}-{kind}"
+        name = f"w8-{group}-{scale}{'-b' if group == 'g128' else ''}-{code}"
     else:
         zero, corrects = "--zero-point" in said, said.get("--correction")
         parts = [group, scale, *["z"] * zero, *["o"] * ("--offset" in said), *([f"x{corrects}"] if corrects else [])]

@@ -91,7 +91,7 @@ def _devices() -> list[str]:
     from jitgemm.errors import UnsupportedDeviceError
     from jitgemm.runtime.device import device_of
 
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         name = f"{index}: {props.name}, sm_{props.major}{props.minor}, {props.multi_processor_count} SMs"
@@ -99,8 +99,8 @@ def _devices() -> list[str]:
             figures = _figures(device_of(index))
         except UnsupportedDeviceError:
             figures = "no Hopper"
-        found.append(f"{name}, {common.show_size(props.total_memory)}; {figures}")
-    return found
+        devices.append(f"{name}, {common.show_size(props.total_memory)}; {figures}")
+    return devices
 
 
 def _figures(spec: DeviceSpec) -> str:

@@ -62,29 +62,29 @@ def explain(
     """
     target = pick_device(device)
     format = common.weight_format(weight, k)
-    kind = common.LHS_TYPES[lhs.value] if lhs else format.lhs_types[0]
+    lhs_type = common.LHS_TYPES[lhs.value] if lhs else format.lhs_types[0]
     if rotation not in (0, ROTATION) or k % (rotation or 1):
         raise ValueError(f"--rotation: expected {ROTATION}, and K a multiple of it, got {rotation} and {k}")
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
-        m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0,
+        m * top_k, n, k, lhs_type, format, out.value, batch_invariant, experts or 0,
         LHS_GROUP if block_scales or e8m0 else 0, e8m0, sums.value,
     )  # fmt: skip
     ranked = candidates(problem, target)
     if not ranked:
         raise ValueError(f"no kernel fits {target.name}")
     first, last = bands(problem.m, problem.experts)[-1]
-    found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
+    shown = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         facts = {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict()
         facts |= ({"tier": format.tier} if format.tier else {}) | ({"rotation": rotation} if rotation else {})
         report = {"problem": facts, "band": [first, last], "device": asdict(target), "chosen": ranked[0].kernel.label}
-        common.print_json(report | {"candidates_in_all": len(ranked), "candidates": found})
+        common.print_json(report | {"candidates_in_all": len(ranked), "candidates": shown})
         return
     terms = list(ranked[0].terms)
     rows = []
-    for each in found:
+    for each in shown:
         start = ">" if each["chosen"] else "", each["label"], f"{each['predicted_us']:.2f}", each["bound_by"]
         times = (f"{each['terms'][name]:.2f}" for name in terms)
         rows.append((*start, *times, each["waves"], each["ctas"], common.show_size(each["smem_bytes"])))

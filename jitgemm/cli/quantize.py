@@ -221,8 +221,8 @@ def _report(facts: dict[str, Any], as_json: bool) -> None:
         rows.append((layer["name"], layer["bits"], f"{error:.2%}", lost))
     columns = ("layer", "bits", "error in 4 bits", "signal to error")
     common.out().print(common.table(columns, rows, left=("layer",), drop=("signal to error",)))
-    if (found := facts["evaluation"]) is not None:
-        before, after = found["before"], found["after"]
+    if (evaluation := facts["evaluation"]) is not None:
+        before, after = evaluation["before"], evaluation["after"]
         shown = {
             "perplexity": f"{before['perplexity']:.2f} before, {after['perplexity']:.2f} after",
             "KL divergence": f"{after['kl']:.4f}",

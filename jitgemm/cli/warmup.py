@@ -49,7 +49,7 @@ def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[s
 
     With `block` all of them are by block, whatever they are else.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    quantizers: list[tuple[str, dict[str, Any]]] = []
     if "none" in texts and len(texts) > 1:
         raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
     for text in texts if "none" not in texts else ():
@@ -62,9 +62,9 @@ def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[s
         first, *others = [name for name in dict.fromkeys(variants) if "gate" in QUANTIZER_VARIANTS[name]] or [""]
         if others:
             raise ValueError(f"{others[0].partition('=')[0]}: expected one gate, got {first}, too, in {text!r}")
-        flags = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
-        found.append((x, flags | {"block": True} if block else flags))
-    return found
+        flags = {name: value for variant in variants for name, value in QUANTIZER_VARIANTS[variant].items()}
+        quantizers.append((x, flags | {"block": True} if block else flags))
+    return quantizers
 
 
 _SHAPES = "Layers by shape"
@@ -140,7 +140,7 @@ def warmup(
     weights = _weights([common.LHS_TYPES[choice.value] for choice in lhs or ()], weight or ())
     quantizers = pick_quantizers(quantizer or outs or ["bf16"], block_scales)
     groups = {LHS_GROUP if block_scales or e8m0 or flags.get("block") else 0 for _, flags in quantizers or [("", {})]}
-    found: list[tuple[Any, str]] = []
+    needed_by: list[tuple[Any, str]] = []
     for (n, k), (kind, name) in product(map(common.parse_shape, shape or ()), weights):
         format = common.weight_format(name, k)
         sums_of = {"correction": format.lhs_sums} if format.lhs_sums else {}
@@ -150,7 +150,7 @@ def warmup(
             more["sums"] = "f32" if len(weights) > 1 and sums.value == "f16" and not format.f16_sums else sums.value
             gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **more)
             specs += [replace(spec, debug=settings.debug()) for spec in gemms]
-        found += [(spec, f"shape {n}x{k}") for spec in specs]
+        needed_by += [(spec, f"shape {n}x{k}") for spec in specs]
     if model:
         from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
         from jitgemm.nn.warm.warm import kernels
@@ -160,13 +160,13 @@ def warmup(
         of_layers = None if of_layers == "f32" else of_layers
         for folder in model:
             folder = folder.parent if folder.name == "config.json" else folder
-            for each in models_ahead(folder, use.value, tp, ep, activation, wanted, batch_invariant=batch_invariant):
-                types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
-                needed = kernels(each, max_m, types, device or target.name, use is Use.compiled, of_layers)
-                found += [(spec, layer) for spec, _, layer in needed]
+            for loaded in models_ahead(folder, use.value, tp, ep, activation, wanted, batch_invariant=batch_invariant):
+                types = [torch_dtype(name) for name in outs] or [dtype_of(loaded)]
+                needed = kernels(loaded, max_m, types, device or target.name, use is Use.compiled, of_layers)
+                needed_by += [(spec, layer) for spec, _, layer in needed]
 
     layers: dict[Any, dict[str, None]] = {}
-    for spec, layer in found:
+    for spec, layer in needed_by:
         layers.setdefault(spec, {})[layer] = None
     plan = {spec: look_up(process_cache, source_of(spec)) for spec in layers}
     missing = [job for job in plan.values() if not job.stored]
@@ -197,15 +197,15 @@ def _weights(lhs: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
     """(type of activations, format's name) of each weight that a --shape has. ValueError for a format that meets none
     of the types."""
     if not names:
-        return [(kind, f"g128-bf16-{order}") for kind in lhs or ["e4m3"] for order in ("any", kind)]
-    found = []
+        return [(lhs_type, f"g128-bf16-{order}") for lhs_type in lhs or ["e4m3"] for order in ("any", lhs_type)]
+    weights = []
     for name in names:
         types = common.weight_format(name).lhs_types
-        met = [kind for kind in lhs or types[:1] if kind in types]
+        met = [lhs_type for lhs_type in lhs or types[:1] if lhs_type in types]
         if not met:
             raise ValueError(f"--lhs: expected {' or '.join(types)} with --weight {name}, got {', '.join(lhs)}")
-        found += [(kind, name) for kind in met]
-    return found
+        weights += [(lhs_type, name) for lhs_type in met]
+    return weights
 
 
 def _recipe(text: str, activation: str | None) -> Any:
@@ -257,17 +257,17 @@ def _facts(job: Job, kind: str, layers: list[str]) -> dict[str, Any]:
 
 
 def _report(kernels: list[dict[str, Any]], facts: dict[str, Any], as_json: bool) -> None:
-    counts = {status: sum(each["status"] == status for each in kernels) for status in STATUSES}
-    layers = list(dict.fromkeys(layer for each in kernels for layer in each["layers"]))
+    counts = {status: sum(kernel["status"] == status for kernel in kernels) for status in STATUSES}
+    layers = list(dict.fromkeys(layer for kernel in kernels for layer in kernel["layers"]))
     if as_json:
         common.print_json(facts | {"summary": counts, "layers": layers, "kernels": kernels})
         return
     rows = []
-    for each in kernels:
-        start = each["label"], each["status"], each["registers"]
-        spills = common.show_spills(each["spill_bytes"], each["serialised"])
-        took = None if each["seconds"] is None else f"{each['seconds']:.2f} s"
-        rows.append((*start, spills, took, each["key"][:12], len(each["layers"])))
+    for kernel in kernels:
+        start = kernel["label"], kernel["status"], kernel["registers"]
+        spills = common.show_spills(kernel["spill_bytes"], kernel["serialised"])
+        took = None if kernel["seconds"] is None else f"{kernel['seconds']:.2f} s"
+        rows.append((*start, spills, took, kernel["key"][:12], len(kernel["layers"])))
     columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
     drop = ("layers", "compiled in", "registers")
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))

@@ -346,6 +346,6 @@ class _Collect(Call):
 
 def _of_ranks(layout: Layout, experts: int, *parts: str) -> dict[str, int]:
     """What both kernels are told of the ranks, and where these parts of a buffer begin. unused: pads their structs."""
-    found = {name: getattr(layout, name) for name in ("rank", "world", "max_tokens", "top_k")}
-    found |= {f"{name}_at": layout.offsets[name] for name in parts}
-    return found | {"experts": experts, "limit_s": settings.exchange_timeout_s(), "unused": 0}
+    values = {name: getattr(layout, name) for name in ("rank", "world", "max_tokens", "top_k")}
+    values |= {f"{name}_at": layout.offsets[name] for name in parts}
+    return values | {"experts": experts, "limit_s": settings.exchange_timeout_s(), "unused": 0}

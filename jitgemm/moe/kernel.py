@@ -165,7 +165,7 @@ def layer_specs(
         *filter(None, [route_quantize_spec(1, k, x, q, affine, block, rotated)]),  # up to GATHER_M rows an expert
         RouteSpec(1),
         RouteSpec(CLUSTER),
-        *(each for n, more in quantisers for each in quantize_specs(n, x, q, **flags, **more)),
+        *(spec for n, more in quantisers for spec in quantize_specs(n, x, q, **flags, **more)),
         CombineSpec(x, x),
     )
 

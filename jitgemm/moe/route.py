@@ -152,7 +152,7 @@ def gather(lhs: Lhs, row_index: torch.Tensor, row_count: torch.Tensor) -> Lhs:
     codes, scale, zero = split_lhs(lhs)
     call = _Gather(codes, scale, zero, row_index, row_count)
     made = run_prepared(("gather", zero is None), [codes, scale, row_index], call)[5:]
-    return tuple(each for each in made if each is not None)  # type: ignore[return-value]
+    return tuple(part for part in made if part is not None)  # type: ignore[return-value]
 
 
 @dataclass(slots=True)

@@ -154,22 +154,22 @@ class Recipe:
         Raises:
             TypeError, ValueError: as the class, or a name is none of its fields.
         """
-        names = [each.name for each in fields(cls) if each.name != "otherwise"]
+        names = [field.name for field in fields(cls) if field.name != "otherwise"]
         if unknown := sorted(set(said) - set(names)):
             raise ValueError(f"expected the options {', '.join(names)}, got {', '.join(unknown)}")
-        given = {name: value for name, value in said.items() if value is not None}
-        if isinstance(scale := given.get("scale_dtype"), str):
+        options = {name: value for name, value in said.items() if value is not None}
+        if isinstance(scale := options.get("scale_dtype"), str):
             if scale not in _SCALES:
                 raise ValueError(f"scale_dtype: expected {' or '.join(map(repr, _SCALES))}, got {scale!r}")
-            given["scale_dtype"] = _SCALES[scale]
-        if isinstance(given.get("ignore"), list):
-            given["ignore"] = tuple(given["ignore"])
-        made = groups = cls(**given)
-        sized = given.keys() & {"group_size", "symmetric"}
+            options["scale_dtype"] = _SCALES[scale]
+        if isinstance(options.get("ignore"), list):
+            options["ignore"] = tuple(options["ignore"])
+        made = groups = cls(**options)
+        sized = options.keys() & {"group_size", "symmetric"}
         if not calibrated and not sized and "group_size" in made.quantiser.options:
             groups = replace(made, group_size=32, symmetric=activation_named(made.inputs).block)
         levels = made.quantiser is INTEGERS[4] and made.activation in (None, "int8") and made.sums != "f16"
-        if not levels or not given.keys() <= set(_OF_DEFAULT):
+        if not levels or not options.keys() <= set(_OF_DEFAULT):
             return groups
         activation = "int8" if made.sums == "exact" else made.activation
         otherwise = replace(groups, activation=activation, rotation=None)
@@ -177,7 +177,7 @@ class Recipe:
 
     def for_columns(self, *k: int) -> Recipe:
         """The recipe of a layer whose weights, or both weights of experts, have so many columns: it or `otherwise`."""
-        fits = self.otherwise is None or not any(each % (self.rotation or 1) for each in k)
+        fits = self.otherwise is None or not any(columns % (self.rotation or 1) for columns in k)
         return self if fits else self.otherwise  # type: ignore[return-value]
 
     @property
@@ -240,7 +240,7 @@ class Recipe:
 
     def leaves(self, *names: str) -> bool:
         """Whether a layer of one of these names stays what it is."""
-        return any(each(name) for each in patterns("ignore", self.ignore) for name in names)
+        return any(matches(name) for matches in patterns("ignore", self.ignore) for name in names)
 
     def apply(self, w: torch.Tensor, moments: torch.Tensor | None = None) -> Weight:
         """A weight [n, k], or those of experts [E, n, k], quantised and packed on their device.
@@ -252,8 +252,8 @@ class Recipe:
         Raises:
             TypeError, ValueError: as `quantize_w4`, `quantize_w8` and the others of SCHEMES.
         """
-        given = {name: getattr(self, name) for name in (*self.quantiser.options, "rotation")}
-        if "group_size" in given:
-            given["group_size"] = self.group
-        given = {name: value for name, value in given.items() if value is not None}
-        return self.quantiser.quantise(w, lhs_dtype=self.lhs_dtype, moments=moments, **given)
+        options = {name: getattr(self, name) for name in (*self.quantiser.options, "rotation")}
+        if "group_size" in options:
+            options["group_size"] = self.group
+        options = {name: value for name, value in options.items() if value is not None}
+        return self.quantiser.quantise(w, lhs_dtype=self.lhs_dtype, moments=moments, **options)

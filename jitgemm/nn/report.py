@@ -41,7 +41,7 @@ def by_reason(found: Mapping[str, str]) -> list[str]:
 
 
 def _sections(parts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    return [line for what, found in parts.items() if found for line in (f"{what}: {len(found)}", *by_reason(found))]
+    return [line for what, layers in parts.items() if layers for line in (f"{what}: {len(layers)}", *by_reason(layers))]
 
 
 def some(names: Iterable[str], count: int = 3) -> str:

@@ -91,9 +91,9 @@ class W4A8Linear(_OfWidth):
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
             rotation: the weight's.
         """
-        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
+        options = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
         more: dict[str, Any] = {"zero_point": not symmetric, "offset": offset, "correction": correction}
-        return _empty(cls, in_features, out_features, *given, order="s8" if correction else "any", **more)
+        return _empty(cls, in_features, out_features, *options, order="s8" if correction else "any", **more)
 
 
 class W8A8Linear(_OfWidth):
@@ -112,8 +112,8 @@ class W8A8Linear(_OfWidth):
     ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size, lhs = "channel" if group_size is None else group_size, activation_named(activation).dtype
-        given = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
-        return _empty(cls, in_features, out_features, *given, zero_point=False, order=lhs, code=typed_code(lhs))
+        options = group_size, scale_dtype, activation, bias, permutation, input_scale, device, rotation
+        return _empty(cls, in_features, out_features, *options, zero_point=False, order=lhs, code=typed_code(lhs))
 
 
 LINEARS.update({each.kind.bits: each for each in (W4A8Linear, W8A8Linear)})

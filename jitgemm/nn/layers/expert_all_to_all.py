@@ -127,8 +127,8 @@ class _Records:
         """y = what this rank's experts make of the tokens that it got, some `tokens` of them."""
         columns = got.split([part.shape[1:].numel() * part.element_size() for part in self.parts], 1)
         *lhs, ids, weights = (
-            each.contiguous().view(part.dtype).view(got.shape[0], *part.shape[1:])
-            for each, part in zip(columns, self.parts, strict=True)
+            column.contiguous().view(part.dtype).view(got.shape[0], *part.shape[1:])
+            for column, part in zip(columns, self.parts, strict=True)
         )
         ids = ids - split.rank * split.experts  # those of other ranks are outside of this one's
         mine = replace(call, x=call.x.new_empty(got.shape[0], call.x.shape[1]), topk_ids=ids, topk_weights=weights)

@@ -221,10 +221,10 @@ class PackedExperts(Described):
         return {"gate": encoded(self.gate)}
 
     def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
-        found = state_dict.get(prefix + "gate")
-        if found is None or found.tolist() == encoded(self.gate).tolist():
+        stored = state_dict.get(prefix + "gate")
+        if stored is None or stored.tolist() == encoded(self.gate).tolist():
             return None
-        return f"{prefix}gate: expected {self.gate}, got {found.tolist()}"
+        return f"{prefix}gate: expected {self.gate}, got {stored.tolist()}"
 
 
 class W4A8Experts(PackedExperts):

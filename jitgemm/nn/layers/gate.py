@@ -57,18 +57,18 @@ def gate_of(experts: torch.nn.Module) -> Gate | None:
              for order, of in product(GATE_ORDERS, numbers[kind])] if has_gate else [*map(Gate, UNGATED)]  # fmt: skip
     with torch.no_grad():
         try:
-            found = experts._apply_gate(probe) if has_gate else experts.act_fn(probe)  # type: ignore[operator]
+            result = experts._apply_gate(probe) if has_gate else experts.act_fn(probe)  # type: ignore[operator]
         except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
             return None
         for gate in gates:
             expected = gated(probe, gate)  # apart from roundings
-            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+            if result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-4, atol=1e-5):
                 return gate
     return None
 
 
 def _number(module: torch.nn.Module, names: tuple[str, ...]) -> float | None:
     owners = module, getattr(module, "config", None)
-    found = (getattr(owner, name, None) for owner in owners for name in names)
-    numbers = (float(value) for value in found if isinstance(value, (int, float)))
+    settings = (getattr(owner, name, None) for owner in owners for name in names)
+    numbers = (float(value) for value in settings if isinstance(value, (int, float)))
     return next(filter(math.isfinite, numbers), None)

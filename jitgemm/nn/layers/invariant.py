@@ -157,8 +157,8 @@ def kernels_of(layer: Any, x: str, device: DeviceSpec, max_m: int) -> Iterator[A
     columns = layer.tp_invariant == "n"
     world = 1 if columns or split is None else split.world
     shared = not columns and scheme.scheme == "token" and (world > 1 or scheme.rotation)
-    for each in (scheme, scheme.given) if shared else (scheme,):
-        flags = each.flags | {"permuted": weight.permutation is not None, "correction": weight.correction}
+    for used in (scheme, scheme.given) if shared else (scheme,):
+        flags = used.flags | {"permuted": weight.permutation is not None, "correction": weight.correction}
         yield from quantize_specs(weight.k, x, scheme.dtype, **flags)
     group, sizes = BLOCK_K if scheme.block else 0, (scheme.dtype, weight.format, device, max_m)
     if columns:
@@ -175,7 +175,7 @@ def kernels_of(layer: Any, x: str, device: DeviceSpec, max_m: int) -> Iterator[A
     if world > 1 or not chunks:
         yield FinishSpec(x, of, world)
     if world > 1 and split.nvlink:
-        yield from (RanksSpec("agree", ranks=world), *(RanksSpec(each, of, x, world) for each in ("total", "gather")))
+        yield from (RanksSpec("agree", ranks=world), *(RanksSpec(step, of, x, world) for step in ("total", "gather")))
 
 
 def _multiply(
@@ -270,27 +270,27 @@ class Ranks:
         import torch.distributed as dist
 
         small = 4 * m * n <= GATHERED_BYTES and not own
-        each = m if small else -(-m // world)
-        mine = out.new_empty((m if small else world * each, n), dtype=torch.float32 if chunks else torch.int32)
+        per_rank = m if small else -(-m // world)
+        mine = out.new_empty((m if small else world * per_rank, n), dtype=torch.float32 if chunks else torch.int32)
         if chunks:
             sum_chunks(lhs, weight, chunks, mine[:m])
         else:
             partial_sums(lhs, weight, 0, mine[:m])
-        parts = mine.new_empty((world, each, n))
+        parts = mine.new_empty((world, per_rank, n))
         if small:
             _all_gather(parts.view(world * m, n), mine, self._group)
             return finish(parts, out, scale, weight, bias)
-        dist.all_to_all_single(parts.view(world * each, n), mine, group=self._group)
-        first = min(self.rank * each, m)
-        rows = slice(first, min(first + each, m))
-        done = out[rows] if own else out.new_empty((each, n))
+        dist.all_to_all_single(parts.view(world * per_rank, n), mine, group=self._group)
+        first = min(self.rank * per_rank, m)
+        rows = slice(first, min(first + per_rank, m))
+        done = out[rows] if own else out.new_empty((per_rank, n))
         if rows.stop > first:
             finish(parts, done[: rows.stop - first], scale[rows], weight, bias)
         if own:
             return out
-        whole = out.new_empty((world * each, n))
-        _all_gather(whole, done, self._group)
-        return whole[:m]
+        gathered = out.new_empty((world * per_rank, n))
+        _all_gather(gathered, done, self._group)
+        return gathered[:m]
 
 
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> None:

@@ -35,10 +35,10 @@ def run_invariantly(call: ExpertsCall, ranks: Any) -> torch.Tensor:
     Raises:
         TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
     """
-    given = ranks.group.group_name, ranks.rank, ranks.world, ranks.added_later
+    of_ranks = ranks.group.group_name, ranks.rank, ranks.world, ranks.added_later
     if needs_dispatcher(call.x, call.x):
-        return torch.ops.jitgemm.invariant_experts(*given, *op_arguments(call))
-    return _run(*given, call)
+        return torch.ops.jitgemm.invariant_experts(*of_ranks, *op_arguments(call))
+    return _run(*of_ranks, call)
 
 
 def _run(group: str, rank: int, world: int, added_later: bool, call: ExpertsCall) -> torch.Tensor:

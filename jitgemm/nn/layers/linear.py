@@ -141,10 +141,10 @@ class PackedLinear(Packed):
             activation_named(activation)
         checkpoint = opened(source, config)
         layer = LayerSource.find(checkpoint, prefix, activation, format)
-        kind = LINEARS[layer.bits]
-        if not issubclass(kind.kind, cls.kind):
+        layer_class = LINEARS[layer.bits]
+        if not issubclass(layer_class.kind, cls.kind):
             expected = f"expected a layer of {cls.kind.bits} bits"
-            raise ValueError(f"prefix: {expected}, got {prefix!r}, which is a {kind.__name__}'s")
+            raise ValueError(f"prefix: {expected}, got {prefix!r}, which is a {layer_class.__name__}'s")
         return cls.of_parts(layer.read(target_device(device)))
 
     @classmethod
@@ -161,8 +161,8 @@ class PackedLinear(Packed):
     @classmethod
     def of_parts(cls, parts: Parts) -> Self:
         """The layer of these parts; of `PackedLinear` itself: of the class for the weight's width."""
-        kind: Any = LINEARS[parts.weight.bits] if cls is PackedLinear else cls
-        return kind(**parts._asdict())
+        layer_class: Any = LINEARS[parts.weight.bits] if cls is PackedLinear else cls
+        return layer_class(**parts._asdict())
 
     # ---- the call ----------------------------------------------------------------------------------------------------
 

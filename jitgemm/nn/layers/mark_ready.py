@@ -27,25 +27,25 @@ def mark_ready(model: torch.nn.Module) -> list[str]:
         ValueError: a buffer is an inference tensor, which does not tell when it is written.
     """
     check_model(model)
-    found = [
+    records = [
         (f"{name}.{child}" if name else child, module, tensor)
         for name, module in model.named_modules()
         for child, tensor in module._buffers.items()
         if tensor is not None and tensor.dtype == torch.uint8
     ]
-    for name, _, tensor in found:
+    for name, _, tensor in records:
         if tensor.is_inference():
             raise ValueError(
                 f"{name}: expected a tensor that tells when it is written, got an inference tensor; make the model "
                 "outside of torch.inference_mode()"
             )
-    for device in {tensor.device for _, _, tensor in found if tensor.is_cuda}:
+    for device in {tensor.device for _, _, tensor in records if tensor.is_cuda}:
         if ready.capturing(device):
             raise RuntimeError("mark_ready: expected no CUDA graph to be captured meanwhile, as it waits for the GPU")
         torch.cuda.synchronize(device)  # writes on other streams too
-    for _, module, tensor in found:
+    for _, module, tensor in records:
         if isinstance(module, Packed):
             module._bind()
         else:
             ready.wait(tensor)
-    return [name for name, _, _ in found]
+    return [name for name, _, _ in records]

@@ -86,8 +86,8 @@ class Described(torch.nn.Module):
             return
         described = {prefix + name for name in self._description()}
         missing_keys += sorted(described - state_dict.keys()) if strict else []
-        rest = {name: tensor for name, tensor in state_dict.items() if name not in described}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        mine = {name: tensor for name, tensor in state_dict.items() if name not in described}
+        super()._load_from_state_dict(mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
 class Packed(Described):
@@ -184,9 +184,9 @@ class Packed(Described):
                     before.copy_(powers)
                 weight = weight.with_tensors(weight.blocks, before, weight.row_sum, weight.permutation)
         self._weight = weight
-        found = buffers | {name: getattr(weight, name) for name in TENSORS}
+        tensors = buffers | {name: getattr(weight, name) for name in TENSORS}
         buffers.clear()
-        buffers.update(sorted(found.items(), key=lambda item: item[1] is None))
+        buffers.update(sorted(tensors.items(), key=lambda item: item[1] is None))
         self._non_persistent_buffers_set -= {"channel_scale"}
         self._non_persistent_buffers_set |= {"channel_scale"} if powers is not None else set()
         return problem
@@ -254,10 +254,10 @@ class Packed(Described):
         activation_type = torch.tensor([ACTIVATIONS.index(self.activation)], device="cpu")
         return {"meta": self._weight.state_dict()["meta"], "activation_type": activation_type}
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        error_msgs = rest[-1]
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        error_msgs = others[-1]
         errors = len(error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *others)
         if len(error_msgs) == errors:
             self._bind(None if self.blocks.is_meta else state_dict.get(prefix + "meta"))
 
@@ -283,9 +283,9 @@ class Packed(Described):
         if number is not None and number.tolist() != mine:
             return f"{prefix}activation_type: expected {mine} ({self.activation}), got {number.tolist()}"
         for name in ("input_scale", "bias"):
-            mine, found = self._buffers[name], state_dict.get(prefix + name)
-            if mine is not None and found is not None and mine.dtype != found.dtype:
-                return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(found.dtype)}"
+            mine, stored = self._buffers[name], state_dict.get(prefix + name)
+            if mine is not None and stored is not None and mine.dtype != stored.dtype:
+                return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(stored.dtype)}"
         return None
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -407,8 +407,8 @@ def set_sums(layers: Mapping[str, torch.nn.Module], sums: str) -> dict[str, str]
     parts = {n: part for name, layer in described for n, part in layer.packed_parts(name).items()}
     parts = {name: part for name, part in parts.items() if part.weight.bits == 4}
     check_layers(sums, ((name, part.activation) for name, part in parts.items()))
-    found = {name: part.prefer_sums(sums) for name, part in parts.items()}
-    return {name: _short(why) for name, why in found.items() if why is not None}
+    problems = {name: part.prefer_sums(sums) for name, part in parts.items()}
+    return {name: _short(why) for name, why in problems.items() if why is not None}
 
 
 def _short(problem: str) -> str:

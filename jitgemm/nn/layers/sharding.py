@@ -173,8 +173,8 @@ def on_parts(forward: Callable[[torch.Tensor], torch.Tensor], x: DTensor) -> tor
     Partial sums are summed and columns gathered before.
     """
     last = x.dim() - 1
-    whole = [Replicate() if each.is_partial() or getattr(each, "dim", None) == last else each for each in x.placements]
-    x = x.redistribute(placements=whole)
+    layouts = [Replicate() if old.is_partial() or getattr(old, "dim", None) == last else old for old in x.placements]
+    x = x.redistribute(placements=layouts)
     return _distributed(forward(x.to_local()), x, x.shape[:-1])
 
 

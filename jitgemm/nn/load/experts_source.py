@@ -86,10 +86,10 @@ class ExpertsSource:
         if all(f"{prefix}.{name}" in checkpoint for name in _SAVED):
             return _saved(checkpoint, prefix, layout, activation)
         find, order = partial(_layer, checkpoint, layout, activation, format), layout.gate.order
-        for each in _EACH[layout.gate.inputs]:
-            if any(checkpoint.layer(f"{prefix}.0.{name}") for part in each for name in part):
+        for named in _EACH[layout.gate.inputs]:
+            if any(checkpoint.layer(f"{prefix}.0.{name}") for part in named for name in part):
                 own = replace(layout, gate=layout.gate._replace(order="gate_up"))
-                return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, layout, each, find))
+                return _checked(checkpoint, prefix, own, order, _one_by_one(checkpoint, prefix, layout, named, find))
         own_names = layout.parameters
         for names in (own_names, tuple(f"{name}_" for name in own_names), *_STACKED):
             if all(checkpoint.is_quantised(f"{prefix}.{name}") for name in names):
@@ -161,9 +161,9 @@ class ExpertsSource:
 
     def _bias(self, part: int, device: torch.device, which: range) -> torch.Tensor | None:
         """[E, n], rows in the file's order; None where the experts have none."""
-        read, found = self.checkpoint.read, [self.projections[part][e] for e in which]
-        rows = [[read(x.names["bias"], device, x.expert) for x in layers] for layers in found if self.layout.bias]
-        return torch.stack([torch.cat(each) for each in rows]) if rows else None
+        read, experts = self.checkpoint.read, [self.projections[part][e] for e in which]
+        rows = [[read(x.names["bias"], device, x.expert) for x in layers] for layers in experts if self.layout.bias]
+        return torch.stack([torch.cat(parts) for parts in rows]) if rows else None
 
     @property
     def dense(self) -> dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]]:
@@ -178,17 +178,17 @@ class ExpertsSource:
         mixed = part == 0 and self.order == "interleaved" and layout.gate.order == "gate_up"
         n, k = layout.sizes[part]
         out = torch.empty((layout.experts, n) if bias else (layout.experts, n, k), dtype=dtype, device=device)
-        weights = (torch.cat([layer.weight(device) for layer in each]) for each in self.projections[part])
-        found: Any = self._bias(part, device, range(layout.experts)) if bias else weights
-        for e, rows in enumerate(found):
+        weights = (torch.cat([layer.weight(device) for layer in joined]) for joined in self.projections[part])
+        values: Any = self._bias(part, device, range(layout.experts)) if bias else weights
+        for e, rows in enumerate(values):
             out[e] = interleaved(rows) if mixed else rows
         return out.transpose(1, 2) if layout.transposed and not bias else out
 
 
 def _layers(projections: Iterable[Projection]) -> Iterable[LayerSource]:
     """All of them; one for all experts where these stand in the same tensors."""
-    each = (layers if layers[0][0].expert is None else layers[:1] for layers in projections)
-    return chain.from_iterable(chain.from_iterable(each))
+    of_experts = (layers if layers[0][0].expert is None else layers[:1] for layers in projections)
+    return chain.from_iterable(chain.from_iterable(of_experts))
 
 
 def _joined(layers: Sequence[LayerSource], device: torch.device) -> CanonicalWeight:

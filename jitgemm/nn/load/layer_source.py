@@ -265,8 +265,8 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     elif inputs.type not in ("int", "float"):
         problem = f"type int or float (e4m3), got {inputs.type}"
     elif inputs.strategy != ("token" if dynamic else "tensor") and not block:
-        found = f"{'dynamic' if dynamic else 'static'} ones per {inputs.strategy}"
-        problem = f"dynamic scales per token, or per token and 128, or a static one per tensor, got {found}"
+        scales = f"{'dynamic' if dynamic else 'static'} ones per {inputs.strategy}"
+        problem = f"dynamic scales per token, or per token and 128, or a static one per tensor, got {scales}"
     elif not dynamic and not inputs.symmetric:
         problem = "static scales to be symmetric, got symmetric: false"
     if problem is None:

@@ -115,21 +115,21 @@ def load_(
 def check_sums(plan: Plan, sums: str | None) -> None:
     """Raises TypeError or ValueError where layers that the plan packs in 4 bits cannot be added up so."""
     layers: dict[str, Any] = {} if sums is None else dict(plan.layers)
-    found = ((name, each.activation) for name, each in layers.items() if getattr(each, "bits", 4) == 4)
-    check_layers(sums or "f32", ((name, activation) for name, activation in found if activation))
+    activations = ((name, layer.activation) for name, layer in layers.items() if getattr(layer, "bits", 4) == 4)
+    check_layers(sums or "f32", ((name, activation) for name, activation in activations if activation))
 
 
 def _tiers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
     """`Report.mxfp4` of the layers of these names."""
-    found = {}
+    tiers_of = {}
     for name in names:
         layer: Any = model.get_submodule(name)
         parts: list[Any] = [layer] if isinstance(layer, PackedLinear) else []
         parts = [layer.w13, layer.w2] if isinstance(layer, PackedExperts) else parts
         formats = [part.weight.format for part in parts]
         if tiers := dict.fromkeys(format.tier for format in formats if format.powers):
-            found[name] = "with " + " and ".join(tiers)
-    return found
+            tiers_of[name] = "with " + " and ".join(tiers)
+    return tiers_of
 
 
 def warn_of(report: Report, call: str, where: str, instead: str) -> None:
@@ -233,7 +233,7 @@ def fill_tensors(plan: Plan, names: Collection[str], device_of: Callable[[str, t
             if name in plan.untied:
                 put_tensor(plan.model, [name], tensor, value.to(tensor.dtype, copy=True))
             elif tensor.is_meta:
-                tied = [each for each in places[id(tensor)] if each not in plan.untied]
+                tied = [place for place in places[id(tensor)] if place not in plan.untied]
                 put_tensor(plan.model, tied, tensor, value.to(tensor.dtype))
             else:
                 tensor.copy_(value)

@@ -104,7 +104,7 @@ def _find_tensors(
     model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, allow_missing: Iterable[str]
 ) -> _Tensors:
     """Where every tensor comes from that is in none of the layers."""
-    found, state = _Tensors(), _tensors_outside(model, layers.places)
+    tensors, state = _Tensors(), _tensors_outside(model, layers.places)
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -118,26 +118,26 @@ def _find_tensors(
     for names in groups.values():
         origins = ((name, _origin(model, checkpoint, layers, name, state[name])) for name in names)
         held = {name: origin for name, origin in origins if origin is not None}
-        found.origins.update(held)
-        found.files.update((origin, "") for origin in held.values() if isinstance(origin, str))
+        tensors.origins.update(held)
+        tensors.files.update((origin, "") for origin in held.values() if isinstance(origin, str))
         if held:
-            _untie(found, model, checkpoint, list(held), state[names[0]])
+            _untie(tensors, model, checkpoint, list(held), state[names[0]])
         elif never.issuperset(names):
-            found.computed.extend(names)
+            tensors.computed.extend(names)
         else:
             (kept if any(map(may_stay, names)) else missing).append(names[0])
     if missing:
-        used = state.keys() | layers.files.keys() | found.files.keys()
+        used = state.keys() | layers.files.keys() | tensors.files.keys()
         unused = [name for name in checkpoint.names() if name not in used]
         if (otherwise := stored_otherwise(checkpoint.config, unused)) is not None:
             raise ValueError(f"source: {otherwise}; found none for {some(missing, 5)}")
         places = f"{some(missing, 5)}; found no place for {some(unused, 5)}" if unused else some(missing, 5)
         why = "; ".join(_why_missing(model, checkpoint, layers, unused, missing, state))
         raise ValueError(f"source: expected the model's tensors, found none for {places}. {why}")
-    filled = {id(state[name]) for name in found.origins}
+    filled = {id(state[name]) for name in tensors.origins}
     everything = (*model.named_parameters(), *model.named_buffers())
     empty = [name for name, x in everything if x.is_meta and id(x) not in filled and not _inside(name, layers.places)]
-    found.kept.update(dict.fromkeys((*kept, *filter(may_stay, empty)), "as allow_missing says"))
+    tensors.kept.update(dict.fromkeys((*kept, *filter(may_stay, empty)), "as allow_missing says"))
     empty = [name for name in empty if not may_stay(name)]
     if empty:
         raise ValueError(
@@ -145,7 +145,7 @@ def _find_tensors(
             "checkpoint; make the model under accelerate.init_empty_weights(), which leaves such buffers where "
             "they hold data, or on a device that holds data"
         )
-    return found
+    return tensors
 
 
 def _tensors_outside(model: torch.nn.Module, places: Collection[str]) -> dict[str, torch.Tensor]:
@@ -191,11 +191,11 @@ def _untie(
     first, *others = names
     for name in others:
         both = first, name
-        plain = all(isinstance(found.origins[each], str) for each in both)
-        if plain and torch.equal(*(checkpoint.read(each, _CPU).to(tensor.dtype) for each in both)):
+        plain = all(isinstance(found.origins[end], str) for end in both)
+        if plain and torch.equal(*(checkpoint.read(end, _CPU).to(tensor.dtype) for end in both)):
             del found.origins[name]
             found.files[name] = "the same as another name of the tied tensor"
-        elif len({model.get_submodule(each.rpartition(".")[0]) for each in both}) == 1:
+        elif len({model.get_submodule(end.rpartition(".")[0]) for end in both}) == 1:
             raise ValueError(f"source: expected {first} and {name} to be equal, as one module of the model has both")
         else:
             found.untied.add(name)

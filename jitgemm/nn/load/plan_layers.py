@@ -59,9 +59,9 @@ class Layers:
         if chosen and source.why_dense is None:
             self.sources[name] = source
             self.places.update(names)
-            for each in names:
-                if each != source.prefix:
-                    self.files.update(dict.fromkeys(source.checkpoint.layer(each).values(), ""))
+            for place in names:
+                if place != source.prefix:
+                    self.files.update(dict.fromkeys(source.checkpoint.layer(place).values(), ""))
         elif packed or not source.dense:
             self.leave(name, source.prefix, (), "left out by the filter")
         else:
@@ -103,7 +103,7 @@ def find_layers(
             if chosen or filter is None:
                 problems[name] = error
             else:
-                files = (each for each in checkpoint.names() if each.startswith(f"{prefix}."))
+                files = (tensor for tensor in checkpoint.names() if tensor.startswith(f"{prefix}."))
                 why = f"{reason or 'left out by the filter'}, and cannot be dequantised: {error}"
                 layers.leave(name, prefix, files, why)
             continue
@@ -125,26 +125,26 @@ def find_layers(
 def _other_matrices(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[str]]:
     """{first name: all names} of the modules with a weight [n, k] that are no Linears: embeddings, routers, Conv1D. And
     names of what these hold besides weights, which is no part of a quantised weight."""
-    found: dict[torch.nn.Module, list[str]] = {}
+    names_of: dict[torch.nn.Module, list[str]] = {}
     hidden = set()
     for name, module in model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, *PACKED)):
-            found.setdefault(module, []).append(name)
+            names_of.setdefault(module, []).append(name)
             tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             hidden |= {f"{name}.{child}" for child, _ in tensors if child != "weight"}
-    return {names[0]: names for names in found.values()}, hidden
+    return {names[0]: names for names in names_of.values()}, hidden
 
 
 def _quantised_name(
     checkpoint: Checkpoint, weights: Checkpoint, names: list[str], module: Any, linear: bool
 ) -> str | None:
     """Of a module's names the one of a quantised layer; None where its weight is one of floats, or as the module's."""
-    prefix = next((each for each in names if weights.is_quantised(each)), None)
+    prefix = next((prefix_of for prefix_of in names if weights.is_quantised(prefix_of)), None)
     if linear:
-        found = transforms_of(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else ()
-        if found:
-            raise ValueError(f"{names[0]}: transform_config: expected none of a layer in floats, got {found[0]}")
+        transforms = transforms_of(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else ()
+        if transforms:
+            raise ValueError(f"{names[0]}: transform_config: expected none of a layer in floats, got {transforms[0]}")
     elif prefix is not None and (weight := f"{prefix}.weight") in checkpoint:
         info = checkpoint.info(weight)
         return None if not info.kind and info.dtype == module.weight.dtype else prefix

@@ -91,8 +91,8 @@ def _made_of_rows(rules: list[Any], checkpoint: Checkpoint, model: torch.nn.Modu
         return 0 if weight is None or target in checkpoint else weight.shape[0]
 
     for rule in rules:
-        kind, operation = type(rule.operations[0]).__name__, rule.operations[0]
-        one = len(rule.operations) == 1 and kind in ("Chunk", "Split", "Concatenate")
+        operation_name, operation = type(rule.operations[0]).__name__, rule.operations[0]
+        one = len(rule.operations) == 1 and operation_name in ("Chunk", "Split", "Concatenate")
         if not one or operation.dim != 0 or getattr(operation, "num_shards_attribute", None):
             continue
         joined: dict[str, dict[str, tuple[str, int]]] = {}  # {target: {pattern: (source, its layer's rows)}}
@@ -105,16 +105,16 @@ def _made_of_rows(rules: list[Any], checkpoint: Checkpoint, model: torch.nn.Modu
             if not rows or not target.endswith(end):
                 continue
             target = target.removesuffix(end) + child
-            if kind == "Concatenate":
+            if operation_name == "Concatenate":
                 joined.setdefault(target, {})[pattern] = name, rows
                 continue
-            first, *others = (each.removesuffix(".weight") for each in rule.target_patterns)
-            parts = [target, *(target.replace(first, each, 1) for each in others)]
-            sizes, start = [rows_of(each) for each in parts], 0
-            whole = sum(sizes) == rows and all(size % step == 0 for size in sizes)
-            whole = whole and (kind == "Split" or len(set(sizes)) == 1)
-            for each, size in zip(parts, sizes if whole else ()):
-                made[each] = _part(checkpoint, (name,), start, size, rows)
+            first, *others = (part.removesuffix(".weight") for part in rule.target_patterns)
+            parts = [target, *(target.replace(first, part, 1) for part in others)]
+            sizes, start = [rows_of(part) for part in parts], 0
+            divides = sum(sizes) == rows and all(size % step == 0 for size in sizes)
+            divides = divides and (operation_name == "Split" or len(set(sizes)) == 1)
+            for part, size in zip(parts, sizes if divides else ()):
+                made[part] = _part(checkpoint, (name,), start, size, rows)
                 start += size
         for target, sources in joined.items():
             count = sum(rows for _, rows in sources.values())

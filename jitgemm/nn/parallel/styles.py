@@ -60,8 +60,8 @@ class _Divides(_Invariant):
     def sharding(self, mesh: DeviceMesh) -> LinearSharding:
         """What divides a layer so among the ranks of a mesh."""
         layouts = self.input_layouts[0], self.output_layouts[0]
-        kind = self.use_local_output, self.tp_invariant, self.exchange == "nvlink"
-        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, *kind)
+        options = self.use_local_output, self.tp_invariant, self.exchange == "nvlink"
+        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, *options)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):

@@ -123,7 +123,7 @@ class Calibration:
     def collect(self, stage: list[str]) -> dict[str, Moments]:
         """The moments of a stage's modules, from all batches."""
         leaders = {self.calls[name].leader for name in stage}
-        found = {name: self._zeros(name) for name in leaders if name in stage}
+        moments = {name: self._zeros(name) for name in leaders if name in stage}
         expected = sum(self.calls[name].count for name in stage)
         mask: torch.Tensor | None = None
         seen = 0
@@ -131,8 +131,8 @@ class Calibration:
         def hook(name: str, x: torch.Tensor, *more: Any) -> None:
             nonlocal seen
             seen += 1
-            if name in found:
-                self._add(name, found[name], x, mask, *more)
+            if name in moments:
+                self._add(name, moments[name], x, mask, *more)
             if seen == expected:
                 raise _Enough
 
@@ -144,7 +144,7 @@ class Calibration:
                     self._run(batch)
                 except _Enough:
                     pass
-        return {name: found[self.calls[name].leader] for name in stage}
+        return {name: moments[self.calls[name].leader] for name in stage}
 
     def _zeros(self, name: str) -> Moments:
         layout = self.layouts[name]

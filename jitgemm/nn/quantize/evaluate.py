@@ -39,10 +39,10 @@ def relative_error(
     """
     if isinstance(layer, PackedLinear):
         assert isinstance(module.weight, torch.Tensor)
-        lost, whole = _squares(layer.weight, module.weight, moments)
+        lost, total = _squares(layer.weight, module.weight, moments)
     else:
         assert layout is not None
-        found = [
+        squares = [
             _squares(
                 packed.weight[e], layout.rows(getattr(module, name))[e], None if moments is None else moments[i][e]
             )
@@ -50,10 +50,10 @@ def relative_error(
             for e in range(layout.experts)
         ]
         # Of each projection and expert the same share: inputs of different layers have no common unit.
-        shares = (lost / whole.clamp(min=torch.finfo(torch.float32).tiny) for lost, whole in found)
+        shares = (lost / total.clamp(min=torch.finfo(torch.float32).tiny) for lost, total in squares)
         lost = sum(shares, torch.zeros(()))
-        whole = torch.tensor(float(len(found)))
-    return float(lost) / float(whole) if float(whole) else 0.0
+        total = torch.tensor(float(len(squares)))
+    return float(lost) / float(total) if float(total) else 0.0
 
 
 def _squares(weight: Any, w: torch.Tensor, moments: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def _squares(weight: Any, w: torch.Tensor, moments: torch.Tensor | None) -> tupl
     with torch.no_grad():
         packed = weight.dequantize()
         packed = rotated(packed) if weight.rotation else packed  # back
-        lost = whole = torch.zeros((), dtype=torch.float64, device=packed.device)
+        lost = total = torch.zeros((), dtype=torch.float64, device=packed.device)
         moments = None if moments is None else moments.to(packed.device)
         step = max(1, _VALUES // packed.shape[1])
         for part, old in zip(packed.split(step), w.detach().split(step), strict=True):
@@ -69,8 +69,8 @@ def _squares(weight: Any, w: torch.Tensor, moments: torch.Tensor | None) -> tupl
             for_error, for_all = (
                 (x * (x if moments is None else x @ moments)).sum(dtype=torch.float64) for x in (part - old, old)
             )
-            lost, whole = lost + for_error, whole + for_all
-    return lost, whole
+            lost, total = lost + for_error, total + for_all
+    return lost, total
 
 
 def help_texts() -> tuple[str, str]:
@@ -152,12 +152,12 @@ def compared(base: Sequence[torch.Tensor], got: Iterable[torch.Tensor], ids: tor
         perplexity; kl, the mean KL divergence from `base` in nats; same, how often the most probable token is `base`'s.
     """
     loss = divergence = same = 0.0
-    for reference, found, part in zip(base, got, ids.split(AT_ONCE), strict=True):
-        reference = reference.to(found.device)
-        loss -= float(found.gather(-1, part[:, 1:, None].to(found.device)).sum(dtype=torch.float64))
-        terms = reference.exp() * (reference - found)
+    for reference, got_part, part in zip(base, got, ids.split(AT_ONCE), strict=True):
+        reference = reference.to(got_part.device)
+        loss -= float(got_part.gather(-1, part[:, 1:, None].to(got_part.device)).sum(dtype=torch.float64))
+        terms = reference.exp() * (reference - got_part)
         divergence += float(terms.where(reference.exp() > 0, 0.0).sum(dtype=torch.float64))
-        same += float((reference.argmax(-1) == found.argmax(-1)).sum())
+        same += float((reference.argmax(-1) == got_part.argmax(-1)).sum())
     count = ids[:, 1:].numel()
     perplexity = float(torch.tensor(loss / count, dtype=torch.float64).exp())
     return {"perplexity": perplexity, "kl": divergence / count, "same": same / count}

@@ -132,16 +132,16 @@ def _quantise(job: Quantising, out: ResumableFolder, device: torch.device, note:
 def filter_for(model: Any, recipe: Recipe, reasons: dict[str, str]) -> Filter:
     """Which modules are quantised: `quantize_`'s own choice, within the text's decoder, where columns make groups.
     reasons: gets {name: why not} of the others."""
-    found, decoder = Replaceable(model), _decoder(model)
+    scan, decoder = Replaceable(model), _decoder(model)
     multiple = max(recipe.k_alignment, GROUPS[-1] if recipe.group else 1)
 
     def fits(name: str, module: torch.nn.Module) -> bool:
-        reason = why_unwise(found, name)
+        reason = why_unwise(scan, name)
         if reason is None and decoder and not name.startswith(f"{decoder}."):
             reason = f"outside of {decoder}, which reads the text"
-        if reason is None and any(k % multiple for _, k in _sizes(found, name, module)):
+        if reason is None and any(k % multiple for _, k in _sizes(scan, name, module)):
             reason = f"expected a number of columns that is a multiple of {multiple}"
-        if reason is None and recipe.writes_qserve and not all(map(qserve.writes, _sizes(found, name, module))):
+        if reason is None and recipe.writes_qserve and not all(map(qserve.writes, _sizes(scan, name, module))):
             reason = f"expected {qserve.WRITTEN}"
         if reason is not None:
             reasons[name] = reason
@@ -150,9 +150,9 @@ def filter_for(model: Any, recipe: Recipe, reasons: dict[str, str]) -> Filter:
     return fits
 
 
-def _sizes(found: Replaceable, name: str, module: Any) -> tuple[tuple[int, int], ...]:
+def _sizes(scan: Replaceable, name: str, module: Any) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of a Linear, or of each of the weights that files have of an expert."""
-    layout = found.experts.get(name)
+    layout = scan.experts.get(name)
     if layout is None:
         return ((module.out_features, module.in_features),)
     return (layout.inter, layout.hidden), (layout.hidden, layout.inter)
@@ -166,12 +166,12 @@ def _decoder(model: Any) -> str:
 
 def _group_size(model: Any, recipe: Recipe, asked: int | None, note: Callable[[str], None]) -> int:
     """The group size that was asked for, else the recipe's or the next smaller one that divides all layers' columns."""
-    found, fits, of_groups = Replaceable(model), filter_for(model, recipe, {}), recipe.otherwise or recipe
+    scan, fits, of_groups = Replaceable(model), filter_for(model, recipe, {}), recipe.otherwise or recipe
     columns: dict[int, str] = {}  # and the first layer that has as many
-    for name in found.places:
+    for name in scan.places:
         module = model.get_submodule(name)
-        if found.why_impossible(name) is None and fits(name, module):
-            of_layer = [k for _, k in _sizes(found, name, module)]
+        if scan.why_impossible(name) is None and fits(name, module):
+            of_layer = [k for _, k in _sizes(scan, name, module)]
             if recipe.for_columns(*of_layer) is of_groups:
                 for k in of_layer:
                     columns.setdefault(k, name)

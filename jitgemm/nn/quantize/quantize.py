@@ -234,7 +234,7 @@ class Quantising:
             for stage in runs.stages():
 
                 def moments(stage: list[str] = stage) -> dict[str, Any]:
-                    return {name: each.given(name in self.found.experts) for name, each in runs.collect(stage).items()}
+                    return {name: sums.given(name in self.found.experts) for name, sums in runs.collect(stage).items()}
 
                 siblings: dict[str, list[str]] = {}
                 for name in stage:
@@ -249,10 +249,10 @@ class Quantising:
         self, siblings: list[list[str]], moments: Callable[[], dict[str, Any]] | None, show: Callable[[str], None]
     ) -> dict[str, Any]:
         """A stage's layers. Its moments are gone when it returns, before the next stage's are summed."""
-        given = {} if moments is None else moments()
+        of_inputs = {} if moments is None else moments()
         layers: dict[str, Any] = {}
         for together in siblings:
-            layers |= self._quantised(together, given, show)
+            layers |= self._quantised(together, of_inputs, show)
         return layers
 
     def _quantised(self, names: list[str], moments: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
@@ -278,14 +278,14 @@ class Quantising:
 
 
 def quantised(
-    found: Replaceable, name: str, module: torch.nn.Module, recipe: Recipe, *,
+    scan: Replaceable, name: str, module: torch.nn.Module, recipe: Recipe, *,
     device: torch.device | str | int | None = None, moments: Any = None, ranks: int = 1,
 ) -> PackedLinear | PackedExperts:  # fmt: skip
     """The layer for a module of that name, which `choose` chose; ranks: that will share its columns."""
-    if (layout := found.experts.get(name)) is not None:
+    if (layout := scan.experts.get(name)) is not None:
         recipe = recipe.for_columns(layout.hidden, layout.inter)
         return quantised_experts(module, layout, recipe, device=device, moments=moments)
-    if name == found.head and recipe.head is not None:
+    if name == scan.head and recipe.head is not None:
         recipe, moments = recipe.head, None
     assert isinstance(module, (torch.nn.Linear, PackedLinear))
     recipe = recipe.for_columns(module.in_features // ranks)

@@ -52,8 +52,8 @@ class Replaceable:
 
     def __init__(self, model: torch.nn.Module):
         if isinstance(model, (torch.nn.Linear, *PACKED)) or experts_layout(model) is not None:
-            kind = type(model).__name__
-            raise ValueError(f"model: expected a module that holds Linears, got a {kind}; use W4A8Linear.from_linear")
+            got = type(model).__name__
+            raise ValueError(f"model: expected a module that holds Linears, got a {got}; use W4A8Linear.from_linear")
         names: dict[torch.nn.Module, list[str]] = {}
         layouts: dict[torch.nn.Module, ExpertsLayout | str | None] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -69,8 +69,8 @@ class Replaceable:
         self.model = model
         self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
         output = getattr(model, "get_output_embeddings", lambda: None)()
-        found = [name for name in self.places if name.rpartition(".")[2] == "lm_head"]
-        self.head: str | None = names[output][0] if output in names else found[0] if found else None
+        heads = [name for name in self.places if name.rpartition(".")[2] == "lm_head"]
+        self.head: str | None = names[output][0] if output in names else heads[0] if heads else None
 
     def why_impossible(self, name: str) -> str | None:
         """Why no packed layer can stand for a Linear: something other than torch.nn.Linear's call uses its weight."""
@@ -84,8 +84,8 @@ class Replaceable:
         for place in self.places[name]:
             above, _, child = place.rpartition(".")
             parent = self.model.get_submodule(above)
-            kinds = [kind.__name__ for kind in type(parent).__mro__]
-            reads = any(child in READS_WEIGHT.get(kind, "").split() for kind in kinds) or child in READ_ANYWHERE
+            kinds = [base.__name__ for base in type(parent).__mro__]
+            reads = any(child in READS_WEIGHT.get(base, "").split() for base in kinds) or child in READ_ANYWHERE
             if kinds[0].startswith("Bloom"):
                 reads = reads and getattr(parent, "slow_but_exact", False)
             if reads:

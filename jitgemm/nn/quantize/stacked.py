@@ -91,13 +91,13 @@ def experts_layout(module: torch.nn.Module) -> ExpertsLayout | str | None:
     if tuple(w13) != (experts, inputs * inter, hidden):
         return f"stacked experts of shapes {list(w13)} and {list(w2)}, which are no{' gated' * (inputs == 2)} MLP's"
     gate = gate_of(module)
-    kind = type(module)
-    decorated = hasattr(kind.forward, "__wrapped__") and hasattr(module, "is_transposed")
+    module_class = type(module)
+    decorated = hasattr(module_class.forward, "__wrapped__") and hasattr(module, "is_transposed")
     known = decorated or (gate is not None and not bias and _computes_the_layer(module, gate, transposed))
-    if not known or len(inspect.signature(kind.forward).parameters) != 4:
-        return f"stacked experts: {kind.__name__} has a forward of its own"
+    if not known or len(inspect.signature(module_class.forward).parameters) != 4:
+        return f"stacked experts: {module_class.__name__} has a forward of its own"
     if gate is None:
-        return f"stacked experts with a gate that is not one of jitgemm.nn's ({kind.__name__})"
+        return f"stacked experts with a gate that is not one of jitgemm.nn's ({module_class.__name__})"
     config = getattr(module, "config", None)
     top_k = next((count for name in _TOP_K if isinstance(count := getattr(config, name, None), int)), None)
     return ExpertsLayout(experts, hidden, inter, transposed, bias, gate, top_k)
@@ -115,8 +115,8 @@ def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -
     x, weights = values(10, hidden), values(10, 2)
     ids = torch.arange(20, device="cpu").view(10, 2) % experts
     trial = copy.copy(module)
-    given = [w.transpose(1, 2).contiguous() if transposed else w for w in (w13, w2)]
-    trial._parameters = dict(zip(PARAMETERS[gate.inputs], given))  # type: ignore[arg-type]
+    weights_of_trial = [w.transpose(1, 2).contiguous() if transposed else w for w in (w13, w2)]
+    trial._parameters = dict(zip(PARAMETERS[gate.inputs], weights_of_trial))  # type: ignore[arg-type]
     trial.num_experts, trial.hidden_dim, trial.intermediate_dim = experts, hidden, inter  # type: ignore[assignment]
     expected = torch.zeros_like(x)
     for choice, weight in zip(ids.T, weights.T):
@@ -124,7 +124,7 @@ def _computes_the_layer(module: torch.nn.Module, gate: Gate, transposed: bool) -
         expected += weight[:, None] * (w2[choice] @ between[:, :, None])[..., 0]
     try:
         with torch.no_grad():
-            found = type(module).forward(trial, x, ids, weights)
+            result = type(module).forward(trial, x, ids, weights)
     except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
         return False
-    return isinstance(found, torch.Tensor) and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    return isinstance(result, torch.Tensor) and torch.allclose(result, expected, rtol=1e-3, atol=1e-3)

@@ -48,16 +48,16 @@ def quantization_config(model: torch.nn.Module, tensor_map: TensorMap, recipe: R
         of_kind.setdefault((bool(weight.rotation) == bool(recipe.rotation), weight.bits), []).append(layer)
     # The layers of most are matched last. "Linear" takes joined layers before the names of their parts do in vLLM 0.24,
     # and the first match counts.
-    kinds = sorted(of_kind, key=lambda kind: (kind[0], -kind[1]))
+    kinds = sorted(of_kind, key=lambda key: (key[0], -key[1]))
     last = sorted({re.escape(layer.rpartition(".")[2]) for layer in of_kind[kinds[-1]]})
     targets = of_kind | {kinds[-1]: ["Linear"] if len(kinds) == 1 else [rf"re:(.*\.)?({'|'.join(last)})$"]}
     groups = []
-    for whole, bits in kinds:
-        own: Any = recipe if whole else recipe.otherwise
+    for by_recipe, bits in kinds:
+        own: Any = recipe if by_recipe else recipe.otherwise
         inputs = "float" if own.lhs_dtype.is_floating_point else "int"
         grouping = (own.group, own.symmetric is not False, own.scheme) if bits == 4 else ()
-        groups.append(written_group(targets[whole, bits], bits, inputs, *grouping))
-    straight = [layer for (whole, _), layers in of_kind.items() if not whole for layer in layers]
+        groups.append(written_group(targets[by_recipe, bits], bits, inputs, *grouping))
+    straight = [layer for (by_recipe, _), layers in of_kind.items() if not by_recipe for layer in layers]
     rotation = recipe.rotation if len(straight) < len(tensor_map.layers) else None
     return written_config(groups, tensor_map.ignore, rotation, straight)
 
@@ -92,13 +92,13 @@ def write_checkpoint(
     for file, stored in source.shards.items():
         show(shards[file])
         tensors: dict[str, torch.Tensor | Stored] = {}
-        for name, each in stored.items():
+        for name, tensor in stored.items():
             if name not in tensor_map.replaces:
-                tensors[name] = each
+                tensors[name] = tensor
             for layer in tensor_map.replaces.get(name, ()):
                 weight = tensor_map.canonical(model, layer)
-                kind = weight.bits, weight.rotation
-                scheme = schemes.get(kind) or schemes.setdefault(kind, format.written(config, layer))
+                width = weight.bits, weight.rotation
+                scheme = schemes.get(width) or schemes.setdefault(width, format.written(config, layer))
                 sizes[layer] = weight.n, weight.k, weight.bits
                 made = format.write(weight, scheme)
                 if weight.bias is not None:
@@ -106,7 +106,7 @@ def write_checkpoint(
                 tensors |= {f"{layer}.{suffix}": value.cpu() for suffix, value in made.items()}
         write_safetensors(folder / shards[file], tensors)
         shard_of |= dict.fromkeys(tensors, shards[file])
-        total += sum(each.size if isinstance(each, Stored) else each.nbytes for each in tensors.values())
+        total += sum(tensor.size if isinstance(tensor, Stored) else tensor.nbytes for tensor in tensors.values())
     if [*shards.values()] != ["model.safetensors"]:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
         with written(folder / _INDEX) as opened:
@@ -131,13 +131,13 @@ def _shard_names(source: ModelFolder) -> dict[Path, str]:
 
 def _copied(source: ModelFolder) -> dict[Path, str]:
     """{file: its path in the new folder} of what is copied: all but weights and config.json."""
-    found: dict[Path, str] = {}
+    copied: dict[Path, str] = {}
     for path in sorted(source.folder.iterdir()):
         if path.is_file() and path.name[0] != "." and path.name != _CONFIG and not path.name.endswith(_WEIGHTS):
-            found[path] = path.name
+            copied[path] = path.name
         elif path.is_dir() and path.name in _FOLDERS:
-            found |= {inner: f"{path.name}/{inner.name}" for inner in sorted(path.iterdir()) if inner.is_file()}
-    return found
+            copied |= {inner: f"{path.name}/{inner.name}" for inner in sorted(path.iterdir()) if inner.is_file()}
+    return copied
 
 
 def _check_written(

@@ -43,12 +43,12 @@ class ModelFolder:
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """All tensors of all shards."""
-        return {name: each for tensors in self.shards.values() for name, each in tensors.items()}
+        return {name: tensor for tensors in self.shards.values() for name, tensor in tensors.items()}
 
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(each.size for each in self.tensors.values())
+        return sum(tensor.size for tensor in self.tensors.values())
 
     def name(self, file: Path) -> str:
         """A shard's path in the folder."""
@@ -82,7 +82,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     path = _config_file(folder)
     config = read_json(path)
     kinds, family = config.get("architectures"), config.get("model_type")
-    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(name, str) for name in kinds)):
         raise ValueError(f"architectures: expected a list of names in {path}, got {str(kinds)[:80]}")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type: expected a name in {path}, got {str(family)[:80]}")
@@ -121,7 +121,7 @@ def open_model_folder(folder: Path) -> ModelFolder:
         stored, listed = stored_in(file), set(names[file])
         if lost := sorted(listed - stored.keys()):
             raise ValueError(f"{file}: expected the tensors that the index says, found no {some(lost)}")
-        shards[file] = {name: each for name, each in stored.items() if name in listed}
+        shards[file] = {name: tensor for name, tensor in stored.items() if name in listed}
     return ModelFolder(folder, config, checkpoint, shards, states)
 
 
@@ -134,10 +134,10 @@ def load_model(source: ModelFolder, device: torch.device) -> Any:
     """
     transformers = check_config(source)
     named = next((name for name in source.config.get("architectures") or () if name.endswith(_PREDICTS)), "")
-    kind: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
+    model_class: Any = getattr(transformers, named or "AutoModelForCausalLM", transformers.AutoModelForCausalLM)
     options = {"output_loading_info": True, "local_files_only": True, "ignore_mismatched_sizes": True}
     with naming_config(source.folder):
-        opened: Any = kind.from_pretrained(source.folder, dtype="auto", **options)
+        opened: Any = model_class.from_pretrained(source.folder, dtype="auto", **options)
     model, loaded = opened
     for name, *shapes in sorted(loaded["mismatched_keys"]):
         got, expected = (list(shape) for shape in shapes)

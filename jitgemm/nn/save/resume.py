@@ -56,7 +56,7 @@ class ResumableFolder:
         self.folder, self._work = folder, folder / _WORK
         if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not self._work.is_dir())):
             raise ValueError(f"{folder}: expected an empty folder, or what an interrupted run left, got other files")
-        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         ours = not self._work.exists()
         self._work.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._work / "lock")
@@ -103,7 +103,7 @@ class ResumableFolder:
     @property
     def layers_done(self) -> int:
         """How many are kept."""
-        return sum(len(_names(each)) for each in self._files())
+        return sum(len(_names(stage)) for stage in self._files())
 
     def _files(self) -> list[Path]:
         return sorted(self._work.glob("*.safetensors"))
@@ -174,11 +174,11 @@ class ResumableFolder:
 def _read(file: Path) -> dict[str, Any]:
     """What a JSON file of the work's says. Raises ValueError for one that is damaged."""
     try:
-        found = read_json(file)
-        names = found.get("files", [])
-        if not isinstance(names, list) or not all(isinstance(each, str) and _is_inside(each) for each in names):
+        record = read_json(file)
+        names = record.get("files", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) and _is_inside(name) for name in names):
             raise ValueError(f"{file.name}: expected names of files in {file}, got {str(names)[:80]}")
-        return found
+        return record
     except ValueError as error:
         raise ValueError(f"{error}; delete {file.parent} to begin anew") from None
 
@@ -199,7 +199,7 @@ def _about(file: Path) -> dict[str, Any]:
         with safe_open(file, framework="pt") as opened:
             about = json.loads((opened.metadata() or {})["about"])
             kinds = {"names": list, "errors": dict, "kept_8bit": dict}
-            if not all(isinstance(about[name], kind) for name, kind in kinds.items()):
+            if not all(isinstance(about[name], expected) for name, expected in kinds.items()):
                 raise ValueError(f"a list of layers that says {str(about)[:80]}")
             return dict(about)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:

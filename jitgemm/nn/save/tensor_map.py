@@ -68,9 +68,9 @@ class TensorMap:
         parts = []
         for row_slice in self.layers[layer]:
             weight, bias = row_slice.packed(model)
-            whole = unpacked(weight)
-            whole = replace(whole, bias=bias) if layer in self.bias_written else whole
-            parts.append(whole.rows(row_slice.rows))
+            layer_weight = unpacked(weight)
+            layer_weight = replace(layer_weight, bias=bias) if layer in self.bias_written else layer_weight
+            parts.append(layer_weight.rows(row_slice.rows))
         return concat(parts)
 
 
@@ -102,16 +102,16 @@ def map_tensors(
             raise ValueError(f"{name}: expected its weight in {source.folder}, found none under a known name")
         for tensor, start, row_slice, count in _of_linear(source, renamed, name):
             slices.setdefault(tensor, []).append((start, count, row_slice))
-    for tensor, found in slices.items():
-        found.sort(key=lambda each: each[0])
+    for tensor, rows_of_tensor in slices.items():
+        rows_of_tensor.sort(key=lambda entry: entry[0])
         rows, k = _matrix(source, tensor)
-        if sum(count for _, count, _ in found) != rows or any(
-            k != _columns(model, row_slice) for _, _, row_slice in found
+        if sum(count for _, count, _ in rows_of_tensor) != rows or any(
+            k != _columns(model, row_slice) for _, _, row_slice in rows_of_tensor
         ):
-            layers = ", ".join(row_slice.layer for _, _, row_slice in found)
+            layers = ", ".join(row_slice.layer for _, _, row_slice in rows_of_tensor)
             raise ValueError(f"{tensor}: expected the rows of {layers} to be all of its {rows}, and their columns {k}")
         layer = _layer_name(tensor)
-        mapped.layers[layer] = [row_slice for _, _, row_slice in found]
+        mapped.layers[layer] = [row_slice for _, _, row_slice in rows_of_tensor]
         mapped.replaces[tensor] = [layer]
     mapped.ignore = sorted(set(_left_in_floats(model, source, renamed, mapped, head)))
     return mapped

@@ -84,8 +84,8 @@ class LayersOfPlan:
     """
 
     def __init__(self, plan: Plan):
-        self.model, self.layers, self.checkpoint, found = plan.model, plan.layers, plan.checkpoint, plan.replaceable
-        self.places, self.head = {name: found.places[name] for name in plan.layers}, found.head
+        self.model, self.layers, self.checkpoint, scan = plan.model, plan.layers, plan.checkpoint, plan.replaceable
+        self.places, self.head = {name: scan.places[name] for name in plan.layers}, scan.head
         self.experts = {name: layer.layout for name, layer in plan.layers.items() if layer.layout is not None}
 
     def look(self, name: str, cut: Cut | None) -> Look:
@@ -157,10 +157,10 @@ class LayersOfPlan:
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     """The format of one weight that holds all of these."""
     first = formats[0]
-    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    zero_point, orders = any(fmt.zero_point for fmt in formats), {fmt.order for fmt in formats}
     order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
-    strips = all(each.uniform_strip_scale for each in formats)
-    size = min((each.group_size for each in formats if each.group_size), default=0)  # the fewest scales that hold all
+    strips = all(fmt.uniform_strip_scale for fmt in formats)
+    size = min((fmt.group_size for fmt in formats if fmt.group_size), default=0)  # the fewest scales that hold all
     return replace(first, group_size=size, zero_point=zero_point, order=order, uniform_strip_scale=strips)
 
 
@@ -170,10 +170,10 @@ def _rows_tell(layer: LayerSource, format: WeightFormat) -> bool:
     assert layer.header is not None  # layers that jitgemm saved have their format in the file
     scheme = layer.header.scheme
     tensors = layer.header.format.tensors(scheme)
-    by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())
+    by_row = any("scale" in suffix and N in tensor.dims for suffix, tensor in tensors.items())
     if format.by_values or (format.uniform_strip_scale and by_row):
         return False
-    zeros = [each.dtype for suffix, each in tensors.items() if "zero" in suffix]
+    zeros = [tensor.dtype for suffix, tensor in tensors.items() if "zero" in suffix]
     if not zeros or not scheme.zero_points or format.offset:
         return True
     return format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
@@ -237,10 +237,10 @@ def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[Recipe
         orders: of codes whose order values decide: "any", and "e4m3" for weights that happen to have no code -8.
     """
     format = recipe.apply(torch.zeros(8, recipe.rotation or recipe.k_alignment, device="cpu")).format
-    found: list[dict[str, Any]] = [{}]
+    decisions: list[dict[str, Any]] = [{}]
     if recipe.scheme not in (None, "int4"):
-        found = [{"group_size": size} for size in CODES[format.code].group_sizes]
+        decisions = [{"group_size": size} for size in CODES[format.code].group_sizes]
     elif not format.complete:
-        found = [{"order": order} for order in orders]
+        decisions = [{"order": order} for order in orders]
     others = [{}] if recipe.otherwise is None else decided_by_values(recipe.otherwise, orders)
-    return [{recipe: values} | other for values, other in product(found, others)]
+    return [{recipe: values} | other for values, other in product(decisions, others)]
