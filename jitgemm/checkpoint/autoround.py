@@ -55,18 +55,18 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
     for key in settings.keys() - {"group_size"}:
         check_kind(key, settings[key])
-    kind, family, activations = settings["data_type"], _family(packing), (settings["act_bits"] or 16) < 16
+    data_type, family, activations = settings["data_type"], _family(packing), (settings["act_bits"] or 16) < 16
     if config.get("rotation_config"):
         raise ValueError(
             "rotation_config: expected none, as activations would have to be transformed at run time, got one"
         )
-    if (name := next((name for name in _TENSORS_OF if name in str(kind)), None)) is not None:
+    if (name := next((name for name in _TENSORS_OF if name in str(data_type)), None)) is not None:
         return _of_compressed_tensors(name, settings)
-    if str(kind).startswith("fp"):
-        if kind not in _FP8:
-            raise ValueError(f"data_type: expected {_KNOWN}, got {kind!r}")
+    if str(data_type).startswith("fp"):
+        if data_type not in _FP8:
+            raise ValueError(f"data_type: expected {_KNOWN}, got {data_type!r}")
         if settings["bits"] != 8:
-            raise ValueError(f"bits: expected 8 with data_type {kind!r}, got {settings['bits']!r}")
+            raise ValueError(f"bits: expected 8 with data_type {data_type!r}, got {settings['bits']!r}")
         if settings["fmt"] not in _FP8:
             raise ValueError(f"fmt: expected e4m3, got {settings['fmt']!r}")
         if activations and settings["act_data_type"] not in _FP8:
@@ -78,8 +78,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
         return settings | {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
     if family not in _METHODS:
         raise ValueError(f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}")
-    if kind not in (None, "int"):
-        raise ValueError(f"data_type: expected {_KNOWN}, got {kind!r}")
+    if data_type not in (None, "int"):
+        raise ValueError(f"data_type: expected {_KNOWN}, got {data_type!r}")
     if activations:
         got = f"{settings['act_bits']}; give a config without it, and choose activation=..."
         raise ValueError(f"act_bits: expected 16, got {got}")

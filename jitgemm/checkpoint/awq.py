@@ -64,16 +64,16 @@ class _Awq(Gptq):
             dims = {"qweight": (N, K / 8), "scales": (N, _W), "qzeros": (N, _W / 8)}
         else:
             dims = {"qweight": (K, N / 8), "scales": (G, N), "qzeros": (G, N / 8)}
-        return {name: stored(FLOATS if name == "scales" else INT32, *each) for name, each in dims.items()}
+        return {name: stored(FLOATS if name == "scales" else INT32, *shape) for name, shape in dims.items()}
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         if scheme.form != "gemv":
             return super().sizes(headers, scheme)
         n, k, _ = super().sizes(headers, replace(scheme, group_size=None)).known
-        given = scheme.group_size
-        if given is None:
+        wanted = scheme.group_size
+        if wanted is None:
             raise ValueError("group_size: expected it in the config, as gemv files pad scales; found none")
-        size = group_size_of(k, ceil_div(k, given) if given > 0 else 1, given, "scales")
+        size = group_size_of(k, ceil_div(k, wanted) if wanted > 0 else 1, wanted, "scales")
         groups, width = ceil_div(k, size), headers["scales"].shape[1]
         if width < groups:
             raise ValueError(f"scales: expected {groups} or more columns for k = {k}, got {width}")

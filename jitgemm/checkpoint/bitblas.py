@@ -65,7 +65,7 @@ class _BitBlas(Format):
 
     def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         check_setting(config, 4, "bits", "weight_bits")
-        mode, found = setting(config, "zeros_mode"), {}
+        mode, layouts = setting(config, "zeros_mode"), {}
         qweight, name = headers.get("qweight"), _zeros_name(headers)
         if qweight is not None and qweight.dim() == 4:
             got = f"{describe(qweight)}: tiles of propagate_b, which are not read here"
@@ -73,16 +73,16 @@ class _BitBlas(Format):
         if name is None:
             _implied_zero(config)
         elif headers[name].dtype == torch.int8:
-            found[name] = stored(INT8, G, N / 2)
+            layouts[name] = stored(INT8, G, N / 2)
             if mode not in (None, "quantized"):
                 got = describe(headers[name])
                 raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {got}")
         else:
-            found[name] = stored(FLOATS, N, G)
+            layouts[name] = stored(FLOATS, N, G)
             if mode not in ("rescale", "original"):
                 raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
         size, settings = setting(config, "group_size"), config or {}
-        return Scheme(self.name, group_size=size, zero_points=True, form=mode or "", found=found, settings=settings)
+        return Scheme(self.name, group_size=size, zero_points=True, form=mode or "", found=layouts, settings=settings)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {"qweight": stored(INT8, N, K / 2), "scales": stored(FLOATS, N, G), **scheme.found}
@@ -143,11 +143,11 @@ def _order(config: Config, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
 def _implied_zero(config: Config) -> int:
     """The zero point of files without zeros."""
     symmetric = setting(config, "sym", "is_sym") is True
-    kind = setting(config, "W_dtype", default="int4" if symmetric else None)
-    if kind not in ("int4", "uint4"):
+    codes = setting(config, "W_dtype", default="int4" if symmetric else None)
+    if codes not in ("int4", "uint4"):
         expected = "int4 or uint4 (or sym: true) in the config of a layer without zeros"
-        raise ValueError(f"W_dtype: expected {expected}, got {kind!r}")
-    return 8 if kind == "int4" else 0
+        raise ValueError(f"W_dtype: expected {expected}, got {codes!r}")
+    return 8 if codes == "int4" else 0
 
 
 def _is_bitblas(config: Config) -> bool:

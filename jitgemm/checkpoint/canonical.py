@@ -93,9 +93,9 @@ class CanonicalWeight:
             if (self.group_size, scale, self.zero) != (size, torch.uint8, None):
                 expected = f"the bytes of {TYPE_NAMES[given_scales]}s, uint8, for groups of {size} without zero points"
                 raise ValueError(f"scale: expected {expected}, got {dtype_name(scale)} for {self.group_size}")
-        row_types, given = self.ops.row_scales, self.row_scale is not None
-        wrong = given and (not row_types or self.offset is not None)
-        if wrong or (self.ops.needs_row_scale and not given):
+        row_types, has_rows = self.ops.row_scales, self.row_scale is not None
+        wrong = has_rows and (not row_types or self.offset is not None)
+        if wrong or (self.ops.needs_row_scale and not has_rows):
             raise ValueError(
                 f"row_scale: expected one with nvfp4, or perhaps with int4 without offsets, got {self.code!r}"
             )
@@ -237,13 +237,13 @@ class CanonicalWeight:
         if self.permutation is not None:
             # The groups that hold this rank's columns, wherever the permutation has put them.
             mine = (self.permutation >= start) & (self.permutation < stop)
-            whole = mine.unflatten(0, (-1, 1 if per_channel else size))
-            if not bool((whole.all(1) == whole.any(1)).all()):
+            by_group = mine.unflatten(0, (-1, 1 if per_channel else size))
+            if not bool((by_group.all(1) == by_group.any(1)).all()):
                 raise ValueError(
                     f"tp_dim: activation order cannot be cut along k here: its groups mix input columns {start}.."
                     f"{stop - 1} of a rank with those of other ranks; cut along n, or give every rank the whole layer"
                 )
-            picked, groups = mine.nonzero().flatten(), whole.all(1).nonzero().flatten()
+            picked, groups = mine.nonzero().flatten(), by_group.all(1).nonzero().flatten()
             permutation = self.permutation[picked] - start
         parameters: dict[str, Any] = (
             {} if per_channel else self.regrouped(size).parameters(lambda values: values[:, groups])
@@ -365,7 +365,7 @@ def pack_experts(
         ValueError: an expert has an activation order, which its quantised input cannot have together with the others',
             or the experts differ in sizes or format; the message names the expert.
     """
-    kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
+    weight_class: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
     unsigned = False
 
     def make(e: int) -> Weight:
@@ -380,7 +380,7 @@ def pack_experts(
     while True:
         kinds: set[bool] = set()
         try:
-            return kind.stacked(count, make, together)
+            return weight_class.stacked(count, make, together)
         except _Mixed:
             unsigned = True
 

@@ -149,7 +149,7 @@ class _CompressedTensors(Format):
         weights, code, block = _weights_of(config)
         if not weights and config.get("format") in (None, MXFP4_FORMAT) and fits(headers, _MXFP4_TENSORS):
             weights, code = MXFP4, _CODES[4, "float"]
-        kind = _KINDS[code]
+        stored_as = _KINDS[code]
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
         return Scheme(
@@ -159,10 +159,10 @@ class _CompressedTensors(Format):
             strategy,
             block,
             zero_points=symmetric is False
-            or (symmetric is None and kind.zeros_by_file and "weight_zero_point" in headers),
+            or (symmetric is None and stored_as.zeros_by_file and "weight_zero_point" in headers),
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in headers,
             inputs=inputs_of(config, code, headers),
-            form="fp4" if kind.words is torch.uint8 else "packed" if packed else "",
+            form="fp4" if stored_as.words is torch.uint8 else "packed" if packed else "",
             transforms=transforms,
             settings=config,
         )
@@ -180,15 +180,15 @@ class _CompressedTensors(Format):
             raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
         if scheme.form == "fp4":
             return {}
-        found = {"weight_scale": _layout(scheme, _dims(headers["weight_scale"]))}
+        layouts = {"weight_scale": _layout(scheme, _dims(headers["weight_scale"]))}
         if zero is not None and zero.dtype == torch.int32:
             wanted = "int32 {shape}, packed along n, got {got}"
-            found["weight_zero_point"] = stored(INT32, N / scheme.per_word, G, wanted=wanted)
+            layouts["weight_zero_point"] = stored(INT32, N / scheme.per_word, G, wanted=wanted)
         elif zero is not None:
             if zero.dtype not in _KINDS[scheme.code].zeros:
                 raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
-            found["weight_zero_point"] = stored(zero.dtype, *_dims(zero), wanted="{shape} as weight_scale, got {got}")
-        return found
+            layouts["weight_zero_point"] = stored(zero.dtype, *_dims(zero), wanted="{shape} as weight_scale, got {got}")
+        return layouts
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         if scheme.form == "fp4":
@@ -297,8 +297,8 @@ def _row_scales(weight: CanonicalWeight) -> torch.Tensor | None:
     for factor in range(1, MOST + 1):  # of the least scale
         row = (least / factor).to(torch.bfloat16)
         tried = (left & (row > 0) & (row.float() * factor == least)).nonzero().flatten()
-        values, found = row[tried].float()[:, None], scale[tried]
-        fits = tried[((found / values).round() * values == found).all(1) & (found.amax(1) <= MOST * values[:, 0])]
+        values, scales = row[tried].float()[:, None], scale[tried]
+        fits = tried[((scales / values).round() * values == scales).all(1) & (scales.amax(1) <= MOST * values[:, 0])]
         rows[fits], left[fits] = row[fits], False
         if not bool(left.any()):
             levels = levels_of(replace(weight, row_scale=rows))
@@ -348,11 +348,11 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
         raise ValueError(f"weights: expected only {', '.join(_OF_WEIGHTS)}, got also {', '.join(unknown)}")
     if weights.get("dynamic"):
         raise ValueError(f"weights: expected dynamic: false, got {weights['dynamic']!r}")
-    width, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
-    code = _CODES.get((width, kind)) if weights else "int4"
+    width, number_type, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
+    code = _CODES.get((width, number_type)) if weights else "int4"
     if code is None:
         expected = "num_bits 4 or 8 and type 'int' or 'float'"
-        raise ValueError(f"weights: expected {expected}, got {width} and {kind!r}")
+        raise ValueError(f"weights: expected {expected}, got {width} and {number_type!r}")
     may = _KINDS[code]
     if may.group_size and (strategy, weights.get("group_size")) != ("group", may.group_size):
         raise ValueError(

@@ -203,19 +203,19 @@ def transforms_of(config: Config, prefix: str) -> tuple[Transform, ...]:
     Raises:
         ValueError: a setting is not known, or no layer can be read so; the message names it.
     """
-    found: dict[str, Transform] = {}
+    by_place: dict[str, Transform] = {}
     for name, group in _transform_groups(config).items():
         listed = group.get("apply") or [] if isinstance(group, Mapping) else None
         if not isinstance(listed, list) or not all(isinstance(apply, Mapping) for apply in listed):
             raise ValueError(f"transform_config: expected groups of schemes to apply, got {name}: {group!r}")
-        for given, known in ((group, _OF_GROUPS), *((apply, _OF_APPLIED) for apply in listed)):
-            if unknown := sorted(given.keys() - {*known}):
+        for mapping, known in ((group, _OF_GROUPS), *((apply, _OF_APPLIED) for apply in listed)):
+            if unknown := sorted(mapping.keys() - {*known}):
                 raise ValueError(
                     f"transform_config: expected only {', '.join(known)}, got {', '.join(unknown)} in {name}"
                 )
         places = [str(apply.get("location")).lower() for apply in listed]
         turned = [
-            {bool(each.get("inverse")) for each, at in zip(listed, places) if at == place} for place in _ATTENTION
+            {bool(entry.get("inverse")) for entry, at in zip(listed, places) if at == place} for place in _ATTENTION
         ]
         if turned[0] != turned[1] or (turned[0] and group.get("type") == RANDOM_MATRIX):
             expected = f"one orthogonal matrix at {' and '.join(_ATTENTION)}, where it cancels"
@@ -223,10 +223,10 @@ def transforms_of(config: Config, prefix: str) -> tuple[Transform, ...]:
         for apply, place in zip(listed, places):
             if place in (*_FUSED, *_ATTENTION) or not _means(apply, prefix):
                 continue
-            if place not in PLACES or place in found:
+            if place not in PLACES or place in by_place:
                 raise ValueError(f"transform_config: expected one transform at {prefix}'s {place}, got {name}'s, too")
-            found[place] = _transform(name, group, place, bool(apply.get("inverse")))
-    return tuple(found.values())
+            by_place[place] = _transform(name, group, place, bool(apply.get("inverse")))
+    return tuple(by_place.values())
 
 
 def _transform_groups(config: Config) -> Mapping[str, Any]:
@@ -234,15 +234,15 @@ def _transform_groups(config: Config) -> Mapping[str, Any]:
 
 
 def _transform(name: str, group: Mapping[str, Any], place: str, inverse: bool) -> Transform:
-    kind, size = group.get("type"), group.get("head_dim")
-    if kind not in _TYPES or group.get("randomize"):
+    type_name, size = group.get("type"), group.get("head_dim")
+    if type_name not in _TYPES or group.get("randomize"):
         expected = f"type {' or '.join(_TYPES)} and randomize: false"
         raise ValueError(
-            f"transform_config: expected {expected}, got {kind!r} and {group.get('randomize')!r} of {name}"
+            f"transform_config: expected {expected}, got {type_name!r} and {group.get('randomize')!r} of {name}"
         )
     if size is not None and (type(size) is not int or size < 1):
         raise ValueError(f"transform_config: expected a positive integer as head_dim, got {size!r} of {name}")
-    return Transform(name, place, kind, size, inverse, kind == _HADAMARD and not group.get("requires_grad"))
+    return Transform(name, place, type_name, size, inverse, type_name == _HADAMARD and not group.get("requires_grad"))
 
 
 def _means(apply: Mapping[str, Any], prefix: str) -> bool:

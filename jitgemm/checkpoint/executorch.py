@@ -62,15 +62,15 @@ class _ExecuTorch(Format):
 
     def scheme(self, config: Config, prefix: str, headers: Headers) -> Scheme:
         size, form = setting(config, "group_size"), "operator"
-        name = next((each for each in _CODES if each in headers), "weight")
+        name = next((candidate for candidate in _CODES if candidate in headers), "weight")
         packed = {name: stored(torch.uint8, N, K / 2)}
-        both = next((each for each in _BOTH if each in headers), "")
+        both = next((candidate for candidate in _BOTH if candidate in headers), "")
         if "scales" in headers:
-            size, form, found = None, "unpacked", {name: stored(INT8, N, K), "scales": stored(FLOATS, N, G)}
+            size, form, layouts = None, "unpacked", {name: stored(INT8, N, K), "scales": stored(FLOATS, N, G)}
             if "zeros" in headers:
-                found["zeros"] = stored((*FLOATS, *_INTEGERS), N, G)
+                layouts["zeros"] = stored((*FLOATS, *_INTEGERS), N, G)
         elif both:
-            form, found = both, packed | {both: SCALES_AND_ZEROS}
+            form, layouts = both, packed | {both: SCALES_AND_ZEROS}
         elif "weight_zeros" not in headers:
             raise ValueError(
                 "weight_zeros: expected integers with weight_scales, as linear_qta8a_qga4w has them; found none "
@@ -81,8 +81,8 @@ class _ExecuTorch(Format):
             if scale.shape == (n, n):
                 raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
             dims = (N, G) if scale.shape[:1] == (n,) else (G, N)
-            found = packed | {"weight_scales": stored(FLOATS, *dims), "weight_zeros": stored(_INTEGERS, *dims)}
-        return Scheme(self.name, group_size=size, zero_points=True, form=form, found=found)
+            layouts = packed | {"weight_scales": stored(FLOATS, *dims), "weight_zeros": stored(_INTEGERS, *dims)}
+        return Scheme(self.name, group_size=size, zero_points=True, form=form, found=layouts)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         (_, _, size), name = self.sizes(tensors, scheme).known, next(iter(scheme.found))

@@ -36,8 +36,8 @@ def matches(setting: str, expression: str, name: str, search: bool = False) -> b
         matcher = _Matcher(name, bool(parsed.state.flags & re.IGNORECASE))
         return bool(matcher.ends(parsed, range(search * len(name) + 1)))
     except (re.error, OverflowError, RecursionError, _Unsupported) as error:
-        given = expression if len(expression) < 200 else expression[:200] + "..."
-        raise ValueError(f"{setting}: expected a regular expression, got {given!r}: {error}") from None
+        shown = expression if len(expression) < 200 else expression[:200] + "..."
+        raise ValueError(f"{setting}: expected a regular expression, got {shown!r}: {error}") from None
 
 
 def patterns(setting: str, rules: Any) -> list[Callable[[str], Any]]:
@@ -54,9 +54,9 @@ def patterns(setting: str, rules: Any) -> list[Callable[[str], Any]]:
 def _named(setting: str, rule: str) -> Callable[[str], Any]:
     if not rule.startswith("re:"):
         return re.compile(rf"(.*\.)?{re.escape(rule.strip('.'))}(\.|$)|{translate(rule)}").match
-    found = partial(matches, setting, rule.removeprefix("re:"))
-    found("")  # which raises for what is no expression
-    return found
+    check = partial(matches, setting, rule.removeprefix("re:"))
+    check("")  # which raises for what is no expression
+    return check
 
 
 class _Unsupported(Exception):
@@ -85,8 +85,8 @@ def _ways(nodes: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
             parts = value[1] if code is op.BRANCH else [value[-1]] if code in _GROUPS else []
             if not parts:
                 return 1, 1_000
-            found = [_ways(each) for each in parts]
-            factor, power = factor * sum(each for each, _ in found), power + max(each for _, each in found)
+            ways = [_ways(way) for way in parts]
+            factor, power = factor * sum(way for way, _ in ways), power + max(way for _, way in ways)
     return factor, power
 
 
@@ -113,7 +113,7 @@ class _Matcher:
         if code is op.AT:
             return {at for at in places if self._stands(value, at)}
         if code is op.BRANCH:
-            return set[int]().union(*(self.ends(each, places) for each in value[1]))
+            return set[int]().union(*(self.ends(branch, places) for branch in value[1]))
         if code is op.SUBPATTERN and not (value[1] or value[2]):  # which add and remove flags
             return self.ends(value[3], places)
         if code in _REPEATS:
@@ -132,11 +132,11 @@ class _Matcher:
     def _repeated(self, least: int, most: int, body: Any, places: set[int]) -> set[int]:
         for _ in range(min(least, 2 * len(self._name) + 2)):  # by then only places that repeat themselves are left
             places = self.ends(body, places)
-        found, new, most = set(places), places, most - least
+        reached, new, most = set(places), places, most - least
         while new and most:
-            new, most = self.ends(body, new) - found, most - 1
-            found |= new
-        return found
+            new, most = self.ends(body, new) - reached, most - 1
+            reached |= new
+        return reached
 
     def _is(self, code: Any, value: Any, letter: str) -> bool:
         if code is op.ANY:
@@ -152,7 +152,7 @@ class _Matcher:
             return at == 0
         if where in (op.AT_END, op.AT_END_STRING):
             return at == len(name) or (where is op.AT_END and name[at:] == "\n")
-        inside = [0 <= each < len(name) and _in(op.CATEGORY, op.CATEGORY_WORD, name[each]) for each in (at - 1, at)]
+        inside = [0 <= index < len(name) and _in(op.CATEGORY, op.CATEGORY_WORD, name[index]) for index in (at - 1, at)]
         return (inside[0] != inside[1]) == (where is op.AT_BOUNDARY)
 
 
@@ -162,9 +162,9 @@ def _in(code: Any, value: Any, letter: str) -> bool:
     if code is op.RANGE:
         return value[0] <= ord(letter) <= value[1]
     if code is op.CATEGORY:
-        kind = str(value).removeprefix("CATEGORY_")
-        found = {
+        category = str(value).removeprefix("CATEGORY_")
+        member = {
             "DIGIT": letter.isdecimal(), "SPACE": letter.isspace(), "WORD": letter.isalnum() or letter == "_",
-        }[kind.removeprefix("NOT_")]  # fmt: skip
-        return found != kind.startswith("NOT_")
+        }[category.removeprefix("NOT_")]  # fmt: skip
+        return member != category.startswith("NOT_")
     return False  # NEGATE

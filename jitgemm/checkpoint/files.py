@@ -141,14 +141,14 @@ class Checkpoint:
         """The same open checkpoint with some tensors under other names, {new name: name in the files}; its config
         speaks of those in the files."""
         other, new = copy.copy(self), {old: name for name, old in names.items()}
-        other._found = {new.get(name, name): found for name, found in self._found.items()}
+        other._found = {new.get(name, name): place for name, place in self._found.items()}
         other._in_file, other._layers = names, _by_layer(other._found)
         return other
 
     def with_rows(self, made: Mapping[str, Rows]) -> Checkpoint:
         """The same open checkpoint with some tensors made of the rows of others, which are gone."""
         other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
-        other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
+        other._found = {name: place for name, place in self._found.items() if name not in gone} | dict(made)
         other._base, other._layers = self, _by_layer(other._found)
         return other
 
@@ -162,33 +162,33 @@ class Checkpoint:
         """What the files call a layer, or the layers whose rows it has."""
         for suffix, name in self.layer(prefix).items():
             names = self._sources(name)
-            if names != [name] and all(each.endswith(suffix) for each in names):
-                return [each.removesuffix(suffix).rstrip("._") for each in names]
+            if names != [name] and all(own.endswith(suffix) for own in names):
+                return [own.removesuffix(suffix).rstrip("._") for own in names]
         return [prefix]
 
     def rows(self, name: str) -> Rows:
         """The files' tensors that a tensor is made of, and its rows in them."""
-        found, sources = self._found[name], tuple(self._sources(name))
-        if isinstance(found, Rows):
-            return replace(found, sources=sources)
+        place, sources = self._found[name], tuple(self._sources(name))
+        if isinstance(place, Rows):
+            return replace(place, sources=sources)
         return Rows(sources, 0, next(iter(self.info(name).shape), 1))
 
     def _sources(self, name: str) -> list[str]:
         """What the files call a tensor, or those whose rows it has."""
-        found = self._found[name]
-        sources = found.sources if isinstance(found, Rows) else (name,)
+        place = self._found[name]
+        sources = place.sources if isinstance(place, Rows) else (name,)
         return [self._in_file.get(source, source) for source in sources]
 
     def file(self, name: str) -> Path:
         """The file of a tensor that is one of its files'."""
-        found = self._found[name]
-        if not isinstance(found, Path):
+        place = self._found[name]
+        if not isinstance(place, Path):
             raise ValueError(f"{name}: expected a tensor of a file, got one that was given or is made of others")
-        return found
+        return place
 
     def elsewhere(self) -> Iterator[tuple[str, Path]]:
         """(name in the files, file) of tensors that a file holds and the index does not give to it."""
-        for path in sorted({found for found in self._listed.values() if isinstance(found, Path)}):
+        for path in sorted({place for place in self._listed.values() if isinstance(place, Path)}):
             yield from ((name, path) for name in self._open(path).keys() if self._listed.get(name) != path)
 
     def check_copies(self, reader: str) -> list[str]:
@@ -199,9 +199,9 @@ class Checkpoint:
             if not isinstance(place := self._listed.get(name), Path):
                 unlisted.append(name)
                 continue
-            own, other = (self._open(each).get_tensor(name) for each in (place, file))
+            own, other = (self._open(path).get_tensor(name) for path in (place, file))
             alike = own.dtype == other.dtype and own.shape == other.shape
-            if not alike or not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (own, other))):
+            if not alike or not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (own, other))):
                 raise ValueError(
                     f"source: expected {name!r} in {place} alone, as the index says, got another one in {file.name}, "
                     f"and {reader} reads both"
@@ -210,8 +210,8 @@ class Checkpoint:
 
     def place(self, name: str) -> str:
         """What holds a tensor, for messages: its file, or all that was given."""
-        found = self._found[name]
-        return os.fspath(found) if isinstance(found, Path) else self.where
+        place = self._found[name]
+        return os.fspath(place) if isinstance(place, Path) else self.where
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
@@ -222,24 +222,24 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype, from the file's header."""
-        found = self._found[name]
-        if isinstance(found, Rows):
-            infos = [self._base.info(source) for source in found.sources]
+        place = self._found[name]
+        if isinstance(place, Rows):
+            infos = [self._base.info(source) for source in place.sources]
             if len({(info.shape[1:], info.dtype, info.kind) for info in infos}) > 1:
-                raise ValueError(f"{name}: expected {', '.join(found.sources)} to differ in their rows alone")
-            return infos[0] if found.numbers else replace(infos[0], shape=(found.count, *infos[0].shape[1:]))
-        if isinstance(found, torch.Tensor):
-            return TensorInfo(tuple(found.shape), found.dtype, subclass_of(found))
-        header = self._slice(name, found)
-        kind = header.get_dtype()
-        if kind not in DTYPES:
-            raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
-        return TensorInfo(tuple(header.get_shape()), DTYPES[kind])
+                raise ValueError(f"{name}: expected {', '.join(place.sources)} to differ in their rows alone")
+            return infos[0] if place.numbers else replace(infos[0], shape=(place.count, *infos[0].shape[1:]))
+        if isinstance(place, torch.Tensor):
+            return TensorInfo(tuple(place.shape), place.dtype, subclass_of(place))
+        header = self._slice(name, place)
+        dtype = header.get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {dtype}")
+        return TensorInfo(tuple(header.get_shape()), DTYPES[dtype])
 
     def headers(self) -> dict[str, dict[str, Any]]:
         """{name: dtype and shape} of all tensors of its files, in safetensors' words."""
         slices = {name: self._slice(name, self.file(name)) for name in self._found}
-        return {name: {"dtype": each.get_dtype(), "shape": each.get_shape()} for name, each in slices.items()}
+        return {name: {"dtype": view.get_dtype(), "shape": view.get_shape()} for name, view in slices.items()}
 
     def _slice(self, name: str, file: Path) -> Any:
         """safetensors' view of a file's tensor, which has its header, and parts of its data."""
@@ -254,31 +254,31 @@ class Checkpoint:
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
     ) -> torch.Tensor:
         """The tensor on a device; or one expert's, without the first dimension; or a part of it."""
-        found = self._found[name]
+        place = self._found[name]
         at: tuple[int | slice, ...] = (expert,) if expert is not None else ()
         if part is not None and expert is None:
             at = (*(slice(None),) * part.axis, slice(part.start, part.start + part.count))
-        if isinstance(found, Rows):
-            if part is not None and part.axis == 0 and len(found.sources) == 1:
-                return self._base.read(found.sources[0], device, None, replace(part, start=found.start + part.start))
-            parts = [self._base.read(source, device) for source in found.sources]
-            if found.numbers:
-                return torch.cat((parts[0].new_tensor([found.count]), parts[0][1:]))
+        if isinstance(place, Rows):
+            if part is not None and part.axis == 0 and len(place.sources) == 1:
+                return self._base.read(place.sources[0], device, None, replace(part, start=place.start + part.start))
+            parts = [self._base.read(source, device) for source in place.sources]
+            if place.numbers:
+                return torch.cat((parts[0].new_tensor([place.count]), parts[0][1:]))
             bits = [part.view(torch.int8) if part.dtype.itemsize == 1 else part for part in parts]
-            rows = torch.cat(bits)[found.start : found.start + found.count].view(parts[0].dtype)
+            rows = torch.cat(bits)[place.start : place.start + place.count].view(parts[0].dtype)
             return rows[at] if at else rows
-        if isinstance(found, torch.Tensor):
-            return (found[at] if at else found).detach().to(device)
-        view, in_file = self._slice(name, found), self._in_file.get(name, name)
-        return (view[at] if at else self._open(found).get_tensor(in_file)).to(device)
+        if isinstance(place, torch.Tensor):
+            return (place[at] if at else place).detach().to(device)
+        view, in_file = self._slice(name, place), self._in_file.get(name, name)
+        return (view[at] if at else self._open(place).get_tensor(in_file)).to(device)
 
     def layer(self, prefix: str) -> dict[str, str]:
         """{what stands behind the prefix: full name} of a layer's own tensors."""
         start = prefix if not prefix or prefix[-1] in "._" else prefix + "."
         parent = start[: start.rfind(".") + 1]
         inner = start.removeprefix(parent)
-        found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
-        names = {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        suffixes = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
+        names = {suffix.removeprefix(inner): parent + suffix for suffix in suffixes}
         return names | self._of_parameter(prefix)
 
     def is_quantised(self, prefix: str) -> bool:
@@ -300,18 +300,18 @@ class Checkpoint:
     def _of_parameter(self, name: str) -> dict[str, str]:
         """Of a quantised parameter, which stacks experts: what a layer's tensors would be called; {} for all others."""
         above, dot, child = name.rpartition(".")
-        torchaos = [each for each in self._layers.get(above + dot, ()) if each.startswith(f"_{child}_")]
-        found = {"_weight_" + each.removeprefix(f"_{child}_"): above + dot + each for each in torchaos}
+        torchaos = [own for own in self._layers.get(above + dot, ()) if own.startswith(f"_{child}_")]
+        named = {"_weight_" + own.removeprefix(f"_{child}_"): above + dot + own for own in torchaos}
         if name in self._found and not name.endswith("weight"):
-            found |= {suffix: name + end for suffix, end in _STACKED.items() if name + end in self._found}
-        return found
+            named |= {suffix: name + end for suffix, end in _STACKED.items() if name + end in self._found}
+        return named
 
     def metadata(self, name: str) -> Mapping[str, str]:
         """What the tensor's file says of its tensors; of those given in memory, what torchao would write of them."""
-        found = self._found[name]
-        if isinstance(found, Rows):
-            return self._base.metadata(found.sources[0])
-        return self._open(found).metadata() or {} if isinstance(found, Path) else self._said
+        place = self._found[name]
+        if isinstance(place, Rows):
+            return self._base.metadata(place.sources[0])
+        return self._open(place).metadata() or {} if isinstance(place, Path) else self._said
 
     def _open(self, path: Path) -> Any:
         """safetensors' reader of a file, which is opened once."""
@@ -333,14 +333,14 @@ class Checkpoint:
         if not source.exists():
             raise FileNotFoundError(f"source: expected a file or folder, found none at {source}")
         if source.is_dir():
-            found = model_files(source)
-            if isinstance(found, Path):
-                return self._list(found)
-            if not found:
+            files = model_files(source)
+            if isinstance(files, Path):
+                return self._list(files)
+            if not files:
                 others = sorted(path.name for path in source.glob("*.gguf"))
                 only = f", but GGUF's {others[0]}, whose blocks are no format that is read here" if others else ""
                 raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}{only}")
-            return self._headers(found)
+            return self._headers(files)
         if source.name.endswith(".index.json"):
             return read_index(source)
         if source.suffix != ".safetensors":

@@ -102,8 +102,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def config_of_folder(folder: Path) -> Mapping[str, Any] | None:
     """What a folder's JSON files say of a model's quantisation, or one file."""
     path = folder if folder.is_file() else folder / "config.json"
-    if path.is_file() and (found := _nested_config(read_json(path))) is not None:
-        return found
+    if path.is_file() and (nested := _nested_config(read_json(path))) is not None:
+        return nested
     others = (read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file())
     content = next(others, {})
     quantization = content.get("quantization")
@@ -113,13 +113,13 @@ def config_of_folder(folder: Path) -> Mapping[str, Any] | None:
 def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization_config of a config.json, at its top or in the language model's part."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    found = (part.get(key) for part in parts for key in _CONFIG_KEYS)
-    return next((each for each in found if isinstance(each, Mapping)), None)
+    configs = (part.get(key) for part in parts for key in _CONFIG_KEYS)
+    return next((config_of for config_of in configs if isinstance(config_of, Mapping)), None)
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """From a whole config.json, or from one that is the quantization_config already."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
-    nested, whole = _nested_config(config), "architectures" in config or "model_type" in config
-    return config if nested is None and not whole else nested
+    nested, of_model = _nested_config(config), "architectures" in config or "model_type" in config
+    return config if nested is None and not of_model else nested

@@ -77,9 +77,9 @@ class Inputs:
     def replaced_by(self, activation: str) -> str:
         """What a user hears of inputs that have another activation `instead`."""
         these = "MXFP8 inputs" if self.mxfp8 else f"inputs of {self.num_bits} bits"
-        each = "each token and 128 k" if activation.endswith("_block") else "each token"
+        unit = "each token and 128 k" if activation.endswith("_block") else "each token"
         return (
-            f"the checkpoint's {these} are quantised to 8 bits for {each}, {activation}; activation={activation!r} "
+            f"the checkpoint's {these} are quantised to 8 bits for {unit}, {activation}; activation={activation!r} "
             "says so without this warning"
         )
 
@@ -125,31 +125,31 @@ class Transform:
         """V, fp32 [size, size]; stored: the file's, if it has one. Raises ValueError if the config means another."""
         size = self.size or size
         expected = sylvester(size, device) if self.known else None
-        found: Any = expected if stored is None else stored.float()
-        if found.shape != (size, size) or not (expected is None or torch.equal(found, expected)):
+        matrix: Any = expected if stored is None else stored.float()
+        if matrix.shape != (size, size) or not (expected is None or torch.equal(matrix, expected)):
             wanted = ("Sylvester's" if self.known else "a") + f" matrix [{size}, {size}] of {self} in the file"
-            raise ValueError(f"transform_config: expected {wanted}, got another, {describe(found)}")
-        return found if self.kind == RANDOM_MATRIX else (found.mT if self.inverse else found) * size**-0.5
+            raise ValueError(f"transform_config: expected {wanted}, got another, {describe(matrix)}")
+        return matrix if self.kind == RANDOM_MATRIX else (matrix.mT if self.inverse else matrix) * size**-0.5
 
     def stored_as(self, checkpoint: Any, prefix: str, sizes: Sizes) -> str | None:
         """The name of the matrix in a `Checkpoint`; None of one that is known and not there. Layers share those of one
         size, and files have them once. Raises ValueError unless there is one, of a size that divides the layer's."""
-        whole = sizes.k if self.location == INPUT else sizes.n
-        size = self.size or whole
+        total = sizes.k if self.location == INPUT else sizes.n
+        size = self.size or total
         if self.known and size is not None and size & (size - 1):
             raise ValueError(f"transform_config: expected a power of two for {self}, got {size}")
-        if whole is not None and size is not None and whole % size:
-            raise ValueError(f"transform_config: head_dim: expected a divisor of {whole}, got {size} of {self}")
+        if total is not None and size is not None and total % size:
+            raise ValueError(f"transform_config: head_dim: expected a divisor of {total}, got {size} of {self}")
         own = f"{prefix}.{self.name}_{self.location}.weight"
         if own in checkpoint or self.known:
             return own if own in checkpoint else None
         ends = tuple(f".{self.name}_{place}.weight" for place in PLACES)
         alike = (name for name in checkpoint.names() if f".{name}".endswith(ends))
-        found = [name for name in alike if checkpoint.info(name).shape == (size, size)]
-        if len(found) != 1:
-            got = ", ".join(found) or "none"
+        fitting = [name for name in alike if checkpoint.info(name).shape == (size, size)]
+        if len(fitting) != 1:
+            got = ", ".join(fitting) or "none"
             raise ValueError(f"transform_config: expected one matrix of {self} in the file, found {got}")
-        return found[0]
+        return fitting[0]
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ class Scheme:
     @property
     def static(self) -> dict[str, TensorLayout]:
         """The static scale of the input, where there is one."""
-        given = self.inputs is not None and not self.inputs.dynamic
-        return {"input_scale": stored(torch.float32, optional=True)} if given else {}
+        has_scale = self.inputs is not None and not self.inputs.dynamic
+        return {"input_scale": stored(torch.float32, optional=True)} if has_scale else {}
 
     def by_row(self, name: str, values: torch.Tensor, n: int) -> torch.Tensor:
         """[n, G] from a tensor of `found`, whose values rows, a block's or all, may share; e8m0 becomes fp32."""
@@ -308,15 +308,15 @@ class Format:
         layout = self.tensors(scheme)
         check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
-        n, k, grouped = size["n"], size["k"], [name for name, each in layout.items() if each.axis("G") is not None]
+        n, k, grouped = size["n"], size["k"], [name for name, tensor in layout.items() if tensor.axis("G") is not None]
         if scheme.block is not None:
             return Sizes(n, k, scheme.block[1])
         name = (grouped or [name for name in layout if "scale" in name])[0]
         what = "columns" if layout[name].axis("G") else "groups"
         columns = group_size_of(k, size.get("G", 1), scheme.group_size, name, what)
-        for name, each in layout.items():
-            if scheme.ordered and columns != k and isinstance(each.optional, str) and name not in headers:
-                raise ValueError(f"{name}: expected {each.optional}, found none")
+        for name, tensor in layout.items():
+            if scheme.ordered and columns != k and isinstance(tensor.optional, str) and name not in headers:
+                raise ValueError(f"{name}: expected {tensor.optional}, found none")
         return Sizes(n, k, columns)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
@@ -366,9 +366,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
 def check_kind(name: str, value: Any, where: str = "") -> Any:
     """The value of a setting. Raises ValueError for one that is neither null nor of its kind; where: what its name
     follows in the message."""
-    kind, expected = _KINDS.get(name, (object, ""))
-    fits = isinstance(value, kind) and (kind is object or isinstance(value, bool) == (kind is bool))
-    if value is not None and (not fits or kind == (list, tuple) and not all(isinstance(each, str) for each in value)):
+    types, expected = _KINDS.get(name, (object, ""))
+    fits = isinstance(value, types) and (types is object or isinstance(value, bool) == (types is bool))
+    if value is not None and (not fits or types == (list, tuple) and not all(isinstance(item, str) for item in value)):
         raise ValueError(f"{where}{name}: expected {expected}, got {value!r}")
     return value
 
@@ -381,9 +381,9 @@ def setting(config: Config, *names: str, default: Any = None) -> Any:
 
 def check_setting(config: Config, expected: Any, *names: str) -> None:
     """Raises ValueError for a config that has another value under one of the names."""
-    found = setting(config, *names, default=expected)
-    if found != expected:
-        raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
+    got = setting(config, *names, default=expected)
+    if got != expected:
+        raise ValueError(f"{names[0]}: expected {expected}, got {got!r}")
 
 
 def block_of(name: str, given: Any) -> tuple[int, int]:

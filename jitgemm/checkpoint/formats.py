@@ -16,7 +16,7 @@ DIALECTS: list[Callable[[Config, str], Config]] = []
 
 def register(format: Format) -> None:
     """Adds a format. Raises ValueError where one of its name is there."""
-    if any(each.name == format.name for each in FORMATS):
+    if any(other.name == format.name for other in FORMATS):
         raise ValueError(f"name: expected one that no format has, got {format.name!r}")
     FORMATS.append(format)
 
@@ -62,13 +62,13 @@ def idle(config: Config, name: str) -> str | None:
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
     """The one format that a layer's tensors are of, by their headers and the model's quantization_config, as
     `translated` gives it; prefix: its name, for messages. Raises ValueError unless one format has such tensors."""
-    found = [format for format in FORMATS if format.detect(names, config)]
-    if len(found) == 1:
-        return found[0]
+    detecting = [format for format in FORMATS if format.detect(names, config)]
+    if len(detecting) == 1:
+        return detecting[0]
     listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items()) or "no tensors"
     layer = f"layer {prefix!r}" if prefix else "the layer"
-    if found:
-        several = " and ".join(each.name for each in found)
+    if detecting:
+        several = " and ".join(one.name for one in detecting)
         raise ValueError(f"format: {layer} fits {several}: say which with format=...; it has {listed}")
     if (other := _served_elsewhere(names, config)) is not None:
         raise ValueError(f"format: {layer} is {other}, which is not read here; it has {listed}")
@@ -86,5 +86,5 @@ def _served_elsewhere(names: Mapping[str, TensorInfo], config: Mapping[str, Any]
     method = str((config or {}).get("quant_method")).lower()
     if "SCB" in names:
         return "bitsandbytes'"
-    codes = any(not each.dtype.is_floating_point for each in names.values())
+    codes = any(not header.dtype.is_floating_point for header in names.values())
     return {"bitsandbytes": "bitsandbytes'", "gguf": "GGUF's", "hqq": "HQQ's"}.get(method) if codes else None

@@ -74,9 +74,9 @@ class Gptq(Format):
             raise ValueError(f"bits: expected 4 or 8, got {width!r}")
         check_setting(config, "int32", "pack_dtype")
         check_setting(config, False, "is_marlin_format")
-        size, given = setting(config, "group_size"), not setting(config, "sym")
+        size, zeros = setting(config, "group_size"), not setting(config, "sym")
         ordered = setting(config, "desc_act") is True
-        return Scheme(self.name, _CODES[width], size, zero_points=given, ordered=ordered, form=version, settings=config)
+        return Scheme(self.name, _CODES[width], size, zero_points=zeros, ordered=ordered, form=version, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         word, order = scheme.per_word, "the columns' groups, as the config says desc_act"
@@ -96,7 +96,7 @@ class Gptq(Format):
             qzeros = qzeros + _ONE_IN_EACH[scheme.code] if in_words else qzeros  # which wraps
             zero = unpack_words(qzeros, 1, word).T.to(torch.int16) + int(scheme.form == "gptq" and not in_words)
         else:
-            least, most = (int(each) for each in unpack_words(qzeros, 1, word).aminmax())
+            least, most = (int(end) for end in unpack_words(qzeros, 1, word).aminmax())
             if least != most or most not in (middle - 1, middle):
                 note = (
                     f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true in the config, got "
@@ -132,7 +132,7 @@ def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
 def _dynamic(config: Mapping[str, Any], prefix: str) -> tuple[str, Mapping[str, Any]]:
     """The first expression that matches, and what it overrides."""
     dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
+    if not isinstance(dynamic, Mapping) or not all(isinstance(rule, Mapping) for rule in dynamic.values()):
         raise ValueError(f"dynamic: expected settings by expressions, got {dynamic!r}")
     for pattern, overrides in dynamic.items():
         if matches("dynamic", pattern.removeprefix("-:").removeprefix("+:"), prefix):

@@ -72,8 +72,8 @@ class TensorLayout:
 
     def axis(self, *letters: str) -> int | None:
         """Which dimension is one of "n", "k", "G", ..., or the number "1"; None for none."""
-        found = (dim.of if isinstance(dim, Dim) else str(dim) for dim in self.dims)
-        return next((i for i, letter in enumerate(found) if letter in letters), None)
+        dims = (dim.of if isinstance(dim, Dim) else str(dim) for dim in self.dims)
+        return next((i for i, letter in enumerate(dims) if letter in letters), None)
 
     @property
     def known(self) -> bool:

@@ -86,21 +86,21 @@ class _Nvfp4(Format):
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes = self.sizes(tensors, scheme)
         codes, scales, name = (name for name in _FORMS[scheme.form])
-        whole = tensors[name].reshape(-1).float()
-        wrong = ~((whole > 0) & whole.isfinite())
+        of_tensor = tensors[name].reshape(-1).float()
+        wrong = ~((of_tensor > 0) & of_tensor.isfinite())
         if bool(wrong.any()):
-            raise ValueError(f"{name}: expected a positive, finite number, got {float(whole[wrong][0])}")
-        whole = whole.reciprocal() if scheme.form == "compressed-tensors" else whole
+            raise ValueError(f"{name}: expected a positive, finite number, got {float(of_tensor[wrong][0])}")
+        of_tensor = of_tensor.reciprocal() if scheme.form == "compressed-tensors" else of_tensor
         return CanonicalWeight(
             unpack_nibbles(tensors[codes], 1), tensors[scales].view(torch.uint8), group_size=SCALE_GROUP, code="nvfp4",
-            row_scale=whole.expand(sizes.n),
+            row_scale=of_tensor.expand(sizes.n),
         )  # fmt: skip
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
     """Which of the forms the tensors, or their headers, have, whatever the scale of the tensor is; None for none."""
     for form, layout in _FORMS.items():
-        if (name := _WHOLE[form]) in names and fits(names, {each: layout[each] for each in layout if each != name}):
+        if (name := _WHOLE[form]) in names and fits(names, {own: layout[own] for own in layout if own != name}):
             return form
     return None
 

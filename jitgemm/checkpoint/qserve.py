@@ -103,10 +103,10 @@ class _QServe(Format):
         Raises:
             ValueError: it is another, or its sizes are no multiples of the tiles'.
         """
-        found = levels_of(weight)
-        if found is None:
+        levels = levels_of(weight)
+        if levels is None:
             raise ValueError(f"weight: expected one in two levels, got {weight.code} in groups of {weight.group_size}")
-        q, factor, zero, scale = found
+        q, factor, zero, scale = levels
         n, k = q.shape
         if not writes((n, k)):
             raise ValueError(f"weight: expected {WRITTEN}, got {n} and {k}")

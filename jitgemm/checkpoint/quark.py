@@ -71,11 +71,11 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     if setting(weight, "qscheme") == "per_block":
         said["weight_block_size"] = block_of("block_size", weight.get("block_size"))
     if inputs:
-        kind, bits = _TYPES.get(dtype := setting(inputs, "dtype"), (dtype, 8))
+        number_type, bits = _TYPES.get(dtype := setting(inputs, "dtype"), (dtype, 8))
         dynamic = setting(inputs, "is_dynamic", default=True)
         groups = setting(inputs, "qscheme") in ("per_group", "per_block")
         said["input_activations"] = {
-            "type": kind, "num_bits": bits, "strategy": "group" if groups else "token" if dynamic else "tensor",
+            "type": number_type, "num_bits": bits, "strategy": "group" if groups else "token" if dynamic else "tensor",
             "dynamic": dynamic, "group_size": setting(inputs, "group_size"),
         }  # fmt: skip
     return said

@@ -82,28 +82,28 @@ def layer_header(
             del infos["weight_shape"], names["weight_shape"]
             shape = shape[-2:]
         infos = _of_expert(infos, expert)
-    layer, first, *others = (each.rstrip("._") for each in (prefix, *checkpoint.in_file(prefix)))
+    layer, first, *others = (name.rstrip("._") for name in (prefix, *checkpoint.in_file(prefix)))
     config = formats.translated(checkpoint.config, first)
-    found = formats.find(infos, config, first) if format is None else formats.by_name(format)
-    for suffix, name in found.elsewhere(layer).items():
+    reader = formats.find(infos, config, first) if format is None else formats.by_name(format)
+    for suffix, name in reader.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
             names[suffix], infos[suffix] = name, checkpoint.info(name)
-    headers = _Found(found, infos if shape is None else infos | {"weight_shape": shape})
-    if described := found.described(checkpoint.metadata(next(iter(names.values()))), first):
+    headers = _Found(reader, infos if shape is None else infos | {"weight_shape": shape})
+    if described := reader.described(checkpoint.metadata(next(iter(names.values()))), first):
         config = {**described, **(config or {})}
-    scheme = scheme_of(found, config, first, headers)
+    scheme = scheme_of(reader, config, first, headers)
     for other in others:
-        if (its := scheme_of(found, formats.translated(checkpoint.config, other), other, headers)) != scheme:
+        if (its := scheme_of(reader, formats.translated(checkpoint.config, other), other, headers)) != scheme:
             joined = f"{first!r} and {other!r}, whose rows are joined"
             raise ValueError(f"quantization_config: expected one scheme of {joined}, got {scheme} and {its}")
-    sizes = found.sizes(headers, scheme)
+    sizes = reader.sizes(headers, scheme)
     check_beside(headers)
     if sizes.k is None and k is not None:
         scheme = replace(scheme, settings={"in_features": k, **scheme.settings})
-    if "bias" in names and any(each.location == OUTPUT for each in scheme.transforms):
+    if "bias" in names and any(transform.location == OUTPUT for transform in scheme.transforms):
         raise ValueError(f"bias: expected none with {scheme.transforms[-1]}, got one")
-    matrices = [each.stored_as(checkpoint, prefix, sizes) for each in scheme.transforms]
-    return LayerHeader(prefix, names, found, scheme, sizes, matrices)
+    matrices = [transform.stored_as(checkpoint, prefix, sizes) for transform in scheme.transforms]
+    return LayerHeader(prefix, names, reader, scheme, sizes, matrices)
 
 
 def scheme_of(format: Format, config: Mapping[str, Any] | None, prefix: str, headers: Mapping[str, Any]) -> Scheme:
@@ -145,16 +145,16 @@ def _turned(
 ) -> dict[str, Any]:
     """What its layer does to inputs and results at run time, as `CanonicalWeight` has it. Raises ValueError for a
     matrix of another size or of other values than the config says."""
-    found, k = [], header.sizes.k or weight.k
+    turned, k = [], header.sizes.k or weight.k
     rotation = header.scheme.rotation(k)
-    for each, name in zip(header.scheme.transforms, header.matrices, strict=True):
-        stored, size = None, k if each.location == INPUT else header.sizes.n
+    for transform, name in zip(header.scheme.transforms, header.matrices, strict=True):
+        stored, size = None, k if transform.location == INPUT else header.sizes.n
         if name is not None:
             stored = checkpoint.read(name, device)
         elif rotation:
             break  # nothing to compare
-        found.append((each.location, each.matrix(stored, size, device)))
-    return {"rotation": rotation} if rotation else {"turned": tuple(found)}
+        turned.append((transform.location, transform.matrix(stored, size, device)))
+    return {"rotation": rotation} if rotation else {"turned": tuple(turned)}
 
 
 def _check_values(weight: CanonicalWeight) -> None:
@@ -180,17 +180,17 @@ def parts_of_rank(header: LayerHeader, dim: str, rank: int, world: int) -> dict[
     """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole. None where all
     tensors have to be read, to be cut by `CanonicalWeight.shard`, which says what cannot be."""
     layout = header.format.tensors(header.scheme) if header.format.cuts else {}
-    whole, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
+    total, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
     ordered = dim == "k" and any("g_idx" in suffix for suffix in header.names)
-    if world == 1 or not 0 <= rank < world or whole is None or size is None or ordered:
+    if world == 1 or not 0 <= rank < world or total is None or size is None or ordered:
         return None
-    per_group = size if dim == "k" and size < whole else 1
+    per_group = size if dim == "k" and size < total else 1
     rotation = header.scheme.rotation(header.sizes.k)
     multiple = rotation if rotation and dim == "k" else PART_MULTIPLES[dim]
-    uneven = whole % (world * math.lcm(multiple, per_group)) or (header.scheme.transforms and not rotation)
+    uneven = total % (world * math.lcm(multiple, per_group)) or (header.scheme.transforms and not rotation)
     if uneven or not layout or not all(each.known for each in layout.values()):
         return None
-    count, parts = whole // world, {}
+    count, parts = total // world, {}
     for suffix in header.names:
         for axis, each in enumerate((N,) if suffix == "bias" else layout[suffix].dims if suffix in layout else ()):
             if not isinstance(each, Dim) or each.of not in (dim, "G" if per_group > 1 else dim):

@@ -106,7 +106,7 @@ class _TorchAo(Format):
         config, size = config or {}, None
         if "scales_and_zeros" in headers:
             form, size = _TILES, setting(config, "group_size", "groupsize")
-            found = _tinygemm("weight" if "weight" in headers else "weight_int4pack", headers, "scales_and_zeros")
+            parts = _tinygemm("weight" if "weight" in headers else "weight_int4pack", headers, "scales_and_zeros")
         elif _QDATA not in headers:
             weight = headers["weight"]
             got = getattr(weight, "kind", "") or f"a plain {describe(weight)}"
@@ -115,10 +115,10 @@ class _TorchAo(Format):
             form = _kind(headers, config)
             check_known(headers, self.also)
             tiles = form == _TILES
-            found = _tinygemm(_QDATA, headers, _BOTH) if tiles else _LAYOUTS.get(form) or _blocks(headers, _EIGHT[form])
+            parts = _tinygemm(_QDATA, headers, _BOTH) if tiles else _LAYOUTS.get(form) or _blocks(headers, _EIGHT[form])
         code = _EIGHT.get(form, "int4")
         inputs, zeros = inputs_of(config, code, headers), form not in _EIGHT
-        return Scheme(self.name, code, size, zero_points=zeros, inputs=inputs, form=form, found=found, settings=config)
+        return Scheme(self.name, code, size, zero_points=zeros, inputs=inputs, form=form, found=parts, settings=config)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         if scheme.form != _TILES:
@@ -187,8 +187,8 @@ class _TorchAo(Format):
 
 def _shape(config: Config) -> tuple[int, int] | None:
     """n, k of a layer, where its file or the config says them."""
-    given = setting(config, "shape")
-    return None if given is None else block_of("shape", given)
+    shape = setting(config, "shape")
+    return None if shape is None else block_of("shape", shape)
 
 
 def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -217,7 +217,7 @@ def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         return stated
     if zero is None:
         return "Float8Tensor" if qdata.dtype.is_floating_point else "Int8Tensor"
-    fitting = [each for each in _LAYOUTS if fits(tensors, _LAYOUTS[each])]
+    fitting = [form for form in _LAYOUTS if fits(tensors, _LAYOUTS[form])]
     if len(fitting) != 1:
         got = ", ".join(f"{name} {describe(tensors[name])}" for name in (_QDATA, _SCALE, _ZERO) if name in tensors)
         raise ValueError(
@@ -318,17 +318,17 @@ def unpacked(
 
 def _activations(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What act_quant_kwargs say, apart from whether the scale is static."""
-    kind, inner = settings["granularity"]["_type"], settings["granularity"].get("_data") or {}
+    granularity, inner = settings["granularity"]["_type"], settings["granularity"].get("_data") or {}
     dtype, (rows, columns) = _plain(settings.get("float8_dtype", "int8")), inner.get("block_size", (0, 0))
     inputs = {"type": {"float8_e4m3fn": "float", "int8": "int"}.get(dtype, dtype)}
     inputs["symmetric"] = _plain(settings.get("mapping_type")) != "ASYMMETRIC"
-    if kind == "PerBlock" and rows == 1:
+    if granularity == "PerBlock" and rows == 1:
         return inputs | {"strategy": "group", "group_size": columns}
-    if kind == "PerRow" and inner.get("dim", -1) not in (-1, 1):
-        kind = f"PerRow of dim {inner['dim']}"
+    if granularity == "PerRow" and inner.get("dim", -1) not in (-1, 1):
+        granularity = f"PerRow of dim {inner['dim']}"
     known = {"PerRow": "token", "PerToken": "token", "PerTensor": "tensor"}
     known["PerBlock"] = f"PerBlock of {rows} x {columns}"
-    return inputs | {"strategy": known.get(kind, kind)}
+    return inputs | {"strategy": known.get(granularity, granularity)}
 
 
 def _plain(value: Any) -> Any:
@@ -341,20 +341,20 @@ def flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
 
     def named(tensor: torch.Tensor, kind: str) -> dict[str, Any]:
         lists = (getattr(tensor, f"{start}tensor_{kind}_names", ()) for start in ("", "optional_"))
-        return {each: getattr(tensor, each, None) for names in lists for each in names}
+        return {part: getattr(tensor, part, None) for names in lists for part in names}
 
-    found: dict[str, torch.Tensor] = {}
+    tensors_by_name: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for name, tensor in source.items():
-        held = {each: value for each, value in named(tensor, "data").items() if value is not None}
+        held = {part: value for part, value in named(tensor, "data").items() if value is not None}
         if not subclass_of(tensor) or not held:
-            found[name] = tensor
+            tensors_by_name[name] = tensor
             continue
         above, dot, child = name.rpartition(".")
-        found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
+        tensors_by_name |= {f"{above}{dot}_{child}_{part}": value for part, value in held.items()}
         data = {"_type": subclass_of(tensor), "_data": named(tensor, "attribute"), "_tensor_data_names": list(held)}
         metadata[name] = json.dumps(data, default=_encoded)
-    return found, metadata
+    return tensors_by_name, metadata
 
 
 def _encoded(value: Any) -> Any:

@@ -96,8 +96,8 @@ class _W8A8(Format):
         mixed = strategy == "group" and _algorithm(config) == _MIXED  # of MiniMax-M3's linears
         if (mixed or _is_mxfp8(config)) and "input_activations" not in config:  # of Quark's
             inputs = Inputs.of(PRESETS[_MXFP8][1])
-        found = {name: stored(E8M0[::-1] if strategy == "group" else (*FLOATS, *E8M0), *dims)}
-        return Scheme(self.name, code, size, strategy, block, inputs=inputs, found=found, settings=config)
+        layouts = {name: stored(E8M0[::-1] if strategy == "group" else (*FLOATS, *E8M0), *dims)}
+        return Scheme(self.name, code, size, strategy, block, inputs=inputs, found=layouts, settings=config)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {"weight": stored(CODE_TYPES[scheme.code], N, K), **scheme.found, **scheme.static}
@@ -123,8 +123,8 @@ def _algorithm(config: Mapping[str, Any]) -> str:
 def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """The block that a config gives its scales; None for none."""
     default = _OF_MXFP8 if setting(config, "quant_method") == "mxfp8" else None
-    given = setting(config, "weight_block_size", default=default)
-    return given if given is None else block_of("weight_block_size", given)
+    block = setting(config, "weight_block_size", default=default)
+    return block if block is None else block_of("weight_block_size", block)
 
 
 def _is_mxfp8(config: Mapping[str, Any]) -> bool:

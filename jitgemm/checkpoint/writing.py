@@ -53,16 +53,16 @@ def stored_in(file: Path) -> dict[str, Stored]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
-        found = {
-            name: Stored(file, each["dtype"], tuple(each["shape"]), 8 + length + begin, end - begin)
-            for name, each in header.items()
-            for begin, end in (each["data_offsets"],)
+        tensors = {
+            name: Stored(file, facts["dtype"], tuple(facts["shape"]), 8 + length + begin, end - begin)
+            for name, facts in header.items()
+            for begin, end in (facts["data_offsets"],)
         }
-        if (end := max((each.start + each.size for each in found.values()), default=0)) > size:
+        if (end := max((facts.start + facts.size for facts in tensors.values()), default=0)) > size:
             raise ValueError(f"data up to byte {end} in a file of {size} bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"source: expected a safetensors file, got {file}: {error}") from None
-    return dict(sorted(found.items(), key=lambda item: item[1].start))
+    return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
 def write_safetensors(
@@ -77,11 +77,11 @@ def write_safetensors(
         OSError: it could not be written, and is not there; the error names it.
     """
     facts: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    for name, each in tensors.items():
-        if isinstance(each, Stored):
-            facts[name] = each.dtype, each.shape, each.size
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Stored):
+            facts[name] = tensor.dtype, tensor.shape, tensor.size
         else:
-            facts[name] = _NAMES[each.dtype], tuple(each.shape), each.nbytes
+            facts[name] = _NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes
     names = sorted(facts, key=lambda name: (-_bytes_of_one(*facts[name]), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     end = 0
@@ -94,8 +94,8 @@ def write_safetensors(
     with written(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            each = tensors[name]
-            for block in _blocks_of(name, each) if isinstance(each, Stored) else _bytes(each):
+            tensor = tensors[name]
+            for block in _blocks_of(name, tensor) if isinstance(tensor, Stored) else _bytes(tensor):
                 file.write(block)
     return 8 + len(text) + end
 
