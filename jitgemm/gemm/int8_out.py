@@ -6,7 +6,7 @@ Composes two public calls; knows nothing of kernels.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -30,28 +30,24 @@ _POINTERS = (
 """Gemm of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
 
 
-@overload
-def gemm_w4a8_int8_nt(
-    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: Literal[True] = True,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
-    batch_invariant: bool = False,
-) -> Triple: ...  # fmt: skip
+class _Options(TypedDict, total=False):
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    out: tuple[torch.Tensor, ...] | None
+    batch_invariant: bool
 
 
 @overload
 def gemm_w4a8_int8_nt(
-    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: Literal[False],
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
-    batch_invariant: bool = False,
-) -> Pair: ...  # fmt: skip
-
-
+    lhs: Lhs, rhs: W4Weight, *, affine: Literal[True] = True, **options: Unpack[_Options]
+) -> Triple: ...
+@overload
+def gemm_w4a8_int8_nt(lhs: Lhs, rhs: W4Weight, *, affine: Literal[False], **options: Unpack[_Options]) -> Pair: ...
 @overload
 def gemm_w4a8_int8_nt(
-    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: bool = True,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
-    batch_invariant: bool = False,
-) -> Pair | Triple: ...  # fmt: skip
+    lhs: Lhs, rhs: W4Weight, *, affine: bool = True, **options: Unpack[_Options]
+) -> Pair | Triple: ...
 
 
 def gemm_w4a8_int8_nt(

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake_op, launch, op_arguments
+from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake, launch, op_arguments
 from jitgemm.moe.route import combine
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
@@ -156,6 +156,6 @@ define_op(
     "exchange_experts(str group, int rank, int world, int experts, int? max_tokens, bool nvlink, "
     f"{CALL_SCHEMA}) -> Tensor",
     _op,
-    lambda *arguments: fake_op(*arguments[6:]),
+    lambda *arguments: fake(call_of_op(*arguments[6:])),
 )
 """Opaque to tracers, which would guard on the number of tokens and cannot follow launches."""

@@ -16,7 +16,7 @@ import torch
 
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import ExpertsCall
-from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake_op, launch, op_arguments
+from jitgemm.moe.call import CALL_SCHEMA, call_of_op, fake, launch, op_arguments
 from jitgemm.moe.route import combine
 from jitgemm.nn.layers.invariant import NOTHING, group_named
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
@@ -71,6 +71,6 @@ def _sum(choices: torch.Tensor, group: str) -> None:
 define_op(
     f"invariant_experts(str group, int rank, int world, bool added_later, {CALL_SCHEMA}) -> Tensor",
     lambda group, rank, world, added_later, *arguments: _run(group, rank, world, added_later, call_of_op(*arguments)),
-    lambda *arguments: fake_op(*arguments[4:]),
+    lambda *arguments: fake(call_of_op(*arguments[4:])),
 )
 """Opaque to tracers, which would guard on the number of tokens and cannot follow launches."""
