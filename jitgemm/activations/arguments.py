@@ -100,9 +100,8 @@ def check_arguments(
     limit = most_k(permutation is not None, activation.block)
     if statically_true(k < K_ALIGNMENT) or statically_true(k % K_ALIGNMENT != 0) or statically_true(k > limit):
         suffix = "" if permutation is None else " with a permutation"
-        raise ValueError(
-            f"x: expected k to be a multiple of {K_ALIGNMENT} from {K_ALIGNMENT} to {limit}{suffix}, got {k}"
-        )
+        expected = f"k to be a multiple of {K_ALIGNMENT} from {K_ALIGNMENT} to {limit}{suffix}"
+        raise ValueError(f"x: expected {expected}, got {k}")
     if activation.rotation and statically_true(k % ROTATION != 0):
         raise ValueError(f"x: expected k to be a multiple of {ROTATION} with a rotation, got {k}")
     if activation.rotation and permutation is not None:
@@ -129,8 +128,7 @@ def check_arguments(
     if row_count is not None and check_tensor("row_count", row_count).dim() != 1:
         raise ValueError(f"row_count: expected shape [1] or [parts], got {list(row_count.shape)}")
     parts = 1 if row_count is None else max(1, row_count.numel())
-    of_rows = isinstance(scale, torch.Tensor) and statically_true(scale.numel() == rows)
-    given = rows if of_rows else 1
+    given = rows if isinstance(scale, torch.Tensor) and statically_true(scale.numel() == rows) else 1
     if statically_true(rows % parts != 0):
         raise ValueError(f"row_count: expected as many elements as {rows} rows have equal parts, got {parts}")
     for name, value, types, elements in (

@@ -51,10 +51,9 @@ class QuantizeCall(Call):
         return self.row_count.shape[0] > 1 or (self.prologue.gate is None and self.row_index is None)
 
     def check(self) -> None:
-        dtype, rotated = self.activation.dtype, self.activation.rotation != 0
-        check_correction(self.correction, dtype, self.activation.block, rotated)
-        what = self.x, self.activation, self.prologue
-        check_arguments(*what, self.scale, self.zero, self.row_count, self.row_index)
+        activation = self.activation
+        check_correction(self.correction, activation.dtype, activation.block, activation.rotation != 0)
+        check_arguments(self.x, activation, self.prologue, self.scale, self.zero, self.row_count, self.row_index)
 
     def operands(self) -> Operands:
         norm, _, _, residual, total, permutation = self.prologue
