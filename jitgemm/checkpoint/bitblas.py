@@ -143,11 +143,11 @@ def _order(config: Config, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
 def _implied_zero(config: Config) -> int:
     """The zero point of files without zeros."""
     symmetric = setting(config, "sym", "is_sym") is True
-    codes = setting(config, "W_dtype", default="int4" if symmetric else None)
-    if codes not in ("int4", "uint4"):
+    w_dtype = setting(config, "W_dtype", default="int4" if symmetric else None)
+    if w_dtype not in ("int4", "uint4"):
         expected = "int4 or uint4 (or sym: true) in the config of a layer without zeros"
-        raise ValueError(f"W_dtype: expected {expected}, got {codes!r}")
-    return 8 if codes == "int4" else 0
+        raise ValueError(f"W_dtype: expected {expected}, got {w_dtype!r}")
+    return 8 if w_dtype == "int4" else 0
 
 
 def _is_bitblas(config: Config) -> bool:
