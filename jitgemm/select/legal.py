@@ -21,6 +21,8 @@ BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 104, 112, 120, 128, 144, 160, 168, 17
 FINER_MS = {104: 1, 120: 1, 168: 1, 224: 2}
 """Heights between the others, with their halves: of dense tiles that have all of k, for a last round that is less empty
 (docs/notes/main-loop.md)."""
+FINER_GROUPED = {("e4m3", 104): [{"block_n": 192}], ("s8", 224): [{"block_n": 128, "multicast_lhs": 2}]}
+"""Those of experts' kernels of 4-bit weights, one shape for each lhs type (docs/notes/grouped.md)."""
 MIN_STAGES = 3
 """Two stages hide nothing."""
 MAX_STAGES = 12
@@ -146,7 +148,8 @@ def _enumerate(
     strips, fmt, narrow = fmt.uniform_strip_scale and lhs_group, fmt.kernel_format, block_m <= NARROW_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
-    every = [] if experts and block_m in FINER_MS else every
+    if experts and block_m in FINER_MS:
+        every = [] if fmt.typed else FINER_GROUPED.get((lhs, block_m), [])
     for shape in every:
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         spec = replace(spec, stages=_stages(spec, device))
@@ -154,14 +157,8 @@ def _enumerate(
         least = F16_GROUPED_TOKENS if experts and fmt.scale_rows > 1 else F16_TOKENS
         if sums == "f16" and block_m >= least and spec.warpgroups_k == spec.token_halves == 1:
             yield replace(spec, sums=sums)
-        if (
-            lhs == "s8"
-            and sums == "f32"
-            and not narrow
-            and fmt.sums_by_parts
-            and not lhs_group
-            and spec.token_halves == 1
-        ):
+        by_parts = lhs == "s8" and sums == "f32" and fmt.sums_by_parts and not lhs_group
+        if by_parts and not narrow and spec.token_halves == 1:
             yield replace(spec, sums="parts")
 
 

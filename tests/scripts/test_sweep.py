@@ -84,9 +84,12 @@ def test_multicast_is_chosen_for_experts_where_it_measures_no_slower():
 def test_experts_lose_least_with_what_the_selector_counts_of_them():
     """Rows that vary on a rank, and barriers of clusters between narrow tiles, took them from 1.6 to 0.8 % in the
     mean."""
-    mxfp4 = [each.regret for each in regrets_of(MOE_H200) if each.cell[0].startswith("mxfp4")]
-    mean, p99, _ = summary(mxfp4)
-    assert len(mxfp4) == 168 and mean <= 0.01 and p99 <= 0.07
+    mxfp4 = [each for each in regrets_of(MOE_H200) if each.cell[0].startswith("mxfp4")]
+    known = [each.regret for each in mxfp4 if each.regret is not None]
+    mean, p99, _ = summary(known)
+    assert len(known) == 161 and mean <= 0.01 and p99 <= 0.07
+    # The sweep is older than experts' tiles of 104 tokens (docs/notes/grouped.md).
+    assert {each.chosen.block_m for each in mxfp4 if each.regret is None} == {104}
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------

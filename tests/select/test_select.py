@@ -123,18 +123,18 @@ def test_no_kernel_is_considered_twice(lhs):
     assert [spec.label for spec in dict.fromkeys(kernels) if kernels.count(spec) > 1] == []
 
 
-def test_heights_between_are_of_dense_tiles_that_have_all_of_k():
+def test_heights_between_are_of_tiles_that_have_all_of_k_and_of_experts_in_one_shape():
     layer = Problem(200, 28672, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))
     assert choose(layer, DEVICES["h200"]).block_m == 104
-    finer = [
-        [
-            spec
+    dense, grouped = (
+        {
+            (spec.block_m, spec.block_n, spec.cluster_size, spec.warpgroups_k)
             for spec in legal_kernels("e4m3", layer.format, DEVICES["h200"], experts=n)
             if spec.block_m in legal.FINER_MS
-        ]
+        }
         for n in (0, 64)
-    ]
-    assert {spec.cluster_size * spec.warpgroups_k for spec in finer[0]} == {1} and not finer[1]
+    )
+    assert grouped == {(104, 192, 1, 1)} < dense and {each[2:] for each in dense} == {(1, 1)}
 
 
 def test_a_choice_costs_only_the_tiles_that_it_can_take():
