@@ -72,61 +72,6 @@ def test_zero_points_of_8_bits_are_dequantised(tmp_path, format, strategy):
     assert torch.equal(model["layer"].weight, exact)
 
 
-LIBRARY = [
-    ("float-quantized", "float", "channel", inputs("float")),
-    ("float-quantized", "float", "tensor", inputs("float", dynamic=False, strategy="tensor")),
-    ("float-quantized", "float", "block", inputs("float", strategy="group", group_size=128)),
-    ("int-quantized", "int", "channel", inputs("int", strategy="group", group_size=128)),
-    ("int-quantized", "int", "channel", inputs("int")),
-    ("int-quantized", "int", "tensor", inputs("int", dynamic=False, strategy="tensor")),
-    ("pack-quantized", "int", "channel", None),
-    ("mxfp8-quantized", "float", "group", None),
-]
-
-
-@pytest.mark.parametrize("format, kind, strategy, activations", LIBRARY, ids=str)
-def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
-    tmp_path, format, kind, strategy, activations
-):
-    library = pytest.importorskip("compressed_tensors.quantization")
-    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))
-    args = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True}
-    args |= {"block_structure": [128, 128]} if strategy == "block" else {}
-    args |= {"group_size": 32, "scale_dtype": torch.uint8} if strategy == "group" else {}
-    group = library.QuantizationScheme(
-        targets=["Linear"],
-        weights=library.QuantizationArgs(**args),
-        input_activations=None if activations is None else library.QuantizationArgs(**activations),
-    )
-    library.apply_quantization_config(model, library.QuantizationConfig(config_groups={"group_0": group}))
-    linear = model[0]
-    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128), "group": (1, 32)}[strategy]
-    blocks = linear.weight.detach().view(128 // rows, rows, 256 // columns, columns).transpose(1, 2).flatten(2)
-    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), linear.quantization_scheme.weights)
-    linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
-    if hasattr(linear, "input_scale"):
-        linear.input_scale.data.fill_(0.0625)
-    compressor = ModelCompressor.from_pretrained_model(model, format)
-    compressor.compress_model(model)
-    folder = checkpoints.save(tmp_path, model.state_dict())
-    compressor.update_config(str(folder))
-    state = {key: tensor.detach() for key, tensor in linear.state_dict().items()}
-    expected = BaseCompressor.get_value_from_registry(format).decompress(state, linear.quantization_scheme)["weight"]
-    weight = load(folder, "0", device="cpu")
-    assert isinstance(weight, W8Weight) and torch.equal(weight.dequantize(), expected)
-    layer = PackedLinear.from_checkpoint(folder, "0", device="cpu")
-    static = activations is not None and not activations["dynamic"]
-    block = "_block" if activations is not None and activations["strategy"] == "group" else ""
-    assert (
-        layer.activation == ("e4m3" if kind == "float" else "int8") + block
-        and (layer.input_scale is not None) == static
-    )
-
-
 # ---- w8a8: other tools' ----------------------------------------------------------------------------------------------
 
 
