@@ -576,7 +576,12 @@ EIGHT = [
     ("mxfp8-quantized", {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}, None),
 ]  # fmt: skip
 SCHEMES = [(format, {"num_bits": 4, "type": "int"} | weights, inputs) for format, weights, inputs in SCHEMES]
-SCHEMES += [(format, {"num_bits": 8, "symmetric": True} | weights, inputs) for format, weights, inputs in EIGHT]
+SCHEMES = [(*scheme, dtype) for scheme in SCHEMES for dtype in (torch.bfloat16, torch.float32)]
+SCHEMES += [
+    (format, {"num_bits": 8, "symmetric": True} | weights, inputs, torch.float32) for format, weights, inputs in EIGHT
+]
+E8M0 = {"group_size": 32, "strategy": "group", "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
+SCHEMES += [("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"} | E8M0, None, torch.bfloat16)]
 TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
 OF_TENSOR, OF_BLOCKS = (
     TOKEN | {"strategy": "tensor", "dynamic": False},
@@ -588,8 +593,7 @@ INPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("format, weights, inputs", SCHEMES, ids=str)
+@pytest.mark.parametrize("format, weights, inputs, dtype", SCHEMES, ids=str)
 def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     library, tmp_path, format, weights, inputs, dtype
 ):
@@ -597,8 +601,6 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 
     eight = weights["num_bits"] == 8
-    if eight and dtype != torch.float32:
-        pytest.skip("codes of 8 bits times a scale have more bits than bf16")
     model = quantized_model(library, weights, INPUTS[inputs], dtype, 128 if eight else 24)
     compressor = ModelCompressor.from_pretrained_model(model, format)
     compressor.compress_model(model)

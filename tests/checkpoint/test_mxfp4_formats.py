@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 from expert_models import IDS, E, alike, build, experts_of, logits
 
 from jitgemm.activations.scheme import Gate
-from jitgemm.checkpoint import compressed_tensors
 from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.nn import W4A8Experts, W4A8Linear, load_
 
@@ -120,32 +118,7 @@ def test_exponents_that_a_version_stored_two_too_low_are_read_two_higher(version
         )
 
 
-def test_what_is_written_is_read():
-    parts = mxfp4.parts(1, 72, 416, "group")
-    weight = read_layer(compressed(parts), LAYER, device="cpu", config=config())
-    tensors = compressed_tensors.FORMAT.write(weight, compressed_tensors.FORMAT.written(config(), LAYER))
-    expected = {name.rpartition(".")[2]: tensor for name, tensor in compressed(parts).items()}
-    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
-
-
 # ---- the libraries' own dequantisation -----------------------------------------------------------------------------
-
-
-def test_compressed_tensors_writes_what_is_read(tmp_path):
-    pytest.importorskip("compressed_tensors", minversion="0.20")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    args = QuantizationArgs(**WEIGHTS, scale_dtype=torch.uint8, zp_dtype=torch.uint8)
-    w = (torch.randn(24, 256, generator=builders.generator(1)) * 0.1).bfloat16()
-    groups = w.unflatten(1, (-1, 32))
-    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    made, kernels = QuantizationScheme(targets=["Linear"], weights=args), BaseCompressor.get_value_from_registry(FORMAT)
-    stored = kernels.compress({"weight": w, "weight_scale": scale}, made)
-    folder = checkpoints.save(tmp_path, {f"{LAYER}.{name}": each.detach() for name, each in stored.items()}, config())
-    theirs = kernels.decompress(copy.deepcopy(stored), made)["weight"]
-    assert torch.equal(load(folder, LAYER, device="cpu").dequantize(), theirs.float())
 
 
 def test_transformers_dequantises_deepseek_v4_to_the_same_bits():
