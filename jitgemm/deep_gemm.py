@@ -282,11 +282,11 @@ def _weight(a: object, b: object, *recipes: object) -> Weight:
 
     recipes: those of _RECIPES, in its order.
     """
-    for (name, known_ones), given in zip(_RECIPES.items(), recipes):
-        if (tuple(given) if isinstance(given, (tuple, list)) else given) not in known_ones:
-            raise ValueError(f"{name}: expected one of {known_ones}, got {given!r}")
-    whole, *parts = (given is not None for given in recipes)
-    if parts[0] != parts[1] or (whole and parts[0]):
+    for (name, known_ones), recipe in zip(_RECIPES.items(), recipes):
+        if (tuple(recipe) if isinstance(recipe, (tuple, list)) else recipe) not in known_ones:
+            raise ValueError(f"{name}: expected one of {known_ones}, got {recipe!r}")
+    one, *parts = (recipe is not None for recipe in recipes)
+    if parts[0] != parts[1] or (one and parts[0]):
         raise ValueError("recipe: expected it alone, recipe_a and recipe_b together, or none of the three")
     check_rotated(a, getattr(b, "rotation", 0), "a")
     if isinstance(b, Weight):

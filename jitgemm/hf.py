@@ -85,7 +85,7 @@ def config(
         allow_missing=allow_missing, format=format, sums=sums, tp_invariant=tp_invariant,
     )  # fmt: skip
     try:
-        found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+        of_model, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
     except RecursionError as error:
         raise ValueError(f"folder: expected a config.json in JSON in {folder}, got {error}") from None
     except OSError as error:
@@ -96,8 +96,8 @@ def config(
     if unknown:
         wanted = "arguments of its own or of AutoConfig.from_pretrained"
         raise TypeError(f"config: expected {wanted}, got {', '.join(unknown)}")
-    found.quantization_config = settings.to_dict()  # transformers takes a dict for one that stood in the file
-    return found
+    of_model.quantization_config = settings.to_dict()  # transformers takes a dict for one that stood in the file
+    return of_model
 
 
 @register_quantization_config(NAME)
@@ -223,8 +223,8 @@ class JitGemmQuantizer(HfQuantizer):
                 put_module(model, place, placeholder)
                 self._held[place] = placeholder
         self._unexpected = model._keys_to_ignore_on_load_unexpected
-        kind = list if self._unexpected is None else type(self._unexpected)  # a set in newer versions
-        model._keys_to_ignore_on_load_unexpected = kind(["."])  # all: the plan has found what each tensor is for
+        container = list if self._unexpected is None else type(self._unexpected)  # a set in newer versions
+        model._keys_to_ignore_on_load_unexpected = container(["."])  # all: the plan has found what each tensor is for
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(self._held.keys())
 
@@ -244,13 +244,13 @@ class JitGemmQuantizer(HfQuantizer):
         origins = {}
         for name in [name for name in chosen if name not in plan.layers]:
             tensors = plan.model.get_submodule(name).named_parameters(recurse=False)
-            found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors}
+            origin_of = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors}
             if self.quantization_config.leaves(name):
                 skipped[name] = "left out by modules_to_not_convert"
-            elif None in found.values():
+            elif None in origin_of.values():
                 skipped[name] = "not in the checkpoint"
             else:
-                origins[name] = found
+                origins[name] = origin_of
         self.report.skipped |= skipped | others(plan.replaceable)
         return origins
 
@@ -307,14 +307,14 @@ class JitGemmQuantizer(HfQuantizer):
             _as_divided(model, layers)
         state = model.state_dict(keep_vars=True)
         # transformers marks what it has loaded; what it did not find under its own name is read like the rest.
-        rest = [
+        others = [
             name
             for name in plan.tensors
             if name in state
             and _owner(name) not in replaced
             and not (self._plain(plan, name) and hasattr(state[name], "_is_hf_initialized"))
         ]
-        fill_tensors(plan, rest, lambda name, tensor: devices[_owner(name)])
+        fill_tensors(plan, others, lambda name, tensor: devices[_owner(name)])
         if division is not None:
             for place in devices:
                 if isinstance(module := model.get_submodule(place), torch.nn.Linear):

@@ -72,8 +72,8 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for tensors whose memory does not hold their values one by one."""
     if tensor.layout != torch.strided or (not torch.compiler.is_compiling() and tensor.is_neg()):
-        kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
-        raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
+        form = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a plain strided tensor, got {form}")
 
 
 def check_values(name: str, tensor: torch.Tensor) -> None:
@@ -85,10 +85,10 @@ def check_values(name: str, tensor: torch.Tensor) -> None:
 
 def check_dtype(name: str, dtype: object, types: tuple[str, ...], why: str = "") -> str:
     """The name of a dtype that is one of `types`; else TypeError, which may say why it has to be."""
-    found = TYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None
-    if found not in types:
+    name_of = TYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None
+    if name_of not in types:
         raise TypeError(f"{name}: expected {one_of(types)}{why and f', {why}'}, got {dtype_name(dtype)}")
-    return found
+    return name_of
 
 
 def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) -> None:

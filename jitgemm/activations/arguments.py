@@ -121,9 +121,9 @@ def check_arguments(
         raise ValueError("residual: expected None without rms_norm, got a tensor")
     for name, value in (("residual", residual), ("residual_out", total)):
         if value is not None:
-            each = rows_like(name, value, x)
-            check_plain(name, each)
-            check_rows(name, each, may_overlap=name == "residual")
+            rows_of_x = rows_like(name, value, x)
+            check_plain(name, rows_of_x)
+            check_rows(name, rows_of_x, may_overlap=name == "residual")
     rows = x.shape[0] if row_index is None else row_index.shape[0]
     if row_count is not None and check_tensor("row_count", row_count).dim() != 1:
         raise ValueError(f"row_count: expected shape [1] or [parts], got {list(row_count.shape)}")

@@ -35,7 +35,7 @@ def prepare(
 
     The kernel may start while the kernel before it still runs: it reads and writes nothing before that has ended.
     """
-    x, q, scale, _, given, _, norm, _, row_count, row_index, residual, total = operands
+    x, q, scale, _, given_scale, _, norm, _, row_count, row_index, residual, total = operands
     assert x is not None and q is not None and scale is not None
     device, block, gate = x.get_device(), activation.block, prologue.gate or SILU_MUL
     m, k = q.shape[0], x.shape[1] // (prologue.gate.inputs if prologue.gate else 1)
@@ -61,7 +61,7 @@ def prepare(
         "residual_row_bytes": row_bytes(residual),
         "sum_row_bytes": row_bytes(total),
         "rows_of_count": 0 if row_count is None else m // row_count.shape[0],
-        "given_stride": 0 if given is None or given.numel() == 1 else 1,
+        "given_stride": 0 if given_scale is None or given_scale.numel() == 1 else 1,
     }
     grid = min(ceil_div(m, rows), resident(kernel, device, threads * rows, smem)) * spec.ctas
     return Launch(kernel, ARGUMENTS, values, grid=grid, threads=(threads, rows), smem_bytes=smem)

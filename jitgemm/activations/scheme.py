@@ -164,10 +164,10 @@ class Prologue(NamedTuple):
     def keywords(self) -> dict[str, Any]:
         """Of `quantize_activations`, what is there of them."""
         names = {"rms_norm": self.norm, "residual": self.residual, "residual_out": self.residual_out}
-        found = {name: value for name, value in names.items() if value is not None}
-        found |= {} if self.norm is None else {"eps": self.eps}
-        found |= {} if self.permutation is None else {"permutation": self.permutation}
-        return found | (MUL_KEYWORDS[self.gate] if self.gate else {})
+        keywords = {name: value for name, value in names.items() if value is not None}
+        keywords |= {} if self.norm is None else {"eps": self.eps}
+        keywords |= {} if self.permutation is None else {"permutation": self.permutation}
+        return keywords | (MUL_KEYWORDS[self.gate] if self.gate else {})
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def _scaled(
     cut = CUT if f16 is None else CUT + F16 * (1 + CUT)
     sums = torch.zeros(*x.shape[:2], operands[0].shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
-    steps = zip(x.split(STEP_K, -1), *(each.split(STEP_K, -1) for each in operands), strict=True)
+    steps = zip(x.split(STEP_K, -1), *(operand.split(STEP_K, -1) for operand in operands), strict=True)
     for part, codes in ((part, codes) for part, *both in steps for codes in both):
         largest = part.abs().amax(-1, keepdim=True)
         if code is None or code.largest is None:
@@ -244,7 +244,7 @@ def _lost_in_f16(sums: torch.Tensor, loss: torch.Tensor, unit: torch.Tensor, gro
     F16 * (1 + F16)^steps * the sum of a.
     """
     zero = torch.zeros_like(sums[:1])
-    until, lost = (torch.cat((zero, each.cumsum(0))) for each in (sums, loss))  # [runs + 1, m, n]
+    until, lost = (torch.cat((zero, values.cumsum(0))) for values in (sums, loss))  # [runs + 1, m, n]
     record = torch.arange(sums.shape[0], device=sums.device) // groups
     largest = torch.zeros_like(sums)
     for back in range(F16_RECORDS):

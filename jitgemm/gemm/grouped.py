@@ -31,11 +31,11 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
     of = torch.where((m_indices >= 0) & (m_indices < experts), m_indices, experts).long()
     if not needs_dispatcher(of, of) and (of.is_cpu or (settings.debug() and not capturing(of.device))):
         runs = torch.unique_consecutive(of)
-        found, counts = runs[runs < experts].unique(return_counts=True)
+        experts_of_runs, counts = runs[runs < experts].unique(return_counts=True)
         if bool((counts > 1).any()):
             raise ValueError(
                 f"{name}: expected each expert's rows together, with no other row between them, got expert "
-                f"{int(found[counts > 1][0])} in {int(counts[counts > 1][0])} places"
+                f"{int(experts_of_runs[counts > 1][0])} in {int(counts[counts > 1][0])} places"
             )
     first = m_indices.new_full((experts + 1,), m_indices.shape[0]).scatter_reduce_(0, of, rows, "amin")
     end = m_indices.new_zeros(experts + 1).scatter_reduce_(0, of, rows + 1, "amax")

@@ -98,7 +98,7 @@ def gemm_in_order(
     """`gemm_w4a8_nt` that adds up k in its order, as `partial_sums` a chunk: the same bits for any m and part of n."""
     x, x_scale, *zeros = lhs
     x_zero = zeros[0] if zeros else None
-    tensors = [each for each in (x, x_scale, out, x_zero, bias) if each is not None]
+    tensors = [tensor for tensor in (x, x_scale, out, x_zero, bias) if tensor is not None]
     key = "in order", weight.plan_key, x.numel(), x_zero is None, bias is None
     launch = this_thread.cache.find_plan(key, tensors)
     if launch is None:
@@ -281,7 +281,7 @@ def finish(
     """
     scale = None if parts.dtype != torch.int32 or weight is None else weight.channel_scale
     key = "finish", parts.shape[0], bias is None, scale is None
-    tensors = [each for each in (parts, out, x_scale, scale, bias) if each is not None]
+    tensors = [tensor for tensor in (parts, out, x_scale, scale, bias) if tensor is not None]
     run_prepared(key, tensors, _Finish(parts, x_scale, scale, bias, out))
     return out
 

@@ -345,9 +345,9 @@ def pack_e8m0(x_scale: torch.Tensor) -> torch.Tensor:
     *rows, blocks = bits.shape
     steps = blocks, bits.storage_offset(), *bits.stride()[:-1]
     if bits.stride(-1) != 1 or any(step % 4 for step in steps):
-        whole = bits.new_empty(*rows, 4 * ceil_div(blocks, 4))
-        whole[..., :blocks] = bits
-        bits = whole
+        padded = bits.new_empty(*rows, 4 * ceil_div(blocks, 4))
+        padded[..., :blocks] = bits
+        bits = padded
     return bits.view(torch.int32)
 
 

@@ -137,16 +137,16 @@ def total(
     own: this rank's part of the rows alone, ceil(m / world) for each rank in its turn.
     """
     m, n = out.shape
-    each = 0 if 4 * m * n <= ALONE_BYTES and not own else ceil_div(m, buffer.world)
+    per_rank = 0 if 4 * m * n <= ALONE_BYTES and not own else ceil_div(m, buffer.world)
     by_token, by_row = (x_scale, channel_scale) if of == torch.int32 else (None, None)
-    call = _Ranks("total", buffer, None, by_token, by_row, bias, out, m, n, TYPE_NAMES[of], each)
+    call = _Ranks("total", buffer, None, by_token, by_row, bias, out, m, n, TYPE_NAMES[of], per_rank)
     _run(call)
-    if each and not own:
+    if per_rank and not own:
         _run(replace(call, function="gather"))
 
 
 def _run(call: _Ranks) -> None:
-    tensors = [each for each in (call.buffer.peers, *call.operands()[1:]) if each is not None]
+    tensors = [tensor for tensor in (call.buffer.peers, *call.operands()[1:]) if tensor is not None]
     key = call.function, call.of, call.m, call.n, call.each, call.bias is None, call.buffer.rank
     run_prepared(key, tensors, call)
 

@@ -160,7 +160,7 @@ def run_grouped(gemm: GemmCall) -> None:
         row_index is None, rows_of_expert, gemm.expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
-    tensors += [each for each in (x_zero, bias, row_index) if each is not None]
+    tensors += [tensor for tensor in (x_zero, bias, row_index) if tensor is not None]
     launch = this_thread.cache.find_plan(key, tensors)
     if launch is None and (other := gemm.amended()) is not gemm:
         return run_grouped(other)

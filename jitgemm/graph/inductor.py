@@ -55,7 +55,7 @@ def register() -> None:
     """
     config: Any = sys.modules.get(_CONFIG)
     if config is not None and _State.key is None:
-        modules = {each.__module__ for each in (fuse, Fold, Prologue, *itertools.chain(*PRODUCERS.values()))}
+        modules = {part.__module__ for part in (fuse, Fold, Prologue, *itertools.chain(*PRODUCERS.values()))}
         files = sorted(str(sys.modules[module].__file__) for module in modules)
         _State.key = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
         noted = {**config.unsafe_marked_cacheable_functions, __name__: _State.key}
@@ -286,8 +286,8 @@ def _plain(node: Node) -> bool:
 def _arguments(quantiser: Node) -> dict[str, Any]:
     """All arguments of the op by name, in its order."""
     schema = torch.ops.jitgemm.quantize_activations.default._schema.arguments
-    given = dict(zip((argument.name for argument in schema), quantiser.args)) | quantiser.kwargs
-    return {each.name: given.get(each.name, each.default_value) for each in schema}
+    passed = dict(zip((argument.name for argument in schema), quantiser.args)) | quantiser.kwargs
+    return {each.name: passed.get(each.name, each.default_value) for each in schema}
 
 
 def _region(node: Node) -> int:

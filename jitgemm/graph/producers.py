@@ -90,17 +90,17 @@ def readers_of(node: Node, besides: Callable[[Node], bool] = lambda _: False) ->
 
 def types_of(node: Node) -> tuple[torch.dtype, ...]:
     """The types that rows were converted to, the last first."""
-    found = []
+    types = []
     while _is_view(node) or converts(node):
-        found += [value_of(node).dtype] if converts(node) else []
+        types += [value_of(node).dtype] if converts(node) else []
         node = node.args[0]
-    return tuple(found)
+    return tuple(types)
 
 
 def call_of(node: Any, *targets: Any) -> tuple[Any, ...] | None:
     """The positional arguments of a call of one of these, without others."""
     called = isinstance(node, Node) and node.target in targets and not node.kwargs
-    return node.args if called and all("val" in each.meta for each in (node, *node.all_input_nodes)) else None
+    return node.args if called and all("val" in value.meta for value in (node, *node.all_input_nodes)) else None
 
 
 def _unconverted(node: Any) -> Any:
@@ -174,12 +174,12 @@ def _gate_mul(value: Node) -> Fold | None:
     """silu(gate) * up or gelu(gate) * up of one tensor's halves, silu and gelu in fp32."""
     for activated, up in either(call_of(value, aten.mul.Tensor)):
         activated = _unconverted(activated)
-        gate, kind = _silu(activated) or _gelu(activated) or (None, SILU_MUL)
+        gate, gate_kind = _silu(activated) or _gelu(activated) or (None, SILU_MUL)
         if gate is not None and same_shape(gate, value):
             gate, up = _unconverted(gate), _unconverted(up)
             x = _whole(gate, up) or (root_of(gate), root_of(up))
             if isinstance(x, Node) or all(only_for(part, value) for part in x):
-                return Fold(x, Prologue(gate=kind), (gate, up, value))
+                return Fold(x, Prologue(gate=gate_kind), (gate, up, value))
     return None
 
 
@@ -231,30 +231,30 @@ def _whole(gate: Node, up: Node) -> Node | None:
     halves = _half(root_of(gate)), _half(root_of(up))
     if halves[0] is None or halves[1] is None or halves[0][0] is not halves[1][0]:
         return None
-    whole, k = halves[0][0], _last(gate)
-    return whole if (halves[0][1:], halves[1][1:]) == ((0, k), (k, 2 * k)) and _last(whole) == 2 * k else None
+    root, k = halves[0][0], _last(gate)
+    return root if (halves[0][1:], halves[1][1:]) == ((0, k), (k, 2 * k)) and _last(root) == 2 * k else None
 
 
 def _half(part: Node) -> tuple[Node, int, int] | None:
     """(tensor, first column, end) of a tensor's columns."""
     if (args := call_of(part, aten.slice.Tensor)) is not None:
-        whole, dim, start, end = (*args, None, None, None)[:4]
-        columns = _last(whole)
+        root, dim, start, end = (*args, None, None, None)[:4]
+        columns = _last(root)
         start, end = start or 0, columns if end is None else end
-        if (args[4:] or (1,)) != (1,) or not all(isinstance(each, int) for each in (columns, start, end)):
+        if (args[4:] or (1,)) != (1,) or not all(isinstance(number, int) for number in (columns, start, end)):
             return None
         end = min(end, columns)
     elif (args := call_of(part, operator.getitem)) is not None and call_of(
         args[0], aten.split.Tensor, aten.split_with_sizes.default
     ):
-        whole, sizes, *rest = args[0].args
-        dim, width = rest[0] if rest else 0, _last(part)
+        root, sizes, *options = args[0].args
+        dim, width = options[0] if options else 0, _last(part)
         if not isinstance(width, int) or (not isinstance(sizes, int) and any(size != width for size in sizes)):
             return None
         start, end = args[1] * width, (args[1] + 1) * width
     else:
         return None
-    return (root_of(whole), start, end) if dim in (-1, value_of(whole).dim() - 1) else None
+    return (root_of(root), start, end) if dim in (-1, value_of(root).dim() - 1) else None
 
 
 PRODUCERS: dict[Any, list[Producer]] = {

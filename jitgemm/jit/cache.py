@@ -183,8 +183,8 @@ class KernelCache:
 
     def read(self, key_or_prefix: str) -> Entry:
         """The entry whose key starts so; leaves its last use alone. JitGemmError if none, several or a bad one does."""
-        found = [path for path in _files(self.roots, _ENTRY) if path.name.startswith(key_or_prefix)]
-        paths = {path.stem: path for path in reversed(found)}  # of two roots the first one's
+        matching = [path for path in _files(self.roots, _ENTRY) if path.name.startswith(key_or_prefix)]
+        paths = {path.stem: path for path in reversed(matching)}  # of two roots the first one's
         if not paths:
             raise JitGemmError(f"no kernel in the cache has a key that starts with {key_or_prefix!r}")
         if len(paths) > 1:

@@ -180,8 +180,8 @@ def _read_metadata(file: BinaryIO, key: str) -> tuple[dict, bytes, bytes]:
         raise BadEntry("holds another kernel than its name says")
     values: dict[str, Any] = {"serialised": ""} | metadata
     values["nvrtc.build"] = values["nvrtc"].get("build") if isinstance(values.get("nvrtc"), dict) else None
-    for name, kind in _FIELDS.items():
-        if not isinstance(values.get(name), kind):
+    for name, types in _FIELDS.items():
+        if not isinstance(values.get(name), types):
             raise BadEntry(f"metadata without a proper {name}")
     return metadata, text, digest
 

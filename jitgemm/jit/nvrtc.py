@@ -179,7 +179,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
     seconds = time.perf_counter() - started
     if not cubin:
         raise _failure(f"NVRTC built no cubin for kernel {name}: options need a real -arch=sm_*", log, name, source)
-    frames = [tuple(map(int, found)) for found in _FUNCTION.findall(log)]
+    frames = [tuple(map(int, match)) for match in _FUNCTION.findall(log)]
     used = _USED.findall(log)
     if not frames or not used:
         raise _failure(f"ptxas reported nothing on kernel {name}: options need --ptxas-options=-v", log, name, source)
@@ -221,7 +221,7 @@ def _check_is_reported(nvrtc: Any) -> None:
     info, version = nvrtc_info(), tuple(_call(nvrtc, "Version"))
     mapped = _mapped_libraries()  # other libraries may have loaded an NVRTC of their own, too
     with suppress(OSError):  # replaced on disk since it was loaded
-        ours = not (mapped and info.library) or any(os.path.samefile(each, info.library) for each in mapped)
+        ours = not (mapped and info.library) or any(os.path.samefile(path, info.library) for path in mapped)
         if ours and version == info.version:
             return
     raise CompileError(
@@ -236,8 +236,8 @@ def _mapped_libraries() -> list[str]:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     except OSError:
         return []
-    found = set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps))
-    return sorted(found, key=os.path.basename, reverse=True)
+    paths = set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps))
+    return sorted(paths, key=os.path.basename, reverse=True)
 
 
 def _wheel_library() -> str | None:

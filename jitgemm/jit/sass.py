@@ -98,8 +98,8 @@ def code_sections(cubin: bytes) -> list[tuple[int, int]]:
         # Since version 8 of its ABI, which came with CUDA 13, the architecture stands in the second byte of the flags.
         architecture = (flags >> 8 if cubin[8] >= 8 else flags) & 0xFF
         if machine != EM_CUDA or architecture != SM_90:
-            found = f"sm_{architecture}" if machine == EM_CUDA else f"ELF machine {machine}"
-            raise BadCubin(f"cubin: expected code for sm_{SM_90}, got {found}")
+            got = f"sm_{architecture}" if machine == EM_CUDA else f"ELF machine {machine}"
+            raise BadCubin(f"cubin: expected code for sm_{SM_90}, got {got}")
         (headers,) = struct.unpack_from("<Q", cubin, 0x28)
         size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
         # Of a section header: offset of its name, type, flags, address, offset, bytes.

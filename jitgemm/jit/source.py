@@ -95,14 +95,14 @@ def headers(first: str = "gemm/kernel") -> Mapping[str, str]:
     package = Path(__file__).resolve().parent.parent
     for root in (package / "include", package.parent / "include"):
         if (root / "jitgemm").is_dir():
-            found: dict[str, str] = {}
+            texts: dict[str, str] = {}
             todo = [f"jitgemm/{first}.cuh"]
             while todo:
                 name = todo.pop()
-                if name not in found:
-                    found[name] = (root / name).read_text(encoding="utf-8")
-                    todo += re.findall(r"^#include <(jitgemm/[\w/]+\.cuh)>", found[name], re.MULTILINE)
-            return MappingProxyType(dict(sorted(found.items())))
+                if name not in texts:
+                    texts[name] = (root / name).read_text(encoding="utf-8")
+                    todo += re.findall(r"^#include <(jitgemm/[\w/]+\.cuh)>", texts[name], re.MULTILINE)
+            return MappingProxyType(dict(sorted(texts.items())))
     raise FileNotFoundError(
         f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them"
     )

@@ -174,11 +174,11 @@ def register(code: Code) -> None:
     """Adds a code. ValueError if a name, label or number of its is taken."""
 
     def claims(code: Code) -> set[tuple[str, str | int]]:
-        found: set[tuple[str, str | int]] = {("name", code.name)}
+        claimed: set[tuple[str, str | int]] = {("name", code.name)}
         for order in code.orders:
-            found |= {(f"order {order.name} of prefix", code.prefix), (f"number of {code.bits} bits", order.number)}
-            found |= {(f"label of {lhs}", order.mark) for lhs in order.decoders}
-        return found
+            claimed |= {(f"order {order.name} of prefix", code.prefix), (f"number of {code.bits} bits", order.number)}
+            claimed |= {(f"label of {lhs}", order.mark) for lhs in order.decoders}
+        return claimed
 
     for other in CODES.values():
         if taken := claims(code) & claims(other):

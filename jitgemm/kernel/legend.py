@@ -81,8 +81,8 @@ def legend(label: str) -> list[tuple[str, str]]:
     for at, part in enumerate(parts):
         # Types of activations stand first, and only there: s8 behind a tile is a number of stages.
         rows = [row for row in known if known is OTHER or row[1].startswith(("(e4m3", "(s8")) == (at == 0)]
-        found = ((re.fullmatch(pattern, part), text) for _, pattern, text in rows)
-        match = next(((match, text) for match, text in found if match), None)
+        matches = ((re.fullmatch(pattern, part), text) for _, pattern, text in rows)
+        match = next(((match, text) for match, text in matches if match), None)
         if match is None:
             raise ValueError(f"label: expected a kernel's label such as e4m3-g128-bf16-m16n64-s8, got {label!r}")
         lines.append((part, match[1].format(*match[0].groups())))

@@ -65,7 +65,7 @@ def _correction_tokens(spec: KernelSpec) -> list[int]:
     """N of the multiplies of corrections: a half's tokens of each width, or half of them
     (include/jitgemm/gemm/correction.cuh)."""
     tokens = [width // spec.token_halves for width in multiply_widths(spec)]
-    return sorted({each // 2 if each > 128 else each for each in tokens})
+    return sorted({count // 2 if count > 128 else count for count in tokens})
 
 
 def _correction_wgmma(spec: KernelSpec, tokens: int) -> str:

@@ -209,9 +209,9 @@ class KernelSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value, with the format's in place of `format`."""
-        found = asdict(self)
-        del found["format"]
-        return self.format.to_dict() | found
+        values = asdict(self)
+        del values["format"]
+        return self.format.to_dict() | values
 
 
 _LABELLED = "e4m3-g128-bf16-m16n64-k2x2-s8-c2"

@@ -47,8 +47,8 @@ def promote_records(spec: KernelSpec) -> int:
 
 def split_blocks(spec: KernelSpec, blocks: int) -> int:
     """Blocks of k that each split of k but the last takes, whole groups of 256 for promotion (scheduler.cuh)."""
-    whole = max(1, promote_records(spec))
-    return min(blocks, whole * ceil_div(blocks, whole * spec.split_k))
+    unit = max(1, promote_records(spec))
+    return min(blocks, unit * ceil_div(blocks, unit * spec.split_k))
 
 
 def units_in_flight(spec: KernelSpec) -> int:

@@ -134,8 +134,8 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
             continue
         start = address_of(tensor) or 0
         if start == 0 and tensor.numel() > 0:
-            kind = type(tensor).__name__
-            raise TypeError(f"{pointer.argument}: expected a tensor with memory of its own, got a {kind} without")
+            class_name = type(tensor).__name__
+            raise TypeError(f"{pointer.argument}: expected a tensor with memory of its own, got a {class_name} without")
         if start % pointer.alignment and tensor.is_cuda:
             multiple, past = f"a multiple of {pointer.alignment} bytes", start % pointer.alignment
             raise ValueError(

@@ -180,7 +180,7 @@ def kernels_for(
     """
     layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, sums, in_order=in_order)
     both = (replace(layer, m=last, rows_vary=vary) for _, last in bands(max_m, experts) for vary in (False, True))
-    return list(dict.fromkeys(_choose(_at_band_end(each), device) for each in both))
+    return list(dict.fromkeys(_choose(_at_band_end(one), device) for one in both))
 
 
 # ---- batch-invariant calls -------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     alone = ALONE_US * math.sqrt(crowded)
     fill = filled(*routed, of.widths)
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
-    found = Times(
+    parts = Times(
         memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
         fetch=records * of.fetch,
         tensor=shared * records * fill * of.tensor,
@@ -207,7 +207,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
         epilogue=(rounds - 1) * of.between,
         fixed=alone + of.tile,
     )
-    return found, rounds, ctas
+    return parts, rounds, ctas
 
 
 # ---- routings --------------------------------------------------------------------------------------------------------
@@ -265,17 +265,17 @@ def filled(experts: int, rows: int, vary: bool, widths: tuple[int, ...]) -> floa
         return 1.0
     full, multiplied, tiles = widths[-1], 0, 0
     for count, often in Counter(chain.from_iterable(routings(experts, rows, vary))).items():
-        whole, rest = divmod(count, full)
-        multiplied += often * (whole * full + (next(width for width in widths if rest <= width) if rest else 0))
-        tiles += often * (whole + (rest > 0))
+        full_waves, left = divmod(count, full)
+        multiplied += often * (full_waves * full + (next(width for width in widths if left <= width) if left else 0))
+        tiles += often * (full_waves + (left > 0))
     return multiplied / (tiles * full)
 
 
 @lru_cache(maxsize=1024)
 def weights_read(experts: int, rows: int, vary: bool = False) -> float:
     """Experts that have rows, on average: weights that a call reads."""
-    found = routings(experts, rows, vary)
-    return sum(map(len, found)) / len(found)
+    drawn = routings(experts, rows, vary)
+    return sum(map(len, drawn)) / len(drawn)
 
 
 @lru_cache(maxsize=1024)

@@ -262,7 +262,7 @@ e4m3 and 380 in int8."""
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: promoted sums, sums in flight in the tensor cores, the rest."""
     fmt, sums = spec.format, spec.wgmma_n / 2
-    rest = OVERHEAD_REGISTERS
+    others = OVERHEAD_REGISTERS
     if promote_records(spec):
         in_flight = units_in_flight(spec) * sum_registers(spec)
         if spec.sums == "f16":
@@ -271,32 +271,32 @@ def registers_needed(spec: KernelSpec) -> int:
             zeros = fmt.zero_point and fmt.scale_rows == 4
             tables = fmt.table_bytes and spec.experts and units_in_flight(spec) == 1
             crowded = 3 * (spec.split_k > 1 and (zeros or tables))
-            rest += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped + crowded)
+            others += F16_FACTOR_REGISTERS * ((fmt.scale_rows == 4) + (spec.warpgroups > 2) + grouped + crowded)
         if spec.sums == "parts":
             crowded = 1 + (spec.warpgroups > 2) + (spec.experts > 0 and spec.split_k > 1)
-            rest += PARTS_REGISTERS * crowded
+            others += PARTS_REGISTERS * crowded
         converts = spec.lhs == "s8" and spec.sums == "f32" and spec.token_halves == 1 and not spec.tokens_as_m
         converts = converts and (spec.warpgroups < 4 or fragment_sets(spec) == 1)
         sums += in_flight * (CONVERTED if converts else 1)
-        rest += SCALE_REGISTERS if spec.lhs_group and not spec.tokens_as_m else 0
-        rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
+        others += SCALE_REGISTERS if spec.lhs_group and not spec.tokens_as_m else 0
+        others -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
-        rest += UNPROMOTED_REGISTERS
+        others += UNPROMOTED_REGISTERS
     if spec.sums == "f32" and not spec.shared_weights:
         halves = spec.token_halves > 1 and (fmt.offset or spec.lhs_group > 0 or spec.split_k > 1)
         tall = spec.experts > 0 and spec.block_m >= TALL_TOKENS
         shared_k = spec.warpgroups_k > 1 and spec.block_m == 64
         corrected = bool(fmt.correction) and spec.token_halves > 1
-        rest += CROWDED_REGISTERS * halves + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
+        others += CROWDED_REGISTERS * halves + CROWDED_REGISTERS // 2 * (tall + shared_k + corrected)
         crowded = spec.experts > 0 and spec.split_k > 1
-        rest += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
-    rest += OFFSET_REGISTERS if fmt.offset else 0
-    rest += fmt.decoder(spec.lhs).registers
-    rest += FOUR_ZEROS_REGISTERS if fmt.zero_point and fmt.scale_rows == 4 and spec.sums == "f32" else 0
-    rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
-    rest -= SHARED_REGISTERS if spec.shared_weights and (spec.tokens_as_m or spec.block_m <= SHARED_TOKENS) else 0
-    rest -= TOKEN_ROW_REGISTERS if spec.tokens_as_m else 0
-    return round(sums + rest)
+        others += GROUPED_REGISTERS[fmt.zero_point] if crowded and spec.block_m >= GROUPED_TOKENS else 0
+    others += OFFSET_REGISTERS if fmt.offset else 0
+    others += fmt.decoder(spec.lhs).registers
+    others += FOUR_ZEROS_REGISTERS if fmt.zero_point and fmt.scale_rows == 4 and spec.sums == "f32" else 0
+    others += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
+    others -= SHARED_REGISTERS if spec.shared_weights and (spec.tokens_as_m or spec.block_m <= SHARED_TOKENS) else 0
+    others -= TOKEN_ROW_REGISTERS if spec.tokens_as_m else 0
+    return round(sums + others)
 
 
 # ---- the grid --------------------------------------------------------------------------------------------------------
