@@ -60,7 +60,7 @@ class Inputs:
 
     @property
     def per_token(self) -> str:
-        """The activation of this type that has 8 bits and a scale for each token."""
+        """Name of the per-token 8-bit activation of this type: "int8" or "e4m3"."""
         return "int8" if self.type == "int" else "e4m3"
 
     @property

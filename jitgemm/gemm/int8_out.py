@@ -27,7 +27,7 @@ _POINTERS = (
     Pointer(None, "out[1]", written=True, in_place=(X_SCALE,)),
     Pointer(None, "out[2]", written=True, in_place=(X_ZERO,)),
 )
-"""Gemm of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
+"""Of the whole call. The GEMM reads its operands before the quantiser writes out; the quantiser checks its own."""
 
 
 class _Options(TypedDict, total=False):

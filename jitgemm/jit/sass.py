@@ -52,7 +52,7 @@ _INSTRUCTION = struct.Struct("<QQ")
 class Yields:
     """Which instructions of a kernel yield. Loads from shared memory and every other integer instruction do.
 
-    Every other one is meant of a run: of FFMA, I2FP and integer instructions that follow each other.
+    "Every other" counts within a run: consecutive FFMA, I2FP and integer instructions.
 
     Attributes:
         every: of the kernel's FFMA one in so many does; 0: every second FFMA of a run.

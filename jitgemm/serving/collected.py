@@ -1,8 +1,8 @@
-"""A weight of one of an engine's layers: its tensors as the files have them, and the packed weight once all are there.
+"""One weight of an engine's layer: collects its tensors as the files have them, and packs them once all are there.
 
-The engine's models hand each tensor to its parameter's loader, which keeps it in the host's memory. Which rows a rank
-has, the engine's own loader says: it cuts their numbers. What was kept is read by the checkpoint's reader, cut and
-joined as `CanonicalWeight`s, packed, and gone.
+The engine's models hand each tensor to its parameter's loader, which keeps it in the host's memory. The engine's own
+loader cuts the row numbers, which says which rows a rank has. Then the checkpoint's reader reads the kept tensors,
+`CanonicalWeight` cuts, joins and packs them, and they are freed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Collected:
         return (len(self.widths),)
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
-        """Gives a layer its parameters, which hold nothing.
+        """Registers the layer's parameters. They hold no weights, only which tensors were loaded.
 
         Args:
             dtype: of weights that are quantised when they are loaded.
@@ -84,7 +84,7 @@ class Collected:
             self.device = made.device
 
     def loader(self, layer: torch.nn.Module, suffix: str) -> Callable[..., Any]:
-        """What keeps a file's tensor; with the last one it packs the layer."""
+        """The parameter's weight_loader: it keeps a file's tensor, and packs the layer with the last one."""
 
         def keep(param: Any, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> None:
             key = self.key(*shard, **shards)
@@ -107,21 +107,21 @@ class Collected:
         tensors[suffix] = tensor
 
     def key(self, *shard: Any, **shards: Any) -> Any:
-        """What a loader is asked to write: by the number or letter of a joined layer, or several."""
+        """Which of the joined layers a loader is called for: one number, several, or None for all; q, k, v: 0, 1, 2."""
         part: Any = next(iter((*shard, *shards.values())), None)
         self.of_attention |= part in ("q", "k", "v")
         return tuple(part) if isinstance(part, (tuple, list)) else {"q": 0, "k": 1, "v": 2}.get(part, part)
 
     def taken(self, suffix: str, tensor: torch.Tensor, again: bool) -> torch.Tensor:
-        """A file's tensor, or a trainer's of weights that come again, where it can stay: trainers fill one memory in
-        turns. Raises ValueError for codes in the place of floats."""
+        """The loaded tensor on the CPU; copied if the engine or a trainer may fill its memory again. Raises ValueError
+        for codes if floats are expected."""
         if self.stored.floats and tensor.dtype not in _LOADED:
             wanted = f"expected {', '.join(map(dtype_name, _LOADED))}, got {dtype_name(tensor.dtype)}"
             raise ValueError(f"{suffix}: {wanted} (layer {self.names[0]})")
         return tensor.detach().to(CPU, copy=self.method.copies or again)
 
     def rows_in_file(self, key: Any) -> int | None:
-        """Rows of a file's layer; None where the tensors that are there do not tell."""
+        """Rows of a layer in the file; None as long as the tensors kept so far do not tell."""
         name, tensors = self.name(key), self.kept[key]
         if self.stored.floats:
             return len(tensors["weight"])
@@ -133,7 +133,7 @@ class Collected:
             return None
 
     def row_numbers(self, param: Any, n: int, *shard: Any, **shards: Any) -> torch.Tensor:
-        """The numbers in the file, 1 for the first, of this rank's rows; 0 for rows that none has."""
+        """For each row of this rank its row number in the file, counted from 1; 0 for rows that the file lacks."""
         numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32, device=CPU)
         rows: Any = self.config.parameter_classes.ChannelQuantScaleParameter(
             data=numbers, weight_loader=self.cut, output_dim=0
@@ -155,12 +155,12 @@ class Collected:
         self.numbers: dict[Any, torch.Tensor] = {}
 
     def present(self, layer: torch.nn.Module) -> bool:
-        """Whether the layer is to be loaded: it has the parameters."""
+        """True if the layer still has its parameters, so that it is yet to be loaded."""
         return all(layer._parameters.get(name) is not None for name in self.parameters.values())
 
     @property
     def loaded(self) -> bool:
-        """Whether any tensor has come."""
+        """True if any tensor was loaded."""
         return bool(self.kept)
 
     def drop(self, layer: torch.nn.Module) -> None:
@@ -169,18 +169,19 @@ class Collected:
             layer._parameters.pop(name, None)
 
     def expected(self, layer: torch.nn.Module) -> int | None:
-        """How many tensors the files hold; None where no header is known."""
+        """How many tensors of the layer the files hold; None if no header is known."""
         return len(self.widths) if self.stored.floats else self.config.count(self.names)
 
     def rows_of(self, key: Any) -> list[int]:
-        """Numbers of the joined layers that a file's layer is."""
+        """The joined layers, by number, that a key of `kept` stands for."""
         return [*range(len(self.widths))] if key is None else [key] if isinstance(key, int) else [*key]
 
     def in_order(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """(which file's layer, its rows) one below the other; a layer of zeros is MISSING, and its rows 0.
+        """(key of `kept`, its row numbers) for each joined layer in order; of a layer of zeros MISSING and zeros.
 
         Raises:
-            ValueError: no file holds a layer, but k and v of one that shares others' caches, or a draft's output layer.
+            ValueError: the files lack a layer. Exempt are k and v of layers that share others' caches, and a draft's
+                output layer.
         """
         owner = {part: key for key in self.kept for part in self.rows_of(key)}
         missing = [part for part in range(len(self.widths)) if part not in owner]
@@ -200,7 +201,7 @@ class Collected:
                 yield key, torch.cat([self.numbers[key][starts[i] : starts[i + 1]] for i in self.rows_of(key)])
 
     def sources(self) -> dict[Any, LayerSource]:
-        """How each of the files' layers is read. Raises ValueError, naming it, for one that cannot be."""
+        """The reader of each kept layer, by key. Raises ValueError, naming the layer, if one cannot be read."""
         sources: dict[Any, LayerSource] = {}
         wrong: dict[Any, ValueError] = {}
         for key, tensors in self.kept.items():
@@ -223,7 +224,7 @@ class Collected:
     # ---- the packed weight -------------------------------------------------------------------------------------------
 
     def parts(self, layer: torch.nn.Module) -> Parts:
-        """Packs what was kept, which is gone then."""
+        """Packs the kept tensors and frees them."""
         self.leave_meta(layer)
         try:
             if self.method.made_up and not self.kept:
@@ -233,12 +234,12 @@ class Collected:
             self.forget()
 
     def leave_meta(self, layer: torch.nn.Module) -> None:
-        """Of an engine that has made the layer on the meta device, and its parameters on another since."""
+        """Takes the parameters' device if the layer was made on the meta device."""
         if self.device.type == "meta":
             self.device = next(getattr(layer, name).device for name in self.parameters.values())
 
     def of_files(self, layer: torch.nn.Module) -> Parts:
-        """Of tensors that the reader knows."""
+        """Packs tensors of a quantised checkpoint."""
         sources, order = self.sources(), [*self.in_order()]
         old: Any = layer._modules.get(CHILD)
         if old is not None:
@@ -264,7 +265,7 @@ class Collected:
         return Parts(packed, None, activation, torch.cat(scales).max().reshape(1) if scales else None)
 
     def read(self, source: LayerSource, rows: torch.Tensor) -> tuple[CanonicalWeight, bool | None]:
-        """This rank's part of a file's layer, and its corrections as `CanonicalWeight.pack` takes them."""
+        """(this rank's part of a layer in the file, `correction` as `CanonicalWeight.pack` takes it)."""
         columns = self.rank * self.k, (self.rank + 1) * self.k
         correction, cut = source.correction, None
         if source.header is None:
@@ -283,7 +284,7 @@ class Collected:
         return weight, correction
 
     def of_floats(self, layer: torch.nn.Module) -> Parts:
-        """Of weights in floats, quantised as the user's options say."""
+        """Quantises weights in floats by the user's options."""
         tied = layer._parameters.get("weight")
         if tied is not None and not hasattr(getattr(tied, "weight_loader", None), "keeps"):  # with an embedding
             weight = tied.data
@@ -300,7 +301,7 @@ class Collected:
         return Parts(self.method.recipe.apply(weight), None, self.method.recipe.inputs, None)
 
     def made_up(self) -> Parts:
-        """Of weights that the engine does not load (--load-format dummy), in the form that the files' headers tell."""
+        """Random weights for --load-format dummy, in the format that the files' headers say."""
         source = next((stored for stored in self.stored.sources.values() if stored.header is not None), None)
         if source is None:
             return self.random(sum(self.widths), self.k)
@@ -308,7 +309,7 @@ class Collected:
         return Parts(weight.pack(source.lhs_dtype), None, source.activation, None)
 
     def random(self, *sizes: int) -> Parts:
-        """Of weights in floats, or in a form that no header tells: as the user's options say."""
+        """Random weights quantised by the user's options: for a model in floats, or if no header tells the format."""
         if not self.stored.floats:
             text = (
                 "jitgemm: no header tells the form of weights that are made up: they are quantised as those in floats"
@@ -319,7 +320,7 @@ class Collected:
 
 
 def needed(like: LayerSource, found: Container[str], unread: Iterable[str] = ()) -> list[str]:
-    """What tensors lack that the reader needs of a layer like this one; unread: what is not read of it."""
+    """Suffixes that the reader needs of a layer like this one and `found` lacks; unread: what it does not read."""
     may_lack = {"bias", *unread}
     if like.header is not None:
         scheme = like.header.scheme
@@ -331,7 +332,7 @@ def needed(like: LayerSource, found: Container[str], unread: Iterable[str] = ())
 
 
 def mark(param: torch.Tensor, where: Any) -> None:
-    """Writes that a file's tensor has come."""
+    """Sets the parameter's element that says: this tensor was loaded."""
     marks = param.data[where]
     marks.copy_(torch.ones_like(marks))
 
@@ -349,7 +350,7 @@ def one_activation(found: Mapping[str, str], wanted: str | None, option: str) ->
 
 
 def arbitrary(source: LayerSource, n: int, k: int, device: torch.device) -> CanonicalWeight:
-    """A weight of any values in the form of a file's layer."""
+    """A weight of random values in the format of a file's layer."""
     assert source.header is not None
     scheme, size = source.header.scheme, min(source.group_size or k, k)
     ops, zeros = CODE_OPS[scheme.code], scheme.zero_points and not scheme.eight_bits
@@ -366,7 +367,7 @@ def arbitrary(source: LayerSource, n: int, k: int, device: torch.device) -> Cano
 
 
 def _run(rows: torch.Tensor, n: int) -> tuple[str, int, int] | None:
-    """Rows that are one of equal parts of n, as `CanonicalWeight.shard` cuts them; None for others."""
+    """("n", part, parts) for `CanonicalWeight.shard` if the rows are one of equal parts of n; else None."""
     width, first = len(rows), int(rows[0]) - 1
     equal_parts = width % 8 == 0 and n % width == 0 and first % width == 0
     return (

@@ -58,7 +58,7 @@ class CollectedExperts(Collected):
                     setattr(layer._parameters[name], attribute, value)
 
     def loader(self, layer: torch.nn.Module, suffix: str) -> Callable[..., Any]:
-        """What keeps an expert's tensor, or those of all; with the last one of the layer it packs the layer."""
+        """The weight_loader: it keeps one expert's tensor, or all experts', and packs the layer with the last one."""
 
         def keep(
             param: Any, loaded_weight: torch.Tensor, weight_name: str = "", shard_id: str | None = None,
@@ -82,7 +82,7 @@ class CollectedExperts(Collected):
         return keep
 
     def stacks(self, suffix: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is all experts'."""
+        """True if a tensor stacks all experts."""
         known = (source for source in self.stored.sources.values() if suffix in source.names)
         of_one = next((source.checkpoint.info(source.names[suffix]).dim() for source in known), 2)
         return tensor.dim() == of_one + 1 and len(tensor) == self.count
@@ -98,7 +98,7 @@ class CollectedExperts(Collected):
         self.places = None
 
     def expected(self, layer: torch.nn.Module) -> int | None:
-        """How many tensors of this rank's experts come for w13 and w2; None where no header tells."""
+        """How many tensors of this rank's experts the files hold for w13 and w2; None if no header tells."""
         if self.stored.floats:
             return self.count * (len(self.widths) + 1)
         module = self.names[0].rpartition(".")[0].rpartition(".")[0]
@@ -128,12 +128,12 @@ class CollectedExperts(Collected):
             self.forget()
 
     def called(self, expert: int, part: int | None) -> tuple[int, str]:
-        """Number of one of this rank's experts in the model, and one of its layers, for messages."""
+        """(the expert's number in the model, the name of its projection), for messages."""
         proj = "down_proj" if self.part == "w2" else ("gate_proj", "up_proj")[-len(self.widths) :][part or 0]
         return next(number for number, mine in enumerate(self.places or ()) if expert in mine), proj
 
     def lacks(self, expert: int, part: int | None, suffixes: Iterable[str]) -> None:
-        """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
+        """Raises ValueError: the files lack these tensors of one of this rank's experts."""
         names = ", ".join(self.parameters.get(suffix, self.start + suffix) for suffix in suffixes)
         number, proj = self.called(expert, part)
         raise ValueError(
@@ -174,7 +174,7 @@ class CollectedExperts(Collected):
     def source_like(
         self, first: LayerSource, found: Mapping[str, torch.Tensor], fullest: Mapping[str, torch.Tensor]
     ) -> LayerSource:
-        """How tensors of one more expert are read: as the first ones, if they look like them."""
+        """The reader of one more expert's tensors: the first expert's, if shapes and dtypes are the same."""
         checkpoint = Checkpoint(
             {f"{first.prefix}.{suffix}": tensor for suffix, tensor in found.items()}, first.checkpoint.config
         )
@@ -189,7 +189,7 @@ class CollectedExperts(Collected):
         )
 
     def cut_part(self, source: LayerSource, part: int | None) -> CanonicalWeight:
-        """This rank's rows of w13's joined layers, or columns of w2; all of what the engine's model has cut."""
+        """This rank's rows of one of w13's joined layers, or columns of w2; all if the engine's model has cut."""
         width = self.widths[part or 0]
         expected = (sum(self.widths), self.k) if part is None else (self.rows, self.whole)
         if (got := (source.n, source.k or expected[1])) != expected:

@@ -1,5 +1,5 @@
-"""What jitgemm's methods of engines' layers have in common: when a layer is packed; a linear with a packed weight.
-Knows no engine."""
+"""The base of jitgemm's methods of engines' layers, which packs a layer when all its tensors are there, and the method
+of linears. Knows no engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jitgemm.weight.packed import Weight
 
 
 class Packing:
-    """What jitgemm's methods of engines' layers have in common: parameters of weights, packed for `module` to join.
+    """The base of jitgemm's methods of engines' layers: makes parameters, packs weights, and joins them in `module`.
 
     Attributes:
         config: the model's `JitGemmConfig`.
@@ -72,13 +72,13 @@ class Packing:
         self.config.warmer.expect(layer, dtype)
 
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
-        """Gives a packed layer its parameters back, to be loaded again, where SGLang wants to."""
+        """Gives a packed layer its parameters back, as SGLang calls for before it loads the layer again."""
         if CHILD in layer._modules and not all(matrix.present(layer) for matrix in self.matrices):
             with torch.device(next(getattr(layer, CHILD).buffers()).device):
                 self.create(layer, *self.given)
 
     def pack_if_complete(self, layer: torch.nn.Module) -> None:
-        """Packs a layer whose tensors are all there, so that no more of the model's are in memory than need be."""
+        """Packs the layer as soon as its last tensor is there, so that its tensors do not stay in memory."""
         if self.awaited is None:
             self.awaited = self.matrices[0].expected(layer) or -1
         if sum(matrix.come for matrix in self.matrices) == self.awaited:

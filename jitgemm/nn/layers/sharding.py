@@ -1,9 +1,9 @@
 """How layers and their inputs are divided among the ranks of a mesh. Imported where the first mesh or DTensor is met.
 
-A layer: each rank has a part of the weight, and what that asks of input and output says its `Sharding`; styles of
-`jitgemm.nn.parallel` divide. DTensors as activations of whole layers and of ops: each rank computes its own rows, which
-depend on no others, so any layout of them holds for the result. A packed weight has no rows or columns that DTensor
-could cut: weights are plain tensors of each rank. Knows no layers.
+`Sharding` says which part of a weight a rank holds, and how the layer's input and output are laid out; the styles of
+`jitgemm.nn.parallel` divide layers by it. Undivided layers and ops also take DTensors: each rank computes its own rows,
+which depend on no others, so the result has the input's layout. DTensor cannot cut a packed weight, so each rank's
+weight is a plain tensor. Knows no layers.
 """
 
 from __future__ import annotations

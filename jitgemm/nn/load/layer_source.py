@@ -92,7 +92,7 @@ class LayerSource:
 
     @property
     def rotation(self) -> int:
-        """What its packed weight says."""
+        """128 if its packed weight is rotated, else 0."""
         return 0 if self.header is None else self.header.scheme.rotation(self.k)
 
     # ---- what it can become ------------------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ class LayerSource:
         return {*self.names.values(), *(self.checkpoint.layer(self.prefix).values() if self.bits else ())}
 
     def without(self, suffixes: Iterable[str], why: str) -> LayerSource:
-        """The same without those of its tensors that have these suffixes: what they hold need not be right."""
+        """The same layer without its tensors of these suffixes, whose contents then do not matter."""
         unused = {self.names[suffix]: why for suffix in suffixes if suffix in self.names}
         names = {suffix: name for suffix, name in self.names.items() if name not in unused}
         return replace(self, names=names, unused={**self.unused, **unused})
 
     def without_bias(self) -> LayerSource:
-        """The same for a module that has no bias; itself where there is none. Raises as `zero_bias`, which reads it."""
+        """The same layer without its bias, for a module that has none. Raises as `zero_bias`, which reads the bias."""
         return self.without(["bias"], zero_bias(self.checkpoint, self.names["bias"])) if "bias" in self.names else self
 
     # ---- data --------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class LayerSource:
         return False if NAMED[self.activation].block else None
 
     def canonical(self, device: torch.device, cut: Cut | tuple[str, int, int] | None = None) -> CanonicalWeight:
-        """Before packing, whole or a rank's part; of a layer that has a header."""
+        """The layer, or a rank's part, before packing; only for layers with a header."""
         assert self.header is not None
         name = self.prefix if self.expert is None else f"{self.prefix}[{self.expert}]"
         with self.checkpoint.errors_that_name(name):

@@ -113,7 +113,7 @@ def load_(
 
 
 def check_sums(plan: Plan, sums: str | None) -> None:
-    """Raises TypeError or ValueError where layers that the plan packs in 4 bits cannot be added up so."""
+    """Raises TypeError or ValueError if the plan's 4-bit layers cannot have these sums."""
     layers: dict[str, Any] = {} if sums is None else dict(plan.layers)
     activations = ((name, layer.activation) for name, layer in layers.items() if getattr(layer, "bits", 4) == 4)
     check_layers(sums or "f32", ((name, activation) for name, activation in activations if activation))

@@ -103,7 +103,7 @@ class _Tensors:
 def _find_tensors(
     model: torch.nn.Module, checkpoint: Checkpoint, layers: Layers, allow_missing: Iterable[str]
 ) -> _Tensors:
-    """Where every tensor comes from that is in none of the layers."""
+    """Finds where each tensor outside of the layers comes from."""
     tensors, state = _Tensors(), _tensors_outside(model, layers.places)
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
@@ -149,7 +149,7 @@ def _find_tensors(
 
 
 def _tensors_outside(model: torch.nn.Module, places: Collection[str]) -> dict[str, torch.Tensor]:
-    """The model's tensors by name that are not in these modules; of each packed layer one, named its weight."""
+    """{name: tensor} of the model outside of these modules; a packed layer counts as one tensor, called its weight."""
     modules = dict(model.named_modules(remove_duplicate=False))
     state: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -187,7 +187,7 @@ def _origin(
 def _untie(
     found: _Tensors, model: torch.nn.Module, checkpoint: Checkpoint, names: list[str], tensor: torch.Tensor
 ) -> None:
-    """Of several names of one tensor that are all in the file: one is read, unless they differ."""
+    """If the file holds a tied tensor under several names, reads the first; others that differ get their own."""
     first, *others = names
     for name in others:
         both = first, name
@@ -287,7 +287,7 @@ def _in_floats(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _idle(modules: Collection[str], checkpoint: Checkpoint, name: str) -> str | None:
-    """Why a tensor without a place in the model's modules changes nothing; None where it may.
+    """Why a tensor of the file without a place in the model changes nothing; None if it may change something.
 
     Raises:
         ValueError: a bias that is not zero, of a module without one.
@@ -301,7 +301,7 @@ def _idle(modules: Collection[str], checkpoint: Checkpoint, name: str) -> str | 
 
 
 def _inside(name: str, places: Collection[str]) -> bool:
-    """Whether a tensor's name lies in a module of one of these names, at any depth."""
+    """True if the tensor is in one of these modules, at any depth."""
     return any(parent in places for parent in (name, *_parents(name)))
 
 

@@ -139,7 +139,8 @@ def _other_matrices(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[s
 def _quantised_name(
     checkpoint: Checkpoint, weights: Checkpoint, names: list[str], module: Any, linear: bool
 ) -> str | None:
-    """Of a module's names the one of a quantised layer; None where its weight is one of floats, or as the module's."""
+    """The module's name under which the file has a quantised layer; None if the weight is in floats, or the
+    module's."""
     prefix = next((prefix_of for prefix_of in names if weights.is_quantised(prefix_of)), None)
     if linear:
         transforms = transforms_of(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else ()
@@ -152,7 +153,7 @@ def _quantised_name(
 
 
 def _fitting(layer: LayerSource, name: str, module: Any, linear: bool) -> LayerSource:
-    """The layer as the module holds it. Raises ValueError for other sizes, or a bias that one of them lacks."""
+    """The layer, checked against the module. Raises ValueError if sizes differ, or one lacks the other's bias."""
     n, k = (module.out_features, module.in_features) if linear else module.weight.shape
     if not linear and _transposes(module) and _OF_LINEARS & layer.names.keys():
         layer, (n, k) = replace(layer, transposed=True), (k, n)
