@@ -1,5 +1,5 @@
-"""What jitgemm's methods of engines' fused experts have in common: packed weights, and both GEMMs' inputs in 8 bits.
-Knows no engine."""
+"""The base of jitgemm's methods of engines' fused experts: packed weights, 8-bit inputs of both GEMMs. Knows no
+engine."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def expert_rows(module: PackedExperts) -> list[torch.Tensor]:
 
 
 def weighed(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that are weighed before the experts, and the weights behind them. Raises ValueError for several experts of
-    a token."""
+    """(tokens times their weights, ones as weights), if weights apply before the experts. Raises ValueError for several
+    experts a token."""
     if topk_weights.shape[1] != 1:
         raise ValueError(
             f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"

@@ -25,7 +25,7 @@ from jitgemm.weight.packed import Weight
 class SavedExperts(CollectedExperts):
     """w13 or w2 of experts that are packed in the files, as `PackedExperts` has them.
 
-    The layer has a buffer for it that says whether it is yet to be read.
+    A buffer of the layer marks it as yet to be read.
     """
 
     def __init__(self, *arguments: Any):
@@ -98,6 +98,6 @@ class SavedExperts(CollectedExperts):
 
 
 def read_again(layer: torch.nn.Module) -> None:
-    """Reads experts again if vLLM wants to load a layer again that has some, into the same memory."""
+    """Reads the layer's experts again into the same memory, when vLLM loads the layer again."""
     if CHILD in layer._modules and "w13_from_files" in layer._buffers:
         layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]

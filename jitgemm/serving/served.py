@@ -159,14 +159,14 @@ class ServedModel(Engine):
             self._metadata |= checkpoint.metadata(name)
 
     def no_headers(self, model: str | Path, error: Exception) -> None:
-        """Says that files cannot be looked at, or are not here."""
+        """Warns that the files' headers cannot be read."""
         self.logger.warning(
             "jitgemm: no headers of %s (%s): its config says which layers are quantised, and how is seen once all of "
             "its tensors are in the host's memory", model, error,
         )  # fmt: skip
 
     def read_headers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes in the headers of the checkpoint's files, as safetensors has them."""
+        """Remembers the headers of the checkpoint's files, in safetensors' form."""
         for name, info in found.items():
             layer, _, suffix = name.rpartition(".")
             if layer:  # none of __metadata__
@@ -259,11 +259,11 @@ class ServedModel(Engine):
         return self._theirs
 
     def _own_config(self, method: str) -> Any:
-        """What the engine makes of the checkpoint's config by its own class for a quant_method."""
+        """The engine's own config object for the checkpoint's quant_method."""
         raise NotImplementedError
 
     def _map(self, config: Any, mapper: Any) -> None:
-        """Tells a config how the engine calls the files' layers."""
+        """Gives the engine's own config the mapping of names."""
         raise NotImplementedError
 
     # ---- what the methods ask ----------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class ServedModel(Engine):
         return source
 
     def check_loaded_again(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError for weights that are loaded again from elsewhere than the files, where experts are read."""
+        """Raises ValueError if a model whose experts are read from files gets other weights for its other layers."""
         if not self.from_files:
             return
         for suffix, tensor in tensors.items():
@@ -344,12 +344,12 @@ class ServedModel(Engine):
             self.logger.warning("jitgemm: %s is added up in fp32, as sums in f16 cannot be had: %s", part, why)
 
     def count(self, names: Iterable[str]) -> int | None:
-        """How many tensors the files hold of these layers, without biases; None where no header is known."""
+        """How many tensors the files hold of these layers, without biases; None if no header is known."""
         tensors = [_own(self._headers[name]) for name in names if name in self._headers]
         return sum(map(len, tensors)) if tensors else None
 
     def experts_counts(self, name: str, biases: bool) -> Mapping[int, int]:
-        """{an expert's number: how many tensors the files hold of it}, for the experts of which one has this layer."""
+        """{expert's number: how many tensors the files hold of it} for the experts next to this layer's expert."""
         if biases not in self._counts:
             by_module = self._counts[biases] = {}
             for layer, suffixes in self._headers.items():
@@ -401,7 +401,7 @@ class ServedModel(Engine):
         return names, every or names
 
     def _quantised(self, name: str, layer: torch.nn.Module, prefix: str = "") -> bool:
-        """Whether a layer is quantised in the checkpoint, or is to be where nothing is.
+        """True if the checkpoint has the layer quantised, or if a model in floats is to have it quantised.
 
         Args:
             prefix: what the engine calls it, by which a user may leave it out, too.
@@ -420,12 +420,12 @@ class ServedModel(Engine):
 
 
 def _packed(suffixes: Iterable[str]) -> bool:
-    """Whether these are the tensors of a layer that jitgemm packed."""
+    """True if these suffixes are of a layer that jitgemm packed."""
     return {"blocks", "meta"} <= set(suffixes)
 
 
 def _own(suffixes: Iterable[str], biases: bool = False) -> list[str]:
-    """Those of a layer's tensors that are loaded into it, without what files have beside it."""
+    """Suffixes of the layer's own tensors, without those that files only keep next to it."""
     return [suffix for suffix in suffixes if (biases or suffix != "bias") and not re.fullmatch(BESIDE, suffix)]
 
 

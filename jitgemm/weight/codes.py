@@ -160,7 +160,7 @@ class CodeOps:
         return q.float()
 
     def no_scales(self, scale: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor]:
-        """Which scales are none, bool; what they must be instead; and the numbers to show."""
+        """(bool: which scales are invalid, what is expected instead, the numbers for the message)."""
         return ~scale.isfinite(), "finite numbers", scale
 
     def pack(self, weight: Any, lhs_dtype: torch.dtype | None, correction: bool | None) -> Any:
@@ -168,7 +168,7 @@ class CodeOps:
         raise NotImplementedError
 
     def before_packing(self, weight: Any) -> dict[str, Any]:
-        """What a dense packed weight was before packing, as the arguments of `CanonicalWeight`."""
+        """Arguments of `CanonicalWeight` for what a dense packed weight was before packing."""
         unpacked: Unpacked = weight.unpack()
         scale = unpacked.scale if self.given_scales is None else unpacked.scale.view(torch.uint8)
         inner = CODES[self.name].inner
@@ -180,7 +180,7 @@ class CodeOps:
     # ---- records -----------------------------------------------------------------------------------------------------
 
     def to_bytes(self, inner: torch.Tensor) -> torch.Tensor:
-        """Numbers inside records of whole strips [64 * strips, groups, ...] -> uint8 [strips, kblocks, bytes]."""
+        """Packs numbers inside records, [64 * strips, groups, ...], to uint8 [strips, kblocks, bytes]."""
         raise NotImplementedError
 
     def from_bytes(self, bytes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
@@ -188,7 +188,7 @@ class CodeOps:
         raise NotImplementedError
 
     def inner(self, blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor | None:
-        """Records of a run of strips that holds n rows -> their numbers inside [n, groups, ...]; None for none."""
+        """The numbers inside records of strips that hold n rows, [n, groups, ...]; None if the code has none."""
         if format.inner is None:
             return None
         bytes = blocks[..., format.zeros_at : format.record_bytes]
@@ -201,24 +201,24 @@ class CodeOps:
         return Unpacked(*stored[:4])
 
     def summands(self, stored: Stored, format: WeightFormat) -> tuple[torch.Tensor, ...]:
-        """What tensor cores multiply where a code is a sum, fp64 [rows, k] each; empty for `operands`' q alone."""
+        """The terms that tensor cores multiply if a code is a sum, fp64 [rows, k] each; empty if `operands`' q is."""
         return ()
 
     def reordered(self, inner: torch.Tensor) -> None:
-        """Brings the bytes of numbers inside records into the order that holds any, in place."""
+        """Reorders the bytes of numbers inside records, in place, into the order that holds any numbers."""
 
     def mended(self, blocks: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """Blocks without what earlier versions wrote wrong: themselves where there is nothing."""
+        """The blocks with what earlier versions wrote wrong repaired; the same object if nothing is wrong."""
         return blocks
 
     def f16_holds(self, packed: Any) -> torch.Tensor | bool:
-        """Whether f16 holds the rows' operands and sums of their records: bool [n], or for all."""
+        """bool [n], or one bool for all rows: whether f16 holds the rows' operands and the sums of their records."""
         return True
 
     # ---- formats that values decide ----------------------------------------------------------------------------------
 
     def common_group(self, group_size: int, other: int) -> int:
-        """The group size of a weight that is to stand with one of another; its own where it cannot change."""
+        """The group size at which this weight can be stacked with one of another size; its own if it cannot change."""
         return group_size
 
     def regrouped(

@@ -47,7 +47,7 @@ def held_factors(
 
 
 def zeros_of(factor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Zero points, uint8: quotients that are whole numbers, exactly."""
+    """The zero points, uint8, which factors divided by scales are exactly."""
     steps = factor.double() / (scale.double() * TIMES)
     return (SHIFT - steps.nan_to_num(nan=0.0)).to(torch.uint8)
 
@@ -91,7 +91,7 @@ def uncorrected(stored: Stored, blocks: torch.Tensor, n: int, k: int, format: We
 
 
 def check_corrected(format: WeightFormat, name: str) -> None:
-    """Raises ValueError for corrections that stand for nothing, as those of a kernel's format do."""
+    """Raises ValueError for corrections of a kernel's format, which stand for no zero points or offsets."""
     if format.correction and not (format.zero_point or format.offset):
         raise ValueError(f"{name}: expected zero points or offsets with a correction, got {format.name}")
 

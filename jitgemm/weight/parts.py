@@ -72,7 +72,7 @@ def check_rotated(lhs: object, rotation: int, name: str = "lhs") -> None:
 
 
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
-    """What picks each expert's part of a tensor; `...` for a dense weight, whose only part is all of it."""
+    """Indices of the experts' parts of a tensor; `...` for a dense weight, which is one part."""
     return (...,) if experts is None else range(experts)
 
 
@@ -82,7 +82,7 @@ def count_experts(blocks: torch.Tensor) -> int | None:
 
 
 class WeightBase:
-    """Of `Weight`, by which the calls know one: its tensors were checked when it was made."""
+    """Base of `Weight`, by which calls recognise one: its tensors were checked when it was made."""
 
     bits: ClassVar[int] = 0
 
@@ -100,7 +100,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def ready_at(self) -> ReadyAt | None:
-        """Where a `Weight` ready these very records, if one did."""
+        """Where a `Weight` marked these very records ready, if one did."""
         return noted(self.blocks)
 
     def follow_writes(self) -> None:
@@ -223,7 +223,7 @@ def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def check_packed(weight: Any, name: str = "", *, experts: bool | None = None) -> int | None:
-    """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
+    """The weight's number of experts. TypeError or ValueError unless tensors have the format's dtypes, shapes, strides.
 
     Args:
         weight: a `PackedWeight`, or what has its attributes.

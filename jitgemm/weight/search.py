@@ -62,7 +62,7 @@ class Search:
         return (steps.round_() if self.symmetric else steps.round_().add_(zero)).clamp_(*self.codes)
 
     def in_steps(self, codes: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """How many steps from 0 the codes are."""
+        """The codes' distance from 0, in steps."""
         return codes if self.symmetric else codes - zero
 
     def _signed(self, w: torch.Tensor, importance: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +143,7 @@ class Rows:
 
 
 def _least(w: torch.Tensor, values: list[float], tried: Callable[[torch.Tensor], Tried]) -> list[torch.Tensor]:
-    """What is found with the least error, the first of equals, for w's groups.
+    """The candidate of least error for each group of w; of equal errors the first.
 
     Args:
         tried: for values [count, 1, ...] to be broadcast over w's groups, (error, what was found) in the order in which
@@ -168,12 +168,12 @@ def _least(w: torch.Tensor, values: list[float], tried: Callable[[torch.Tensor],
 
 
 def clip_ratios(steps: int) -> list[float]:
-    """Parts of a group's range to try, the whole one not among them: geometric down to MIN_CLIP."""
+    """Fractions of a group's range to try, besides 1: geometric down to MIN_CLIP."""
     return [MIN_CLIP ** (i / steps) for i in range(1, steps + 1)]
 
 
 def in_steps(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """w / scale; below a half where the scale is 0, which it is where w is zero or too small for its dtype."""
+    """w / scale; below a half if the scale is 0, i.e. if w is zero or too small for the scale's dtype."""
     return w / torch.where(scale == 0, 1.0, scale)[..., None]
 
 

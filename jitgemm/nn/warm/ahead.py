@@ -64,7 +64,7 @@ def model_of(folder: str | Path) -> torch.nn.Module:
 
 
 class _NoMemory(TorchFunctionMode):
-    """Tensors that are made empty, or of zeros, take no memory where they are large, as parameters are."""
+    """Puts large tensors of torch.empty and torch.zeros on the meta device, as parameters are."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,7 +75,7 @@ class _NoMemory(TorchFunctionMode):
 
 @contextmanager
 def _without_data() -> Iterator[None]:
-    """Parameters that modules register are on the meta device; buffers, which nobody loads, have their data."""
+    """Puts parameters that modules register on the meta device. Buffers, which nobody loads, keep their data."""
     register = torch.nn.Module.register_parameter
 
     def registered(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -92,7 +92,7 @@ def _without_data() -> Iterator[None]:
 
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
-    """The type that a model's config says it runs in; bfloat16 where that is none of ours."""
+    """The dtype that the model's config names; bfloat16 if jitgemm does not take that one."""
     config: Any = model.config
     configs = config, config.get_text_config()
     # transformers 5 warns of the older name, so it is read last, and lazily.
@@ -157,7 +157,7 @@ def models_ahead(
 
 
 def _over_nvlink(layer: PackedExperts, rank: int, world: int) -> Any:
-    """How ranks without a process group share a layer's experts, where kernels may exchange tokens."""
+    """The `ExpertSharding` of ranks that exchange tokens by kernels, without a process group."""
     from jitgemm.nn.layers.sharding import ExpertSharding  # half a second of torch.distributed
 
     return ExpertSharding(None, rank, world, layer.num_experts, exchanges=True, nvlink=True)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class _Cuts:
             self.division = ShardingPlan(None, plan_of(model))
 
     def dim(self, name: str) -> str | None:
-        """Along what a Linear is cut."""
+        """ "n" or "k", the dimension along which a Linear is cut; None for one that no rank divides."""
         if self.use == "vllm":
             last = name.rpartition(".")[2]
             return "k" if last in ROWWISE else None if last in WHOLE else "n"
@@ -258,5 +258,5 @@ def _as_vllm(layers: LayersOfPlan | LayersOfFloats, cuts: _Cuts) -> torch.nn.Mod
 
 
 def _pattern(name: str) -> str:
-    """A layer's name for all blocks."""
+    """The layer's name with * for the numbers of blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -1,5 +1,5 @@
-"""The layers that a model will have, without their values: their formats as the headers of its files say, and the first
-rows where values decide."""
+"""The layers that a model will have, without values. Headers of its files say their formats, or the first rows where
+values decide."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class LayersOfPlan:
 
 
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
-    """The format of one weight that holds all of these."""
+    """The format that holds weights of all of these formats."""
     first = formats[0]
     zero_point, orders = any(fmt.zero_point for fmt in formats), {fmt.order for fmt in formats}
     order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
@@ -180,7 +180,7 @@ def _rows_tell(layer: LayerSource, format: WeightFormat) -> bool:
 
 
 class LayersOfFloats:
-    """The same as a recipe makes them.
+    """The layers of a model in floats, as a recipe quantises them; otherwise like `LayersOfPlan`.
 
     Args:
         values: what those of weights decide of a format, by recipe, one of `decided_by_values`.
@@ -231,7 +231,7 @@ def _of_rank(k: int, cut: Cut | None) -> int:
 
 
 def decided_by_values(recipe: Recipe, orders: Sequence[str]) -> list[dict[Recipe, dict[str, Any]]]:
-    """What values of weights that a recipe quantises decide of their formats, in every way that they may.
+    """Every way in which the values of weights may decide the formats that a recipe gives them.
 
     Args:
         orders: of codes whose order values decide: "any", and "e4m3" for weights that happen to have no code -8.

@@ -119,13 +119,13 @@ def _family(spec: Spec) -> KernelFamily[Any]:
 
 
 def _name(gpu: DeviceSpec) -> str:
-    """What --device takes for a GPU at hand; "" for one that has no name there."""
+    """The name of a GPU at hand for --device; "" if it has none."""
     known = DEVICES.get(gpu.name)
     return "" if known is None else gpu.name + (f",sms={gpu.num_sms}" if gpu.num_sms != known.num_sms else "")
 
 
 def _command(model: torch.nn.Module, max_m: int, device: str, compiled: bool) -> str:
-    """The command that makes a model's kernels ahead of time."""
+    """The `jitgemm warmup` command that compiles the model's kernels ahead of time."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or "FOLDER"
     use = "compiled" if compiled else "linear"
     sums = next((layer.sums for layer in model.modules() if isinstance(layer, Packed) and layer.sums != "f32"), None)
@@ -228,7 +228,7 @@ NORMS = (NORM, ADDED_NORM)
 
 
 def gates_of(config: Any) -> tuple[Gate, ...]:
-    """What quantisers compute behind the gates of a model of this config; all that they can where it names none."""
+    """The gates that a model's config names, which quantisers compute; all gates if it names none."""
     text = str(config.to_dict()) if hasattr(config, "to_dict") else ""
     names = re.findall(r"'\w*act\w*': '(\w+)'", text) or GATES
     return tuple(dict.fromkeys(GATES[name] for name in names if name in GATES))
