@@ -154,8 +154,7 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
 def check_places(
     pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None], where: str, device: torch.device
 ) -> None:
-    """Raises ValueError unless all tensors are on one device, that of the argument `where`, and no gradient is expected
-    for any."""
+    """Raises ValueError unless all tensors are on the device of the argument `where` and none expects a gradient."""
     for pointer, tensor in zip(pointers, tensors, strict=True):
         if tensor is not None:
             name = pointer.argument.partition(".")[0]

@@ -201,8 +201,7 @@ def _order(spec: KernelSpec) -> tuple[int, int, str]:
 
 
 def _order_of(problem: Problem, device: DeviceSpec) -> tuple[int, int, str]:
-    """The order of summation of a layer's batch-invariant calls, whatever their rows, and however many of the experts a
-    rank has."""
+    """The order of summation of a layer's batch-invariant calls, for any rows, and any number of a rank's experts."""
     experts = ORDER_EXPERTS if problem.experts else 0
     return _invariant_order(replace(problem, m=1, rows_vary=False, experts=experts), device)
 

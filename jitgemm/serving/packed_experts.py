@@ -104,8 +104,7 @@ class PackedExpertsMethod(Packing):
         raise NotImplementedError
 
     def in_files(self, layer: torch.nn.Module) -> list[int]:
-        """This rank's experts in order, by their numbers in the files. Engines' loaders may count copies behind
-        them."""
+        """This rank's experts in order, by their numbers in the files. Engines may count copies behind them."""
         count = self.logical_experts(layer)
         pairs = ((mine, number % count) for number, every in enumerate(self.places(layer)) for mine in every)
         return [number for _, number in sorted(pairs)]

@@ -219,8 +219,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return bool(envs.VLLM_BATCH_INVARIANT)
 
     def reads_files_for(self, layer: torch.nn.Module) -> None:
-        """Notes a layer whose weights are read from the files, and what vLLM says where they are: `reload_weights` may
-        change it."""
+        """Notes a layer whose weights are read from files, and their place, which `reload_weights` may change."""
         self.from_files.add(layer)
         config = get_current_vllm_config_or_none()
         if self._place is None and config is not None and config.model_config is not None:

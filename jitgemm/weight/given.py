@@ -40,8 +40,7 @@ def check_given(given: Mapping[str, tuple[torch.Tensor, tuple[torch.dtype, ...]]
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
-    """Raises ValueError for a NaN or an infinity, which times a code of 0 is one; not looked at while a CUDA graph is
-    captured."""
+    """Raises ValueError for a NaN or an infinity, also next to a code of 0; looks at nothing during a capture."""
     if is_captured(values):
         return
     wrong = ~values.isfinite()

@@ -91,8 +91,7 @@ def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = 
 
 
 def make_invariant(layer: Any, dim: str) -> None:
-    """Gives a `PackedLinear`, or a rank's part of one, a weight that `multiply_invariantly` takes. Raises as
-    `chunks_of`."""
+    """Gives a `PackedLinear`, or a rank's part, a weight that `multiply_invariantly` takes. Raises as `chunks_of`."""
     if dim == "n":
         return
     parts = without_correction(layer.parts)

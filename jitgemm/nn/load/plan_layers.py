@@ -139,8 +139,7 @@ def _other_matrices(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[s
 def _quantised_name(
     checkpoint: Checkpoint, weights: Checkpoint, names: list[str], module: Any, linear: bool
 ) -> str | None:
-    """The module's name under which the file has a quantised layer; None if the weight is in floats, or the
-    module's."""
+    """The module's name under which the file has a quantised layer; None if its weight is in floats."""
     prefix = next((prefix_of for prefix_of in names if weights.is_quantised(prefix_of)), None)
     if linear:
         transforms = transforms_of(checkpoint.config, checkpoint.in_file(names[0])[0]) if prefix is None else ()

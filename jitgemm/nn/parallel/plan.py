@@ -52,8 +52,7 @@ class ShardingPlan:
         return style if style is None or not self.tp_invariant else style.invariant()
 
     def style_in_floats(self, name: str) -> Style | None:
-        """Of a Linear in floats; None for one that gives the same output whole. Raises ValueError for a style with
-        tp_invariant."""
+        """Of a Linear in floats; None if no rank need divide it. Raises ValueError for a style with tp_invariant."""
         style = self.style(name)
         if style is None or (style.output_layouts if style.dim == "n" else style.input_layouts) == (Replicate(),):
             return None
@@ -107,8 +106,7 @@ class ShardingPlan:
         )
 
     def mark(self, layer: PackedLinear, name: str) -> None:
-        """Says of a layer that was cut when it was read how it is divided; cuts one that is to have parts of the
-        whole's records."""
+        """Tells a layer that was cut when read how it is divided; cuts one that is to have parts of all records."""
         style = self.style(name)
         if style is not None and style.tp_invariant and style.dim == "k":
             parallelize_module(layer, self.mesh, style, src_data_rank=None)
