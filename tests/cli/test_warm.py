@@ -17,17 +17,9 @@ import torch
 import vllm_layers
 from compiled_graphs import Graphs
 from emulator.launch import emulate
+from engines import load, load_experts, process, vllm
 from safetensors.torch import load_file, save_file
-from vllm_cases import (
-    CONFIGS,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    load,
-    load_experts,
-    made,
-    stored,
-)
+from served_layers import CONFIGS, stored
 
 import jitgemm.nn
 from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
@@ -202,7 +194,9 @@ def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, capsys, f
     check(found, needed_by(loaded(tmp_path), use))
 
 
-@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "nvfp4", "modelopt-nvfp4"}))
+@pytest.mark.parametrize(
+    "form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "nvfp4", "modelopt-nvfp4", "deepseek-v4", "quark-mixed"})
+)
 def test_so_it_does_in_every_format(tmp_path, capsys, form):
     """With layers of one shape: a kernel for each m is chosen once."""
     save(tmp_path, "qwen3-moe" if form == "w4afp8" else "square", CONFIGS[form])
@@ -218,7 +212,7 @@ def test_inputs_of_four_bits_are_quantised_as_the_user_says(tmp_path, capsys, fo
 def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
     """What vLLM packs of a model's layers on a rank, as it joins and cuts them."""
     config = json.loads((folder / "config.json").read_text())
-    tensors, made_of = load_file(folder / "model.safetensors"), made(config["quantization_config"])
+    tensors, made_of = load_file(folder / "model.safetensors"), vllm.config(config["quantization_config"])
     made_of.warmer.compiled, made_of.warmer._gates = True, gates_of(SimpleNamespace(to_dict=lambda: config))
     hidden, head, heads, kv = (
         config[x] for x in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
@@ -230,19 +224,21 @@ def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
         for name, *shard in parts:
             own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")}
             load(layer, own, *shard)
-        layer.quant_method.process_weights_after_loading(layer)
-        found.append(layer.jitgemm)
+        found.append(process(layer))
 
     for i in range(config["num_hidden_layers"]):
         at, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        qkv = QKVParallelLinear(hidden, head, heads, kv, **said, prefix=at + "qkv_proj")
+        qkv = vllm.linears.QKVParallelLinear(hidden, head, heads, kv, **said, prefix=at + "qkv_proj")
         done(qkv, [(f"{at}{part}_proj", part) for part in "qkv"])
-        done(RowParallelLinear(heads * head, hidden, **said, prefix=at + "o_proj"), [(at + "o_proj",)])
+        done(vllm.linears.RowParallelLinear(heads * head, hidden, **said, prefix=at + "o_proj"), [(at + "o_proj",)])
         if "moe_intermediate_size" not in config:
             inter = config["intermediate_size"]
-            gate_up = MergedColumnParallelLinear(hidden, [inter, inter], **said, prefix=mlp + "gate_up_proj")
+            sizes = hidden, [inter, inter]
+            gate_up = vllm.linears.MergedColumnParallelLinear(*sizes, **said, prefix=mlp + "gate_up_proj")
             done(gate_up, [(mlp + "gate_proj", 0), (mlp + "up_proj", 1)])
-            done(RowParallelLinear(inter, hidden, **said, prefix=mlp + "down_proj"), [(mlp + "down_proj",)])
+            done(
+                vllm.linears.RowParallelLinear(inter, hidden, **said, prefix=mlp + "down_proj"), [(mlp + "down_proj",)]
+            )
             continue
         sizes, top_k = (EXPERTS["num_experts"], hidden, config["moe_intermediate_size"]), config["num_experts_per_tok"]
         layer = vllm_layers.experts(made_of, mlp + "experts", sizes, top_k, tp=place)
@@ -256,8 +252,7 @@ def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
             for proj in ("gate_proj", "up_proj", "down_proj")
         }
         load_experts(layer, mlp + "experts", parts)
-        layer.quant_method.process_weights_after_loading(layer)
-        found.append(layer.jitgemm)
+        found.append(process(layer))
     return found
 
 

@@ -8,6 +8,8 @@ from moe_cases import activated
 
 COUNT, HIDDEN, INTER = 4, 128, 192
 GROUP = 32
+CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+"""What configs in MXFP4 say; vLLM calls the method gpt_oss_mxfp4, too."""
 
 
 class Layer:

@@ -75,7 +75,10 @@ def _standins() -> dict[str, ModuleType]:
         "ChannelQuantScaleParameter", "RowvLLMParameter", "BlockQuantScaleParameter",
     )}  # fmt: skip
     unquantized["UnquantizedFusedMoEMethod"].create_moe_runner = lambda self, layer, config: None
-    linears = ("LinearBase", "ReplicatedLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear")
+    linears = (
+        "LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear",
+        "RowParallelLinear",
+    )  # fmt: skip
     choices: list[str] = []
     modules = {
         "layers.linear": {name: getattr(vllm, name) for name in linears} | {"WEIGHT_LOADER_V2_SUPPORTED": vllm.SUPPORTED},
@@ -87,7 +90,8 @@ def _standins() -> dict[str, ModuleType]:
         },
         "layers.quantization.unquant": unquantized,
         "eplb.expert_location": {"get_global_expert_location_metadata": None},
-        "layers.moe": dict.fromkeys(("get_moe_a2a_backend", "get_moe_runner_backend", "get_deepep_mode")),
+        "layers.moe": {"get_moe_a2a_backend": lambda: SimpleNamespace(is_deepep=lambda: False)}
+        | dict.fromkeys(("get_moe_runner_backend", "get_deepep_mode")),
         "layers.moe.fused_moe_triton.layer": {"FusedMoE": FusedMoE},
         "layers.moe.token_dispatcher.standard": {"StandardCombineInput": SimpleNamespace},
         "layers.moe.token_dispatcher.deepep": {

@@ -12,37 +12,18 @@ import mxfp4
 import nvfp4
 import pytest
 import torch
-from sglang_cases import made as sglang_made
-from sglang_cases import row
-from sglang_layers import experts as sglang_experts
+from builders import third, two_thirds
+from engines import ENGINES, EXPERTS, each_engine, in_turn, load, process, sglang
+from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, packed_module, stored
 from sglang_layers import running
-from vllm_cases import (
-    BF16,
-    CONFIGS,
-    dense_of,
-    process,
-    stored,
-    vllm_is_there,  # noqa: F401 - a fixture
-)
-from vllm_cases import gate_up as vllm_gate_up
-from vllm_cases import made as vllm_made
-from vllm_layers import experts, rank
 
 import jitgemm
 from jitgemm.serving.collected import CHILD
 from jitgemm.serving.packing import for_any_values
 
-# isort: split
-from sglang.srt.layers.linear import MergedColumnParallelLinear  # which sglang_layers puts there
-
 K, N, COUNT = 128, 64, 2
-SHARDS = {"w1": (N, K), "w3": (N, K), "w2": (K, N)}
+KINDS = ("linears", "experts")
 FORMS = ("packed", "packed-int8", "mxfp4", "nvfp4", "gptq", "fp8", "fp8-blocks", None)
-each_engine = pytest.mark.parametrize("engine", ["vllm", "sglang"])
-
-
-def context(engine, **arguments):
-    return running(**arguments) if engine == "sglang" else rank()
 
 
 def tensors_of(name, n, k, seed):
@@ -58,30 +39,21 @@ class Server:
 
     def __init__(self, engine, kind, name):
         self.engine, self.kind, self.name = engine, kind, name
-        config = None if name is None else CONFIGS[name]
-        made = sglang_made(config) if engine == "sglang" else vllm_made(config)
-        with context(engine):
-            if kind == "linears":
-                joined = dict(bias=False, params_dtype=BF16, quant_config=made, prefix="m.gate_up_proj")
-                of_sglang = engine == "sglang"
-                self.layer = MergedColumnParallelLinear(K, [N, N], **joined) if of_sglang else vllm_gate_up(made, K, N)
-            elif engine == "sglang":
-                self.layer = sglang_experts(made, (COUNT, K, N), 2)
-            else:
-                self.layer = experts(made, "m.experts", (COUNT, K, N), 2)
+        config = engine.config(None if name is None else CONFIGS[name])
+        sizes = COUNT, K, N
+        self.layer = engine.gate_up(config, K, N) if kind == "linears" else engine.experts(config, sizes, packed=False)
         self.parameters = dict(self.layer.named_parameters())
 
     def weights(self, seed):
         """What comes, and the layer's weights."""
         if self.kind == "linears":
-            found = [tensors_of(self.name, N, K, 2 * seed + part) for part in range(2)]
-            come = [
-                (suffix, (part,), each) for part, (found_, _) in enumerate(found) for suffix, each in found_.items()
-            ]
-            return come, [torch.cat([dense for _, dense in found])]
+            parts = [tensors_of(self.name, N, K, 2 * seed + part) for part in range(2)]
+            come = [(suffix, (part,), each) for part, (found, _) in enumerate(parts) for suffix, each in found.items()]
+            return come, [torch.cat([dense for _, dense in parts])]
         come, dense = [], {}
         for e in range(COUNT):
-            for number, (shard, size) in enumerate(SHARDS.items()):
+            for number, shard in enumerate(SHARDS.values()):
+                size = (K, N) if shard == "w2" else (N, K)
                 tensors, dense[e, shard] = tensors_of(self.name, *size, 10 * seed + 4 * e + number)
                 where = "w2_" if shard == "w2" else "w13_"
                 come += [(where + suffix, (where + suffix, shard, e), each) for suffix, each in tensors.items()]
@@ -89,23 +61,16 @@ class Server:
         return come, [gates, torch.stack([dense[e, "w2"] for e in range(COUNT)])]
 
     def begin(self):
-        if self.engine == "sglang":
-            with context(self.engine):
-                self.layer.quant_method.restore_weights_before_loading(self.layer)
-            return
-        for each in [*self.layer._parameters, *self.layer._buffers]:  # as vLLM does
-            delattr(self.layer, each)
-        for each, parameter in self.parameters.items():
-            self.layer.register_parameter(each, parameter)
+        self.engine.renewed(self.layer, self.parameters)
 
     def load(self, come):
         parameters = dict(self.layer.named_parameters())
-        with context(self.engine):
+        with self.engine.rank():
             for name, arguments, tensor in come:
                 parameters[name].weight_loader(parameters[name], tensor, *arguments)
 
     def end(self):
-        with context(self.engine):
+        with self.engine.rank():
             return process(self.layer)
 
     def first(self, seed=0):
@@ -135,9 +100,7 @@ def from_one_memory(server, come):
         memory.view(-1).view(torch.uint8).fill_(0x55)
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("kind", ["linears", "experts"])
-@each_engine
+@pytest.mark.parametrize("engine, kind, name", two_thirds(ENGINES, KINDS, FORMS))
 def test_ten_updates_in_any_order_and_twice_take_no_memory(engine, kind, name):
     server, alive = Server(engine, kind, name), []
     module, _ = server.first()
@@ -155,9 +118,7 @@ def test_ten_updates_in_any_order_and_twice_take_no_memory(engine, kind, name):
     assert max(alive[2:]) <= alive[1]
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("kind", ["linears", "experts"])
-@each_engine
+@pytest.mark.parametrize("engine, kind, name", third(ENGINES, KINDS, FORMS))
 def test_a_partial_update_raises_and_the_old_weights_serve_on(engine, kind, name):
     server = Server(engine, kind, name)
     module, dense = server.first()
@@ -212,9 +173,10 @@ def test_kernels_that_graphs_hold_read_the_new_values_or_an_error_names_the_laye
     """A graph's kernel reads codes in the first weights' order, whatever is in their memory."""
     general, fast = BY_VALUES[name]
     for first, second in ((general, fast), (fast, general)):
-        with context("sglang", disable_cuda_graph=not graphs):
-            layer = row(sglang_made(CONFIGS[name]), K, N)
-            load_into(layer, first[0])
+        with running(disable_cuda_graph=not graphs):
+            config = sglang.Config(CONFIGS[name])
+            kept = {"bias": False, "params_dtype": BF16, "quant_config": config, "prefix": "m.o_proj"}
+            load(layer := sglang.linears.RowParallelLinear(K, N, **kept), first[0])
             module = process(layer)
             before = module.weight.format
             layer.quant_method.restore_weights_before_loading(layer)
@@ -223,16 +185,10 @@ def test_kernels_that_graphs_hold_read_the_new_values_or_an_error_names_the_laye
                 ValueError, match="expected values that the first ones' format holds.*layer m.o_proj"
             )
             with expected if fails else nullcontext():
-                load_into(layer, second[0])
+                load(layer, second[0])
                 process(layer)
         assert torch.equal(dense_of(module), (first if fails else second)[1])
         assert module.weight.format == before or not graphs
-
-
-def load_into(layer, tensors):
-    parameters = dict(layer.named_parameters())
-    for suffix, tensor in tensors.items():
-        parameters[suffix].weight_loader(parameters[suffix], tensor)
 
 
 def test_a_rotated_weight_in_the_general_format_stays_rotated():
@@ -243,3 +199,102 @@ def test_a_rotated_weight_in_the_general_format_stays_rotated():
     general = for_any_values(weight)
     assert general.format == weight.format.for_any_values
     assert general.rotation == 128 and torch.equal(general.dequantize(), expected)
+
+
+@each_engine
+def test_layers_that_do_not_come_again_stay_as_they_are(engine):
+    server = Server(engine, "linears", "packed")
+    module, dense = server.first()
+    packed = server.layer.quant_method.pack
+    server.layer.quant_method.pack = lambda layer: pytest.fail("packed with nothing")
+    if engine is sglang:
+        server.begin()
+    assert server.end() is module and server.holds(dense)
+    server.layer.quant_method.pack = packed
+
+
+@pytest.mark.parametrize("engine, name", in_turn("w4afp8", "gptq", "awq", "qserve", "fp8", "packed", "nvfp4"))
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_that_are_loaded_again_go_to_the_same_memory(engine, name, known):
+    """Of a layer that headers tell, packed with its last tensor both times, or of none; with optional tensors or without."""
+    absent = {"g_idx", "input_scale"} if name in ("w4afp8", "gptq") else set()
+    (first, _), (second, dense) = (stored(CONFIGS[name], 64, 64, seed) for seed in (1, 2))
+    first, second = (
+        {suffix: each for suffix, each in found.items() if suffix not in absent} for found in (first, second)
+    )
+    layer = engine.row(engine.told(CONFIGS[name], {"m.o_proj": first} if known else {}), 64, 64)
+    params = dict(layer.named_parameters())
+    with engine.rank():
+        load(layer, first)
+    assert ("jitgemm" in layer._modules) == known
+    address = process(layer).blocks.data_ptr()
+    engine.renewed(layer, params)
+    with engine.rank():
+        load(layer, second)
+    assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
+    assert (layer.jitgemm.input_scale is None) == (name != "fp8")
+
+
+@each_engine
+@pytest.mark.parametrize("name, sums", [("packed", "f16"), ("packed-int8", "exact")])
+def test_what_kernels_may_add_up_in_is_an_option_that_a_layer_keeps(engine, name, sums):
+    layer = engine.row(engine.config(CONFIGS[name], sums=sums), 64, 64)
+    params, tensors = dict(layer.named_parameters()), [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (1, 2)]
+    load(layer, tensors[0])
+    first = process(layer)
+    assert first.sums == first.call_sums == sums
+    powers = first.channel_scale
+    before = None if powers is None else (powers.data_ptr(), powers.clone())
+    engine.renewed(layer, params)
+    with engine.rank():
+        load(layer, tensors[1] | {"weight_scale": tensors[1]["weight_scale"] * 4})
+        assert process(layer) is first and first.sums == first.call_sums == sums
+    if before is not None:
+        assert first.channel_scale.data_ptr() == before[0] and not torch.equal(first.channel_scale, before[1])
+
+
+@each_engine
+@pytest.mark.parametrize("first", [True, False], ids=["with", "without"])
+def test_weights_that_are_loaded_again_are_corrected_as_the_first_were(engine, first):
+    """Of a scale of zero no factor tells a zero point."""
+    tensors, dense = stored(CONFIGS["packed-corrected"], 64, 128)
+    none = tensors | {"weight_scale": tensors["weight_scale"].clone()}
+    none["weight_scale"][3, 1] = 0
+    layer = engine.row(CONFIGS["packed-corrected"], 128, 64)
+    params = dict(layer.named_parameters())
+    load(layer, tensors if first else none)
+    module = process(layer)
+    address = module.blocks.data_ptr()
+    assert bool(module.weight.format.correction) == first
+    engine.renewed(layer, params)
+    with engine.rank():
+        load(layer, none if first else tensors)
+        if first:
+            with pytest.raises(ValueError, match="correction: expected scales times zero points.*m.o_proj"):
+                process(layer)
+        else:
+            assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(module), dense)
+
+
+@each_engine
+def test_a_saved_model_is_loaded_again_in_place_and_from_its_files_alone(tmp_path, engine):
+    torch.manual_seed(0)
+    linear, other = SAVED["4 bits"](64, 128), SAVED["4 bits"](64, 128)
+    config = engine.of_folder(tmp_path, {"m.o_proj": linear, EXPERTS: packed_module()})
+    layers = [engine.row(config, 128, 64), engine.experts(config, (4, 128, 384), packed=False, **engine.biased)]
+    params = [dict(layer.named_parameters()) for layer in layers]
+    load(layers[0], linear.state_dict())
+    with engine.rank():
+        modules = [process(layer) for layer in layers]
+    before = [{name: (each.data_ptr(), each.clone()) for name, each in m.named_buffers()} for m in modules]
+    for layer, own in zip(layers, params):
+        engine.renewed(layer, own)
+    with engine.rank():
+        load(layers[0], linear.state_dict())
+        assert [process(layer) for layer in layers] == modules
+    for module, held in zip(modules, before, strict=True):
+        for name, each in module.named_buffers():
+            assert each.data_ptr() == held[name][0] and torch.equal(each, held[name][1])
+    engine.renewed(layers[0], params[0])
+    with engine.rank(), pytest.raises(ValueError, match="got another m.o_proj.blocks than theirs"):
+        load(layers[0], other.state_dict())

@@ -9,33 +9,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mxfp4
 import pytest
 import torch
+from engines import each_engine, process
 from safetensors.torch import save_file
-from sglang_cases import made as sglang_made
-from sglang_cases import row as sglang_row
-from sglang_layers import experts as sglang_experts
-from sglang_layers import running
-from vllm_cases import (  # vllm_is_there: a fixture
-    BF16,
-    CONFIGS,
-    E4M3,
-    MXFP8,
-    dense_of,
-    header,
-    load,
-    process,
-    row,
-    scheme,
-    stored,
-    vllm_is_there,  # noqa: F401
-)
-from vllm_cases import made as vllm_made
-from vllm_layers import experts, rank
+from served_layers import BF16, CONFIGS, E4M3, MXFP8, assert_held, dense_of, scheme, stored
 
 from jitgemm.nn import PackedLinear, load_
 
@@ -255,62 +236,37 @@ def test_load_fills_every_layer_in_its_own_format_and_leaves_the_rest_in_floats(
         assert type(module) is torch.nn.Linear and torch.equal(module.weight, floats_of(layer))
 
 
-ENGINES = {
-    "vllm": (vllm_made, rank, row, experts),
-    "sglang": (sglang_made, running, sglang_row, lambda config, name, *sizes: sglang_experts(config, *sizes, name)),
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 @each_checkpoint
 def test_an_engine_s_layers_hold_every_weight_and_leave_the_rest_in_floats(name, engine):
     """By the names of the files, as the engines' maps of names are theirs; drafts too."""
-    checkpoint, (make, context, linear, fused) = CHECKPOINTS[name], ENGINES[engine]
-    layers = checkpoint.layers()
-    config = make(checkpoint.config | (checkpoint.vllm if engine == "vllm" else {}))
+    checkpoint = CHECKPOINTS[name]
+    layers, of_vllm = checkpoint.layers(), engine.label == "vLLM"
     told_of = {layer: found for layer, (found, _) in layers.items()}
     told_of |= {layer: {"weight": floats_of(layer)} for layer in checkpoint.floats}
-    every = ((layer, suffix, tensor) for layer, found in told_of.items() for suffix, tensor in found.items())
-    config.read_headers({f"{layer}.{suffix}": header(tensor) for layer, suffix, tensor in every})
+    config = engine.told(checkpoint.config | (checkpoint.vllm if of_vllm else {}), told_of)
+    config.packed_modules_mapping = {}
     called = dict(zip(told_of, told_of))
-    if engine == "vllm":
-        mapped = SimpleNamespace(
-            apply_dict=lambda names: {checkpoint.named(name): each for name, each in names.items()}
-        )
-        config.apply_vllm_mapper(mapped)
+    if of_vllm:
+        engine.rename(config, checkpoint.named)
         called = {layer: checkpoint.named(f"{layer}.weight").removesuffix(".weight") for layer in called}
-    with context():
-        for layer in checkpoint.linears:
-            tensors, dense = layers[layer]
-            module = linear(config, HIDDEN, HIDDEN, prefix=called[layer])
-            load(module, tensors)
-            packed = process(module)
-            assert torch.equal(dense_of(packed), dense) and packed.activation == checkpoint.activation[0], layer
-        for layer in checkpoint.floats:
-            module = linear(config, HIDDEN, 64, prefix=called[layer])
-            assert not type(module.quant_method).__module__.startswith("jitgemm"), layer
-        for prefix in checkpoint.experts:
-            module = fused(
-                config, called[f"{prefix}.0.{checkpoint.projs['w1']}"].rsplit(".", 2)[0], (COUNT, HIDDEN, INTER), 2
-            )
-            params = dict(module.named_parameters())
-            for e in range(COUNT):
-                for shard in SIZES:
-                    for suffix, tensor in layers[f"{prefix}.{e}.{checkpoint.projs[shard]}"][0].items():
-                        full = f"w2_{suffix}" if shard == "w2" else f"w13_{suffix}"
-                        params[full].weight_loader(
-                            params[full], tensor, f"{prefix}.{full}", shard_id=shard, expert_id=e
-                        )
-            packed = process(module)
-            assert packed.activation == checkpoint.activation[1] and not dict(module.named_parameters())
-            for e in range(COUNT):
-                gate, up, down = (layers[f"{prefix}.{e}.{checkpoint.projs[shard]}"][1] for shard in SIZES)
-                assert torch.equal(packed.w13.weight[e].dequantize().double(), torch.cat([gate, up]))
-                assert torch.equal(packed.w2.weight[e].dequantize().double(), down)
+    for layer in checkpoint.linears:
+        tensors, dense = layers[layer]
+        packed = process(engine.row(config, HIDDEN, HIDDEN, tensors, prefix=called[layer]))
+        assert torch.equal(dense_of(packed), dense) and packed.activation == checkpoint.activation[0], layer
+    for layer in checkpoint.floats:
+        assert not engine.serves(config, called[layer], 64, HIDDEN), layer
+    for prefix in checkpoint.experts:
+        of_module = {(e, PROJ[s]): layers[f"{prefix}.{e}.{checkpoint.projs[s]}"] for e in range(COUNT) for s in SIZES}
+        tensors, dense = ({key: each[i] for key, each in of_module.items()} for i in (0, 1))
+        own = called[f"{prefix}.0.{checkpoint.projs['w1']}"].rsplit(".", 2)[0]
+        packed = engine.experts(config, (COUNT, HIDDEN, INTER), tensors, prefix=own).jitgemm
+        assert packed.activation == checkpoint.activation[1]
+        assert_held([packed], dense, "whole")
 
 
 def test_the_page_has_these_checkpoints_and_gpt_oss():
-    """Whose own format test_vllm_mxfp4.py, test_sglang.py and test_mxfp4_formats.py test by `gpt_oss`."""
+    """Whose own format test_served_experts.py and test_mxfp4_formats.py test by `gpt_oss`."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
     named = set(re.findall(r"^vllm serve (\S+)", text, re.MULTILINE))
     served = {name.partition(",")[0] for name in CHECKPOINTS} | {"openai/gpt-oss-20b", "openai/gpt-oss-120b"}

@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import ENGINES, SPLITS, each_engine, process, sglang, vllm
 from model_folders import MOE, emptied, folder_of, model_of
 from model_folders import SIZES as LLAMA
 from safetensors.torch import load_file
-from sglang_cases import made as sglang_made
-from sglang_cases import row as sglang_row
-from sglang_layers import experts as sglang_experts
-from sglang_layers import running
-from vllm_cases import load, load_experts, made, process, row
-from vllm_cases import vllm_is_there as vllm_is_there
-from vllm_layers import experts, rank
 
 import jitgemm.nn
 from jitgemm.cli import main
@@ -26,7 +20,6 @@ from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.quantize.quantize import Quantising
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.ahead import models_ahead
-from jitgemm.vllm.linear import JitGemmLinearMethod
 
 transformers = pytest.importorskip("transformers", minversion="5")
 SIZES = MOE | {"num_hidden_layers": 1, "hidden_size": 128, "moe_intermediate_size": 128}
@@ -123,64 +116,35 @@ def tensors_of_experts(model):
     return found
 
 
-def in_engine(folder, config, context, linear, fused, tensors=None):
-    """tensors: of files, by layer; None: the model's in floats."""
-    model, made = floats(folder), {}
-    with context:
-        for name in LINEARS:
-            weight = model.get_submodule(name).weight.detach()
-            layer = linear(config, *weight.shape[::-1], prefix=name)
-            load(layer, {"weight": weight} if tensors is None else tensors[name])
-            made[name] = process(layer)
-        layer = fused(config)
-        found = tensors_of_experts(model)
-        load_experts(
-            layer,
-            EXPERTS,
-            found if tensors is None else {key: tensors["{}.{}.{}".format(EXPERTS, *key)] for key in found},
-        )
-        made[EXPERTS] = process(layer)
-    return made
-
-
 FUSED = SIZES["num_experts"], SIZES["hidden_size"], SIZES["moe_intermediate_size"]
 
 
-def by_vllm(folder, said, tmp_path):
-    return in_engine(folder, made(None, said), rank(), row, lambda config: experts(config, EXPERTS, FUSED, 2))
+def by_engine(engine, of_files=False):
+    """What an engine makes of the model in floats, or of the files that the command writes."""
+
+    def by(folder, said, tmp_path):
+        model, config, tensors, made = floats(folder), engine.config(None, **said), None, {}
+        if of_files:
+            quantization, tensors = written(folder, said, tmp_path)
+            config = engine.config(quantization, activation=said.get("activation"))
+            config.read_folder(tmp_path / "out")
+        for name in LINEARS:
+            weight = model.get_submodule(name).weight.detach()
+            found = {"weight": weight} if tensors is None else tensors[name]
+            made[name] = process(engine.row(config, *weight.shape[::-1], found, prefix=name))
+        found = tensors_of_experts(model)
+        if tensors is not None:
+            found = {key: tensors["{}.{}.{}".format(EXPERTS, *key)] for key in found}
+        made[EXPERTS] = engine.experts(config, FUSED, found, prefix=EXPERTS).jitgemm
+        return made
+
+    return by
 
 
-def by_sglang(folder, said, tmp_path):
-    with running():
-        config = sglang_made(None, **said)
-
-    return in_engine(
-        folder, config, running(), sglang_row, lambda config: sglang_experts(config, FUSED, 2, prefix=EXPERTS)
-    )
-
-
-def by_vllm_of_files(folder, said, tmp_path):
-    config, tensors = written(folder, said, tmp_path)
-    config = made(config, {"activation": said.get("activation")})
-    config.read_folder(tmp_path / "out")
-    fused = lambda config: experts(config, EXPERTS, FUSED, 2)  # noqa: E731
-    return in_engine(folder, config, rank(), row, fused, tensors)
-
-
-def by_sglang_of_files(folder, said, tmp_path):
-    config, tensors = written(folder, said, tmp_path)
-    with running():
-        config = sglang_made(config, activation=said.get("activation"))
-    config.read_folder(tmp_path / "out")
-    fused = lambda config: sglang_experts(config, FUSED, 2, prefix=EXPERTS)  # noqa: E731
-    return in_engine(folder, config, running(), sglang_row, fused, tensors)
-
-
-DOORS = {
-    "quantize_": by_quantize, "hf": by_hf, "command": by_command, "vLLM": by_vllm, "SGLang": by_sglang,
-    "files in vLLM": by_vllm_of_files, "files in SGLang": by_sglang_of_files,
-}  # fmt: skip
-OF_FILES = ("command", "files in vLLM", "files in SGLang")
+DOORS = {"quantize_": by_quantize, "hf": by_hf, "command": by_command}
+DOORS |= {engine.label: by_engine(engine) for engine in ENGINES}
+DOORS |= {f"files in {engine.label}": by_engine(engine, True) for engine in ENGINES}
+OF_FILES = [name for name in DOORS if name == "command" or name.startswith("files")]
 
 
 def same(layer, weight: torch.Tensor, recipe: Recipe, door: str) -> bool:
@@ -276,10 +240,7 @@ def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_
     ahead = models_ahead(folder, "vllm", 2, recipe=recipe)
     there = {(x.weight.k, x.weight.format) for model in ahead for n, x in model.named_modules() if "down_proj" in n}
     for number in range(2):
-        with rank(number, 2):
-            layer = row(made(None, said), 384, 64, prefix=name)
-            load(layer, {"weight": weight})
-        found = process(layer).weight
+        found = process(vllm.row(vllm.config(None, **said), 384, 64, {"weight": weight}, (number, 2), name)).weight
         assert (found.k, found.format) in there
         assert len(there) == {"mxfp4": 3, "two-level": 1}.get(of_rank.scheme, 2 if said else 1)  # as values decide
         assert torch.equal(found.blocks, of_rank.apply(weight.chunk(2, 1)[number]).blocks)
@@ -287,7 +248,7 @@ def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_
 
 @pytest.mark.parametrize("recipe", ["two-level", "two-level, rotated", "mxfp4", "mxfp4, rotated"])
 @pytest.mark.parametrize("split", ["tp", "ep"])
-@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+@each_engine
 def test_a_rank_quantises_its_experts_or_its_part_of_each(engine, split, recipe):
     """With files in floats; w2's columns are the rank's own, of whole blocks."""
     recipe, sizes = Recipe.of(RECIPES[recipe]), (4, 128, 256)
@@ -296,32 +257,23 @@ def test_a_rank_quantises_its_experts_or_its_part_of_each(engine, split, recipe)
     w13, w2 = torch.randn(4, 512, 128).bfloat16(), torch.randn(4, 128, 256).bfloat16()
     tensors = {(e, proj): {"weight": each} for e in range(4) for proj, each in
                zip(("gate_proj", "up_proj", "down_proj"), (*w13[e].chunk(2), w2[e]))}  # fmt: skip
-    for number in range(2):
-        if engine == "vLLM":
-            with rank():
-                layer = experts(made(None, said), EXPERTS, sizes, 2, **{split: (number, 2)})
-                load_experts(layer, EXPERTS, tensors)
-        else:
-            with running(number, 2, ep=split == "ep"):
-                layer = sglang_experts(sglang_made(None, **said), sizes, 2, prefix=EXPERTS)
-                load_experts(layer, EXPERTS, tensors)
-        module = process(layer)
+    for _, number, size in SPLITS[split]:
+        module = engine.experts(engine.config(None, **said), sizes, tensors, (split, number, size), EXPERTS).jitgemm
         if split == "ep":
             mine = [each.chunk(2)[number] for each in (w13, w2)]
         else:
             gate, up = (half.chunk(2, 1)[number] for half in w13.chunk(2, 1))
             mine = [torch.cat((gate, up), 1), w2.chunk(2, 2)[number]]
         for part, weight in zip((module.w13, module.w2), mine):
-            assert same(part, weight, recipe, engine) and part.weight.rotation == (recipe.rotation or 0)
+            assert same(part, weight, recipe, engine.label) and part.weight.rotation == (recipe.rotation or 0)
 
 
 def test_layers_whose_columns_on_a_rank_are_no_whole_blocks_are_left_and_not_warmed_up(tmp_path):
     folder = folder_of(tmp_path / "model", model_of("Llama", **LLAMA | {"intermediate_size": 384}))
     said, name = {"scheme": "two-level", "rotation": 128}, "model.layers.0.mlp.down_proj"
     for world, whole in ((1, True), (2, False)):
-        with rank(0, world):
-            layer = row(made(None, said), 384, 64, prefix=name)
-            assert (type(layer.quant_method) is JitGemmLinearMethod) == whole
+        layer = vllm.row(vllm.config(None, **said), 384, 64, None, (0, world), name)
+        assert isinstance(layer.quant_method, vllm.Linear) == whole
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ahead = [
@@ -336,16 +288,13 @@ def test_layers_whose_columns_on_a_rank_are_no_whole_blocks_are_left_and_not_war
 @pytest.mark.parametrize("rotation", [None, 128])
 def test_tokens_that_are_to_be_rotated_are_not_sent_in_codes(folder, rotation):
     said = {"bits": 8, "activation": "e4m3_block", "rotation": rotation}
-    with running(deepep=True):
-        layer = sglang_experts(sglang_made(None, **said), FUSED, 2, prefix=EXPERTS)
-        load_experts(layer, EXPERTS, tensors_of_experts(floats(folder)))
-        process(layer)
+    layer = sglang.experts(
+        sglang.config(None, **said), FUSED, tensors_of_experts(floats(folder)), prefix=EXPERTS, deepep=True
+    )
     codes = layer.dispatcher.quant_config["low_latency_dispatcher_output_dtype"]
     assert codes == ("fp8" if rotation is None else "bf16")
-    with rank():
-        layer = experts(made(None, said), EXPERTS, FUSED, 2)
-        load_experts(layer, EXPERTS, tensors_of_experts(floats(folder)))
-        module = process(layer)
+    layer = vllm.experts(vllm.config(None, **said), FUSED, tensors_of_experts(floats(folder)), prefix=EXPERTS)
+    module = layer.jitgemm
     module.batched = True
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import process, sglang
 from safetensors.torch import save_file
-from sglang_cases import made
 from sglang_layers import BF16, REAL, dispatched, experts, running
-from vllm_cases import CONFIGS, dense_of, mixture, packed_module, process, routed, stored
+from served_layers import CONFIGS, dense_of, mixture, packed_module, routed, stored
 
 from jitgemm.sglang.config import JitGemmConfig
 
+made = sglang.config
 COUNT, HIDDEN, INTER = 4, 64, 64
 SHARDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 FIRST, THEN = [0, 1, 2, 3, 0, 1], [2, 3, 1, 0, 3, 2]
@@ -171,7 +172,8 @@ def test_experts_in_floats_and_saved_ones_have_copies(tmp_path):
 def test_a_layer_has_no_rows_without_eplb_and_no_sums_in_f16_with_it():
     tensors, _ = files_of("packed")
     with running():
-        layer = experts(made(CONFIGS["packed"]), (COUNT, HIDDEN, INTER), 2)
+        layer = experts(made(CONFIGS["packed"]), (made = sglang.config
+COUNT, HIDDEN, INTER), 2)
         load(layer, tensors)
         process(layer)
     assert not rows_of(layer)

@@ -16,9 +16,8 @@ pytest.importorskip("sglang.srt.model_loader", reason="needs SGLang: scripts/sgl
 
 import gpt_oss_experts
 from safetensors.torch import save_file
-from sglang_cases import GPT_OSS
+from served_layers import CONFIGS, dense_of, stored
 from sglang_layers import BF16, running
-from vllm_cases import CONFIGS, dense_of, stored
 
 import jitgemm
 import jitgemm.sglang
@@ -201,7 +200,7 @@ def test_gpt_oss_is_loaded_by_sglang_s_loader(tmp_path, loader):
         "num_experts_per_tok": 2,
         "swiglu_limit": 7.0,
         "layer_types": ["sliding_attention"],
-        "quantization_config": GPT_OSS,
+        "quantization_config": gpt_oss_experts.CONFIG,
     }
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **sizes, **more}), encoding="utf-8")
     at = "model.layers.0."

@@ -9,14 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import two_ranks
-from vllm_cases import CONFIGS, applied, expert_tensors, load_experts, made, routed, vllm_is_there
+from vllm_cases import CONFIGS, applied, expert_tensors, load_experts, made, routed
 from vllm_layers import experts, rank, show
 
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.vllm.exchange import reason_against, sharding_of
-
-__all__ = ["vllm_is_there"]
-
 
 def ranks(**more):
     said = dict(

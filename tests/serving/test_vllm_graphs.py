@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it")
 
+from engines import load, vllm
+from served_layers import BF16, CONFIGS, stored
 from vllm import ir
 from vllm.compilation.backends import VllmBackend
 from vllm.compilation.passes.inductor_pass import InductorPass, pass_context
@@ -23,7 +25,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.platforms import current_platform
-from vllm_cases import BF16, load, made, stored
 
 from jitgemm.vllm import fusion
 
@@ -45,7 +46,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, checkpoint: dict):
         super().__init__()
-        config, options = made(checkpoint), {"bias": False, "params_dtype": BF16}
+        config, options = vllm.config(checkpoint), {"bias": False, "params_dtype": BF16}
 
         def given(name):
             return options | {"quant_config": config, "prefix": f"m.{name}"}
@@ -143,11 +144,8 @@ def compiled(config, call, *inputs, **options):
 
 
 def layer_under(config, name="packed"):
-    import vllm_cases
-    from vllm_layers import rank
-
-    with rank(), set_current_vllm_config(config):
-        return Layer(vllm_cases.CONFIGS[name])
+    with vllm.rank(), set_current_vllm_config(config):
+        return Layer(CONFIGS[name])
 
 
 def inputs():

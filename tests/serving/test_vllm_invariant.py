@@ -25,7 +25,6 @@ from vllm_cases import (
     stored,
     told,
 )
-from vllm_cases import vllm_is_there as vllm_is_there
 from vllm_layers import experts, rank, show
 
 import jitgemm.vllm.config as configs
