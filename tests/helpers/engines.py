@@ -289,7 +289,7 @@ class VLLM(Engine):
         return n // at[1]
 
     def renewed(self, layer, params):
-        for each in (*layer._parameters, *layer._buffers):
+        for each in (*layer._parameters, *(name for name in layer._buffers if "expert_map" not in name)):
             delattr(layer, each)
         for name, param in params.items():
             layer.register_parameter(name, param)

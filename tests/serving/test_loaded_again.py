@@ -240,7 +240,8 @@ def test_weights_that_are_loaded_again_go_to_the_same_memory(engine, name, known
 def test_what_kernels_may_add_up_in_is_an_option_that_a_layer_keeps(engine, name, sums):
     layer = engine.row(engine.config(CONFIGS[name], sums=sums), 64, 64)
     params, tensors = dict(layer.named_parameters()), [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (1, 2)]
-    load(layer, tensors[0])
+    with engine.rank():
+        load(layer, tensors[0])
     first = process(layer)
     assert first.sums == first.call_sums == sums
     powers = first.channel_scale
@@ -262,7 +263,8 @@ def test_weights_that_are_loaded_again_are_corrected_as_the_first_were(engine, f
     none["weight_scale"][3, 1] = 0
     layer = engine.row(CONFIGS["packed-corrected"], 128, 64)
     params = dict(layer.named_parameters())
-    load(layer, tensors if first else none)
+    with engine.rank():
+        load(layer, tensors if first else none)
     module = process(layer)
     address = module.blocks.data_ptr()
     assert bool(module.weight.format.correction) == first
@@ -283,8 +285,8 @@ def test_a_saved_model_is_loaded_again_in_place_and_from_its_files_alone(tmp_pat
     config = engine.of_folder(tmp_path, {"m.o_proj": linear, EXPERTS: packed_module()})
     layers = [engine.row(config, 128, 64), engine.experts(config, (4, 128, 384), packed=False, **engine.biased)]
     params = [dict(layer.named_parameters()) for layer in layers]
-    load(layers[0], linear.state_dict())
     with engine.rank():
+        load(layers[0], linear.state_dict())
         modules = [process(layer) for layer in layers]
     before = [{name: (each.data_ptr(), each.clone()) for name, each in m.named_buffers()} for m in modules]
     for layer, own in zip(layers, params):

@@ -846,7 +846,8 @@ def test_a_layer_in_floats_is_quantised_while_it_is_loaded(engine, bits, activat
     assert layer.weight.nbytes < 64  # files' tensors stay in the host's memory until the last one is there
     for part, weight in enumerate(weights):
         assert "jitgemm" not in layer._modules
-        load(layer, {"weight": weight}, part)
+        with engine.rank():
+            load(layer, {"weight": weight}, part)
     module, expected = layer.jitgemm, torch.cat(weights).double()
     assert process(layer) is module and not any(matrix.kept for matrix in layer.quant_method.matrices)
     assert (dense_of(module) - expected).norm() < (0.12 if bits == 4 else 0.03) * expected.norm()
@@ -859,8 +860,9 @@ def test_tensors_whose_memory_a_loader_uses_again_are_copied(monkeypatch, engine
     engine.loads_as(monkeypatch, "runai_streamer")
     weights, memory = [torch.randn(64, 64, dtype=BF16) for _ in range(2)], torch.empty(64, 64, dtype=BF16)
     layer = engine.gate_up(engine.config(None, group_size=32), 64, 64)
-    for part, weight in enumerate(weights):
-        load(layer, {"weight": memory.copy_(weight)}, part)
+    with engine.rank():
+        for part, weight in enumerate(weights):
+            load(layer, {"weight": memory.copy_(weight)}, part)
     expected = torch.cat(weights).double()
     assert (dense_of(process(layer)) - expected).norm() < 0.12 * expected.norm()
 
