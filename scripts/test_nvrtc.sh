@@ -4,16 +4,16 @@
 # The line that the tests' environment lacks gets a small environment of its own, which borrows torch from that. Exits 1 if
 # the line cannot be had.
 set -euo pipefail
+other="${1:-}"
+if [ "$other" != 12 ] && [ "$other" != 13 ]; then
+    echo "usage: scripts/test_nvrtc.sh 12|13 [pytest arguments]" >&2
+    exit 2
+fi
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 
 nvrtc_line() { "$1" -c 'from jitgemm.jit.nvrtc import nvrtc_info; print(nvrtc_info().version[0])'; }
-other="${1:-}"
-if [ "$other" != 12 ] && [ "$other" != 13 ]; then
-    say "usage: scripts/test_nvrtc.sh 12|13 [pytest arguments]"
-    exit 2
-fi
 shift
 line="$(nvrtc_line "$PYTHON")"
 if [ "$other" = "$line" ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import io
 import os
@@ -105,10 +106,26 @@ def key_of(request) -> str:
     return request.key(nvrtc_info())
 
 
-def filled(root: Path, salts=(0,)) -> list:
-    """Entries of kernels compiled into `root`."""
-    cache = KernelCache([root])
-    return [cache.get_or_compile(tiny_kernel(salt))[0] for salt in salts]
+def built(root: Path, salt: int = 0) -> entries.Entry:
+    """The entry of a kernel compiled into `root`."""
+    return KernelCache([root]).get_or_compile(tiny_kernel(salt))[0]
+
+
+@functools.cache
+def file_of(salt: int) -> bytes:
+    """A kernel's file; it is compiled once."""
+    with tempfile.TemporaryDirectory() as folder:
+        return built(Path(folder), salt).path.read_bytes()
+
+
+def filled(root: Path, salts=(0,)) -> list[entries.Entry]:
+    """Entries of kernels whose files lie in `root`."""
+    root.mkdir(parents=True, exist_ok=True)
+    found = []
+    for salt in salts:
+        (root / f"{key_of(tiny_kernel(salt))}.jgk").write_bytes(file_of(salt))
+        found.append(KernelCache([root]).lookup(key_of(tiny_kernel(salt))))
+    return found
 
 
 def names(root: Path) -> list[str]:
@@ -138,7 +155,7 @@ def test_a_found_kernel_needs_no_nvrtc_loaded(root):
 
 def test_the_entry_describes_itself(root):
     request = tiny_kernel()
-    (entry,) = filled(root)
+    entry = built(root)
     known = entry.metadata
     assert known["key"] == entry.key and known["label"] == request.label and known["spec"] == request.spec
     assert known["source"] == request.source and known["options"] == list(OPTIONS) and known["arch"] == "sm_90a"
@@ -152,7 +169,7 @@ def test_the_entry_describes_itself(root):
 def test_entries_are_readable_as_the_umask_allows_and_written_by_their_owner_alone(root, umask, mode):
     before = os.umask(umask)
     try:
-        (entry,) = filled(root)
+        entry = built(root)
     finally:
         os.umask(before)
     assert entry.path.stat().st_mode & 0o777 == mode
@@ -167,7 +184,7 @@ def test_a_file_system_that_refuses_modes_and_times_takes_entries(root, monkeypa
     monkeypatch.setattr(os, refused, refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (entry,) = filled(root)
+        entry = built(root)
         assert KernelCache([root]).lookup(entry.key).path == entry.path == root / f"{entry.key}.jgk"
 
 
@@ -706,7 +723,7 @@ cache.get_or_compile(request)
     assert compiled and time.perf_counter() - started < 5
     assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
     os.utime(half, (0, time.time() - STALE_AFTER_S - 1))
-    filled(root, [1])
+    built(root, 1)
     assert not half.exists()
 
 
@@ -848,7 +865,7 @@ print(*(w.message for w in caught))
 @pytest.mark.parametrize("name", [b"[bold]x[/nope]", "ünï 漢".encode(), b"\xff\xfe"])
 def test_any_folder_name_will_do(tmp_path, name):
     root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
-    (entry,) = filled(root)
+    entry = built(root)
     assert KernelCache([root]).lookup(entry.key).path == entry.path
 
 
@@ -976,7 +993,7 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(monkeypatch, root, tmp_pa
 
 def test_the_dump_folder_receives_source_log_and_cubin(monkeypatch, root, tmp_path):
     monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path / "dump"))
-    (entry,) = filled(root)
+    entry = built(root)
     stem = tmp_path / "dump" / f"tiny-0-{entry.key[:12]}"
     assert stem.with_suffix(".cu").read_text() == tiny_kernel().source
     assert stem.with_suffix(".cubin").read_bytes() == entry.cubin
@@ -987,7 +1004,7 @@ def test_a_dump_folder_in_nobodys_home_costs_the_dump_alone(monkeypatch, root):
     monkeypatch.setenv("JITGEMM_DUMP_DIR", "~nosuch/dump")
     settings._folder.cache_clear()
     with pytest.warns(UserWarning, match="JITGEMM_DUMP_DIR: folder '~nosuch/dump' is left out"):
-        (entry,) = filled(root)
+        entry = built(root)
     assert entry.path.exists()
 
 

@@ -152,8 +152,6 @@ KERNELS = [
     KernelSpec("s8", WeightFormat(32, False, "bf16"), 64, 128, 4),
     KernelSpec("s8", WeightFormat(128, True, "bf16"), 64, 128, 4),
     KernelSpec("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 176, 128, 4),
-    KernelSpec("e4m3", WeightFormat(64, False, "bf16"), 128, 128, 4, token_halves=2),
-    KernelSpec("e4m3", WeightFormat(32, False, "bf16"), 96, 128, 4),
     KernelSpec("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3"), 128, 128, 4),
 ]
 

@@ -91,7 +91,5 @@ def test_a_wrong_dtype_is_named_beside_what_was_expected():
 
 
 def test_the_table_is_read_without_torch():
-    code = (
-        "import sys, jitgemm_cli, jitgemm.dtypes; assert 'torch' not in sys.modules; jitgemm.dtypes.torch_dtype('bf16')"
-    )
+    code = "import sys, jitgemm_cli, jitgemm.dtypes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -67,14 +67,6 @@ def run(tmp_path):
     return call
 
 
-def test_found_missed_and_equivalent_faults_are_counted(run):
-    equal = fault("equal", "x < y", "x <= y", equivalent="of equal numbers either is the least")
-    status, output = run(fault("sum", *SUM), fault("least", *LESS), equal)
-    assert status == 1
-    assert "| numbers_of | 1 | 1 | 1 |" in output and "1 of 2 found: 50.0 %" in output
-    assert "missed: least (numbers_of), by tests/test_numbers.py -k double" in output
-
-
 def test_some_faults_are_chosen_and_printed_as_json_and_what_does_not_end_is_found(run):
     loop = fault("loop", "    return x + x", "    while True:\n        pass")
     status, output = run(fault("sum", *SUM), loop, arguments=["--only", "oo", "--json", "--limit", "2"])
@@ -94,10 +86,18 @@ WRONG = {
 }
 
 
-def test_faults_that_cannot_be_judged_are_named_and_the_others_go_on(run):
-    status, output = run(*(each for each, _ in WRONG.values()), fault("sum", *SUM))
-    assert status == 3 and f"not judged: {', '.join(WRONG)}" in output and "| all | 1 | 0 | 0 |" in output
+def test_found_missed_and_equivalent_faults_are_counted_and_those_that_cannot_be_judged_are_named(run):
+    equal = fault("equal", "x < y", "x <= y", equivalent="of equal numbers either is the least")
+    judged = fault("sum", *SUM), fault("least", *LESS), equal
+    status, output = run(*(each for each, _ in WRONG.values()), *judged)
+    assert status == 3 and f"not judged: {', '.join(WRONG)}" in output
     assert all(said in output for _, said in WRONG.values())
+    assert "| numbers_of | 1 | 1 | 1 |" in output and "1 of 2 found: 50.0 %" in output
+    assert "missed: least (numbers_of), by tests/test_numbers.py -k double" in output
+
+
+def test_a_run_with_a_missed_fault_fails(run):
+    assert run(fault("least", *LESS))[0] == 1
 
 
 def test_names_are_given_once(run):

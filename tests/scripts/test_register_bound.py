@@ -1,4 +1,4 @@
-"""scripts/register_bound.py, and the sum of registers against the compiler: kernels that once could not be called."""
+"""scripts/register_bound.py, and the sum of registers against the compiler. Kernels that spill: tests/kernel/test_spills.py."""
 
 from __future__ import annotations
 
@@ -17,38 +17,12 @@ import register_bound
 from benchmark_lib.cells import parse_format
 from register_bound import MAX_SPILL_BYTES, Built, app, build_all, sample
 
-from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.legal import illegal, registers_needed
 
 H200 = DEVICES["h200"]
-
-SPILLS = [
-    KernelSpec(
-        lhs, WeightFormat(group, True, "fp32"), block_m, 64, stages,
-        split_k=split_k, reduce_scatter=split_k > 1, ctas_per_sm=2,
-    )
-    for lhs, group, block_m, split_k, stages in (
-        ("e4m3", 0, 64, 2, 8), ("s8", 128, 48, 2, 9), ("s8", 64, 48, 2, 9), ("s8", 32, 48, 4, 8), ("s8", 32, 48, 1, 9),
-        ("e4m3", 256, 64, 5, 7), ("e4m3", 256, 64, 6, 7),
-    )
-]  # fmt: skip
-"""With one NVRTC or another each of these spills 8 to 124 bytes."""
-
-
-def test_kernels_that_spill_a_little_are_built_and_none_that_is_chosen_spills_badly():
-    """They were chosen once, and every call of their band raised."""
-    problems = [
-        (64, 4104, 1280, "e4m3", WeightFormat(0, True, "fp32")),
-        (257, 520, 2112, "s8", WeightFormat(128, True, "fp32")),
-        (112, 1280, 512, "s8", WeightFormat(64, True, "fp32")),
-        (129, 1032, 1280, "s8", WeightFormat(128, True, "fp32")),
-    ]  # fmt: skip
-    chosen = [choose(Problem(*problem), H200) for problem in problems]
-    for built in build_all(dict.fromkeys([*SPILLS[::3], *chosen], True), 2):
-        assert built.spill_bytes <= MAX_SPILL_BYTES and not built.serialised, built
 
 
 @pytest.mark.parametrize("name, scale", [("e4m3_g128", "bf16"), ("int8_g128z", "fp32"), ("e4m3_chz", "fp32")])

@@ -205,14 +205,14 @@ def test_a_fit_takes_the_constants_that_it_is_told():
 
 def test_a_fit_lowers_its_score_and_leaves_constants_of_some_formats_alone():
     swept = Sweep.read(H200)
-    timings = dict(list(swept.timings().items())[::40])
+    timings = dict(list(swept.timings().items())[::160])
     names = sweep.constants()
     assert ("TILE_US", None) in names and ("PROMOTE_CYCLES", "s8") in names
     assert not any(name in (*sweep.LATER, "OVERLAP") for name, _ in names)
     before = copy.deepcopy({name: value for name, value in vars(cost).items() if name.isupper()})
     try:
         cost.TILE_US *= 3
-        found = sweep.fit([(timings, swept.device)], seconds=3, seed=1)
+        found = sweep.fit([(timings, swept.device)], seconds=1, seed=1)
         assert found["TILE_US", None] != 3 * before["TILE_US"]
     finally:
         for name, value in before.items():
