@@ -363,8 +363,8 @@ class SGLang(Engine):
 
     def run_experts(self, layer, x, ids, weights):
         """As the dispatcher numbers experts: by those of this rank, others -1."""
-        places = layer.expert_map
-        mine = ids if places is None else places[ids.long()].to(ids.dtype)
+        places = map(layer._map_global_expert_id_to_local_expert_id, range(layer.num_experts))
+        mine = torch.tensor([*places], dtype=ids.dtype)[ids.long()]
         topk = SimpleNamespace(topk_ids=mine, topk_weights=weights)
         given = sglang_layers.dispatched("standard", hidden_states=x, hidden_states_scale=None, topk_output=topk)
         return layer.quant_method.apply(layer, given).hidden_states

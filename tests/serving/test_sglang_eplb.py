@@ -9,8 +9,8 @@ import pytest
 import torch
 from engines import process, sglang
 from safetensors.torch import save_file
-from sglang_layers import BF16, REAL, dispatched, experts, running
 from served_layers import CONFIGS, dense_of, mixture, packed_module, routed, stored
+from sglang_layers import BF16, REAL, dispatched, experts, running
 
 from jitgemm.sglang.config import JitGemmConfig
 
@@ -172,8 +172,7 @@ def test_experts_in_floats_and_saved_ones_have_copies(tmp_path):
 def test_a_layer_has_no_rows_without_eplb_and_no_sums_in_f16_with_it():
     tensors, _ = files_of("packed")
     with running():
-        layer = experts(made(CONFIGS["packed"]), (made = sglang.config
-COUNT, HIDDEN, INTER), 2)
+        layer = experts(made(CONFIGS["packed"]), (COUNT, HIDDEN, INTER), 2)
         load(layer, tensors)
         process(layer)
     assert not rows_of(layer)

@@ -15,6 +15,7 @@ from vllm_layers import experts, rank, show
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.vllm.exchange import reason_against, sharding_of
 
+
 def ranks(**more):
     said = dict(
         dp_size=2, ep_size=2, ep_rank=1, tp_size=1, pcp_size=1, sp_size=1, is_sequence_parallel=False, use_ep=True,

@@ -17,11 +17,10 @@ transformers = pytest.importorskip("transformers")
 
 import mxfp4
 from safetensors.torch import load_file, save_file
-from served_layers import CONFIGS, scheme, stored
+from served_layers import CONFIGS, SHARDS, mixture, scheme, stored
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from served_layers import CONFIGS, SHARDS, mixture, scheme, stored
 
 import jitgemm.vllm
 from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
