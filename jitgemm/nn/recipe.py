@@ -136,7 +136,7 @@ class Recipe:
         patterns("ignore", self.ignore)
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], *, calibrated: bool = False) -> Recipe:
+    def of(cls, said: Mapping[str, Any], *, calibrated: bool = False, beside: tuple[str, ...] = ()) -> Recipe:
         """The recipe that a user means.
 
         Where nothing is said that does not go with it: two levels with int8 activations, rotated, which lose least of
@@ -150,13 +150,14 @@ class Recipe:
             said: fields by name, as a JSON file may have them: None as if it was not said, a list for ignore, and
                 "bfloat16" for scale_dtype.
             calibrated: whether `apply` gets moments.
+            beside: other options that the user has, which the error for an unknown one lists, too.
 
         Raises:
             TypeError, ValueError: as the class, or a name is none of its fields.
         """
         names = [field.name for field in fields(cls) if field.name != "otherwise"]
         if unknown := sorted(set(said) - set(names)):
-            raise ValueError(f"expected the options {', '.join(names)}, got {', '.join(unknown)}")
+            raise ValueError(f"expected the options {', '.join((*names, *beside))}, got {', '.join(unknown)}")
         options = {name: value for name, value in said.items() if value is not None}
         if isinstance(scale := options.get("scale_dtype"), str):
             if scale not in _SCALES:

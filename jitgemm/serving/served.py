@@ -91,7 +91,7 @@ class ServedModel(Engine):
         if not isinstance(options, Mapping):
             raise ValueError(f"jitgemm: expected options by name, got {options!r}")
         self._said |= options
-        said = dict(self._said)
+        said = {name: value for name, value in self._said.items() if value is not None}
         try:
             self.tp_invariant = said.pop("tp_invariant", False)
             check_flag("tp_invariant", self.tp_invariant)
@@ -100,7 +100,7 @@ class ServedModel(Engine):
             if self.exchange not in EXCHANGES[: 1 + wide]:
                 wanted = f"one of {EXCHANGES}" if wide else f"{EXCHANGES[0]!r} without tp_invariant"
                 raise ValueError(f"exchange: expected {wanted}, got {self.exchange!r}")
-            self.recipe = Recipe.of(said)
+            self.recipe = Recipe.of(said, beside=("exchange", "tp_invariant"))
         except (TypeError, ValueError) as error:
             raise ValueError(f"jitgemm: {error}") from error
 
