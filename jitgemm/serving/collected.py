@@ -180,8 +180,7 @@ class Collected:
         """(key of `kept`, its row numbers) for each joined layer in order; of a layer of zeros MISSING and zeros.
 
         Raises:
-            ValueError: the files lack a layer. Exempt are k and v of layers that share others' caches, and a draft's
-                output layer.
+            ValueError: the files lack a layer other than k and v that share caches, or a draft's output layer.
         """
         owner = {part: key for key in self.kept for part in self.rows_of(key)}
         missing = [part for part in range(len(self.widths)) if part not in owner]

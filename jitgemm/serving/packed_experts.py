@@ -122,8 +122,7 @@ def expert_rows(module: PackedExperts) -> list[torch.Tensor]:
 
 
 def weighed(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens times their weights, ones as weights), if weights apply before the experts. Raises ValueError for several
-    experts a token."""
+    """(tokens times their weights, ones) for weights that apply first. Raises ValueError for several experts."""
     if topk_weights.shape[1] != 1:
         raise ValueError(
             f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"

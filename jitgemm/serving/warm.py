@@ -7,7 +7,6 @@ a CUDA graph is captured. Knows no engine.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from jitgemm import settings
 from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.warm.warm import warmup
+from jitgemm.serving.engine import Logger
 
 
 class Layers(WeakSet[torch.nn.Module]):
@@ -37,7 +37,7 @@ class Warmer:
         compiled: whether the model is compiled, so that quantisers may also compute norms and gates.
     """
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: Logger) -> None:
         self.logger = logger
         self._waiting, self._thread = Layers(), ThreadPoolExecutor(1, "jitgemm")
         self._kinds: set[str] = set()
@@ -46,7 +46,7 @@ class Warmer:
         self._dtype = torch.bfloat16
         self.tokens, self.compiled = 1, False
 
-    def __reduce__(self) -> tuple[type, tuple[Any]]:
+    def __reduce__(self) -> tuple[type, tuple[Logger]]:
         return type(self), (self.logger,)
 
     def expect(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:

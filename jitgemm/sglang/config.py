@@ -217,5 +217,5 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         settings = {**(self._given or {}), "packed_modules_mapping": self.packed_modules_mapping}
         return QUANTIZATION_METHODS[method].from_config(settings)
 
-    def _map(self, config: Any, mapper: Any) -> None:
+    def _map(self, config: QuantizationConfig, mapper: Any) -> None:
         config.apply_weight_name_mapper(mapper)

@@ -59,7 +59,7 @@ class JitGemmLinearMethod(PackedLinearMethod, LinearMethodBase):
         rank = rank_of(layer) if k != input_size else 0
         self.place(layer, widths, k, input_size, rank, params_dtype, attributes)
 
-    def instead(self, layer: LinearBase, reason: Unsupported) -> Any:
+    def instead(self, layer: LinearBase, reason: Unsupported) -> LinearMethodBase:
         """SGLang's own method. Raises ValueError where it has none for the checkpoint."""
         theirs = self.config._checkpoints_own()
         if theirs is None and (self.config.saved or self.config.checkpoint is not None):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
@@ -21,6 +21,9 @@ from jitgemm.checkpoint.formats import idle
 from jitgemm.serving.served import NAME, ServedModel
 from jitgemm.serving.warm import Layers
 from jitgemm.vllm.warm_graphs import GraphWarmer
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 logger = init_logger("vllm." + __name__)
 
@@ -61,7 +64,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         """As config.json calls it; "" where vLLM said none."""
         return getattr(self._model[1], "model_type", "")
 
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """By whole names of tensors, as vLLM's patterns may end with those of the tensors (Mistral's own files)."""
         self._mappers.append(hf_to_vllm_mapper)
         renamed: dict[str, str] = {}
@@ -73,7 +76,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
                     renamed[above], tensors[last] = layer, tensors.pop(suffix)
         self._in_file = renamed
 
-    def get_cache_scale_mapper(self) -> Any:
+    def get_cache_scale_mapper(self) -> WeightsMapper | None:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
         Drops experts that jitgemm packed, which are read from the files; again, where vLLM loads the model again. Drops
@@ -111,7 +114,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return getattr(self._checkpoints_own(), "kv_cache_scheme", None)
 
     @staticmethod
-    def get_checkpoint_weight_mapper() -> Any:
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
         """Drops no tensor; vLLM's own drops activation orders (0.33)."""
         from vllm.model_executor.models.utils import WeightsMapper
 
@@ -248,5 +251,5 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         config.maybe_update_config(*self._model)
         return config
 
-    def _map(self, config: Any, mapper: Any) -> None:
+    def _map(self, config: QuantizationConfig, mapper: WeightsMapper) -> None:
         config.apply_vllm_mapper(mapper)

@@ -36,6 +36,8 @@ from jitgemm.vllm.lora import run_adapted
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 
     from jitgemm.nn.layers.sharding import ExpertSharding
 
@@ -61,7 +63,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
     """
 
     split: ExpertSharding | None = None
-    moe_kernel: Any
+    moe_kernel: FusedMoEKernel | None
 
     @classmethod
     def of(cls, config: ServedModel, layer: RoutedExperts, names: list[str]) -> JitGemmMoEMethod:
@@ -154,8 +156,9 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             self.config.adapted.add(layer)
 
     def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
-    ) -> tuple[int, int]:
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype,
+        moe_parallel_config: FusedMoEParallelConfig,
+    ) -> tuple[int, int]:  # fmt: skip
         """The same sizes. Raises ValueError where the all-to-all backend would pad tokens."""
         sizes = hidden_size, intermediate_size_per_partition
         padded = super().maybe_roundup_sizes(*sizes, act_dtype, moe_parallel_config)
@@ -166,7 +169,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             )
         return padded
 
-    def _modular_kernel(self, layer: RoutedExperts) -> Any:
+    def _modular_kernel(self, layer: RoutedExperts) -> FusedMoEKernel | None:
         """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
         from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
@@ -187,7 +190,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         batch = exchange.max_num_tokens_per_rank(), exchange.num_dispatchers()
         return FusedMoEKernel(exchange, JitGemmBatchedExperts(*experts, *batch))
 
-    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
         """What a modular kernel is told to quantise before the experts: e4m3 by blocks of 128 k, else nothing.
 
         And only for backends that sort tokens by expert, which send them so, and do not rotate them.
@@ -221,8 +224,8 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
     """The experts of a layer as a modular kernel of vLLM: tokens in the standard format, weighed and summed."""
 
-    def __init__(self, module: PackedExperts, moe_config: Any, quant_config: Any, *batch: int):
-        super().__init__(moe_config, quant_config, *batch)
+    def __init__(self, module: PackedExperts, moe: FusedMoEConfig, quant: FusedMoEQuantConfig, *batch: int):
+        super().__init__(moe, quant, *batch)
         self.module = module
 
     @staticmethod
@@ -250,7 +253,7 @@ class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
         return activation.value in _GATES
 
     @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
         return not moe_parallel_config.use_batched_activation_format
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
@@ -311,7 +314,7 @@ class JitGemmBatchedExperts(JitGemmExperts):
         return False  # DeepEP's exchange cannot put off what its config does not ask for
 
     @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
         return moe_parallel_config.use_batched_activation_format
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceDelegate:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.warm.warm import gates_of, prologues_in_vllm
+from jitgemm.serving.engine import Logger
 from jitgemm.serving.warm import Warmer
 
 
 class GraphWarmer(Warmer):
     """A `Warmer` for models that vLLM may compile."""
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: Logger) -> None:
         super().__init__(logger)
         self._gates = gates_of(None)
 

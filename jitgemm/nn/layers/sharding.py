@@ -119,14 +119,6 @@ class EngineSharding(Sharding):
     nvlink: bool = False
     dim, sums, exchanges, tp_invariant, added_later = "k", False, False, True, True
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """x, which the engine has cut."""
-        return x
-
-    def leave(self, out: torch.Tensor) -> torch.Tensor:
-        """out, which the engine adds up."""
-        return out
-
 
 @dataclass(frozen=True)
 class ExpertSharding(Sharding):

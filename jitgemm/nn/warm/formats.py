@@ -1,5 +1,4 @@
-"""The layers that a model will have, without values. Headers of its files say their formats, or the first rows where
-values decide."""
+"""The layers that a model will have, without values: formats by its files' headers, or by rows where values decide."""
 
 from __future__ import annotations
 
