@@ -17,13 +17,13 @@ CEILINGS = {
     "branches on a code": 14,
     "formats": 0,
     "gemm_w4a8_nt: files": 34,
-    "gemm_w4a8_nt: lines": 7_180,
+    "gemm_w4a8_nt: lines": 7_170,
     "fused_experts: files": 45,
-    "fused_experts: lines": 9_420,
+    "fused_experts: lines": 9_410,
     "load_: files": 85,
-    "load_: lines": 17_490,
+    "load_: lines": 17_470,
     "files above 450 lines": 0,
-    "lines of the package": 33_330,
+    "lines of the package": 33_320,
 }
 
 
