@@ -26,6 +26,7 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.invariant import check_tp_invariant, most_ranks
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import put_sums
 from jitgemm.nn.load.load import check_sums, fill_tensors, make_layer, read_tensor, warn_of
@@ -63,7 +64,7 @@ _OF_RECIPE = (
 def config(
     folder: str | PathLike[str], *, activation: str | None = None, modules_to_not_convert: Iterable[str] = (),
     strict: bool = True, allow_missing: Iterable[str] = (), format: str | None = None, sums: str = "f32",
-    tp_invariant: bool = False, **options: Any,
+    tp_invariant: bool | int = False, **options: Any,
 ) -> Any:  # fmt: skip
     """A quantised checkpoint's config, with which from_pretrained loads it into layers of jitgemm.nn.
 
@@ -131,10 +132,10 @@ class JitGemmConfig(QuantizationConfigMixin):
         allow_missing: Iterable[str] = (), format: str | None = None, lm_head: str | None = None,
         quant_method: str = NAME, sums: str = "f32", scheme: str | None = None, full_range: bool | None = None,
         clip_steps: int | None = None, block: int | None = None, rotation: int | None = None,
-        tp_invariant: bool = False,
+        tp_invariant: bool | int = False,
     ):  # fmt: skip
         check_flag("strict", strict)
-        check_flag("tp_invariant", tp_invariant)
+        check_tp_invariant(tp_invariant)
         lists = {"modules_to_not_convert": modules_to_not_convert, "allow_missing": allow_missing}
         for name, patterns in lists.items():
             if isinstance(patterns, str):
@@ -304,7 +305,7 @@ class JitGemmQuantizer(HfQuantizer):
             put_module(model, place, module)
         put_layers(model, layers, make, "loading" if self.pre_quantized else "quantising")
         if invariant and division is None:
-            _as_divided(model, layers)
+            _as_divided(model, layers, most_ranks(invariant))
         state = model.state_dict(keep_vars=True)
         # transformers marks what it has loaded; what it did not find under its own name is read like the rest.
         others = [
@@ -360,7 +361,7 @@ def _check_parallel(model: PreTrainedModel) -> None:
             raise ValueError(f"distributed_config: expected {name} = 1, as jitgemm.nn knows tp_size only, got {size}")
 
 
-def _as_divided(model: Any, layers: Iterable[str]) -> None:
+def _as_divided(model: Any, layers: Iterable[str], most: int) -> None:
     """Sets tp_invariant of layers on one GPU as the model's plan would divide them."""
     from jitgemm.nn.parallel.plan import plan_of, style_in
 
@@ -368,10 +369,10 @@ def _as_divided(model: Any, layers: Iterable[str]) -> None:
     for name in layers:
         style, layer = style_in(rules, name), model.get_submodule(name)
         if style is not None and isinstance(layer, PackedLinear):
-            layer.tp_invariant = style.dim
+            layer.tp_ranks, layer.tp_invariant = most, style.dim
 
 
-def _division(model: Any, plan: Plan, tp_invariant: bool) -> ShardingPlan | None:
+def _division(model: Any, plan: Plan, tp_invariant: bool | int) -> ShardingPlan | None:
     """How transformers divides the model among ranks; None for a whole one."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None

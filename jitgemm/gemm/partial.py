@@ -92,6 +92,16 @@ def sum_chunks(
     return out
 
 
+def rank_sums(lhs: tuple[torch.Tensor, torch.Tensor], weight: AnyWeight, chunks: int, out: torch.Tensor) -> None:
+    """out [m, n] = what a rank sends: int32 `partial_sums` for 0 chunks, else fp32 `sum_chunks`, in one step for 1."""
+    if chunks == 1:
+        gemm_in_order(lhs, weight, out)
+    elif chunks:
+        sum_chunks(lhs, weight, chunks, out)
+    else:
+        partial_sums(lhs, weight, 0, out)
+
+
 def gemm_in_order(
     lhs: tuple[torch.Tensor, ...], weight: AnyWeight, out: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:  # fmt: skip

@@ -37,7 +37,7 @@ class Engine:
     logger: Logger
     adapted: WeakSet[torch.nn.Module]
     experts_over_nvlink = False
-    tp_invariant = False
+    tp_invariant: bool | int = False
     packed_modules_mapping: dict[str, list[str]]
 
     @property

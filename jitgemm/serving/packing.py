@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from jitgemm.kernel.codes import CODES
-from jitgemm.nn.layers.invariant import invariant_part, multiply_invariantly
+from jitgemm.nn.layers.invariant import invariant_part, most_ranks, multiply_invariantly
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, input_rows
 from jitgemm.nn.layers.packed import Parts
 from jitgemm.nn.layers.shard_weight import Cut
@@ -203,7 +203,7 @@ class PackedLinearMethod(Packing):
         if self.tp_invariant != "k":
             return parts
         parts.weight.named(self.names[0])
-        return invariant_part(parts, Cut("k", *self.ranks))
+        return invariant_part(parts, Cut("k", *self.ranks), most_ranks(self.config.tp_invariant))
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedLinear:
         weight, bias, activation, input_scale = parts[0]
@@ -215,7 +215,8 @@ class PackedLinearMethod(Packing):
 
             nvlink = self.config.exchange == "nvlink"
             made.split = EngineSharding(self.config.group_of(layer), *self.ranks, nvlink)
-        made.tp_invariant = self.tp_invariant
+        if self.tp_invariant is not None:
+            made.tp_ranks, made.tp_invariant = most_ranks(self.config.tp_invariant), self.tp_invariant
         return made
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from jitgemm.checkpoint.format import BESIDE, INPUT_TENSORS
 from jitgemm.checkpoint.gptq import FORMAT as GPTQ
 from jitgemm.checkpoint.layouts import FLOATS
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.nn.layers.invariant import EXCHANGES
+from jitgemm.nn.layers.invariant import EXCHANGES, check_tp_invariant
 from jitgemm.nn.layers.packed import set_sums
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.quantize.replaceable import ROUTERS
@@ -33,7 +33,6 @@ from jitgemm.nn.report import some
 from jitgemm.serving.engine import Engine
 from jitgemm.serving.stored import StoredLayers, Unsupported, check_alike, source_of
 from jitgemm.serving.warm import Layers, Warmer
-from jitgemm.tensors import check_flag
 
 NAME = "jitgemm"
 
@@ -94,9 +93,9 @@ class ServedModel(Engine):
         said = {name: value for name, value in self._said.items() if value is not None}
         try:
             self.tp_invariant = said.pop("tp_invariant", False)
-            check_flag("tp_invariant", self.tp_invariant)
+            check_tp_invariant(self.tp_invariant)
             self.exchange = said.pop("exchange", EXCHANGES[0])
-            wide = self.tp_invariant or self.experts_over_nvlink
+            wide = bool(self.tp_invariant or self.experts_over_nvlink)
             if self.exchange not in EXCHANGES[: 1 + wide]:
                 wanted = f"one of {EXCHANGES}" if wide else f"{EXCHANGES[0]!r} without tp_invariant"
                 raise ValueError(f"exchange: expected {wanted}, got {self.exchange!r}")
@@ -337,7 +336,7 @@ class ServedModel(Engine):
         """Sets what a layer of jitgemm.nn computes as the user says; new: False where its tensors go to another, whose
         sums stay as they are."""
         experts = isinstance(module, PackedExperts)
-        module.batch_invariant = self.batch_invariant or (self.tp_invariant and experts)  # type: ignore[assignment]
+        module.batch_invariant = self.batch_invariant or (experts and bool(self.tp_invariant))  # type: ignore[assignment]
         if not new:
             return
         for part, why in set_sums({name: module}, self.recipe.sums).items():

@@ -142,6 +142,10 @@ def test_bands_of_rows_have_the_bits_of_all_at_once(monkeypatch, m):
     banded = partial.sum_chunks((x, scale), weight, 4, torch.empty(m, N), bias)
     assert builders.same_bits(banded, once)
     assert sum(rows) == m and max(rows) <= 256 and len(rows) == -(-m // 256)
+    whole, direct = (torch.empty(m, N) for _ in range(2))
+    partial.sum_chunks((x, scale), weight, 1, whole)
+    partial.rank_sums((x, scale), weight, 1, direct)
+    assert builders.same_bits(direct, whole)
 
 
 def test_a_tree_of_parts_has_one_order():

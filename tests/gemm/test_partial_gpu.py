@@ -47,6 +47,9 @@ def test_chunks_have_the_same_bits_for_any_m_and_any_number_of_them(lhs, group, 
             columns = x[:m, K // world : 2 * K // world].contiguous()
             found = partial.partial_sums((columns, scale[:m]), part, chunks)[:, :m]
             assert builders.same_bits(found, expected[chunks : 2 * chunks, :m])
+        part, direct = part_of_weight(whole, "k", 1, 8, dtype), torch.empty(m, N, device="cuda")
+        partial.rank_sums((x[:m, K // 8 : K // 4].contiguous(), scale[:m]), part, 1, direct)
+        assert builders.same_bits(direct, expected[1, :m])
 
 
 @pytest.mark.parametrize("of", [torch.int32, torch.float32])

@@ -110,6 +110,19 @@ def experts_of(mesh, name: str) -> list[str]:
     return wrong
 
 
+def two_at_most(mesh) -> None:
+    layer, rank = layer_in(), mesh_of(2).get_local_rank()
+    divided = parallelize_module(copy.deepcopy(layer), mesh_of(2), RowwiseParallel(tp_invariant=2))
+    x = x_of(layer, torch.float32, 5)
+    assert invariant.chunks_of(divided.weight, divided.scheme, 2, most=divided.tp_ranks) == 1
+    whole = copy.deepcopy(layer)
+    whole.tp_ranks = 2
+    out = divided(x.chunk(2, 1)[rank])
+    assert builders.same_bits(out, on_one(whole, x)) and not builders.same_bits(out, on_one(layer, x))
+    with pytest.raises(ValueError, match="expected 1 or 2 ranks for tp_invariant, got 4"):
+        parallelize_module(layer, mesh_of(4), RowwiseParallel(tp_invariant=2))
+
+
 def columns(mesh, name: str) -> None:
     layer, mesh = LAYERS[name](), mesh_of(2)
     divided = parallelize_module(copy.deepcopy(layer), mesh, ColwiseParallel(tp_invariant=True))
@@ -169,6 +182,10 @@ def loaded(mesh, folder: str) -> list[tuple[list[int], torch.Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_has_one_gpu_s_bits(eight, name):
     assert eight(same_bits_of, name) == [[]] * 8
+
+
+def test_fewer_ranks_at_most_have_fewer_chunks(eight):
+    eight(two_at_most)
 
 
 @pytest.mark.parametrize("name", ["int8_affine", "e4m3", "8 bits"])
@@ -254,9 +271,11 @@ def test_corrections_become_zero_points_again():
     assert not part.weight.format.correction and part.weight.format.zero_point
 
 
-def test_the_style_s_flag_is_a_bool():
-    with pytest.raises(TypeError, match="tp_invariant: expected a bool, got int"):
-        RowwiseParallel(tp_invariant=1)
+def test_the_style_s_flag_is_a_bool_or_the_most_ranks():
+    with pytest.raises(TypeError, match="tp_invariant: expected a bool, got str"):
+        RowwiseParallel(tp_invariant="k")
+    with pytest.raises(ValueError, match="tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got 3"):
+        RowwiseParallel(tp_invariant=3)
     with pytest.raises(ValueError, match="tp_invariant: expected None, 'k' or 'n', got True"):
         layer_in().tp_invariant = True
 

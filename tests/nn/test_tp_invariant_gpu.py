@@ -31,11 +31,12 @@ def both(tmp_path_factory):
         yield run
 
 
-def a_layer(mesh, name: str, exchange: str) -> list[str]:
+def a_layer(mesh, name: str, exchange: str, most: int = 8) -> list[str]:
     torch._dynamo.reset()  # a process compiles a function for eight layers at most
     layer, wrong = CASES[name]().cuda(), []
+    layer.tp_ranks = most
     invariant.GATHERED_BYTES = sums.ALONE_BYTES = 1 << 18  # of 512 tokens; with more each rank finishes a part
-    divided = parallelize_module(copy.deepcopy(layer), mesh, RowwiseParallel(tp_invariant=True, exchange=exchange))
+    divided = parallelize_module(copy.deepcopy(layer), mesh, RowwiseParallel(tp_invariant=most, exchange=exchange))
     compiled = torch.compile(divided, fullgraph=True, dynamic=True)
     x = x_of(layer, torch.bfloat16, 2100).cuda()
     every = on_one(layer, x)
@@ -109,6 +110,11 @@ def greedy(mesh, kind: str, compiling: bool) -> list[tuple[list[int], torch.Tens
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_has_one_gpu_s_bits(both, name, exchange):
     assert both(a_layer, name, exchange) == [[], []]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_layer_for_two_ranks_at_most_has_one_gpu_s_bits(both, exchange):
+    assert both(a_layer, "e4m3, groups of 128", exchange, 2) == [[], []]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -35,6 +35,7 @@ FLOATS = {
     "default, two levels": {},
     "int8, per channel": {"activation": "int8", "group_size": "channel"},
     "groups of 32 with zero points": {"scheme": "int4"},
+    "groups of 32, two ranks at most": {"scheme": "int4", "tp_invariant": 2},
     "8 bits": {"bits": 8},
 }
 FILES = ("packed", "packed-channel", "packed-corrected", "fp8", "awq", "qserve")
@@ -183,7 +184,8 @@ def test_weights_that_are_loaded_again_are_cut_as_the_first():
 
 
 REFUSED = {
-    "options": ({"tp_invariant": 1}, "jitgemm: tp_invariant: expected a bool, got int"),
+    "unknown": ({"tp_invarient": True}, "expected the options .*, exchange, tp_invariant, got tp_invarient"),
+    "options": ({"tp_invariant": 1}, "jitgemm: tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got 1"),
     "exchanges": ({"tp_invariant": True, "exchange": "ib"}, r"jitgemm: exchange: expected one of \('coll.*, got 'ib'"),
 }
 

@@ -8,10 +8,10 @@ Ranks that share k, "k":
    with scales per 128 columns, which are each rank's own.
 2. int8 per channel and in two levels: the sums are integers. They travel as int32 and add up in any order; then
    out = float(sum) * channel_scale * token_scale + bias, each operation rounded to fp32, and out's type.
-3. Others: k is cut into CHUNKS chunks, or as many as are whole records and groups. A rank has whole ones next to each
-   other. Each chunk's sum is fp32, scaled, added up in the order of k. They are added up in one tree over all
-   chunks, ((c0 + c1) + (c2 + c3)) + .., of which a rank's are a subtree: it sends that one's sum. Then + bias, and
-   out's type.
+3. Others: k is cut into chunks: as many as ranks may be at most (`tp_ranks` of a layer, CHUNKS where nobody says
+   less), or fewer, of whole records and groups. A rank has whole ones next to each other. Each chunk's sum is fp32,
+   scaled, added up in the order of k. They are added up in one tree over all chunks, ((c0 + c1) + (c2 + c3)) + ..,
+   of which a rank's are a subtree: it sends that one's sum. Then + bias, and out's type.
 
 One rank computes the same, for it is what the bits are. Weights are slices of the whole layer's records.
 
@@ -34,13 +34,14 @@ import torch
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.activations.scheme import Activation, activation_named
-from jitgemm.gemm.partial import PARTS, FinishSpec, finish, gemm_in_order, partial_sums, sum_chunks
+from jitgemm.gemm.partial import PARTS, FinishSpec, finish, gemm_in_order, partial_sums, rank_sums, sum_chunks
 from jitgemm.gemm.ranks import RanksSpec
 from jitgemm.kernel.formats import BLOCK_K, format_named
 from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.select.choose import kernels_for
+from jitgemm.tensors import check_flag
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -53,23 +54,42 @@ EXCHANGES = ("collectives", "nvlink")
 NOTHING = -0.0
 """What changes no number that it is added to, -0.0 among them."""
 CHUNKS = 8
-"""Of k, at most: ranks that can share a layer."""
+"""Of k, at most: ranks that can share a layer, where nobody says that there are fewer."""
 GATHERED_BYTES = 2 << 20
 """Sums of a rank up to which each rank gets those of all the others, and finishes all rows: one collective. With more
 each finishes a part of the rows, which then travel in out's type."""
 
 
-def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = False) -> int:
+def check_tp_invariant(value: object) -> None:
+    """Raises TypeError or ValueError for anything but a bool, or 2, 4 or 8: the most ranks that have the same bits."""
+    if type(value) is int and value in PARTS[1:]:
+        return
+    if type(value) is int:
+        raise ValueError(f"tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got {value}")
+    check_flag("tp_invariant", value)
+
+
+def most_ranks(tp_invariant: bool | int) -> int:
+    """Of a layer with tp_invariant."""
+    return CHUNKS if tp_invariant is True else int(tp_invariant)
+
+
+def chunks_of(
+    weight: Weight, activation: Activation, world: int, whole: bool = False, most: int = CHUNKS
+) -> int:  # fmt: skip
     """Chunks of a rank's part of a weight; 0 where sums are integers.
 
-    whole: the weight is all ranks', and not one's part.
+    Args:
+        whole: the weight is all ranks', and not one's part.
+        most: ranks that may share the layer.
 
     Raises:
         ValueError: results would depend on the ranks, or so many ranks do not have whole chunks.
     """
     name, fmt = weight.layer or "weight", weight.format
-    if world not in PARTS:
-        raise ValueError(f"{name}: expected 1, 2, 4 or 8 ranks for tp_invariant, got {world}")
+    if world not in PARTS or world > most:
+        *few, last = (str(each) for each in PARTS if each <= most)
+        raise ValueError(f"{name}: expected {', '.join(few)} or {last} ranks for tp_invariant, got {world}")
     if activation.affine:
         raise ValueError(f"{name}: expected activations without zero points for tp_invariant, got int8_affine")
     if activation.dtype == "s8" and not activation.block and not fmt.group_size:
@@ -81,7 +101,7 @@ def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = 
     if fmt.lhs_sums:
         raise ValueError(f"{name}: expected a weight without correction for tp_invariant, got {weight!r}")
     k, unit = weight.k * (1 if whole else world), max(BLOCK_K, fmt.group_size)
-    chunks = math.gcd(CHUNKS, k // unit) if k % unit == 0 else 1
+    chunks = math.gcd(most, k // unit) if k % unit == 0 else 1
     if chunks % world:
         raise ValueError(
             f"{name}: expected k = {k} to be a multiple of {world} ranks * {unit} for tp_invariant, as sums are of "
@@ -95,19 +115,19 @@ def make_invariant(layer: Any, dim: str) -> None:
     if dim == "n":
         return
     parts = without_correction(layer.parts)
-    chunks_of(parts.weight, layer.scheme, 1 if layer.split is None else layer.split.world)
+    chunks_of(parts.weight, layer.scheme, 1 if layer.split is None else layer.split.world, most=layer.tp_ranks)
     if parts.weight is not layer.weight:
         layer.take(parts)
 
 
-def invariant_part(parts: Parts, cut: Cut) -> Parts:
+def invariant_part(parts: Parts, cut: Cut, most: int = CHUNKS) -> Parts:
     """A rank's part of a whole layer: a slice of its records, with all of the bias.
 
     Raises:
         ValueError: results would depend on the ranks.
     """
     parts = without_correction(parts)
-    chunks = chunks_of(parts.weight, activation_named(parts.activation), cut.world, whole=True)
+    chunks = chunks_of(parts.weight, activation_named(parts.activation), cut.world, True, most)
     if cut.world == 1:
         return parts
     part = part_of(parts, cut, summed_first=True)
@@ -137,7 +157,7 @@ def multiply_invariantly(layer: Any, rows: torch.Tensor, bias: torch.Tensor | No
     columns = layer.tp_invariant == "n"
     alone = split is None or columns
     rank, world, group = (0, 1, "") if alone else (split.rank, split.world, split.group.group_name)
-    chunks = 0 if columns else chunks_of(weight, scheme, world)
+    chunks = 0 if columns else chunks_of(weight, scheme, world, most=layer.tp_ranks)
     scales = None if weight.sums == "f16" else weight.channel_scale  # powers, which sums in fp32 do without
     arguments = (
         rows, weight.blocks, scales, weight.row_sum, buffers["permutation"], buffers["input_scale"],
@@ -163,12 +183,13 @@ def kernels_of(layer: Any, x: str, device: DeviceSpec, max_m: int) -> Iterator[A
     if columns:
         yield from kernels_for(weight.n, weight.k, *sizes, out=x, lhs_group=group, in_order=True)
         return
-    chunks, of = chunks_of(weight, scheme, world), "s32"
+    chunks, of = chunks_of(weight, scheme, world, most=layer.tp_ranks), "s32"
     if chunks:
         of, (n, k) = "fp32", (weight.n * chunks, weight.k // chunks)
         for spec in kernels_for(n, k, *sizes, out=of, lhs_group=group, in_order=True):
-            yield replace(spec, chunks=True)
-        yield FinishSpec(of if world > 1 else x, of, chunks)
+            yield spec if world > 1 and chunks == 1 else replace(spec, chunks=True)
+        if world == 1 or chunks > 1:
+            yield FinishSpec(of if world > 1 else x, of, chunks)
     else:
         yield from kernels_for(weight.n, weight.k, *sizes, out=of)
     if world > 1 or not chunks:
@@ -271,10 +292,7 @@ class Ranks:
         small = 4 * m * n <= GATHERED_BYTES and not own
         per_rank = m if small else -(-m // world)
         mine = out.new_empty((m if small else world * per_rank, n), dtype=torch.float32 if chunks else torch.int32)
-        if chunks:
-            sum_chunks(lhs, weight, chunks, mine[:m])
-        else:
-            partial_sums(lhs, weight, 0, mine[:m])
+        rank_sums(lhs, weight, chunks, mine[:m])
         parts = mine.new_empty((world, per_rank, n))
         if small:
             _all_gather(parts.view(world * m, n), mine, self._group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jitgemm.gemm.partial import partial_sums, sum_chunks
+from jitgemm.gemm.partial import rank_sums
 from jitgemm.gemm.ranks import BUFFER_BYTES, MOST_BYTES, MOST_ROWS, SumBuffer, agree, total
 from jitgemm.nn.layers.expert_nvlink import mapped, same_on_every_rank
 from jitgemm.weight.parts import PackedWeight
@@ -42,10 +42,7 @@ class NvlinkRanks:
         """As `Ranks.sum`."""
         m, n = out.shape
         sums = self._buffer.sums(m, n, torch.float32 if chunks else torch.int32)
-        if chunks:
-            sum_chunks(lhs, weight, chunks, sums)
-        else:
-            partial_sums(lhs, weight, 0, sums)
+        rank_sums(lhs, weight, chunks, sums)
         total(self._buffer, sums.dtype, out, lhs[1], weight.channel_scale, bias, own)
         return out
 

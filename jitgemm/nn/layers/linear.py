@@ -18,7 +18,7 @@ from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import ANY
 from jitgemm.gemm.run import gemm
-from jitgemm.nn.layers.invariant import make_invariant, multiply_invariantly
+from jitgemm.nn.layers.invariant import CHUNKS, make_invariant, multiply_invariantly
 from jitgemm.nn.layers.packed import Packed, Parts, state_dict_parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.tensors import ALIGNMENT, check_dtype, check_no_grad
@@ -64,12 +64,15 @@ class PackedLinear(Packed):
             k, as `RowwiseParallel(tp_invariant=True)` has them, or along n, as `ColwiseParallel`, nor on the other
             tokens (docs/parallel.md). ValueError for a layer that has none; along k a weight with corrections gets zero
             points again.
+        tp_ranks: 8; set it to 2 or 4, ahead of `tp_invariant`, where no more ranks share the layer along k: with
+            activations of e4m3, and of groups, fewer chunks are added up then. The bits are others.
         sums: "f32"; set it to "f16" or "exact" for kernels that may add up so, see `Weight.with_sums`.
         split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
 
     batch_invariant = False
     _tp_invariant: str | None = None
+    tp_ranks = CHUNKS
     split: LinearSharding | EngineSharding | None = None
     prologues: Sequence[Prologue] = (NO_PROLOGUE,)
     """What the layer's quantiser may compute first."""
@@ -221,6 +224,7 @@ class PackedLinear(Packed):
         parts += [f"sums={self.call_sums!r}"] if self.call_sums != "f32" else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"tp_invariant={self.tp_invariant!r}"] if self.tp_invariant is not None else []
+        parts += [f"tp_ranks={self.tp_ranks}"] if self.tp_ranks != CHUNKS else []
         parts += [f"1 of {self.split.world} parts along {self.split.dim}"] if self.split is not None else []
         return ", ".join(parts + decoded)
 

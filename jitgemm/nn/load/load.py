@@ -13,6 +13,7 @@ import torch
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.invariant import check_tp_invariant
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import check_layers, set_sums, warn_of_sums
 from jitgemm.nn.load.plan import Plan, plan_for
@@ -20,7 +21,6 @@ from jitgemm.nn.load.plan_layers import LEFT_OUT
 from jitgemm.nn.quantize.replaceable import PACKED, Filter, check_model
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers, put_tensor
 from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
-from jitgemm.tensors import check_flag
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ def load_(
     model: torch.nn.Module, source: Source, *, filter: Filter | None = None, activation: str | None = None,
     device: torch.device | str | int | None = None, strict: bool = True, allow_missing: Collection[str] = (),
     config: Mapping[str, Any] | None = None, format: str | None = None, tp: DeviceMesh | None = None,
-    tp_plan: Mapping[str, str | Style] | None = None, sums: str | None = None, tp_invariant: bool = False,
+    tp_plan: Mapping[str, str | Style] | None = None, sums: str | None = None, tp_invariant: bool | int = False,
 ) -> Report:  # fmt: skip
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
     is copied.
@@ -76,8 +76,8 @@ def load_(
         sums: of the layers with 4-bit weights, as for `gemm_w4a8_nt`: "f32", "f16" with the activation "e4m3", or
             "exact" with those of int8. None for what the layer in its place has, or "f32". Weights whose scales f16
             does not hold are added up in fp32, with a warning.
-        tp_invariant: the styles of Linears are those with tp_invariant: results have the same bits on a mesh of 1, 2, 4
-            and 8 ranks. ValueError for experts that ranks divide, and for Linears in floats that they would.
+        tp_invariant: the styles are those with tp_invariant, or with the most ranks: results have the same bits on a
+            mesh of 1, 2, 4 and 8 ranks, or so many at most. ValueError for Linears in floats that ranks would divide.
 
     Returns:
         The names of the layers loaded, in the model's order, as a list that also says what was skipped, dequantised and
@@ -92,9 +92,9 @@ def load_(
     target = None if device is None else target_device(device)
     if tp is None and tp_plan is not None:
         raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")
-    check_flag("tp_invariant", tp_invariant)
+    check_tp_invariant(tp_invariant)
     if tp_invariant and tp is None:
-        raise ValueError("tp_invariant: expected False without tp, a mesh, which may be of one GPU, got True")
+        raise ValueError(f"tp_invariant: expected False without tp, a mesh (of one GPU, perhaps), got {tp_invariant}")
     division = None
     if tp is not None:
         from jitgemm.nn.parallel.plan import sharding_plan  # half a second of torch.distributed

@@ -44,12 +44,12 @@ class ShardingPlan:
 
     mesh: DeviceMesh
     rules: Mapping[str, str | Style]
-    tp_invariant: bool = False
+    tp_invariant: bool | int = False
 
     def style(self, name: str) -> Style | None:
         """Of the Linear of that name; None for one that is whole on every rank."""
         style = style_in(self.rules, name)
-        return style if style is None or not self.tp_invariant else style.invariant()
+        return style if style is None or not self.tp_invariant else style.invariant(self.tp_invariant)
 
     def style_in_floats(self, name: str) -> Style | None:
         """Of a Linear in floats; None if no rank need divide it. Raises ValueError for a style with tp_invariant."""
@@ -117,7 +117,7 @@ class ShardingPlan:
         rule = rule_in(self.rules, name)
         if not isinstance(rule, ExpertParallel):
             return None
-        return rule.invariant() if self.tp_invariant else rule
+        return rule.invariant(self.tp_invariant) if self.tp_invariant else rule
 
     def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
         """What this rank has of a layer's experts; None for all of them."""
@@ -137,7 +137,7 @@ class ShardingPlan:
 
 
 def sharding_plan(
-    model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None, tp_invariant: bool = False
+    model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None, tp_invariant: bool | int = False
 ) -> ShardingPlan:  # fmt: skip
     """How a model is divided, by its own plan where rules is None.
 

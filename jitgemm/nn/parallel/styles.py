@@ -20,22 +20,21 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from jitgemm.moe.kernel import MAX_RANKS
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.nn.layers.invariant import EXCHANGES, invariant_part
+from jitgemm.nn.layers.invariant import EXCHANGES, check_tp_invariant, invariant_part, most_ranks
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
-from jitgemm.tensors import check_flag
 
 
 class _Invariant(ParallelStyle):
     """Divides layers that may have the same bits on any number of ranks."""
 
-    tp_invariant: bool
+    tp_invariant: bool | int
 
-    def invariant(self) -> Self:
+    def invariant(self, tp_invariant: bool | int) -> Self:
         """The same style with tp_invariant."""
         style = copy.copy(self)
-        style.tp_invariant = True
+        style.tp_invariant = tp_invariant
         return style
 
 
@@ -50,17 +49,17 @@ class _Divides(_Invariant):
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True, tp_invariant: bool = False,
+        use_local_output: bool = True, tp_invariant: bool | int = False,
     ):  # fmt: skip
         layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
         super().__init__(**layouts, use_local_output=use_local_output)  # type: ignore[call-arg]
-        check_flag("tp_invariant", tp_invariant)
+        check_tp_invariant(tp_invariant)
         self.tp_invariant = tp_invariant
 
     def sharding(self, mesh: DeviceMesh) -> LinearSharding:
         """What divides a layer so among the ranks of a mesh."""
         layouts = self.input_layouts[0], self.output_layouts[0]
-        options = self.use_local_output, self.tp_invariant, self.exchange == "nvlink"
+        options = self.use_local_output, bool(self.tp_invariant), self.exchange == "nvlink"
         return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, *options)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
@@ -73,12 +72,14 @@ class _Divides(_Invariant):
             )
         try:
             cut = Cut(self.dim, *rank_of(device_mesh))
-            invariant = self.tp_invariant and self.dim == "k"
-            module.take(invariant_part(module.parts, cut) if invariant else part_of(module.parts, cut))
+            invariant, most = self.tp_invariant and self.dim == "k", most_ranks(self.tp_invariant)
+            module.take(invariant_part(module.parts, cut, most) if invariant else part_of(module.parts, cut))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         module.in_features, module.out_features = module.weight.k, module.weight.n
         module.split = self.sharding(device_mesh)
+        if self.tp_invariant:
+            module.tp_ranks = most
         module.tp_invariant = self.dim if self.tp_invariant else None
         return module
 
@@ -119,7 +120,8 @@ class RowwiseParallel(_Divides, _Rowwise):
         tp_invariant: packed Linears give the same bits on 1, 2, 4 and 8 ranks, for any number of tokens. A token has
             one scale, of the largest value over the ranks, and sums are rounded once, when all ranks' are added up
             (`jitgemm.nn.layers.invariant` says how). A layer on one GPU gives these bits with its own
-            `tp_invariant = "k"`. Every rank has the bias.
+            `tp_invariant = "k"`. Every rank has the bias. 2 or 4 in the place of True: the same bits on so many ranks
+            at most, for which fewer chunks of k are added up (`PackedLinear.tp_ranks`).
         exchange: of tp_invariant: "collectives", or "nvlink": kernels read the sums in the memory of the other ranks,
             2, 4 or 8 of one host, with the same bits. What `ExpertParallel` says of it holds; calls whose sums in fp32
             take more than 64 MiB go by collectives.
@@ -133,7 +135,7 @@ class RowwiseParallel(_Divides, _Rowwise):
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True, tp_invariant: bool = False, exchange: str = "collectives",
+        use_local_output: bool = True, tp_invariant: bool | int = False, exchange: str = "collectives",
     ):  # fmt: skip
         super().__init__(
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output,
@@ -174,10 +176,10 @@ class ExpertParallel(_Invariant):
 
     def __init__(
         self, *, input_layouts: Placement | None = None, max_tokens: int | None = None, exchange: str = "collectives",
-        tp_invariant: bool = False,
+        tp_invariant: bool | int = False,
     ):  # fmt: skip
         super().__init__()
-        check_flag("tp_invariant", tp_invariant)
+        check_tp_invariant(tp_invariant)
         self.tp_invariant = tp_invariant
         self.input_layouts = input_layouts or Replicate()
         self.max_tokens, self.exchange = max_tokens, exchange
@@ -204,7 +206,7 @@ class ExpertParallel(_Invariant):
         if nvlink and world > MAX_RANKS:
             raise ValueError(f"exchange: expected at most {MAX_RANKS} ranks for 'nvlink', got {world}")
         split = mesh.get_group(), rank, world, experts // world
-        return ExpertSharding(*split, self.input_layouts == Shard(0), most, nvlink, self.tp_invariant)
+        return ExpertSharding(*split, self.input_layouts == Shard(0), most, nvlink, bool(self.tp_invariant))
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedExperts):

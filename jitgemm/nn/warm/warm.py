@@ -164,7 +164,7 @@ def kernels(
             others = layer.gate, layer.top_k, layer.batched, _over_nvlink(layer)
         elif layer.tp_invariant:
             split = layer.split
-            invariant = layer.tp_invariant, split is not None and (split.world, split.nvlink)
+            invariant = layer.tp_invariant, layer.tp_ranks, split is not None and (split.world, split.nvlink)
         if (needs := (*gemms, others, layer.batch_invariant, invariant, where)) in seen:
             continue
         seen.add(needs)
