@@ -21,7 +21,7 @@ from jitgemm.sglang.arguments import most_tokens, setting
 
 
 class Logger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """One that says a thing once, if asked to."""
+    """A logger with `_once` methods, which log the same text and values only once."""
 
     def __init__(self, name: str):
         super().__init__(logging.getLogger(name))
@@ -78,7 +78,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return made
 
     def get_name(self) -> str:
-        """jitgemm; for gpt-oss in its own format SGLang's name of that, by which its model and layer load experts."""
+        """jitgemm; "mxfp4" for gpt-oss in its own format, by which SGLang's model and layer load experts."""
         return "mxfp4" if self.loads_biases else NAME
 
     @staticmethod
@@ -120,7 +120,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return []
 
     def is_linear_unquantized(self, prefix: str) -> bool:
-        """Whether a linear stays in its type."""
+        """True if a linear stays in its type."""
         return not all(self._quantised(name, torch.nn.Module(), prefix) for name in self._names(prefix))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -61,11 +61,11 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
 
     @property
     def model_type(self) -> str:
-        """As config.json calls it; "" where vLLM said none."""
+        """The model's type by config.json; "" if vLLM named none."""
         return getattr(self._model[1], "model_type", "")
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """By whole names of tensors, as vLLM's patterns may end with those of the tensors (Mistral's own files)."""
+        """Maps whole names of tensors, as vLLM's patterns may end in a tensor's own name (Mistral's files)."""
         self._mappers.append(hf_to_vllm_mapper)
         renamed: dict[str, str] = {}
         for own, layer in self._in_file.items():

@@ -87,7 +87,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     @property
     def supports_internal_mk(self) -> bool:
-        """Whether this method exchanges tokens itself, or its modular kernel does: vLLM's runner does not then."""
+        """True if this method or its modular kernel exchanges tokens, so that vLLM's runner does not."""
         return self.moe_kernel is not None or self.split is not None
 
     @property
@@ -170,7 +170,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
         return padded
 
     def _modular_kernel(self, layer: RoutedExperts) -> FusedMoEKernel | None:
-        """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
+        """The modular kernel that exchanges tokens around the experts; None if vLLM's runner does, or nobody."""
         from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 

@@ -22,7 +22,7 @@ from jitgemm.graph.producers import Fold
 
 
 class QuantiserPass(InductorPass):
-    """Stands for jitgemm's pass in vLLM's keys, and runs what else was to run in its place.
+    """Stands for jitgemm's pass in vLLM's cache keys, and runs the user's own pass.
 
     Args:
         other: the custom pass that the user's config names, or None.
@@ -46,7 +46,7 @@ _reduced = False
 
 
 def install(config: CompilationConfig) -> bool:
-    """Has a model that is made under this config compiled with jitgemm's pass; whether vLLM compiles it."""
+    """Adds jitgemm's pass to a config's compilation. Returns whether vLLM compiles models at all."""
     if config.mode in (None, CompilationMode.NONE):
         return False
     import torch._inductor.fx_passes.post_grad  # noqa: F401  where the pass registers itself
@@ -85,5 +85,5 @@ def _add_norm(value: Node) -> Fold | None:
 
 
 def _left_to_vllm(x: Any) -> bool:
-    """Whether vLLM sums this over ranks in one kernel with the norm."""
+    """True if vLLM sums this over ranks in one kernel with the norm."""
     return _reduced and getattr(x.target, "_opname", "") == "all_reduce"

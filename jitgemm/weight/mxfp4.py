@@ -39,7 +39,7 @@ NAN = 255
 
 
 def _table(device: torch.device) -> torch.Tensor:
-    """Bytes of e4m3, by t * 16 + code. Not kept: a tracer's would be no tensor to others."""
+    """Bytes of e4m3, by t * 16 + code. Made each time, as a tensor that a tracer made is of no use to others."""
     magnitudes = torch.tensor(MAGNITUDES)
     codes = torch.cat((magnitudes, -magnitudes))
     powers = torch.arange(LARGEST + 1.0).sub(ONE).exp2()
@@ -105,8 +105,8 @@ def _extreme(scales: torch.Tensor, used: torch.Tensor, group_size: int, largest:
 
 
 def of_zeros(scales: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """Scales uint8 [rows, groups of 32], those of groups of zeros as small as the row's least, and 2^0 at most: files
-    have any there, and times one near 2^127 a large scale of the activations would be infinite."""
+    """Scales uint8 [rows, groups of 32]; groups of zeros get the row's least, and 2^0 at most. Files have any scale
+    there, and near 2^127 its product with a large scale of activations would be infinite."""
     return torch.where(used, scales.to(torch.int16), _extreme(scales, used, 0, False).clamp(max=BIAS)).to(torch.uint8)
 
 
@@ -181,7 +181,7 @@ class _Mxfp4(CodeOps):
         return from_words(bytes.view(torch.int32))
 
     def inner(self, blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
-        """All 2^0's where each group has a scale of its own."""
+        """The exponents inside records; all 2^0 if every group has a scale of its own."""
         if (exponents := super().inner(blocks, n, k, format)) is not None:
             return exponents
         return torch.full((n, ceil_div(k, EXPONENT_GROUP)), ONE, dtype=torch.uint8, device=blocks.device)
@@ -325,12 +325,12 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, k: int | None = Non
 
 
 def format_of(group_size: int, k: int) -> WeightFormat:
-    """Of a weight with a base for so many k."""
+    """The format of a weight with a base for so many k."""
     return WeightFormat(0 if group_size >= k else group_size, False, "bf16", "e2m1", code="e2m1")
 
 
 def _columns_of(codes: torch.Tensor, scales: torch.Tensor, k: int | None) -> int:
-    """k of these codes and scales."""
+    """k of a weight with these codes and scales."""
     columns, groups = codes.shape[-1], scales.shape[-1]
     readings = [2 * columns, columns] if codes.dtype == torch.uint8 else [2 * columns]
     fitting = [k for k in readings if ceil_div(k, EXPONENT_GROUP) == groups and k % K_ALIGNMENT == 0]

@@ -57,7 +57,7 @@ def terms(dtype: torch.dtype = torch.float8_e5m2, base: int = 0) -> tuple[torch.
 
 
 def upper(products: torch.Tensor, bits: int = 3) -> torch.Tensor:
-    """The products' upper bits, the rest cut off: of fp64, the high terms."""
+    """The products' upper bits, fp64: the high terms."""
     mantissa, exponent = torch.frexp(products)
     return torch.ldexp((mantissa * 2**bits).trunc(), exponent - bits)
 

@@ -267,7 +267,7 @@ def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
 
 
 def check_group_size(group_size: object, k: int) -> int:
-    """Columns that share a scale, of k; -1 and "channel" stand for all of them."""
+    """The group size as a number; -1 for -1 and "channel", which mean all columns."""
     size = -1 if isinstance(group_size, str) and group_size == "channel" else check_int("group_size", group_size)
     return k if size == -1 else size
 
@@ -307,7 +307,7 @@ def _by_row(
 
 
 def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k: int | None) -> tuple[int, bool]:
-    """Tell one value each from canonical: (k, canonical)."""
+    """(k, whether codes are canonical, two a byte) by the shapes of codes and scales."""
     columns = q.shape[-1]
     signed_bytes = "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2])"
 
@@ -414,7 +414,7 @@ def _may_correct(lhs: str | None, code: str, zero: torch.Tensor | None, offset: 
 
 
 def _regrouped(weight: Any) -> Any:
-    """The weight before packing in a group size that the kernel has: others are repeated as smaller ones."""
+    """The weight in a group size that kernels have: scales of other sizes are repeated over smaller groups."""
     size = weight.group_size
     if size < weight.k and size not in GROUP_SIZES:
         size = max((group for group in GROUP_SIZES if size % group == 0), default=0)

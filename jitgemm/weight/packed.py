@@ -133,13 +133,13 @@ class Weight(NoTensor, WeightBase):
         return self.ready_at is not None
 
     def follow_writes(self) -> None:
-        """Marks a weight ready again that was written since, so that its powers of two are its scales'."""
+        """Marks the weight ready again if it was written since, and makes its powers of two from the new scales."""
         if self.ready_at is not None and not self.ready:
             self.mark_ready()
 
     @property
     def ready(self) -> bool:
-        """Whether no kernel in flight writes the weight: marked ready, and not written or replaced since."""
+        """True if no kernel in flight writes the weight: it was marked ready, and not written or replaced since."""
         return self.ready_at is not None and self.ready_at == now(self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,12 +156,12 @@ class Weight(NoTensor, WeightBase):
 
     @property
     def ops(self) -> CodeOps:
-        """What its code is to torch."""
+        """The `CodeOps` of its code."""
         return CODE_OPS[self.format.code]
 
     @property
     def packed(self) -> PackedWeight:
-        """What of it a GEMM reads."""
+        """The part of it that a GEMM reads."""
         return PackedWeight(self.blocks, self.channel_scale, self.row_sum, self.n, self.k, self.format, self.sums)
 
     @property
@@ -259,7 +259,7 @@ class Weight(NoTensor, WeightBase):
 
     @classmethod
     def stacked(cls, count: int, make: Callable[[int], Self], together: int = 1) -> Self:
-        """A weight of experts out of dense ones, each copied as it comes: memory for one more is all it takes.
+        """Stacks dense weights to a weight of experts. Copies each as it comes, so memory for one more is enough.
 
         Args:
             count: how many experts, a multiple of `together`.

@@ -225,7 +225,7 @@ def _check_moments(moments: torch.Tensor | None, w: torch.Tensor) -> None:
 def _by_expert(
     kind: type[W], quantize: Callable[[int, torch.Tensor | None], W], w: torch.Tensor, moments: torch.Tensor | None
 ) -> W:
-    """The weight of experts whose dense ones `quantize(e, e's moments)` makes."""
+    """Stacks the weights that `quantize(e, moments of e)` makes for experts."""
 
     def expert(e: int) -> W:
         try:
@@ -266,7 +266,7 @@ def _canonical(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _in_fp32(w: torch.Tensor, rows: slice, rotation: int) -> torch.Tensor:
-    """Rows of w [n, k], rotated where they are to be. ValueError for a value that is not finite, there or here."""
+    """Rows of w [n, k] in fp32, rotated if asked for. ValueError for a value that is not finite, before or after."""
     part = w[rows].to(torch.float32)
     if not bool(part.isfinite().all()):
         first = rows.start or 0
@@ -285,5 +285,5 @@ def _moments_of(moments: torch.Tensor, rotation: int) -> torch.Tensor:
 
 
 def _saying(rotation: int, weight: W) -> W:
-    """The weight of values that were rotated so."""
+    """The weight, marked as one of values that were rotated so."""
     return replace(weight, rotation=rotation) if rotation else weight

@@ -73,7 +73,7 @@ class _TwoLevel(CodeOps):
         return Unpacked(stored.q, *factors_and_zeros(stored.inner), row_scale=stored.scale)
 
     def before_packing(self, weight: Any) -> dict[str, Any]:
-        """As int4 with scales that are factors times the rows'."""
+        """As int4, with scales that are factors times the rows' scales."""
         unpacked: Unpacked = weight.unpack()
         rows: torch.Tensor = unpacked.row_scale  # type: ignore[assignment]
         scale = unpacked.scale.float() * rows.float()  # exact
@@ -153,13 +153,13 @@ def pack_w4_two_level(
 
 
 def format_of(scale_type: str) -> WeightFormat:
-    """Of a weight with channels' scales of this type."""
+    """The format of a weight whose channel scales have this type."""
     return WeightFormat(0, False, scale_type, "two_level", code="two_level")
 
 
 def levels_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """What `pack_w4_two_level` takes of a `CanonicalWeight` whose scales are integers times its `row_scale`, exactly;
-    None of others."""
+    """Arguments of `pack_w4_two_level` for a `CanonicalWeight` whose scales are exactly integers times its `row_scale`;
+    else None."""
     per_channel, row_scale = weight.group_size >= weight.k, weight.row_scale
     if row_scale is None or weight.k > MAX_K or not (per_channel or weight.group_size % FACTOR_GROUP == 0):
         return None
