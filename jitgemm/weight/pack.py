@@ -267,7 +267,7 @@ def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
 
 
 def check_group_size(group_size: object, k: int) -> int:
-    """The group size as a number; -1 for -1 and "channel", which mean all columns."""
+    """The columns that share a scale: k for -1 and "channel", which mean all of them."""
     size = -1 if isinstance(group_size, str) and group_size == "channel" else check_int("group_size", group_size)
     return k if size == -1 else size
 
