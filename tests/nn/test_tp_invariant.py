@@ -272,10 +272,11 @@ def test_corrections_become_zero_points_again():
 
 
 def test_the_style_s_flag_is_a_bool_or_the_most_ranks():
-    with pytest.raises(TypeError, match="tp_invariant: expected a bool, got str"):
-        RowwiseParallel(tp_invariant="k")
-    with pytest.raises(ValueError, match="tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got 3"):
-        RowwiseParallel(tp_invariant=3)
+    for wrong in ("k", 1, 3, 2.0):
+        with pytest.raises(
+            ValueError, match=f"tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got {wrong!r}"
+        ):
+            RowwiseParallel(tp_invariant=wrong)
     with pytest.raises(ValueError, match="tp_invariant: expected None, 'k' or 'n', got True"):
         layer_in().tp_invariant = True
 

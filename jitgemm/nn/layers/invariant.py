@@ -41,7 +41,6 @@ from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of, unpacked
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.select.choose import kernels_for
-from jitgemm.tensors import check_flag
 from jitgemm.weight.parts import PackedWeight
 
 if TYPE_CHECKING:
@@ -61,12 +60,9 @@ each finishes a part of the rows, which then travel in out's type."""
 
 
 def check_tp_invariant(value: object) -> None:
-    """Raises TypeError or ValueError for anything but a bool, or 2, 4 or 8: the most ranks that have the same bits."""
-    if type(value) is int and value in PARTS[1:]:
-        return
-    if type(value) is int:
-        raise ValueError(f"tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got {value}")
-    check_flag("tp_invariant", value)
+    """Raises ValueError for anything but a bool, or the most ranks that have the same bits."""
+    if type(value) is not bool and (type(value) is not int or value not in PARTS[1:]):
+        raise ValueError(f"tp_invariant: expected a bool, or 2, 4 or 8, the most ranks, got {value!r}")
 
 
 def most_ranks(tp_invariant: bool | int) -> int:
@@ -74,14 +70,8 @@ def most_ranks(tp_invariant: bool | int) -> int:
     return CHUNKS if tp_invariant is True else int(tp_invariant)
 
 
-def chunks_of(
-    weight: Weight, activation: Activation, world: int, whole: bool = False, most: int = CHUNKS
-) -> int:  # fmt: skip
-    """Chunks of a rank's part of a weight; 0 where sums are integers.
-
-    Args:
-        whole: the weight is all ranks', and not one's part.
-        most: ranks that may share the layer.
+def chunks_of(weight: Weight, activation: Activation, world: int, whole: bool = False, most: int = CHUNKS) -> int:
+    """Chunks of a rank's part of a weight, or of all ranks' weight; 0 where sums are integers. most: ranks, at most.
 
     Raises:
         ValueError: results would depend on the ranks, or so many ranks do not have whole chunks.

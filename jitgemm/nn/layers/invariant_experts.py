@@ -2,9 +2,8 @@
 
 One rank computes a choice of a token, by kernels whose order of summation depends on no number of rows or experts, and
 rounds it to x's type, as one GPU does with `batch_invariant`. A sum over the ranks brings the choices together: all
-ranks but one have zeros. Then each token is added up as on one GPU, in fp32, in the order of its choices.
-
-So top_k times the bytes of a plain sum over the ranks travel.
+ranks but one have zeros, and top_k times the bytes of a plain sum travel. Then each token is added up as on one GPU:
+in fp32, in the order of its choices.
 """
 
 from __future__ import annotations
@@ -42,6 +41,8 @@ def run_invariantly(call: ExpertsCall, ranks: Any) -> torch.Tensor:
 
 
 def _run(group: str, rank: int, world: int, added_later: bool, call: ExpertsCall) -> torch.Tensor:
+    import torch.distributed as dist
+
     call = replace(call, batch_invariant=True)
     call.check()
     (tokens, top_k), n = call.topk_ids.shape, call.w2.n
@@ -53,19 +54,13 @@ def _run(group: str, rank: int, world: int, added_later: bool, call: ExpertsCall
         choices, ones = x.new_empty((m * top_k, n)), torch.ones((m * top_k, 1), device=x.device)
         each = replace(call, x=x.repeat_interleave(top_k, 0), topk_ids=ids.reshape(-1, 1), topk_weights=ones)
         launch(each, choices)
-        _sum(choices, group)
+        dist.all_reduce(choices, group=group_named(group))
         rows = torch.arange(m * top_k, dtype=torch.int32, device=x.device).view(m, top_k)
         part = ceil_div(m, world)
         own = slice(rank * part, (rank + 1) * part) if added_later else slice(m)
         if len(rows[own]):
             combine(choices, rows[own], weights[own], out[first : first + band][own])
     return out
-
-
-def _sum(choices: torch.Tensor, group: str) -> None:
-    import torch.distributed as dist
-
-    dist.all_reduce(choices, group=group_named(group))
 
 
 define_op(

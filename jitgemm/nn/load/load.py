@@ -94,7 +94,7 @@ def load_(
         raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")
     check_tp_invariant(tp_invariant)
     if tp_invariant and tp is None:
-        raise ValueError(f"tp_invariant: expected False without tp, a mesh (of one GPU, perhaps), got {tp_invariant}")
+        raise ValueError(f"tp_invariant: expected False without tp, a mesh, even of one GPU, got {tp_invariant}")
     division = None
     if tp is not None:
         from jitgemm.nn.parallel.plan import sharding_plan  # half a second of torch.distributed
