@@ -50,13 +50,12 @@ def _run(group: str, rank: int, world: int, added_later: bool, call: ExpertsCall
     band = max(1, BAND_BYTES // (top_k * n * out.element_size()))
     for first in range(0, tokens, band):
         x, ids, weights = (each[first : first + band] for each in (call.x, call.topk_ids, call.topk_weights))
-        m = x.shape[0]
+        m, part = x.shape[0], ceil_div(x.shape[0], world)
         choices, ones = x.new_empty((m * top_k, n)), torch.ones((m * top_k, 1), device=x.device)
         each = replace(call, x=x.repeat_interleave(top_k, 0), topk_ids=ids.reshape(-1, 1), topk_weights=ones)
         launch(each, choices)
         dist.all_reduce(choices, group=group_named(group))
         rows = torch.arange(m * top_k, dtype=torch.int32, device=x.device).view(m, top_k)
-        part = ceil_div(m, world)
         own = slice(rank * part, (rank + 1) * part) if added_later else slice(m)
         if len(rows[own]):
             combine(choices, rows[own], weights[own], out[first : first + band][own])
