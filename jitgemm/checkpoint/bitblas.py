@@ -43,7 +43,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, TensorLayout, stored
 from jitgemm.tensors import describe, dtype_name
-from jitgemm.weight.pack import MAX_ZERO
+from jitgemm.weight.given import MAX_ZERO
 
 _ZEROS = ("zeros", "qzeros")
 _ORDERS = {"float16": AWQ_ORDER, "int8": (0, 4, 1, 5, 2, 6, 3, 7)}

@@ -294,7 +294,8 @@ class _Dispatch(Call):
 
     def prepare(self, operands: Operands) -> Launch:
         """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
-        from jitgemm.moe.plan import FAMILIES, row_bytes
+        from jitgemm.activations.plan import row_bytes
+        from jitgemm.moe.plan import FAMILIES
         from jitgemm.runtime.loaded import resident
 
         layout, (m, k), device = self.buffer.layout, self.x.shape, self.x.get_device()
@@ -332,7 +333,8 @@ class _Collect(Call):
 
     def prepare(self, operands: Operands) -> Launch:
         """The grid is resident as a whole; it waits for the kernel before it, as does the next."""
-        from jitgemm.moe.plan import FAMILIES, row_bytes
+        from jitgemm.activations.plan import row_bytes
+        from jitgemm.moe.plan import FAMILIES
         from jitgemm.runtime.loaded import resident
 
         layout, tokens, device = self.buffer.layout, self.out.shape[0], self.rows.get_device()

@@ -184,10 +184,10 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return getattr(layer, "tp_size", 1) if group is None else group.world_size
 
     def shares_whole_experts(self, layer: torch.nn.Module) -> bool:
-        from jitgemm.sglang.experts import get_moe_a2a_backend
+        from jitgemm.sglang.experts import sends_by_deepep
 
         fused = getattr(layer, "num_fused_shared_experts", 0)  # which ranks may have copies of
-        return (layer.moe_tp_size, fused, get_moe_a2a_backend().is_deepep(), setting("enable_dp_attention")) == (
+        return (layer.moe_tp_size, fused, sends_by_deepep(), setting("enable_dp_attention")) == (
             1, 0, False, False,
         )  # fmt: skip
 

@@ -94,7 +94,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> PackedExperts:
         module = super().module(layer, *parts)
-        module.batched = get_moe_a2a_backend().is_deepep() and get_deepep_mode().enable_low_latency()
+        module.batched = sends_by_deepep() and get_deepep_mode().enable_low_latency()
         return module
 
     def install(self, layer: FusedMoE, module: torch.nn.Module) -> None:
@@ -103,7 +103,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
             for number, rows in enumerate(expert_rows(getattr(layer, CHILD))):
                 layer.register_parameter(f"{CHILD}_{number}", torch.nn.Parameter(rows, requires_grad=False))
         layer.deprecate_flag = True  # of DeepEPMoE: it calls this method, as FusedMoE does
-        if get_moe_a2a_backend().is_deepep():
+        if sends_by_deepep():
             experts = getattr(layer, CHILD)  # the dispatcher rotates no token
             codes = "fp8" if experts.activation == "e4m3_block" and not experts.w13.scheme.rotation else "bf16"
             dtypes = {"dispatcher_output_dtype": "bf16", "low_latency_dispatcher_output_dtype": codes}
@@ -168,6 +168,10 @@ def _plain(tokens: DispatchOutput) -> torch.Tensor:
             "hidden_states: expected tokens in the model's type (--deepep-dispatcher-output-dtype bf16), got codes"
         )
     return x
+
+
+def sends_by_deepep() -> bool:
+    return get_moe_a2a_backend().is_deepep()
 
 
 def cut(config: ServedModel, layer: FusedMoE) -> tuple[int, int]:

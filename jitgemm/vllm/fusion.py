@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from jitgemm.activations.scheme import Prologue
 from jitgemm.graph import inductor
-from jitgemm.graph.producers import Fold
+from jitgemm.graph.producers import PRODUCERS, Fold
 
 
 class QuantiserPass(InductorPass):
@@ -59,7 +59,7 @@ def install(config: CompilationConfig) -> bool:
         options[key] = QuantiserPass(options.get(key))
     operators = torch.ops.vllm_ir
     for target, producer in {operators.rms_norm: _norm, operators.fused_add_rms_norm: _add_norm}.items():
-        if producer not in inductor.PRODUCERS.get(target.default, ()):
+        if producer not in PRODUCERS.get(target.default, ()):
             inductor.add_producer(target.default, producer)
     inductor.register()
     return True
