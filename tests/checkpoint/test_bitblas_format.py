@@ -91,6 +91,7 @@ def test_without_zeros_the_type_of_the_codes_says_what_they_mean(config, zero):
         ("quantized", {}, PLAIN | {"bits": 2}, r"bits: expected 4, got 2"),
         ("quantized", {}, PLAIN | {"desc_act": True}, r"desc_act: expected False, got True"),
         ("quantized", {}, PLAIN | {"zeros_mode": "original"}, r"zeros: expected floats \[n, G\] for zeros_mode"),
+        ("quantized", {"qweight": torch.zeros((2, 8, 16, 8), dtype=torch.int8)}, PLAIN, "qweight: .*propagate_b"),
         ("original", {}, PLAIN, r"zeros_mode: expected original or rescale for float zeros, got None"),
         ("original", {"zeros": None}, PLAIN, r"W_dtype: expected int4 or uint4"),
         (
