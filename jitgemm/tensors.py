@@ -1,5 +1,4 @@
-"""What every module says of a tensor in a message, and the checks that more than one call makes: plain ones, and rows
-that TMA can walk.
+"""What messages say of a tensor, and the checks that more than one call makes: plain ones, and rows that TMA can walk.
 
 The lowest module that imports PyTorch; knows nothing of weights, calls and addresses. Looks at dtypes, shapes, strides
 and devices of real and fake tensors.

@@ -98,8 +98,7 @@ def check_codes(name: str, codes: torch.Tensor, least: int, most: int, form: str
 def integer_zero(
     q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, *, name: str, code: str = "int4"
 ) -> CanonicalWeight:
-    """(q - zero) * scale. Where every zero is 8 (of 8 bits 128): the signed codes q - 8, the same values and a cheaper
-    kernel.
+    """(q - zero) * scale. Where every zero is 8 (of 8 bits 128): the signed codes q - 8, for a cheaper kernel.
 
     Args:
         q: uint8 [n, k], 0..15; of 8 bits 0..255.

@@ -1,7 +1,6 @@
 """The files of a checkpoint: names, headers and data of its tensors, and its quantization config.
 
-Reads safetensors lazily: headers when a checkpoint is opened, data when it is asked for. What tensors mean is the
-formats' business.
+Reads safetensors lazily: headers when a checkpoint is opened, data when asked for. Knows no format.
 
 An index decides what a folder holds: a tensor is read from the file that it names, and nowhere else. Other tensors
 of its files (`Checkpoint.elsewhere`), such as old copies, are no part of the model.
@@ -87,8 +86,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: a file is of another kind, an index is damaged, a tensor stands in two files, or a folder has two
-            models (see `weights_of`).
+        ValueError: a file is of another kind, an index is damaged, two files have a tensor, or a folder two models.
     """
 
     def __init__(

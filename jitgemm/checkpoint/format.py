@@ -364,8 +364,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def check_kind(name: str, value: Any, where: str = "") -> Any:
-    """The value of a setting. Raises ValueError for one that is neither null nor of its kind; where: what its name
-    follows in the message."""
+    """The value of a setting, or ValueError for one that is neither null nor of its kind; where: begins the message."""
     types, expected = _KINDS.get(name, (object, ""))
     fits = isinstance(value, types) and (types is object or isinstance(value, bool) == (types is bool))
     if value is not None and (not fits or types == (list, tuple) and not all(isinstance(item, str) for item in value)):

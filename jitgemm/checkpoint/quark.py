@@ -1,5 +1,4 @@
-"""AMD Quark (`quant_method: quark`): a layer's settings by its config, and its own int4 weights; others are as MXFP4's
-and W8A8's.
+"""AMD Quark (`quant_method: quark`): a layer's settings, and int4 weights; others are as MXFP4's and W8A8's.
 
 ::
 

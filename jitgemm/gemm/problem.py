@@ -1,8 +1,6 @@
-"""A GEMM call's arguments, dense or grouped, and their checks: one message names the argument, what was expected and
-what came.
+"""A GEMM call's arguments, dense or grouped, and their checks: a message names one, what it takes and what came.
 
-Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
-`runtime/launch.py`'s.
+Works on real and fake tensors: looks at dtypes, shapes, strides and devices, never at values or addresses.
 """
 
 from __future__ import annotations

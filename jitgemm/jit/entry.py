@@ -34,8 +34,7 @@ _HEADER = struct.Struct("<8sQQ32s")  # magic, bytes of metadata, bytes of cubin,
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel from the cache. `path` is None when no folder took it, for the reason `unwritten`: then it lives in this
-    process only."""
+    """A kernel from the cache. `path` is None when no folder took it (`unwritten`): only this process has it."""
 
     key: str
     path: Path | None

@@ -182,8 +182,7 @@ class WeightFormat:
         return not self.group_size and self._any_decoder.long_runs
 
     def longer_runs(self, block: bool) -> tuple[int, ...]:
-        """Records that kernels may add up in one run of the tensor cores besides one; block: activations have a scale
-        for 128 k."""
+        """Records that kernels may add up in a run of the tensor cores besides one; block: x has a scale for 128 k."""
         return (2,) if self.long_runs and not block else ()
 
     @property

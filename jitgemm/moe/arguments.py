@@ -1,7 +1,6 @@
 """The calls of the layer, and checks of their arguments: what each must be, in one message that names it.
 
-Works on real and fake tensors; looks at dtypes, shapes, strides and devices, never at values. Addresses are
-`runtime/launch.py`'s.
+Works on real and fake tensors: looks at dtypes, shapes, strides and devices, never at values or addresses.
 """
 
 from __future__ import annotations

@@ -315,8 +315,7 @@ class Recent:
 
 
 class LaunchCache:
-    """What a thread knows of calls: `plans` of a key, each with the check of the tensors that it is for, and launch
-    `parameters` by addresses."""
+    """What a thread knows of calls: `plans` of a key, each with the check of its tensors, and launch `parameters`."""
 
     def __init__(self) -> None:
         self.plans, self.parameters = Recent(MAX_PLAN_BYTES), Recent(MAX_PARAMETER_BYTES)

@@ -47,8 +47,7 @@ class KernelFamily(Generic[Spec]):
         """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
 
         Raises:
-            CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is
-                switched off.
+            CacheMissError: a CUDA graph is being captured, and loading would break that; or compiling is switched off.
         """
         kernel = kernels.get((spec, device))
         if kernel is not None:

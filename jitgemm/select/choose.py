@@ -90,8 +90,7 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, bool, int, int, str]
 
 
 EXACT_FROM = 256
-"""Rows from which on a dense GEMM is chosen at its own m. Below, kernels of a band differ by less than the model
-errs."""
+"""Rows from which a dense GEMM is chosen at its own m. Below, a band's kernels differ by less than the model errs."""
 
 WEIGHED_BANDS = 4
 """Bands whose kernels are weighed there. By the model two lose 0.3 % more in the mean and nine 0.3 % less, which take

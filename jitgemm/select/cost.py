@@ -259,8 +259,7 @@ def token_tiles(experts: int, rows: int, vary: bool, block_m: int) -> tuple[int,
 
 @lru_cache(maxsize=4096)
 def filled(experts: int, rows: int, vary: bool, widths: tuple[int, ...]) -> float:
-    """Part of the full width that an average tile multiplies, if a tile takes the narrowest of the widths that it fits;
-    the last is the full one."""
+    """Part of the full width, the last, that an average tile multiplies, if it takes the narrowest that it fits."""
     if len(widths) == 1:
         return 1.0
     full, multiplied, tiles = widths[-1], 0, 0

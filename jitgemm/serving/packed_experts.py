@@ -1,5 +1,4 @@
-"""The base of jitgemm's methods of engines' fused experts: packed weights, 8-bit inputs of both GEMMs. Knows no
-engine."""
+"""The base of methods of engines' fused experts: packed weights, 8-bit inputs of both GEMMs. Knows no engine."""
 
 from __future__ import annotations
 

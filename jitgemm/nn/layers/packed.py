@@ -386,8 +386,7 @@ def put_sums(layers: Mapping[str, torch.nn.Module], sums: str, call: str) -> Non
 
 
 def warn_of_sums(problems: Mapping[str, str], call: str, stacklevel: int = 3) -> None:
-    """One warning, in the name of the caller's caller, for all weights of which `set_sums` says why they are added up
-    in fp32; call: who warns."""
+    """One warning, in the caller's caller's name, for all weights that `set_sums` adds up in fp32; call: who warns."""
     if problems:
         count, lines = len(problems), "\n".join(by_reason(problems))
         text = f"{call}: {count} weights are added up in fp32, as sums in f16 cannot be had:\n{lines}"

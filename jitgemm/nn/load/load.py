@@ -56,8 +56,7 @@ def load_(
 
     Args:
         source: folder, file, tensors by name or an open `jitgemm.checkpoint.Checkpoint`, as in `jitgemm.load`.
-        filter: filter(name, module) -> whether a quantised Linear, or a layer's stacked experts, are replaced; None:
-            all.
+        filter: filter(name, module) -> whether a quantised Linear or a layer's stacked experts are replaced; None: all.
         activation: one of ACTIVATIONS; None for what the checkpoint says, see
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the

@@ -77,8 +77,7 @@ def _config_file(folder: Path) -> Path:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, or that file itself. Raises ValueError, which names it, where it is none or names no
-    model as it should."""
+    """A folder's config.json, or that file. Raises ValueError, which names it, where it is none or names no model."""
     path = _config_file(folder)
     config = read_json(path)
     kinds, family = config.get("architectures"), config.get("model_type")

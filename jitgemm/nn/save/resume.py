@@ -49,8 +49,7 @@ class ResumableFolder:
             restart: drop what an interrupted run left, and the files of its that are in the folder.
 
         Raises:
-            ValueError: the folder holds something else, an interrupted run had other settings, or another process
-                writes to it.
+            ValueError: the folder holds something else, the interrupted run had other settings, or another run has it.
             OSError: it cannot be written.
         """
         self.folder, self._work = folder, folder / _WORK
