@@ -349,7 +349,8 @@ def test_shards_are_all_tests_once_each():
         hook = SimpleNamespace(pytest_deselected=lambda items: None)
         return SimpleNamespace(getoption=lambda name: shard if name == "--shard" else False, hook=hook)
 
-    items = [SimpleNamespace(nodeid=f"test_it.py::test[{number}]", keywords=()) for number in range(40)]
+    item = SimpleNamespace(keywords=(), get_closest_marker=lambda name: None)
+    items = [SimpleNamespace(nodeid=f"test_it.py::test[{number}]", **vars(item)) for number in range(40)]
     shards = []
     for part in (1, 2):
         shard = [*items]
