@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
 
 import jitgemm
@@ -344,16 +343,18 @@ def test_the_libraries_that_are_checked_are_those_of_the_extra():
 # ---- the GPU run -----------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_all_tests_once_each():
+def test_shards_are_all_tests_once_each(pytestconfig):
+    of_all_tests = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+
     def config(shard: str) -> SimpleNamespace:
         hook = SimpleNamespace(pytest_deselected=lambda items: None)
         return SimpleNamespace(getoption=lambda name: shard if name == "--shard" else False, hook=hook)
 
-    item = SimpleNamespace(keywords=(), get_closest_marker=lambda name: None)
-    items = [SimpleNamespace(nodeid=f"test_it.py::test[{number}]", **vars(item)) for number in range(40)]
+    unmarked = {"keywords": (), "get_closest_marker": lambda name: None}
+    items = [SimpleNamespace(nodeid=f"test_it.py::test[{number}]", **unmarked) for number in range(40)]
     shards = []
     for part in (1, 2):
         shard = [*items]
-        conftest.pytest_collection_modifyitems(config(f"{part}/2"), shard)
+        of_all_tests.pytest_collection_modifyitems(config(f"{part}/2"), shard)
         shards.append(shard)
     assert all(shards) and sorted(sum(shards, []), key=items.index) == items
