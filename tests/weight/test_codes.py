@@ -284,7 +284,9 @@ def test_a_kernel_multiplies_scales_of_zero_subnormals_and_the_largest(monkeypat
 @pytest.mark.parametrize("experts", [0, 64])
 def test_chosen_kernels_do_not_spill(compiles_well, experts):
     chosen: dict[str, list[KernelSpec]] = {}
-    for kind in FORMS.values():
+    for at, (name, kind) in enumerate(FORMS.items()):
+        if name not in KINDS and at % 2 == (experts > 0):  # int4 and 8 bits in turns
+            continue
         ms = (16, 16384) if experts else (1, 32, 64, 128, 512, 4096)
         for m, scheme in itertools.product(ms, dict.fromkeys(kind.schemes[:2])):
             spec = choose(kind.problem(m, 4096, 4096, scheme, experts=experts), DEVICES["h200"])
