@@ -247,24 +247,21 @@ EXPLAINED = [
     ("--weight nv-channel-fp32-near", "e4m3nvnear-channel-m", "NVFP4 with 2 e4m3 terms a code;"),
     ("--weight nv-channel-fp32-nvfp4", "e4m3nv", "NVFP4 with 2 e5m2 terms a code;"),
     ("--weight tl-channel-bf16-two_level", "s8tl-channel-m", ", two levels; m = "),
+    *((f"--sums f16 --weight {name}", "-f16", "") for name in ("g128-bf16-e4m3", "g128-bf16-z", "mx-g128-bf16-e2m1")),
 ]  # fmt: skip
 """Options of both commands, a part of the label of the kernel that is chosen for 16 tokens, and of what is said."""
 
 
-@pytest.mark.parametrize("sums", [(), ("--sums", "f16")], ids=["", "f16"])
 @pytest.mark.parametrize("options, part, said", EXPLAINED, ids=[options for options, *_ in EXPLAINED])
-def test_what_explain_chooses_is_what_warmup_compiles_and_the_kernel_s_own_command_too(run, options, part, said, sums):
-    options = (*options.split(), *sums, "--device", "h200")
-    explain, most = ("explain", "4096" if sums else "16", "4096", "4096", *options), "4096" if sums else "16"
-    explained = run(*explain)
-    if sums and explained.code:  # sums that the kernels of these codes do not have
-        assert explained.code == 2 and "sums: expected" in explained.stderr
-        return
-    report = run(*explain, "--json").json
+def test_what_explain_chooses_is_what_warmup_compiles_and_the_kernel_s_own_command_too(run, options, part, said):
+    options = (*options.split(), "--device", "h200")
+    most = "4096" if "--sums" in options else "16"
+    explain = ("explain", most, "4096", "4096", *options)
+    explained, report = run(*explain), run(*explain, "--json").json
     label = report["chosen"]
     [chosen] = [each for each in report["candidates"] if each["chosen"]]
     assert chosen["label"] == label and chosen["predicted_us"] > 0 and min(chosen["terms"].values()) >= 0
-    assert sums or (part in label and said in explained.stderr)
+    assert part in label and said in explained.stderr
     spec = KernelSpec.from_label(label)
     named = kernel_source(spec).warmup.replace("N,K", "4096,4096").partition(" [")[0].split()
     named += ["--batch-invariant"] * ("--batch-invariant" in options)  # which the kernel's command has in brackets
@@ -456,6 +453,7 @@ WRONG = [
     ([*EXPLAIN, "--weight", "g128-bf16-o-any"], "with k = 128: offset: expected"),
     ([*EXPLAIN, "--weight", "channel-bf16-z-xfp16"], "correction: expected"),
     ([*EXPLAIN, "--weight", "w8-g64-bf16-s8", "--lhs", "fp8"], "format: expected order 'any' or 'e4m3', as lhs is"),
+    *(([*EXPLAIN, *wrong.split(), "--sums", "f16"], "sums: expected 'f32' except for e4m3") for wrong in ("--lhs int8", CHANNEL)),
     ([*EXPLAIN, "--sums", "exact"], "sums: expected 'exact' for int8"), ([*EXPLAIN, "--rotation", "64"], "--rotation: expected"),
     (["explain", "1", "64", "192", "--rotation", "128"], "--rotation: expected 128, and K a multiple"),
     ([*EXPLAIN, "--top-k", "2"], "--top-k: expected"), ([*EXPLAIN, "--experts", "4", "--top-k", "5"], "at most --experts"),
