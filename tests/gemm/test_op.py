@@ -440,7 +440,12 @@ OPS = ", ".join(f"torch.ops.jitgemm.{name}.default" for name in NAMES)
 
 def test_every_op_that_is_defined_is_looked_for_below():
     texts = (path.read_text(encoding="utf-8") for path in (REPOSITORY / "jitgemm").rglob("*.py"))
-    named = [*NAMES, "exchange_experts", "invariant_linear", "invariant_experts"]  # of layers: they come with jitgemm.nn
+    named = [
+        *NAMES,
+        "exchange_experts",
+        "invariant_linear",
+        "invariant_experts",
+    ]  # of layers: they come with jitgemm.nn
     assert sorted(named) == sorted(name for text in texts for name in re.findall(r'define_op\(\s*f?"(\w+)[({]', text))
 
 

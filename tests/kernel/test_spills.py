@@ -14,6 +14,7 @@ import torch
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.entry import MAX_SPILL_BYTES
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
@@ -41,9 +42,22 @@ cases = pytest.mark.parametrize(("spec", "sizes"), SPILLING.values(), ids=SPILLI
 @pytest.mark.nvrtc
 @cases
 def test_a_legal_call_compiles_whatever_spills(tmp_path, spec, sizes):
-    cache = KernelCache([tmp_path])
-    for kernel in dict.fromkeys((spec, choose(Problem(*sizes, spec.lhs, spec.format), DEVICES["h200"]))):
+    kernels = spec, choose(Problem(*sizes, spec.lhs, spec.format), DEVICES["h200"])
+    compile_and_compare(KernelCache([tmp_path]), kernels)
+
+
+@pytest.mark.nvrtc
+def test_kernels_that_once_spilled_too_much_to_be_called_compile(tmp_path):
+    e4m3 = WeightFormat(256, True, "fp32")
+    spec = KernelSpec("e4m3", e4m3, block_m=64, stages=7, split_k=6, reduce_scatter=True, **TWO_CTAS)
+    chosen = choose(Problem(129, 1032, 1280, "s8", S8_128), DEVICES["h200"])
+    compile_and_compare(KernelCache([tmp_path]), (spec, chosen))
+
+
+def compile_and_compare(cache, kernels):
+    for kernel in dict.fromkeys(kernels):
         entry, _ = cache.get_or_compile(kernel_source(kernel))
+        assert entry.metadata["spill_bytes"] <= MAX_SPILL_BYTES and not entry.metadata["serialised"]
         assert bool(entry.metadata["spill_bytes"]) == ("spills" in entry.slow_because)
 
 

@@ -17,7 +17,7 @@ CEILINGS = {
     "branches on a code": 14,
     "formats": 0,
     "gemm_w4a8_nt: files": 34,
-    "gemm_w4a8_nt: lines": 7_160,
+    "gemm_w4a8_nt: lines": 7_170,
     "fused_experts: files": 45,
     "fused_experts: lines": 9_400,
     "load_: files": 85,

@@ -308,6 +308,7 @@ MXFP4 = WeightFormat(0, False, "bf16", "e2m1", code="e2m1")
         (Problem(24000, 4096, 768, "e4m3", MXFP4, experts=128), (104, 192, 1)),
         (Problem(3000, 5120, 4096, "s8", INT8, experts=16), (224, 128, 2)),
         (Problem(24000, 1536, 4096, "s8", TWO_LEVEL, experts=128), (224, 128, 2)),
+        (Problem(24000, 4096, 768, "s8", TWO_LEVEL, experts=128), (224, 128, 2)),
     ],
 )
 def test_experts_of_4_bits_take_a_height_between_where_it_was_measured_to_win(problem, tile):
@@ -316,6 +317,11 @@ def test_experts_of_4_bits_take_a_height_between_where_it_was_measured_to_win(pr
     assert (spec.block_m, spec.block_n, spec.multicast_lhs) == tile
     byte = WeightFormat(0, False, "fp32", problem.lhs, code="int8" if problem.lhs == "s8" else "e4m3")
     assert not legal.kernels(problem.lhs, byte, H200, "bf16", tile[0], spec.experts)
+
+
+def test_int8_experts_of_few_columns_take_no_height_between():
+    """It lost there; two levels, above, won."""
+    assert choose(Problem(24000, 4096, 768, "s8", INT8, experts=128), H200).block_m not in legal.FINER_MS
 
 
 def test_tiles_follow_the_rows_of_an_expert_and_not_those_of_all():
