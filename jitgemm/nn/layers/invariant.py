@@ -3,9 +3,8 @@
 Ranks that share k, "k":
 
 1. A token has one scale, its largest value's over all ranks: each quantises its columns, the scales' maximum is found
-  (a
-   scale is a monotone function of the largest value), and each quantises again by that. Not with a static scale, nor
-   with scales per 128 columns, which are each rank's own.
+   (a scale is a monotone function of the largest value), and each quantises again by that. Not with a static scale,
+   nor with scales per 128 columns, which are each rank's own.
 2. int8 per channel and in two levels: the sums are integers. They travel as int32 and add up in any order; then
    out = float(sum) * channel_scale * token_scale + bias, each operation rounded to fp32, and out's type.
 3. Others: k is cut into chunks: as many as ranks may be at most (`tp_ranks` of a layer, CHUNKS where nobody says
