@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it
 transformers = pytest.importorskip("transformers")
 
 import mxfp4
+import vllm_layers  # noqa: F401  the processes of ranks need what it defines
 from safetensors.torch import load_file, save_file
 from served_layers import CONFIGS, SHARDS, mixture, scheme, stored
 from vllm.config import set_current_vllm_config
