@@ -69,9 +69,9 @@ def run(tmp_path):
 
 def test_some_faults_are_chosen_and_printed_as_json_and_what_does_not_end_is_found(run):
     loop = fault("loop", "    return x + x", "    while True:\n        pass")
-    status, output = run(fault("sum", *SUM), loop, arguments=["--only", "oo", "--json", "--limit", "2"])
+    status, output = run(fault("sum", *SUM), loop, arguments=["--only", "oo", "--json", "--limit", "6"])
     (found,) = json.loads(output[output.index("[") : output.rindex("]") + 1])
-    assert status == 0 and (found["name"], found["verdict"], found["by"]) == ("loop", "found", "no end within 2 s")
+    assert status == 0 and (found["name"], found["verdict"], found["by"]) == ("loop", "found", "no end within 6 s")
 
 
 WRONG = {
