@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from benchmark_lib.timing import slowest_rank_us
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -105,7 +105,7 @@ class AsVllm:
         return out
 
 
-def time_us(call: Callable[..., Any], inputs: list[Routed], replays: int = 12) -> float:
+def time_us(call: Callable[..., Any], inputs: list[Routed]) -> float:
     """Of one call: the slower rank's median over replays of a graph with one for each routing, three times over."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -118,18 +118,7 @@ def time_us(call: Callable[..., Any], inputs: list[Routed], replays: int = 12) -
     with torch.cuda.graph(graph, stream=side):
         for given in 3 * inputs:
             call(*given)
-    found = []
-    for _ in range(replays):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / (3 * len(inputs)))
-    slowest = torch.tensor(statistics.median(found[2:]), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    return slowest_rank_us(graph, 3 * len(inputs))
 
 
 def start(rank: int, world: int, folder: str) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from benchmark_lib.timing import slowest_rank_us
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
@@ -89,18 +89,7 @@ def time_us(layers: list[torch.nn.Module], x: torch.Tensor) -> float:
     with torch.cuda.graph(graph):
         for i in range(calls):
             layers[i % len(layers)](x)
-    found = []
-    for _ in range(12):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / calls)
-    slowest = torch.tensor(statistics.median(found[2:]), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    return slowest_rank_us(graph, calls)
 
 
 def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], rows: list[int]) -> None:
