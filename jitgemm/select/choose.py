@@ -67,11 +67,12 @@ def _costed(
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
     asked = IN_ORDER if problem.in_order else _order_of(problem, device) if problem.batch_invariant else None
     rows = cost.most_rows(problem.experts, problem.m, problem.rows_vary)
-    short = problem.lhs == "s8" and problem.k < legal.FINER_GROUPED_K and not problem.format.decodes_slowly
+    fast = problem.lhs == "s8" and not problem.format.decodes_slowly
+    few_columns = problem.experts > 0 and fast and problem.k < legal.FINER_GROUPED_K
     for block_m in legal.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
-        if problem.experts and short and block_m in legal.FINER_MS:
+        if few_columns and block_m in legal.FINER_MS:
             continue
         formats = problem.lhs, problem.format, device, problem.out
         for spec, costs in _costed(*formats, block_m, problem.table_size, problem.lhs_group, problem.sums):
