@@ -5,25 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engines import load, load_experts, process, vllm
-from served_layers import (
-    BF16,
-    CONFIGS,
-    SAVED,
-    SHARDS,
-    dense_of,
-    expert_tensors,
-    mixture,
-    packed_module,
-    routed,
-    stored,
-)
-
-__all__ = [
-    "BF16", "CONFIGS", "SAVED", "SHARDS", "applied", "dense_of", "expert_tensors", "gate_up", "load", "load_experts", "made",
-    "mixture", "packed_module", "process", "routed", "row", "stored", "told",
-]  # fmt: skip
-applied = vllm.run_experts
+from engines import vllm
+from served_layers import BF16
 
 
 def made(config: Any, options: dict[str, Any] | None = None) -> Any:

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import load_experts, vllm
 from ranks import two_ranks
-from vllm_cases import CONFIGS, applied, expert_tensors, load_experts, made, routed
+from served_layers import CONFIGS, expert_tensors, routed
+from vllm_cases import made
 from vllm_layers import experts, rank, show
 
 from jitgemm.nn.layers.sharding import ExpertSharding
@@ -89,7 +91,7 @@ def of_own_tokens(mesh, name):
         assert method.supports_internal_mk and method.moe_kernel is None
         for counts in ((5, 3), (0, 8), (1, 0)):
             x, ids, weights = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
-            found, wanted = (applied(each, x, ids, weights) for each in (layer, whole))
+            found, wanted = (vllm.run_experts(each, x, ids, weights) for each in (layer, whole))
             assert found.shape == x.shape and found.dtype == x.dtype
             if len(x):
                 far = max(far, float((found - wanted).double().norm() / wanted.double().norm()))

@@ -8,23 +8,9 @@ import builders
 import pytest
 import ranks
 import torch
-from vllm_cases import (
-    BF16,
-    CONFIGS,
-    SAVED,
-    SHARDS,
-    applied,
-    dense_of,
-    gate_up,
-    load,
-    load_experts,
-    made,
-    process,
-    routed,
-    row,
-    stored,
-    told,
-)
+from engines import load, load_experts, process, vllm
+from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, routed, stored
+from vllm_cases import gate_up, made, row, told
 from vllm_layers import experts, rank, show
 
 import jitgemm.vllm.config as configs
@@ -136,14 +122,14 @@ def divided_experts(mesh) -> torch.Tensor:
     with rank(number, 2, mesh.get_group()):
         layer = loaded_experts(ep=(number, 2))
         assert layer.jitgemm.num_experts == 2 and layer.jitgemm.batch_invariant
-        out = applied(layer, *routed(4))
+        out = vllm.run_experts(layer, *routed(4))
         torch.distributed.all_reduce(out, group=mesh.get_group())
         return out
 
 
 def test_experts_that_are_whole_on_a_rank_have_one_ranks_bits(two):
     with rank():
-        expected = applied(loaded_experts(), *routed(4))
+        expected = vllm.run_experts(loaded_experts(), *routed(4))
     assert expected.abs().max() > 0
     assert all(builders.same_bits(found, expected) for found in two(divided_experts))
 
