@@ -208,7 +208,7 @@ def test_a_models_warmup_warns_of_what_it_could_not_store_and_calls_find_it_agai
 
 
 @pytest.mark.nvrtc
-def test_ctrl_c_ends_a_warmup_soon_and_keeps_what_is_compiled(cache_dir):
+def test_ctrl_c_ends_a_warmup_within_a_second_and_keeps_what_is_compiled(cache_dir):
     command = [sys.executable, "-m", "jitgemm", "warmup", "--shape", "4096,4096", "--device", "h200", "--jobs", "2"]
     process = subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_a_warmup_soon_and_keeps_what_is_compiled(cache_dir):
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert time.monotonic() - pressed < 4  # a second, on an idle machine
+    assert time.monotonic() - pressed < 1.5
     assert re.search(r"interrupted: \d+ of \d\d+ compiled", stderr) and "Traceback" not in stderr and not stdout
     left = {path.suffix for path in cache_dir.iterdir()}
     assert left <= {".jgk", ".lock", ".tmp"} and ".jgk" in left
