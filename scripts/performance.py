@@ -83,8 +83,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "28672,4096", "--shape", "4096,14336", "--shape", "7168,18432", "--m", "512,4096",
     ),
     "moe_h200": _benchmark(
-        "e4m3_g128 e4m3_g128_f16 int8_g128 int8_ch", "--moe", "--peer", "none", "--rounds", "2",
-        "--peers-from", "docs/performance/moe_peers_h200.json",
+        "e4m3_g128 e4m3_g128_f16 int8_g128 int8_2l int8_ch", "--moe", "--peer", "torch", "--peer", "hum_fp8_g128",
+        "--peer", "hum_int8_ch", "--rounds", "2", "--peers-from", "docs/performance/moe_peers_h200.json",
     ),
     "moe_g32_h200": _benchmark(
         "e4m3_g32 e4m3_g32_f16 int8_g32", "--moe", "--peer", "none", "--rounds", "2", "--preset", "kimi-k2-ep8",
@@ -618,7 +618,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         experts, {"w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks",
                   "w8_e4m3_block_b128": "both in blocks", "dg_fp8_block": "DeepGEMM", "dg_fp8_block_masked": "masked",
                   "fp8row": "FP8", "bf16": "bf16"})),
-    "experts": ("moe_h200", partial(experts, OURS | PEERS)),
+    "experts": ("moe_h200", partial(experts, OURS | {"int8_2l": "int8, two levels"} | PEERS)),
     "experts-g32": ("moe_g32_h200", partial(
         experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
     "experts-divided": ("experts_h100", partial(
