@@ -105,11 +105,6 @@ class Mixture(Model):
         return self.experts(h, ids, weights)
 
 
-INVARIANT_PLAN = {
-    **{name: ColwiseParallel(tp_invariant=True) for name in ("q", "k", "v", "gate", "up")},
-    **{name: RowwiseParallel(tp_invariant=True) for name in ("o", "down")},
-}
-MIXTURE_PLAN = {name: INVARIANT_PLAN[name] for name in "qkvo"} | {"experts": ExpertParallel(tp_invariant=True)}
 KINDS = {
     "int8, per channel": {"activation": "int8", "group_size": "channel", "clip_steps": 0},
     "two levels": {"activation": "int8", "scheme": "two-level"},
@@ -127,8 +122,12 @@ def model_of(kind: str, device: str = "cpu", options: dict | None = None) -> Mod
     return model.to(device)
 
 
-def plan_of(model: Model) -> dict:
-    return MIXTURE_PLAN if isinstance(model, Mixture) else INVARIANT_PLAN
+def plan_of(model: Model, exchange: str = "collectives") -> dict:
+    rows = RowwiseParallel(tp_invariant=True, exchange=exchange)
+    plan = dict.fromkeys("qkv", ColwiseParallel(tp_invariant=True)) | {"o": rows}
+    if isinstance(model, Mixture):
+        return plan | {"experts": ExpertParallel(tp_invariant=True)}
+    return plan | dict.fromkeys(("gate", "up"), plan["q"]) | {"down": rows}
 
 
 @torch.no_grad()

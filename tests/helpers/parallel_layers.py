@@ -138,7 +138,10 @@ def layer_of_experts(kind: str) -> PackedExperts:
     return W8A8Experts(*(quantize_w8(weight, lhs_dtype=torch.int8) for weight in made), activation="int8")
 
 
-def in_a_graph(layer: torch.nn.Module, *given: torch.Tensor) -> torch.Tensor:
+def in_a_graph(layer: torch.nn.Module, *given: torch.Tensor, collectives: bool = False) -> torch.Tensor:
+    """What a CUDA graph of the layer gives; called once more where it has collectives that no graph captures."""
+    if collectives and not ranks.apart():
+        return layer(*given)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(2):

@@ -1,4 +1,9 @@
-"""Processes that run the same function, two or more: gloo on the CPU, NCCL where each has a GPU of its own."""
+"""Processes that run the same function, two or more: gloo on the CPU, NCCL where each has a GPU of its own.
+
+Where GPUs are fewer than ranks, all ranks share the first. Kernels that reach the others' memory run there, too, in
+turns: a kernel that waits for another process is interrupted. NCCL does not: gloo then moves tensors through the host,
+and no CUDA graph captures it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -18,19 +24,40 @@ import torch.multiprocessing as mp
 WORLD = 2
 LIMIT_S = 60
 """After which a rank that does not answer counts as hung."""
+GRACE_S = 2
+"""The same, once another rank has failed: it may wait for that one."""
+
+OF_ONE_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""What PyTorch's symmetric memory needs to map buffers of ranks that share a GPU."""
 
 
-def _serve(rank: int, folder: str, backend: str, pipe: Any, world: int) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+def apart(world: int = WORLD) -> bool:
+    """Whether each rank has a GPU of its own."""
+    return torch.cuda.device_count() >= world
+
+
+needs_gpu = pytest.mark.skipif(not apart(1), reason="needs a GPU: other processes run no emulator")
+needs_nccl = pytest.mark.skipif(not apart(), reason=f"needs NCCL, and that {WORLD} GPUs of one host")
+
+
+def join(rank: int, folder: str, device: str, world: int = WORLD, limit_s: float = LIMIT_S) -> dist.DeviceMesh:
+    """The mesh of all ranks, of which this process becomes one; device: "cpu" or "cuda"."""
+    own = device == "cuda" and apart(world)
+    if device == "cuda":
+        torch.cuda.set_device(rank if own else 0)
+        os.environ.update({} if own else OF_ONE_DEVICE)
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=LIMIT_S * world // WORLD), device_id=None if device.type == "cpu" else device,
+        "nccl" if own else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=limit_s), device_id=torch.device("cuda", rank) if own else None,
     )  # fmt: skip
-    mesh = dist.device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
+    # init_device_mesh would have NCCL beside gloo where there is a GPU.
+    return dist.DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("tp",))
+
+
+def _serve(rank: int, folder: str, device: str, pipe: Any, world: int, limit_s: float) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    mesh = join(rank, folder, device, world, limit_s)
     while True:
         run, arguments = pipe.recv()
         try:
@@ -40,43 +67,72 @@ def _serve(rank: int, folder: str, backend: str, pipe: Any, world: int) -> None:
             pipe.send((None, traceback.format_exc()))
 
 
+class _Ranks:
+    """Called with a function, runs it on every rank; the processes start with the first call, and after one hung."""
+
+    def __init__(self, folder: Path, device: str, world: int):
+        self.folder, self.device, self.world, self.limit_s = folder, device, world, LIMIT_S * world // WORLD
+        self.started, self.processes, self.pipes = 0, [], []
+
+    def start(self) -> None:
+        # On the CPU of a process that has imported what all of them need; CUDA's are not to be forked.
+        context = mp.get_context("forkserver" if self.device == "cpu" else "spawn")
+        if self.device == "cpu":
+            context.set_forkserver_preload(
+                ["pytest", "torch._dynamo", "torch.distributed.tensor.parallel", "jitgemm.nn.parallel"]
+            )
+        self.started += 1
+        folder = self.folder / f"start{self.started}"
+        folder.mkdir()
+        for rank in range(self.world):
+            mine, theirs = context.Pipe()
+            given = rank, str(folder), self.device, theirs, self.world, self.limit_s
+            self.processes.append(context.Process(target=_serve, args=given, daemon=True))
+            self.processes[-1].start()
+            theirs.close()  # so that the process's end ends the pipe
+            self.pipes.append(mine)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self.processes, self.pipes = [], []
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if not self.pipes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while waiting := [pipe for rank, pipe in enumerate(self.pipes) if rank not in results | errors]:
+            ready = connection.wait(waiting, GRACE_S if errors else self.limit_s)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    results[rank], error = pipe.recv()
+                except EOFError:
+                    error = "the process ended"
+                if error is not None:
+                    errors[rank] = error
+        if len(results) < self.world:
+            self.end()
+        if errors:
+            raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
+        if waiting:
+            raise TimeoutError(f"ranks did not answer within {self.limit_s} s; those that did: {results}")
+        return [results[rank] for rank in range(self.world)]
+
+
 @contextmanager
-def two_ranks(folder: Path, backend: str = "gloo", world: int = WORLD) -> Iterator[Callable[..., list[Any]]]:
+def two_ranks(folder: Path, device: str = "cpu", world: int = WORLD) -> Iterator[Callable[..., list[Any]]]:
     """run(function, *arguments): what function(mesh, *arguments) returned on each rank, of two, or of `world`.
 
     The function is one of a module; what it returns goes through pickle. A failure on any rank is raised.
     """
-    # On the CPU of a process that has imported what all of them need; CUDA's are not to be forked.
-    context, limit_s = mp.get_context("forkserver" if backend == "gloo" else "spawn"), LIMIT_S * world // WORLD
-    if backend == "gloo":
-        context.set_forkserver_preload(
-            ["pytest", "torch._dynamo", "torch.distributed.tensor.parallel", "jitgemm.nn.parallel"]
-        )
-    pipes, processes = [], []
-    for rank in range(world):
-        mine, theirs = context.Pipe()
-        processes.append(context.Process(target=_serve, args=(rank, str(folder), backend, theirs, world), daemon=True))
-        processes[-1].start()
-        pipes.append(mine)
-
-    def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        for pipe in pipes:
-            pipe.send((function, arguments))
-        answers: dict[int, Any] = {}
-        while len(answers) < world:
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-            ready = connection.wait(waiting, limit_s)
-            if not ready:
-                raise TimeoutError(f"ranks did not answer within {limit_s} s; those that did: {answers}")
-            for pipe in ready:
-                answers[pipes.index(pipe)] = pipe.recv()
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in sorted(answers.items()) if error is not None]
-        if errors:
-            raise AssertionError("\n".join(errors))
-        return [answers[rank][0] for rank in range(world)]
-
+    run = _Ranks(folder, device, world)
     try:
         yield run
     finally:
-        for process in processes:
-            process.kill()
+        run.end()

@@ -1,8 +1,10 @@
-"""Layers divided among ranks: two processes with gloo on the CPU; with NCCL where there are two GPUs."""
+"""Layers divided among ranks: two processes with gloo on the CPU."""
 
 from __future__ import annotations
 
 import copy
+import os
+import time
 from dataclasses import replace
 
 import builders
@@ -52,6 +54,17 @@ def both(tmp_path_factory):
 
 
 # ---- what runs on every rank -----------------------------------------------------------------------------------------
+
+
+def fails_alone(mesh, how: str) -> int:
+    """On rank 0: by an exception, or as the process ends; rank 1 waits for it."""
+    if mesh.get_local_rank() == 0 and how == "raises":
+        raise KeyError("of rank 0")
+    if mesh.get_local_rank() == 0 and how == "ends":
+        os._exit(1)
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return int(total)
 
 
 def colwise(mesh, name: str) -> tuple:
@@ -730,3 +743,16 @@ def test_transformers_divides_the_model_by_its_own_plan(both, stored, floats, qu
     needs_plans()
     first, second = both(from_pretrained, floats if quantising else stored, quantising)
     assert builders.same_bits(first, second)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "rank 0: .*KeyError: 'of rank 0'"), ("ends", "rank 0: the process ended")]
+)
+def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path, how, said):
+    with ranks.two_ranks(tmp_path) as run:
+        assert run(fails_alone, "does not") == [2, 2]
+        began = time.monotonic()
+        with pytest.raises(AssertionError, match=f"(?s){said}"):
+            run(fails_alone, how)
+        assert time.monotonic() - began < ranks.LIMIT_S / 4
+        assert run(fails_alone, "does not") == [2, 2]  # of new processes

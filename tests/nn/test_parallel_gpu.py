@@ -1,4 +1,4 @@
-"""Layers divided among two GPUs of one host, with NCCL: against the whole layer, in CUDA graphs, compiled."""
+"""Layers divided among two ranks with a GPU each, or with one: against the whole layer, in CUDA graphs, compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import builders
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from parallel_layers import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, in_a_graph, layer_of_experts, of_rank, x_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -23,14 +22,12 @@ from jitgemm.moe import exchange
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.parallel.styles import EXCHANGES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, ranks.needs_gpu]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    if torch.cuda.device_count() < ranks.WORLD:
-        pytest.skip(f"needs {ranks.WORLD} GPUs of one host: found {torch.cuda.device_count()}")
-    with ranks.two_ranks(tmp_path_factory.mktemp("ranks"), "nccl") as run:
+    with ranks.two_ranks(tmp_path_factory.mktemp("ranks"), "cuda") as run:
         yield run
 
 
@@ -54,7 +51,7 @@ def layers(mesh, name: str) -> torch.Tensor:
     layer = parallelize_module(copy.deepcopy(whole), mesh, RowwiseParallel())
     out = layer(mine)
     assert builders.same_bits(out, each[0] + each[1])
-    assert builders.same_bits(in_a_graph(layer, mine), out)
+    assert builders.same_bits(in_a_graph(layer, mine, collectives=True), out)
     return out.cpu()
 
 
@@ -77,7 +74,7 @@ def a_model(mesh) -> torch.Tensor:
     parallelize_module(model, mesh, {name: style() for name, style in PLAN.items()})
     out = model(x)
     assert (out - expected).norm() < 0.05 * expected.norm()
-    assert builders.same_bits(in_a_graph(model, x), out)
+    assert builders.same_bits(in_a_graph(model, x, collectives=True), out)
     compiled = torch.compile(model, fullgraph=True)
     assert (compiled(x) - out).norm() < 0.05 * out.norm()  # quantisers compute norms and gates, which round nothing
     return out.cpu()
@@ -94,7 +91,7 @@ def divided_experts(mesh, kind: str) -> None:
         assert out.shape == expected.shape and (not tokens or near(out, expected))
         out = fixed(*given)
         assert out.shape == expected.shape and (not tokens or near(out, expected))
-        assert builders.same_bits(in_a_graph(fixed, *given), out)
+        assert builders.same_bits(in_a_graph(fixed, *given, collectives=True), out)
     layer = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel())
     given = [each.cuda() for each in of_rank(0, 9, torch.bfloat16)]
     assert near(layer(*given), whole(*given))
@@ -206,6 +203,7 @@ def test_divided_layers(both, name):
     assert builders.same_bits(first, second)
 
 
+@ranks.needs_nccl
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_of_dtensors_through_whole_layers(both, name):
     both(on_rows, name)
@@ -228,12 +226,7 @@ def one_rank_ends(rank: int, folder: str, said: str, by_signal: bool) -> None:
     """Rank 0's call ends between dispatch and collect, or its process does; rank 1's call waits for it."""
     sys.stderr = open(said, "w")
     os.dup2(sys.stderr.fileno(), 2)  # the driver writes there
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/one", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
-    )
-    mesh = dist.device_mesh.init_device_mesh("cuda", (2,))
-    _, nvlink = both_exchanges(mesh, "e4m3", 8)
+    _, nvlink = both_exchanges(ranks.join(rank, folder, "cuda"), "e4m3", 8)
     given = tokens_of(rank, 5, torch.bfloat16)
     with torch.no_grad():
         nvlink(*given)
@@ -259,8 +252,6 @@ def one_rank_ends(rank: int, folder: str, said: str, by_signal: bool) -> None:
 
 @pytest.mark.parametrize("by_signal", [False, True], ids=["raised", "was killed"])
 def test_a_rank_whose_other_one_ended_stops_with_a_message(tmp_path, monkeypatch, by_signal):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs of one host")
     monkeypatch.setenv("JITGEMM_EXCHANGE_TIMEOUT_S", str(LIMIT_S))
     context = torch.multiprocessing.get_context("spawn")
     said = [tmp_path / f"rank{rank}" for rank in range(2)]

@@ -12,7 +12,6 @@ import torch
 from emulator.launch import emulate
 from invariant_layers import (
     CASES,
-    INVARIANT_PLAN,
     KINDS,
     K,
     Model,
@@ -163,7 +162,7 @@ def greedy(mesh, whole: Model) -> list[tuple[list[int], torch.Tensor]]:
 
 def loaded(mesh, folder: str) -> list[tuple[list[int], torch.Tensor]]:
     """By a plan of names, on one rank, two and four."""
-    plan, found = {name: "rowwise" if name in ("o", "down") else "colwise" for name in INVARIANT_PLAN}, []
+    plan, found = {name: "rowwise" if name in ("o", "down") else "colwise" for name in plan_of(Model())}, []
     for world in (1, 2, 4):
         model = Model()
         jitgemm.nn.load_(model, folder, tp=mesh_of(world), tp_plan=plan, tp_invariant=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import load_experts, vllm
-from ranks import two_ranks
+from ranks import needs_gpu, two_ranks
 from served_layers import CONFIGS, expert_tensors, routed
 from vllm_cases import made
 from vllm_layers import experts, rank, show
@@ -87,10 +87,12 @@ def of_own_tokens(mesh, name):
         method.split = ExpertSharding(mesh.get_group(), number, 2, 2, exchanges=True, max_tokens=8, nvlink=True)
         for each in (whole, layer):
             load_experts(each, "m.experts", tensors)
+            each.to(mesh.device_type)
             each.quant_method.process_weights_after_loading(each)
         assert method.supports_internal_mk and method.moe_kernel is None
         for counts in ((5, 3), (0, 8), (1, 0)):
-            x, ids, weights = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
+            given = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
+            x, ids, weights = (each.to(mesh.device_type) for each in given)
             found, wanted = (vllm.run_experts(each, x, ids, weights) for each in (layer, whole))
             assert found.shape == x.shape and found.dtype == x.dtype
             if len(x):
@@ -98,10 +100,16 @@ def of_own_tokens(mesh, name):
     return far
 
 
-@pytest.mark.parametrize("name", ["packed", "packed-int8", "fp8", "mxfp4"])
-def test_a_rank_gets_the_results_of_its_own_tokens(tmp_path, name):
-    """Of two processes without GPUs: jitgemm's collectives stand for its kernels."""
-    with two_ranks(tmp_path) as run:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in ("packed", "packed-int8", "fp8", "mxfp4")),
+        pytest.param("packed", "cuda", marks=[pytest.mark.gpu, needs_gpu]),
+    ],
+)
+def test_a_rank_gets_the_results_of_its_own_tokens(tmp_path, name, device):
+    """Of two processes; without GPUs jitgemm's collectives stand for its kernels."""
+    with two_ranks(tmp_path, device) as run:
         assert max(run(of_own_tokens, name)) < 2**-7  # each rank rounds its sum to bf16
 
 
