@@ -27,8 +27,10 @@ LIMIT_S = 60
 GRACE_S = 2
 """The same, once another rank has failed: it may wait for that one."""
 
-OF_ONE_DEVICE = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""What PyTorch's symmetric memory needs to map buffers of ranks that share a GPU."""
+OF_ONE_DEVICE = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+"""What PyTorch's symmetric memory needs to map buffers of ranks that share a GPU, and gloo on any host."""
 
 
 def apart(world: int = WORLD) -> bool:
