@@ -385,6 +385,8 @@ CALIBRATED = (
         "groups of 128, e4m3, 37 of 126 layers in 8 bits",
         "`--scheme int4 --keep-8bit AUTO`",
     ),
+    ("mxfp4 calibrated", "MXFP4, e4m3", "`--scheme mxfp4`"),
+    ("mxfp4 calibrated, rotated", "the same, rotated", "`--scheme mxfp4 --rotation 128`"),
     ("8 bits calibrated", "8 bits, e4m3", "`--bits 8`"),
     ("8 bits calibrated, rotated", "the same, rotated", "`--bits 8 --rotation 128`"),
     ("8 bits calibrated, int8", "8 bits, int8", "`--bits 8 --activation int8`"),
@@ -409,10 +411,10 @@ UNCALIBRATED = (
     ("8 bits, int8, rotated", "the same, rotated"),
 )
 ON_NEWS = tuple((row, words) for row, words, _ in CALIBRATED if row in (
-    "two levels calibrated, rotated", "two levels calibrated", "g128 calibrated")) + (
+    "two levels calibrated, rotated", "two levels calibrated", "g128 calibrated", "mxfp4 calibrated")) + (
     ("8 bits calibrated, int8, rotated", "8 bits, int8, rotated"),
 )  # fmt: skip
-SMOLLM = ON_NEWS[:-1] + (
+SMOLLM = ON_NEWS[:-2] + (
     ("8 bits calibrated", "8 bits, e4m3"), ("8 bits calibrated, int8", "8 bits, int8"), ON_NEWS[-1],
 )  # fmt: skip
 
@@ -442,6 +444,7 @@ CHOICES = (
     ("groups of 32, e4m3", "4.5", "g32 calibrated", "e4m3_g32"),
     ("groups of 128, zero points, e4m3", "4.2", "g128 calibrated, zero points", "e4m3_g128z"),
     ("groups of 128, rotated, int8", "4.125", "g128 calibrated, int8, rotated", "int8_g128"),
+    ("MXFP4, e4m3; time with a base a row", "4.25", "mxfp4 calibrated", "mxfp4_ch"),
     ("8 bits, e4m3", "8", "8 bits calibrated", "w8_e4m3_ch"),
     ("8 bits, rotated, int8", "8", "8 bits calibrated, int8, rotated", "w8_int8_ch"),
 )
