@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,24 +62,26 @@ class WeightParts:
     lhs_dtype: torch.dtype | None = None
     bits: int = 4
     correction: bool = False
+    sums: str = "f32"
 
     @property
     def packed(self) -> W4Weight | W8Weight:
         if self.bits == 8:
             return pack_w8(self.q, self.scale, group_size=self.group_size)
-        return pack_w4(
+        weight = pack_w4(
             self.q, self.scale, self.zero, offset=self.offset, permutation=self.permutation,
-            group_size=self.group_size, k=self.q.shape[1], lhs_dtype=self.lhs_dtype, correction=self.correction,
+            group_size=self.group_size, k=self.q.shape[-1], lhs_dtype=self.lhs_dtype, correction=self.correction,
         )  # fmt: skip
+        return weight if self.sums == "f32" else weight.with_sums(self.sums)
 
     def dequantize_fp64(self) -> torch.Tensor:
-        """The definition, element by element: (q - zero) * scale + offset in fp64 [n, k]."""
-        group = torch.arange(self.q.shape[1], device=self.q.device) // self.group_size
+        """The definition, element by element: (q - zero) * scale + offset in fp64 [n, k], or of experts."""
+        group = torch.arange(self.q.shape[-1], device=self.q.device) // self.group_size
         d = self.q.double()
         if self.zero is not None:
-            d = d - self.zero.double()[:, group]
-        d = d * self.scale.double()[:, group]
-        return d if self.offset is None else d + self.offset.double()[:, group]
+            d = d - self.zero.double()[..., group]
+        d = d * self.scale.double()[..., group]
+        return d if self.offset is None else d + self.offset.double()[..., group]
 
 
 def weight_parts(
@@ -139,16 +141,16 @@ def weight_parts(
     return WeightParts(q, scale, zero, group_size, added, lhs_dtype=lhs_dtype, bits=bits, correction=correction)
 
 
+def stacked(each: Sequence[WeightParts]) -> WeightParts:
+    """Those of a weight of experts, from each expert's."""
+    tensors = {name: [getattr(parts, name) for parts in each] for name in ("q", "scale", "zero", "offset")}
+    given = {name: torch.stack(of) for name, of in tensors.items() if of[0] is not None}
+    return replace(each[0], **given)
+
+
 def weight_of_experts(experts: int = 5, n: int = 72, k: int = 256, group_size: int = 128, **options: Any) -> W4Weight:
     """Random weights of experts, the seed of each its number; options as `weight_parts`."""
-    parts = [weight_parts(seed, n, k, group_size, **options) for seed in range(experts)]
-    stack = {
-        name: torch.stack([getattr(each, name) for each in parts])
-        for name in ("q", "scale", "zero", "offset")
-        if getattr(parts[0], name) is not None
-    }
-    lhs_dtype, correction = parts[0].lhs_dtype, parts[0].correction
-    return pack_w4(**stack, group_size=parts[0].group_size, k=k, lhs_dtype=lhs_dtype, correction=correction)
+    return stacked([weight_parts(seed, n, k, group_size, **options) for seed in range(experts)]).packed
 
 
 def lhs(
@@ -238,18 +240,6 @@ def affine_lhs(
 
 def bias(seed: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
     return torch.randn(n, generator=generator(seed)).to(dtype).to(device)
-
-
-def all_codes_all_zeros(n: int = 128, group_size: int = 32, k: int = 544) -> WeightParts:
-    """A zero-point weight in which every code meets every zero point 0..16, in every row."""
-    if k < 17 * group_size or group_size < 16:
-        raise ValueError("k must hold 17 groups of at least 16")
-    groups = ceil_div(k, group_size)
-    row, column = torch.arange(n)[:, None], torch.arange(k)[None, :]
-    q = ((row + column) % 16).to(torch.uint8)
-    zero = ((row + torch.arange(groups)[None, :]) % 17).to(torch.uint8)
-    scale = torch.full((n, groups), 2.0**-4, dtype=torch.bfloat16)
-    return WeightParts(q, scale, zero, group_size)
 
 
 def canonical(q: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -103,33 +103,15 @@ def rows_of(lhs: tuple[torch.Tensor, ...], rows: torch.Tensor | slice) -> tuple[
     return x.view(torch.uint8)[rows].view(x.dtype), *(each[rows] for each in scales)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Parts of experts, or of a weight with other sums."""
-
-    packed: Any
-    each: list[builders.WeightParts]
-    dense: bool
-
-    def dequantize_fp64(self) -> torch.Tensor:
-        found = [parts.dequantize_fp64() for parts in self.each]
-        return found[0] if self.dense else torch.stack(found)
-
-
 def _plain(
     seed: int, n: int, k: int, experts: int | None = None, device: str = "cpu", group: int = 128, sums: str = "f32",
     **form: Any,
-):  # fmt: skip
+) -> builders.WeightParts:  # fmt: skip
     """int4, or 8 bits of a type: as `builders.weight_parts` makes them."""
-    if group >= k or not group:  # offsets and corrections need groups, which a short row does not have
-        form = {name: value for name, value in form.items() if name not in ("offset", "correction")}
-    make = partial(builders.weight_parts, n=n, k=k, group_size=group, device=device, **form)
-    if experts is None and sums == "f32":
-        return make(seed)
-    each = [make(seed + e) for e in range(experts or 1)]
-    weight = type(each[0].packed).stacked(experts, lambda e: each[e].packed) if experts else each[0].packed
-    weight = weight.with_sums(sums) if weight.format.group_size and sums != "f32" else weight
-    return Packed(weight, each, experts is None)
+    if group >= k or not group:  # a short row has no groups, which offsets, corrections and other sums need
+        form, sums = {name: value for name, value in form.items() if name not in ("offset", "correction")}, "f32"
+    each = [builders.weight_parts(seed + e, n, k, group, device=device, **form) for e in range(experts or 1)]
+    return replace(builders.stacked(each) if experts else each[0], sums=sums)
 
 
 def _form(label: str, lhs: str = "e4m3", blocks: bool = True, **form: Any) -> Kind:
@@ -154,6 +136,53 @@ FORMS = KINDS | {
     ),
 }  # fmt: skip
 """And int4 and 8 bits with what their kernels know apart."""
+
+
+def _mx_pairs(tier: str, device: str) -> mxfp4.Parts:
+    """Every code with every exponent of a base; by "group" with every scale by itself."""
+    parts = mxfp4.all_pairs(device)
+    if tier == "block":  # another base for the last block
+        parts.scales[:, 12:] += 40
+    if tier == "group":
+        parts.scales[0, 0] = 90
+    assert parts.packed.format.group_size == mxfp4.TIERS[tier]
+    return parts
+
+
+def _zero_points(device: str) -> builders.WeightParts:
+    """Every code with every zero point 0..16, in every row."""
+    row = torch.arange(16)[:, None]
+    q, zero = (row + torch.arange(544)) % 16, (row + torch.arange(17)) % 17
+    scale = torch.full((16, 17), 2.0**-4, dtype=torch.bfloat16, device=device)
+    return builders.WeightParts(q.to(torch.uint8).to(device), scale, zero.to(torch.uint8).to(device), 32)
+
+
+def _by_powers_of_two(device: str, **form: Any) -> builders.WeightParts:
+    """Every code beside any others, times powers of two."""
+    made = builders.weight_parts(1, 16, 480, device=device, **form)
+    powers = torch.exp2(torch.arange(made.scale.numel(), device=device) % 8 - 4.0).view(made.scale.shape)
+    return replace(made, scale=powers.to(made.scale.dtype))
+
+
+PRODUCTS: dict[str, Callable[[str], Any]] = {
+    **{tier: partial(_mx_pairs, tier) for tier in mxfp4.TIERS},
+    "near": nvfp4.near_pairs,
+    "far": nvfp4.all_pairs,
+    "two levels": two_level.all_triples,
+    **{
+        f"{order} for {lhs}": partial(_by_powers_of_two, group_size=32, codes=order)
+        for order, lhs in (("any", "e4m3"), ("any", "s8"), ("e4m3", "e4m3"), ("s8", "s8"))
+    },
+    **{f"zero points for {lhs}": _zero_points for lhs in builders.LHS_DTYPES},
+    "8 bits for e4m3": partial(_by_powers_of_two, group_size=32, codes="e4m3", bits=8),
+    "8 bits for s8": partial(_by_powers_of_two, group_size=0, codes="s8", bits=8),
+}  # fmt: skip
+"""Parts that hold every code with every scale or zero point that it may meet, of a device; and for which activations."""
+
+
+def lhs_of_products(name: str) -> torch.dtype:
+    return KINDS[name].lhs_dtype if name in KINDS else builders.LHS_DTYPES[name.split()[-1]]
+
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 forms = pytest.mark.parametrize("kind", FORMS.values(), ids=FORMS)

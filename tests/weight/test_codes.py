@@ -17,7 +17,18 @@ import nvfp4
 import pytest
 import torch
 import two_level
-from codes import FORMS, KINDS, TIERS, Packed, form_and_scheme, forms, kinds, modes, rows_of
+from codes import (
+    FORMS,
+    KINDS,
+    PRODUCTS,
+    TIERS,
+    form_and_scheme,
+    forms,
+    kinds,
+    lhs_of_products,
+    modes,
+    rows_of,
+)  # fmt: skip
 from emulator.launch import COMPILER, emulate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -32,6 +43,7 @@ from jitgemm.nn.layers.by_width import W4A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
+from jitgemm.weight import layout
 from jitgemm.weight.correction import with_sums
 from jitgemm.weight.packed import Weight
 
@@ -53,15 +65,16 @@ def on_both(monkeypatch, call):
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["int8", "fp4", "strided"])
 @pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])
-def test_every_form_of_codes_packs_to_the_same_bytes(name, form):
+def test_every_form_of_codes_packs_to_the_same_bytes(name):
     parts, pack = {"MXFP4": (mxfp4.parts(1, 72, 416), jitgemm.pack_mxfp4),
                    "NVFP4": (nvfp4.parts(1, 72, 416), jitgemm.pack_nvfp4)}[name]  # fmt: skip
-    codes, more = parts.canonical, [parts.scales] + ([parts.whole] if name == "NVFP4" else [])
-    codes = {"int8": codes.view(torch.int8), "fp4": codes.view(torch.float4_e2m1fn_x2),
-             "strided": codes.repeat_interleave(2, 0)[::2]}[form]  # fmt: skip
-    assert torch.equal(pack(codes, *more).blocks, parts.packed.blocks)
+    codes, given_ = parts.canonical, [parts.scales] + ([parts.whole] if name == "NVFP4" else [])
+    forms = [(codes.view(torch.int8), *given_), (codes.view(torch.float4_e2m1fn_x2), *given_),
+             (codes.repeat_interleave(2, 0)[::2], *given_)]  # fmt: skip
+    if name == "MXFP4":
+        forms += [(parts.codes, parts.scales), (codes, parts.scales.view(torch.float8_e8m0fnu))]
+    assert all(torch.equal(pack(*form).blocks, parts.packed.blocks) for form in forms)
 
 
 def unpacked_from(parts) -> tuple[torch.Tensor | None, ...]:
@@ -90,7 +103,7 @@ def test_what_was_packed_comes_back(name, seed, n, k):
     if weight.row_sum is not None:
         assert torch.allclose(weight.row_sum[:n].double(), exact.sum(1), rtol=1e-5, atol=1e-5)
     if name not in ("near", "far"):  # whose codes and scales are other ones that give the same: test_nvfp4.py
-        given_ = unpacked_from(parts.each[0] if isinstance(parts, Packed) else parts)
+        given_ = unpacked_from(parts)
         found = *weight.unpack(), weight.unpack().offset, weight.unpack().row_scale
         assert all(a is b is None or builders.same_bits(a, b) for a, b in zip(found, given_, strict=True))
 
@@ -104,11 +117,28 @@ def as_fp32(parts) -> torch.Tensor:
 
 
 @forms
+def test_experts_are_packed_as_each_is_in_chunks_and_stacked(monkeypatch, kind):
+    parts = kind.parts(2, 200, 288, experts=3)
+    weight, tensors = parts.packed, [field.name for field in dataclasses.fields(parts)]
+    tensors = {name: value for name in tensors if isinstance(value := getattr(parts, name), torch.Tensor)}
+    each = [dataclasses.replace(parts, **{name: value[e] for name, value in tensors.items()}).packed for e in range(3)]
+    assert weight.experts == len(weight) == 3 and weight.shape == (3, 200, 288)
+    assert all(map(same_weight, weight, each))
+    again = type(weight).stacked(3, each.__getitem__)
+    assert same_weight(again, weight) and again.ready and again.plan_key == weight.plan_key != each[0].plan_key
+    exact = weight.dequantize()
+    assert builders.same_bits(exact, torch.stack([one.dequantize() for one in each]))
+    monkeypatch.setattr(layout, "CHUNK_CODES", 1)
+    assert len(list(layout.strip_chunks(200, 288))) == 4
+    assert same_weight(parts.packed, weight) and torch.equal(weight.dequantize(), exact)
+
+
+@forms
 @pytest.mark.parametrize("experts", [None, 3])
 def test_names_copies_and_files_hold_it(kind, experts, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     parts = kind.parts(1, 72, 400, experts=experts)
-    if isinstance(parts, builders.WeightParts) and parts.bits == 4:
+    if not experts and isinstance(parts, builders.WeightParts) and parts.bits == 4:
         parts = dataclasses.replace(parts, permutation=torch.randperm(400, generator=builders.generator(8)))
     weight = parts.packed
     fmt = weight.format
@@ -202,6 +232,28 @@ def test_every_packer_names_a_scale_that_is_no_finite_number(name, value):
         _ = dataclasses.replace(parts, **{field: wrong}).packed
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("row", {"scales": 255}, r"scales\[2\]: expected numbers, got 255, e8m0's NaN, at \[5, 3\]"),
+        ("near", {"scales": 127}, r"scales\[2\]: expected numbers of at least 0, got nan at \[5, 3\]"),
+        ("two levels", {"q": 15, "factor": 100, "zero": 0},
+         r"group_scale\[2\]: expected \(q - group_zero\) \* group_scale of -128..127"),
+        ("int4 of any", {"q": 8}, r"q\[2\]: expected values -8..7, got -8..8"),
+        ("zero points", {"zero": 17}, r"zero\[2\]: expected values 0..16, got 0..17"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_an_expert_is_named_with_its_place(kind, values, message):
+    """The last of its row's groups among them."""
+    parts = FORMS[kind].parts(2, 72, 416, experts=3)
+    for name, value in values.items():
+        tensor = getattr(parts, name)
+        last = 415 if name == "q" else 3
+        tensor.view(torch.uint8 if tensor.dtype == torch.float8_e4m3fn else tensor.dtype)[2, 5, last] = value
+    with pytest.raises(ValueError, match=message):
+        _ = parts.packed
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +345,24 @@ def test_chosen_kernels_do_not_spill(compiles_well, experts):
             chosen.setdefault(kind.name, []).append(spec)
     for name, kernels in chosen.items():
         compiles_well(kernels, {"MXFP4": 40 * (experts > 0), "int": 16}.get(name, 0))  # 20 of one by NVRTC 13.5
+
+
+@emulated
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_code_with_every_scale(monkeypatch, name):
+    """Each product alone, every seventh of them; all are a GPU's."""
+    parts, dtype = PRODUCTS[name]("cpu"), lhs_of_products(name)
+    weight, exact = parts.packed, parts.dequantize_fp64()
+    every = torch.arange(weight.k)
+    if name == "two levels":  # a group has each code eight times: at other places in each of eight groups
+        every = every[every // 16 % 8 == every // 128 % 8]
+    emulate(monkeypatch)
+    for columns in every[::7].split(1024):
+        x = torch.zeros(len(columns), weight.k, dtype=torch.int8)
+        x[torch.arange(len(columns)), columns] = {torch.int8: 1, torch.float8_e4m3fn: 0x38}[dtype]
+        out = torch.empty(len(columns), weight.n)
+        edges.call_of(weight)((x.view(dtype), torch.ones(len(columns))), weight, out)
+        assert torch.equal(out.T.double(), exact[:, columns])
 
 
 SHAPES = {

@@ -15,10 +15,9 @@ import mxfp4
 import nvfp4
 import pytest
 import torch
-import two_level
 from ahead import compile_ahead
 from builders import same_bits
-from codes import FORMS, KINDS, TIERS, form_and_scheme, forms, kinds, modes, rows_of
+from codes import FORMS, KINDS, PRODUCTS, TIERS, form_and_scheme, forms, kinds, lhs_of_products, modes, rows_of
 from expert_layers_gpu import assert_layer
 from guarded_calls import OUTPUTS, Guarded, assert_right, device_figures
 from guarded_groups import ROUTINGS, assert_masked_right, assert_routing_right
@@ -123,45 +122,25 @@ def one_hot(k: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return x.view(dtype)
 
 
-def mx_pairs(tier: str) -> mxfp4.Parts:
-    """Every code with every exponent of a base; by "group" with every scale by itself."""
-    parts = mxfp4.all_pairs("cuda")
-    if tier == "block":  # another base for the last block
-        parts.scales[:, 12:] += 40
-    if tier == "group":
-        parts.scales[0, 0] = 90
-    assert parts.packed.format.group_size == mxfp4.TIERS[tier]
-    return parts
-
-
-PRODUCTS = {
-    **{tier: lambda tier=tier: (mx_pairs(tier), mx_pairs(tier).dequantize_fp64()) for tier in mxfp4.TIERS},
-    "near": lambda: (nvfp4.near_pairs("cuda"), nvfp4.near_pairs("cuda").products()),
-    "far": lambda: (nvfp4.all_pairs("cuda"), nvfp4.all_pairs("cuda").products()),
-    "two levels": lambda: (two_level.all_triples("cuda"), two_level.all_triples("cuda").integers().double()),
-}
-"""Every code with every scale that the kind may hold: what is packed, and the exact products, fp64 [n, k]."""
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", [*KINDS, "8 bits for e4m3", "8 bits for s8"])
 @pytest.mark.parametrize("m", [1, 17, 64, 480, 4096])
 def test_every_code_with_every_scale(m, name):
     """One product a result, over all kinds of tiles: of e4m3s, subnormals included, or of what several wgmmas make of
     it."""
-    parts, exact = PRODUCTS[name]()
-    weight, k, dtype = parts.packed, exact.shape[1], KINDS[name].lhs_dtype
-    for first in range(0, k, 37 * m if name == "two levels" and m <= 64 else m):
-        x = one_hot(k, first, m, dtype)
+    parts = PRODUCTS[name]("cuda")
+    weight, exact, dtype = parts.packed, parts.dequantize_fp64(), lhs_of_products(name)
+    for first in range(0, weight.k, 37 * m if name == "two levels" and m <= 64 else m):
+        x = one_hot(weight.k, first, m, dtype)
         out = torch.full((len(x), weight.n), torch.nan, device="cuda")
-        jitgemm.gemm_w4a8_nt((x, torch.ones(len(x), device="cuda")), weight, out)
+        edges.call_of(weight)((x, torch.ones(len(x), device="cuda")), weight, out)
         assert torch.equal(out.T.double(), exact[:, first : first + len(x)]), first
 
 
 @pytest.mark.parametrize("name", [*mxfp4.TIERS, "near", "far"])
 def test_every_code_with_every_scale_and_every_activation(name):
     """A product of seven or eight bits a term: the tensor cores cut off none of the ten of both."""
-    parts, exact = PRODUCTS[name]()
-    weight, k = parts.packed, exact.shape[1]
+    parts = PRODUCTS[name]("cuda")
+    weight, exact, k = parts.packed, parts.dequantize_fp64(), parts.codes.shape[1]
     finite = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
     for values in finite.split(2**26 // k**2):
         x = torch.zeros(len(values), k, k, dtype=torch.uint8, device="cuda")

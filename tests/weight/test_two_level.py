@@ -6,8 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 import two_level
-from emulator.launch import emulate
-from marks import emulated
 
 import jitgemm
 from jitgemm.nn.layers.shard_weight import part_of_weight
@@ -30,18 +28,6 @@ def test_any_integers_and_strides_pack_to_the_same_bytes(dtype):
     factor, zero = parts.factor.to(dtype), parts.zero.to(dtype).T.contiguous().T
     other = jitgemm.pack_w4_two_level(parts.q.T.contiguous().T, factor, zero, parts.scale[:, None])
     assert torch.equal(other.blocks, parts.packed.blocks)
-
-
-def test_experts_pack_as_each_does():
-    parts = two_level.parts(2, 72, 416, experts=3)
-    weight = parts.packed
-    assert weight.experts == 3 and weight.unpack().row_scale.shape == (3, 72, 1)
-    for e in range(3):
-        alone = jitgemm.pack_w4_two_level(parts.q[e], parts.factor[e], parts.zero[e], parts.scale[e])
-        for name in ("blocks", "channel_scale", "row_sum"):
-            assert torch.equal(getattr(weight[e], name), getattr(alone, name))
-    stacked = jitgemm.W4Weight.stacked(3, lambda e: weight[e])
-    assert torch.equal(stacked.dequantize().double(), parts.dequantize_fp64())
 
 
 @pytest.mark.parametrize(("k", "levels"), [(512, True), (320, False)])
@@ -70,21 +56,12 @@ def bytes_of(value: int, shape: tuple[int, ...] = (8, 2)) -> torch.Tensor:
         ({"group_scale": bytes_of(1, (8, 1))}, ValueError, r"group_scale: expected shape \[8, 2\], got \[8, 1\]"),
         ({"group_scale": torch.ones(8, 2)}, TypeError, "group_scale: expected an integer dtype, got float32"),
         ({"group_zero": bytes_of(17)}, ValueError, "group_zero: expected values 0..16, got 17..17"),
-        (
-            {"group_zero": bytes_of(16), "group_scale": bytes_of(16)},
-            ValueError,
-            r"group_zero: expected group_zero \* group_scale of 0..255, got 256..256",
-        ),
-        (
-            {"q": bytes_of(15, (8, 144)), "group_scale": bytes_of(9)},
-            ValueError,
-            r"group_scale: expected \(q - group_zero\) \* group_scale of -128..127, got 135..135",
-        ),
-        (
-            {"group_zero": bytes_of(10), "group_scale": bytes_of(13)},
-            ValueError,
-            r"group_scale: expected .* of -128..127, got -130..-130",
-        ),
+        ({"group_zero": bytes_of(16), "group_scale": bytes_of(16)}, ValueError,
+         r"group_zero: expected group_zero \* group_scale of 0..255, got 256..256"),
+        ({"q": bytes_of(15, (8, 144)), "group_scale": bytes_of(9)}, ValueError,
+         r"group_scale: expected \(q - group_zero\) \* group_scale of -128..127, got 135..135"),
+        ({"group_zero": bytes_of(10), "group_scale": bytes_of(13)}, ValueError,
+         r"group_scale: expected .* of -128..127, got -130..-130"),
         ({"scale": torch.ones(8)}, TypeError, "scale: expected bfloat16 or float16, got float32"),
         ({"scale": torch.ones(8, 2).half()}, ValueError, r"scale: expected shape \[8\] or \[8, 1\], got"),
     ],
@@ -97,42 +74,12 @@ def test_what_is_wrong_is_named(change, error, message):
         jitgemm.pack_w4_two_level(**{**given, **change})
 
 
-def test_a_last_group_is_checked_too_and_named_with_its_expert():
-    parts = two_level.parts(2, 72, 416, experts=3)
-    parts.q[2, 5, 415], parts.factor[2, 5, 3], parts.zero[2, 5, 3] = 15, 100, 0
-    with pytest.raises(ValueError, match=r"group_scale\[2\]: expected \(q - group_zero\) \* group_scale of -128..127"):
-        _ = parts.packed
-
-
 def test_sums_that_int32_may_not_hold_raise():
     largest = 2**17 - 16
-    for k, fits in ((largest, True), (largest + 16, False)):
-        given = (
-            bytes_of(0, (8, k)),
-            bytes_of(1, (8, -(-k // 128))),
-            bytes_of(0, (8, -(-k // 128))),
-            torch.ones(8).half(),
-        )
-        if fits:
+    for k in (largest, largest + 16):
+        groups = -(-k // 128)
+        given = bytes_of(0, (8, k)), bytes_of(1, (8, groups)), bytes_of(0, (8, groups)), torch.ones(8).half()
+        if k == largest:
             jitgemm.pack_w4_two_level(*given)
-        else:
-            with pytest.raises(ValueError, match=f"q: expected k of at most {largest}, for sums in int32, got {k}"):
-                jitgemm.pack_w4_two_level(*given)
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@emulated
-def test_every_code_with_every_factor_and_zero_point(monkeypatch):
-    """Each product alone, a third of them; all are a GPU's. A group has each code eight times: at other places in each of eight groups."""
-    parts = two_level.all_triples()
-    weight, exact, k = parts.packed, parts.integers(), parts.q.shape[1]
-    emulate(monkeypatch)
-    every = torch.arange(k)
-    for columns in every[every // 16 % 8 == every // 128 % 8][::3].split(1024):
-        x = torch.zeros(len(columns), k, dtype=torch.int8)
-        x[torch.arange(len(columns)), columns] = 1
-        out = torch.empty(len(columns), 8)
-        jitgemm.gemm_w4a8_nt((x, torch.ones(len(columns))), weight, out)
-        assert torch.equal(out.T.long(), exact[:, columns])
+    with pytest.raises(ValueError, match=f"q: expected k of at most {largest}, for sums in int32, got {k}"):
+        jitgemm.pack_w4_two_level(*given)
