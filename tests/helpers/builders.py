@@ -243,9 +243,9 @@ def bias(seed: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "
 
 
 def canonical(q: torch.Tensor) -> torch.Tensor:
-    """One value each [n, k] -> canonical uint8 [n, k / 2], even k in the low nibble."""
+    """One value each [..., n, k] -> canonical uint8 [..., n, k / 2], even k in the low nibble."""
     nibbles = q.to(torch.int16) & 0xF
-    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
