@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import builders
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from jitgemm.dtypes import LHS_TYPES
-from jitgemm.kernel.formats import WeightFormat, ceil_div
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import PRODUCER_REGISTERS, REGISTERS_PER_SM, KernelSpec, smem_bytes, wgmma_shapes
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_spec
 
@@ -41,6 +42,30 @@ FORMATS_OF = {lhs: formats_of(lhs) for lhs in LHS_TYPES}
 lhs_and_format = st.sampled_from(LHS_TYPES).flatmap(
     lambda lhs: st.sampled_from(FORMATS_OF[lhs]).map(lambda format: {"lhs": lhs, "format": format})
 )
+relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+devices = st.sampled_from(ALL_DEVICES)
+tokens = st.one_of(st.integers(1, 300), st.integers(1, 20000), st.integers(1, 1 << 20))
+experts = st.one_of(st.integers(1, 1024), st.sampled_from([1, 2, 8, 64, 65, 128, 256, 257, 512, 1024]))
+rows = st.one_of(st.integers(1, 300), st.integers(1, 1 << 17))
+"""Of all experts."""
+
+
+def _problems(m: st.SearchStrategy, **of_experts: st.SearchStrategy) -> st.SearchStrategy[Problem]:
+    return st.builds(
+        lambda m, n, k, formats, options: Problem(m=m, n=n, k=k, **formats, **options),
+        m=m,
+        n=st.one_of(st.integers(1, 64), st.integers(1, 20000)).map(lambda i: 8 * i),
+        k=st.one_of(st.integers(1, 32), st.integers(1, 2000)).map(lambda i: 32 * i),
+        formats=lhs_and_format,
+        options=st.fixed_dictionaries(
+            {"out": st.sampled_from(REAL_TYPES), "batch_invariant": st.booleans(), **of_experts}
+        ),
+    )
+
+
+problems = _problems(tokens)
+grouped = _problems(rows, experts=experts, rows_vary=st.booleans())
+either = st.one_of(problems, grouped)
 
 
 def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:

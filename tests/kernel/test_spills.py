@@ -35,6 +35,10 @@ SPILLING = {
     ),
     "8/8/8/0": (KernelSpec("s8", S8_64, block_m=48, stages=9, split_k=2, reduce_scatter=True, **TWO_CTAS), (112, 1280, 512)),
     "0/0/0/16": (KernelSpec("s8", S8_32, block_m=48, stages=8, split_k=4, reduce_scatter=True, **TWO_CTAS), (96, 768, 5120)),
+    "too much to be called, once": (
+        KernelSpec("e4m3", WeightFormat(256, True, "fp32"), block_m=64, stages=7, split_k=6, reduce_scatter=True, **TWO_CTAS),
+        (129, 1032, 1280)
+    ),
 }  # fmt: skip
 cases = pytest.mark.parametrize(("spec", "sizes"), SPILLING.values(), ids=SPILLING)
 
@@ -42,20 +46,8 @@ cases = pytest.mark.parametrize(("spec", "sizes"), SPILLING.values(), ids=SPILLI
 @pytest.mark.nvrtc
 @cases
 def test_a_legal_call_compiles_whatever_spills(tmp_path, spec, sizes):
-    kernels = spec, choose(Problem(*sizes, spec.lhs, spec.format), DEVICES["h200"])
-    compile_and_compare(KernelCache([tmp_path]), kernels)
-
-
-@pytest.mark.nvrtc
-def test_kernels_that_once_spilled_too_much_to_be_called_compile(tmp_path):
-    e4m3 = WeightFormat(256, True, "fp32")
-    spec = KernelSpec("e4m3", e4m3, block_m=64, stages=7, split_k=6, reduce_scatter=True, **TWO_CTAS)
-    chosen = choose(Problem(129, 1032, 1280, "s8", S8_128), DEVICES["h200"])
-    compile_and_compare(KernelCache([tmp_path]), (spec, chosen))
-
-
-def compile_and_compare(cache, kernels):
-    for kernel in dict.fromkeys(kernels):
+    cache = KernelCache([tmp_path])
+    for kernel in dict.fromkeys((spec, choose(Problem(*sizes, spec.lhs, spec.format), DEVICES["h200"]))):
         entry, _ = cache.get_or_compile(kernel_source(kernel))
         assert entry.metadata["spill_bytes"] <= MAX_SPILL_BYTES and not entry.metadata["serialised"]
         assert bool(entry.metadata["spill_bytes"]) == ("spills" in entry.slow_because)

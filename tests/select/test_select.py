@@ -16,56 +16,57 @@ from pathlib import Path
 
 import builders
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from selected import ALL_DEVICES, FORMATS, FORMATS_OF, SMALLER, assert_legal, formats_of, lhs_and_format, order_of
+from selected import (
+    ALL_DEVICES,
+    FORMATS_OF,
+    SMALLER,
+    assert_legal,
+    devices,
+    either,
+    experts,
+    grouped,
+    order_of,
+    problems,
+    relaxed,
+    tokens,
+)  # fmt: skip
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
+from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div
 from jitgemm.kernel.render import render
-from jitgemm.kernel.spec import (
-    KernelSpec,
-    lhs_copy_rows,
-    slice_tokens,
-    smem_bytes,
-)
-from jitgemm.kernel.tactics import prefetch_stages, promote_records
+from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
+from jitgemm.kernel.tactics import direct_lhs, prefetch_stages, promote_records
 from jitgemm.select import choose as choice
 from jitgemm.select import cost, legal
-from jitgemm.select.choose import bands, choose, kernels_for
+from jitgemm.select.choose import band_end, bands, choose, kernels_for
 from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
 from jitgemm.select.legal import cluster_tiles, illegal, launched_clusters, legal_kernels
 from jitgemm.select.ranked import candidates, predict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-devices = st.sampled_from(ALL_DEVICES)
-outputs = st.fixed_dictionaries({"out": st.sampled_from(REAL_TYPES), "batch_invariant": st.booleans()})
-tokens = st.one_of(st.integers(1, 300), st.integers(1, 20000), st.integers(1, 1 << 20))
-problems = st.builds(
-    lambda m, n, k, formats, output: Problem(m=m, n=n, k=k, **formats, **output),
-    m=tokens,
-    n=st.one_of(st.integers(1, 64), st.integers(1, 20000)).map(lambda i: 8 * i),
-    k=st.one_of(st.integers(1, 32), st.integers(1, 2000)).map(lambda i: 32 * i),
-    formats=lhs_and_format,
-    output=outputs,
-)
-relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-
+G128, G32 = WeightFormat(128, False, "bf16"), WeightFormat(32, False, "fp32")
 
 # ---- every problem gets a kernel ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("of", [problems, grouped], ids=["dense", "experts"])
 @relaxed
-@given(problem=problems, device=devices)
-def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(problem, device):
+@given(data=st.data(), device=devices)
+def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(of, data, device):
+    problem = data.draw(of)
     spec = choose(problem, device)
     assert_legal(spec, device)
-    assert (spec.lhs, spec.out) == (problem.lhs, problem.out)
+    assert illegal(spec, device) is None
+    assert (spec.lhs, spec.out, spec.debug) == (problem.lhs, problem.out, False)
     # Per-channel kernels read their scales by a run-time type.
     assert spec.format == (problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32"))
-    assert not spec.debug
+    if problem.experts:
+        assert spec.experts in TABLE_SIZES and problem.experts <= spec.experts
+        assert not spec.consumers_copy_lhs and not direct_lhs(spec) and prefetch_stages(spec) == 0
+    else:
+        assert spec.experts == 0 and min(spec.stages, 2) <= prefetch_stages(spec) <= spec.stages
 
 
 @relaxed
@@ -77,50 +78,41 @@ def test_any_number_of_sms_and_less_shared_memory_will_do(problem, sms, smem):
 
 @pytest.mark.parametrize("device", ALL_DEVICES, ids=lambda device: device.name)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
-def test_every_candidate_is_legal(device, lhs):
-    for format in FORMATS[ALL_DEVICES.index(device) % 8 :: 8]:
-        kernels = legal_kernels(lhs, format, device)
-        assert len(kernels) > 20
+def test_every_candidate_is_legal_and_told_apart_by_its_label(device, lhs):
+    """But for CTAs a SM, which a label does not say."""
+    at, experts = ALL_DEVICES.index(device), (0, 0, 256)[ALL_DEVICES.index(device) % 3]
+    for number, format in enumerate(FORMATS_OF[lhs][at::7]):
+        out = REAL_TYPES[(at + number) % 3]
+        kernels = legal_kernels(lhs, format, device, out, experts)
+        assert len({(spec.label, spec.ctas_per_sm) for spec in kernels}) == len(set(kernels)) == len(kernels) > 20
         for spec in kernels:
             assert illegal(spec, device) is None
             assert_legal(spec, device)
-
-
-@pytest.mark.parametrize("out", REAL_TYPES)
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-def test_every_candidate_for_every_order_offset_and_output_is_legal(lhs, out):
-    """By turns on a device that has less shared memory."""
-    for number, format in enumerate(FORMATS_OF[lhs][REAL_TYPES.index(out) :: 3]):
-        device = (DEVICES["h200"], SMALLER[-1])[number % 2]
-        kernels = legal_kernels(lhs, format, device, out)
-        assert len(kernels) > 20
-        for spec in kernels:
-            assert_legal(spec, device)
             assert (spec.format.order, spec.format.offset, spec.out) == (format.order, format.offset, out)
+        for spec in kernels[::97]:
+            assert KernelSpec.from_label(spec.label) == spec
+            both = replace(spec, consumers_copy_lhs=True, debug=True)
+            assert KernelSpec.from_label(both.label) == both
 
 
-def test_fp32_outputs_take_twice_the_shared_memory():
-    bf16 = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=64, block_n=128, stages=4)
-    assert smem_bytes(replace(bf16, out="fp16")) == smem_bytes(bf16)
-    assert smem_bytes(replace(bf16, out="fp32")) == smem_bytes(bf16) + 64 * 128 * 2
-
-
-def test_offsets_take_the_shared_memory_of_a_second_row_of_scales():
-    plain = KernelSpec("s8", WeightFormat(32, False, "fp32"), block_m=64, block_n=128, stages=4)
-    records = 4 * 2  # stages times strips
-    offsets = replace(plain, format=replace(plain.format, offset=True))
-    assert smem_bytes(offsets) == smem_bytes(plain) + records * 4 * 64 * 4
+@pytest.mark.parametrize(
+    ("spec", "change", "bytes"),
+    [
+        (KernelSpec("s8", G128, 64, 128, 4), {"out": "fp16"}, 0),
+        (KernelSpec("s8", G128, 64, 128, 4), {"out": "fp32"}, 64 * 128 * 2),
+        # A second row of scales, of four groups, in four stages of two strips.
+        (KernelSpec("s8", G32, 64, 128, 4), {"format": replace(G32, offset=True)}, 4 * 2 * 4 * 64 * 4),
+        *((KernelSpec("e4m3", G128, 16, 128, 4), {"experts": table}, 12 * table) for table in TABLE_SIZES),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_takes_shared_memory(spec, change, bytes):
+    assert smem_bytes(replace(spec, **change)) == smem_bytes(spec) + bytes
 
 
 def test_an_output_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"out: expected one of \('bf16', 'fp16', 'fp32'\), got 'int8'"):
         Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), "int8")
-
-
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-def test_no_kernel_is_considered_twice(lhs):
-    kernels = legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"])
-    assert [spec.label for spec in dict.fromkeys(kernels) if kernels.count(spec) > 1] == []
 
 
 def test_heights_between_are_of_tiles_that_have_all_of_k_and_of_experts_in_one_shape():
@@ -145,13 +137,6 @@ def test_a_choice_costs_only_the_tiles_that_it_can_take():
     assert choice._costed.cache_info().misses == len([rows for rows in legal.BLOCK_MS if rows < 32])
 
 
-def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
-    for lhs in LHS_TYPES:
-        kernels = set(legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"]))
-        names = {(spec.label, spec.ctas_per_sm) for spec in kernels}
-        assert len(names) == len(kernels)
-
-
 def test_labels_tell_formats_and_outputs_apart():
     kernels = [
         choose(Problem(16, 4096, 4096, lhs, format, out), DEVICES["h200"])
@@ -161,16 +146,6 @@ def test_labels_tell_formats_and_outputs_apart():
     ]
     kernels = list(dict.fromkeys(kernels))
     assert len({spec.label for spec in kernels}) == len(kernels)
-
-
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-def test_a_kernel_s_label_is_read_again(lhs):
-    for number, format in enumerate(formats_of(lhs)):
-        experts, out = ((0, "bf16"), (0, "fp32"), (256, "fp16"))[number % 3]
-        for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::97]:
-            assert KernelSpec.from_label(spec.label) == spec
-            both = replace(spec, consumers_copy_lhs=True, debug=True)
-            assert KernelSpec.from_label(both.label) == both
 
 
 LAYER = Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))
@@ -202,16 +177,6 @@ def test_every_candidate_may_be_asked_for_by_name(problem, device):
         assert choice.kernel_named(candidate.kernel.label, problem, device) == candidate.kernel
 
 
-def test_per_channel_kernels_do_not_depend_on_the_scale_type():
-    """They read scales by a run-time type, so that three checkpoints' types share one kernel."""
-    for lhs in LHS_TYPES:
-        chosen = {
-            choose(Problem(64, 4096, 4096, lhs, WeightFormat(0, False, scale_type)), DEVICES["h200"])
-            for scale_type in ("fp32", "bf16", "fp16")
-        }
-        assert len(chosen) == 1
-
-
 def test_a_device_that_fits_no_kernel_is_named():
     device = device_spec("h200,smem=8192")
     with pytest.raises(ValueError, match="device: no kernel fits"):
@@ -222,12 +187,12 @@ def test_a_device_that_fits_no_kernel_is_named():
 
 
 @relaxed
-@given(max_m=st.one_of(st.integers(1, 3000), st.integers(1, 1 << 21)))
-def test_bands_cover_every_m_without_gaps(max_m):
-    found = bands(max_m)
-    assert found[0][0] == 1 and found[-1][0] <= max_m <= found[-1][1]
-    assert all(first <= last for first, last in found)
+@given(most=tokens, count=st.one_of(st.just(0), experts))
+def test_bands_cover_every_m_without_gaps(most, count):
+    found = bands(most, count)
+    assert found[0][0] == 1 and found[-1][0] <= most <= found[-1][1]
     assert all(last + 1 == first for (_, last), (first, _) in zip(found, found[1:]))
+    assert all(first <= last == band_end(first, count) == band_end(last, count) for first, last in found)
 
 
 def test_bands_do_not_depend_on_where_they_end():
@@ -241,22 +206,27 @@ def test_bands_need_a_token(max_m):
 
 
 @relaxed
-@given(problem=problems, device=devices, data=st.data())
-def test_one_band_one_kernel(problem, device, data):
-    problem = replace(problem, m=min(problem.m, choice.EXACT_FROM))
-    first, last = next(band for band in bands(problem.m) if band[0] <= problem.m <= band[1])
-    other = data.draw(st.integers(first, last))
-    assert choose(problem, device) == choose(replace(problem, m=other), device)
-    assert [c.kernel for c in candidates(problem, device)] == [
-        c.kernel for c in candidates(replace(problem, m=other), device)
-    ]
+@given(problem=either, device=devices, data=st.data())
+def test_one_band_one_kernel_which_kernels_for_has(problem, device, data):
+    slack = data.draw(st.integers(0, 5000))
+    kernels = kernels_for(
+        problem.n, problem.k, problem.lhs, problem.format, device, problem.m + slack * (not problem.experts),
+        out=problem.out, batch_invariant=problem.batch_invariant, experts=problem.experts,
+    )  # fmt: skip
+    assert choose(problem, device) in kernels
+    if not problem.experts:
+        problem = replace(problem, m=min(problem.m, choice.EXACT_FROM))
+    first, last = bands(problem.m, problem.experts)[-1]
+    other = replace(problem, m=data.draw(st.integers(first, last)))
+    assert choose(problem, device) == choose(other, device)
+    assert [c.kernel for c in candidates(problem, device)] == [c.kernel for c in candidates(other, device)]
 
 
 @relaxed
 @given(problem=problems, device=devices, m=st.integers(choice.EXACT_FROM + 1, 20000))
 def test_of_many_rows_the_fastest_of_the_layer_s_kernels_at_their_number_is_taken(problem, device, m):
     problem = replace(problem, m=m)
-    chosen, of_end = choose(problem, device), choose(replace(problem, m=choice.band_end(m)), device)
+    chosen, of_end = choose(problem, device), choose(replace(problem, m=band_end(m)), device)
     assert predict(chosen, problem, device).predicted_us <= predict(of_end, problem, device).predicted_us
 
 
@@ -288,16 +258,6 @@ def test_kernels_for_a_layer_are_those_that_any_m_chooses(device, lhs, n, k):
     # Nothing is compiled that no m of a band needs.
     last = bands(max_m)[-1][1]
     assert set(kernels) == needed | {choose(Problem(last, n, k, lhs, format), device)}
-
-
-@relaxed
-@given(problem=problems, device=devices, slack=st.integers(0, 5000))
-def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
-    kernels = kernels_for(
-        problem.n, problem.k, problem.lhs, problem.format, device, problem.m + slack,
-        out=problem.out, batch_invariant=problem.batch_invariant,
-    )  # fmt: skip
-    assert choose(problem, device) in kernels
 
 
 @pytest.mark.parametrize("codes", ["any", "e4m3"])
@@ -359,8 +319,7 @@ def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
 @relaxed
 @given(problem=problems, device=devices)
 def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
-    spec = choose(replace(problem, batch_invariant=True), device)
-    problem = replace(problem, m=choice.band_end(problem.m))
+    problem = replace(problem, m=band_end(problem.m))
     spec = choose(replace(problem, batch_invariant=True), device)
     same_order = [
         c for c in candidates(replace(problem, batch_invariant=False), device) if order_of(c.kernel) == order_of(spec)
@@ -372,28 +331,23 @@ def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
 
 
 @relaxed
-@given(problem=problems, device=devices)
-def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
+@given(problem=either, device=devices)
+def test_candidates_are_sorted_the_first_is_chosen_and_none_beats_memory_and_tensor_cores(problem, device):
     found = candidates(problem, device)
     times = [candidate.predicted_us for candidate in found]
-    assert times[1:] == sorted(times[1:]) and (times[0] <= min(times) or problem.m > choice.EXACT_FROM)
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= min(times) or problem.m > choice.EXACT_FROM and not problem.experts
     assert all(math.isfinite(time) and time > 0 for time in times)
     assert all(math.isfinite(us) and us >= 0 for candidate in found for us in candidate.terms.values())
     assert found[0].kernel == choose(problem, device)
     assert {replace(candidate.kernel, consumers_copy_lhs=False) for candidate in found} <= set(
-        legal_kernels(problem.lhs, problem.format, device, problem.out)
+        legal_kernels(problem.lhs, problem.format, device, problem.out, problem.table_size)
     )
-
-
-@relaxed
-@given(problem=problems, device=devices)
-def test_no_prediction_beats_memory_and_tensor_cores(problem, device):
-    best = candidates(problem, device)[0]
-    last = choice.seen(problem).m
-    floor_us = max(
-        problem.n * problem.k / 2 / device.hbm_bytes_per_us, 2 * last * problem.n * problem.k / device.tensor_ops_per_us
-    )
-    assert best.predicted_us >= 0.99 * floor_us
+    m = choice.seen(problem).m
+    weights = cost.weights_read(problem.experts, m) if problem.experts else 1
+    code_bytes, operations = weights * problem.n * problem.k / 2, 2 * m * problem.n * problem.k
+    floor_us = max(code_bytes / device.hbm_bytes_per_us, operations / device.tensor_ops_per_us)
+    assert times[0] >= 0.99 * floor_us
 
 
 @relaxed
@@ -446,24 +400,27 @@ def test_equal_inputs_give_equal_outputs(problem, device):
     assert candidates(copy, replace(device)) == before
 
 
-def test_other_processes_choose_alike():
+def test_other_processes_draw_and_choose_alike():
     script = """
 import jitgemm_cli  # without torch
+from jitgemm.select import cost
 from jitgemm.select.ranked import candidates
 from jitgemm.select.devices import DEVICES
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import Problem, WeightFormat
 for lhs in ("e4m3", "s8"):
-    for m in (1, 100, 3000):
-        for c in candidates(Problem(m, 4096, 14336, lhs, WeightFormat(64, True, "fp16")), DEVICES["h100-sxm"])[:20]:
+    for m, experts in ((1, 0), (100, 0), (3000, 0), (8, 128), (1000, 128), (40000, 128)):
+        print(cost.routings(experts, m))
+        problem = Problem(m, 1536, 4096, lhs, WeightFormat(64, True, "fp16"), experts=experts)
+        for c in candidates(problem, DEVICES["h100-sxm"])[:10]:
             print(c.kernel, c.predicted_us.hex())
 """
-    outputs = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
-        outputs.add(done.stdout)
-    assert len(outputs) == 1 and outputs.pop().count(b"KernelSpec") == 120
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", script]
+    found = [
+        subprocess.run(command, env={**environment, "PYTHONHASHSEED": seed}, check=True, capture_output=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1] and found[0].count(b"KernelSpec") == 120
 
 
 # ---- shared memory --------------------------------------------------------------------------------------------------
@@ -500,10 +457,6 @@ def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, dev
         assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
 
 
-def without_sharing(spec: KernelSpec) -> KernelSpec:
-    return replace(spec, multicast_lhs=1)
-
-
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_dense_kernels_share_activations_in_halves(lhs):
     for format in FORMATS_OF[lhs][::3]:
@@ -523,15 +476,8 @@ def test_a_dense_cluster_that_shares_activations_is_predicted_no_faster_and_wins
     assert ranked[0].multicast_lhs == 1
     problem = choice.seen(problem)
     for spec in [spec for spec in ranked if spec.multicast_lhs > 1][:4]:
-        alone = predict(without_sharing(spec), problem, device).predicted_us
+        alone = predict(replace(spec, multicast_lhs=1), problem, device).predicted_us
         assert alone <= predict(spec, problem, device).predicted_us
-
-
-@relaxed
-@given(problem=problems, device=devices)
-def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
-    spec = choose(problem, device)
-    assert min(spec.stages, 2) <= prefetch_stages(spec) <= spec.stages
 
 
 @relaxed
@@ -552,8 +498,6 @@ def test_which_kernels_exist_does_not_depend_on_the_model(monkeypatch):
             monkeypatch.setattr(cost, name, changed)
     legal.kernels.cache_clear()
     assert [legal_kernels(*layer) for layer in layers] == before
-    source = (REPOSITORY / "jitgemm" / "select" / "legal.py").read_text()
-    assert "select.cost" not in source and "select import cost" not in source
 
 
 @pytest.mark.parametrize(
