@@ -7,8 +7,6 @@ On CPU tensors, where every check but that of CUDA addresses runs too.
 
 from __future__ import annotations
 
-import re
-
 import builders
 import pytest
 import torch
@@ -304,12 +302,6 @@ def test_two_gpus_do_not_mix(call):
 # ---- overlap ------------------------------------------------------------------------------------------------------
 
 
-def bytes_as(buffer: torch.Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor over part of a byte buffer."""
-    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    return buffer[first : first + size].view(dtype).view(shape)
-
-
 @pytest.mark.parametrize("out_first", [False, True])
 def test_interleaved_column_slices_do_not_overlap(call, out_first):
     """x and out side by side in the rows of one buffer: their byte ranges cross, their bytes do not."""
@@ -374,59 +366,30 @@ def test_cpu_tensors_need_no_alignment(call):
     assert builders.same_bits(call.run().clone(), expected)
 
 
-@pytest.mark.parametrize(("attribute", "argument"), [("x", "lhs[0] (x)"), ("out", "out")])
-def test_what_a_launch_has_addresses_of_must_be_aligned(monkeypatch, attribute, argument):
+@pytest.mark.parametrize(
+    ("attribute", "argument", "unit"),
+    [
+        ("x", "lhs[0] (x)", 16),
+        ("out", "out", 16),
+        ("blocks", "rhs.blocks", 16),
+        ("channel_scale", "rhs.channel_scale", 4),
+    ],
+)
+def test_what_a_launch_has_addresses_of_must_be_aligned(monkeypatch, attribute, argument, unit):
     """The GPU's rule without one, in a first call and in one with a plan."""
     _, launches = remembered(monkeypatch)
-    call = Call("s8")
-    tensor = getattr(call, attribute)
-    shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    for legal in (0, 1):
-        setattr(call, attribute, shifted)
-        call.refused(ValueError, argument, "multiple of 16 bytes", f"{tensor.element_size()} bytes past")
-        setattr(call, attribute, tensor)
-        jitgemm.gemm_w4a8_nt(call.lhs, call.rhs, call.out)
-        assert len(launches) == 1 + legal
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("prepared", [False, True], ids=["first-call", "after-a-legal-call"])
-@pytest.mark.parametrize(("attribute", "argument"), [("x", "lhs[0] (x)"), ("out", "out")])
-def test_cuda_tensors_must_be_aligned_to_16_bytes(attribute, argument, prepared):
-    call = Call("s8")
-    call.x, call.x_scale, call.rhs, call.out = call.x.cuda(), call.x_scale.cuda(), call.rhs.to("cuda"), call.out.cuda()
-    if prepared:
-        call.run()
-    tensor = getattr(call, attribute)
-    shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape)
-    setattr(call, attribute, shifted)
-    call.refused(ValueError, argument, "multiple of 16 bytes", f"{tensor.element_size()} bytes past")
-    setattr(call, attribute, tensor)
-    call.run()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_overlap_is_seen_after_a_legal_call_of_the_same_shapes():
-    call = Call("s8")
-    memory = torch.zeros(4 * M * (K + 2 * N), dtype=torch.uint8, device="cuda")
-    call.x_scale, call.rhs = call.x_scale.cuda(), call.rhs.to("cuda")
-    call.x = bytes_as(memory, 0, (M, K), torch.int8)
-    call.out = bytes_as(memory, M * K, (M, N), torch.bfloat16)
-    call.run()
-    call.out = bytes_as(memory, M * K - 32, (M, N), torch.bfloat16)
-    call.refused(ValueError, "out", "memory of its own", "overlaps lhs[0] (x)")
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("gemm", [jitgemm.gemm_w4a8_bf16_nt, jitgemm.gemm_w4a8_nt])
-def test_every_message_has_one_form(gemm):
-    """`argument: expected …, got …` on one line, so that it can be searched for."""
-    call = Call()
-    call.out = call.out.double()
-    with pytest.raises(TypeError) as caught:
-        gemm(call.lhs, call.rhs, call.out)
-    assert re.fullmatch(r"\w+: expected [^\n]+, got [^\n]+", str(caught.value))
+    rhs = builders.weight_parts(2, N, K, builders.PER_CHANNEL).packed
+    given = dict(zip(("x", "x_scale"), builders.lhs(1, M, K, "s8"))) | {"x_zero": None, "blocks": rhs.blocks}
+    given |= {"channel_scale": rhs.channel_scale, "row_sum": rhs.row_sum, "out": torch.zeros(M, N).bfloat16()}
+    tensor, size = given[attribute], given[attribute].element_size()
+    shifted = torch.zeros(tensor.nbytes + size, dtype=torch.uint8)[size:].view(tensor.dtype).view(tensor.shape)
+    rest = None, N, K, rhs.format.name, False
+    for legal in (1, 2):
+        with pytest.raises(ValueError) as caught:
+            torch.ops.jitgemm.gemm_w4a8_nt(*(given | {attribute: shifted}).values(), *rest)
+        assert str(caught.value).startswith(f"{argument}: expected an address that is a multiple of {unit} bytes")
+        torch.ops.jitgemm.gemm_w4a8_nt(*given.values(), *rest)
+        assert len(launches) == legal
 
 
 def test_a_kernel_that_is_no_label_raises_on_the_cpu_too():

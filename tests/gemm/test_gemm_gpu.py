@@ -11,7 +11,6 @@ import itertools
 import os
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +47,6 @@ from jitgemm.select.choose import choose, kernels_for
 from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.select.ranked import candidates
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.packed import W4Weight
 
 pytestmark = pytest.mark.gpu
 
@@ -85,31 +83,22 @@ def format_cases() -> list[Case]:
     draw = random.Random(SEED)
     cases = []
     for number, (format, lhs) in enumerate(itertools.product(builders.ALL_FORMATS, LHS_TYPES)):
-        n, k = 8 * draw.randrange(1, 140), 16 * draw.randrange(1, 160)
-        cases.append(draw_rest(draw, draw.choice((3, 16, 40, 90, 200, 600)), n, k, lhs, format, number))
+        k, (group, zero_point, _), out = 16 * draw.randrange(1, 160), format, draw.choice(tuple(OUTPUTS))
+        case = Case(
+            draw.choice((1, 3, 16, 40, 90, 200, 600, 1900)), 8 * draw.randrange(1, 140), k, lhs, format,
+            mean=draw.choice(builders.LHS_MEANS),
+            scales=draw.choice(("plain", "negative", "tiny") if out == "fp16" else builders.SCALE_KINDS),
+            bias=draw.choice(("none", "bf16", "fp32")),
+            per_token=draw.random() < 0.7,
+            strided=draw.random() < 0.7,
+            seed=number,
+            offset=0 < group < k and draw.random() < 0.5,
+            codes=lhs if not zero_point and draw.random() < 0.4 else "any",
+            affine=lhs == "s8" and draw.random() < 0.5,
+            out=out,
+        )  # fmt: skip
+        cases.append(case)
     return cases
-
-
-def random_cases(count: int = 24) -> list[Case]:
-    draw = random.Random(SEED + 1)
-    cases = []
-    for number in range(count):
-        m = int(2 ** draw.uniform(0, 11.5))
-        n, k = 8 * int(2 ** draw.uniform(0, 9.5)), 16 * int(2 ** draw.uniform(0, 9))
-        cases.append(draw_rest(draw, m, n, k, draw.choice(LHS_TYPES), draw.choice(builders.ALL_FORMATS), 100 + number))
-    return cases
-
-
-def draw_rest(draw: random.Random, m, n, k, lhs, format, seed) -> Case:
-    return Case(
-        m, n, k, lhs, format,
-        mean=draw.choice(builders.LHS_MEANS),
-        scales=draw.choice(builders.SCALE_KINDS),
-        bias=draw.choice(("none", "bf16", "fp32")),
-        per_token=draw.random() < 0.7,
-        strided=draw.random() < 0.7,
-        seed=seed,
-    )  # fmt: skip
 
 
 def mean_cases() -> list[Case]:
@@ -131,53 +120,11 @@ def scale_cases() -> list[Case]:
     ]
 
 
-def offset_cases() -> list[Case]:
-    """Offsets with every group size, with zero points and affine activations in turn, k ending within a group."""
-    cases = []
-    draw = random.Random(SEED + 3)
-    for number, (lhs, group, m) in enumerate(builders.two_thirds(LHS_TYPES, GROUP_SIZES, (1, 17, 130, 300))):
-        form = group, (number + number // 4) % 2 == 0, draw.choice(REAL_TYPES)
-        mean, scales = draw.choice(builders.LHS_MEANS), draw.choice(("plain", "negative"))
-        drawn = {"bias": draw.choice(("none", "bf16", "fp32")), "strided": draw.random() < 0.7}
-        drawn |= {"affine": lhs == "s8" and draw.random() < 0.7}
-        cases.append(
-            Case(m, 328, 2080 if group < 256 else 1184, lhs, form, mean, scales, seed=13, offset=True, **drawn)
-        )
-    return cases
-
-
-def affine_cases() -> list[Case]:
-    """int8 with zero points: every kind of scales, with bias and without, a value per token and one for all."""
-    formats = ((32, False, "fp32"), (128, False, "bf16"), (128, True, "bf16"), (256, True, "fp16"))
-    formats = (*formats, (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
-    means = (("positive", "none"), ("zero", "fp32"), ("positive", "bf16"))
-    return [
-        Case(
-            m, 264, 1056, "s8", format, mean, bias=bias, per_token=number % 3 > 0, strided=m != 17, seed=14, affine=True
-        )
-        for number, (format, (mean, bias), m) in enumerate(builders.third(formats, means, (1, 17, 300)))
-    ]  # fmt: skip
-
-
-def output_cases() -> list[Case]:
-    """fp16 and fp32 outputs at, below and above what tiles are made of, contiguous and as column slices."""
-    cases = []
-    sizes = builders.third(("fp16", "fp32"), LHS_TYPES, (1, 7, 65, 129, 300), (8, 72, 1000))
-    for number, (out, lhs, m, n) in enumerate(sizes):
-        format = (GROUP_128, (32, True, "fp16"), (PER_CHANNEL, False, "fp32"))[number % 3]
-        form = {"affine": lhs == "s8" and number % 5 == 0, "offset": format[0] == 32 and m > 100}
-        mean, bias = builders.LHS_MEANS[number % 2], ("none", "fp32")[number // 2 % 2]
-        cases.append(Case(m, n, 544, lhs, format, mean, bias=bias, strided=number % 4 > 0, seed=15, out=out, **form))
-    return [*cases, *(Case(2000, 4104, 2080, lhs, out=out, seed=15) for out, lhs in zip(("fp16", "fp32"), LHS_TYPES))]
-
-
-def code_cases() -> list[Case]:
-    """Weights packed for one type of activations."""
-    formats = ((32, "fp16"), (64, "fp32"), (128, "bf16"), (256, "bf16"), (PER_CHANNEL, "fp32"))
-    sizes = ((1, "zero"), (17, "positive"), (130, "zero"), (300, "positive"))
-    return [
-        Case(m, 328, 2080, lhs, (group, False, scale), mean, seed=16, codes=lhs, offset=m == 130 and group > 0)
-        for lhs, (group, scale), (m, mean) in builders.third(LHS_TYPES, formats, sizes)
+def wide_cases() -> list[Case]:
+    """More tiles than SMs: every CTA takes several tiles, and their barriers' phases go on."""
+    outs = zip(("fp16", "fp32"), LHS_TYPES)
+    return [Case(m, 8 * 1027, 544, lhs, seed=5) for m in (8, 64, 256, 8192) for lhs in LHS_TYPES] + [
+        Case(2000, 4104, 2080, lhs, out=out, seed=15) for out, lhs in outs
     ]
 
 
@@ -200,13 +147,9 @@ def outlier_cases() -> list[tuple]:
 CASES = {
     "sizes at the edges": nasty_cases(),
     "every weight format": format_cases(),
-    "drawn": random_cases(),
     "long sums": mean_cases(),
     "negative, tiny and huge scales": scale_cases(),
-    "offsets": offset_cases(),
-    "zero points of activations": affine_cases(),
-    "outputs": output_cases(),
-    "codes for one type": code_cases(),
+    "more tiles than SMs": wide_cases(),
 }
 REPEATED = [
     Case(1, 4096, 4096, "e4m3"),
@@ -370,20 +313,6 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
         assert all(builders.same_bits(first, other) for other in rest)
 
 
-def with_both_hints(spec, rhs, lhs, monkeypatch):
-    """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
-    from jitgemm.kernel import render
-    from jitgemm.runtime import loaded
-
-    outputs = []
-    with monkeypatch.context() as patch:
-        for _ in range(2):
-            patch.setattr(loaded, "kernels", {})
-            outputs.append(launched(spec, lhs, rhs))
-            patch.setattr(render, "yields", lambda _: None)
-    return outputs
-
-
 @pytest.mark.parametrize(
     ("m", "format", "lhs_name"),
     builders.third(
@@ -391,11 +320,18 @@ def with_both_hints(spec, rhs, lhs, monkeypatch):
     ),
 )
 def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
-    """They only say which warp goes first."""
+    """They only say which warp goes first: jitgemm's hints and ptxas's own."""
+    from jitgemm.kernel import render
+    from jitgemm.runtime import loaded
+
     rhs = weight(1536, 1792, format, codes="any" if format[1] else lhs_name, seed=9)
     lhs = activations(m, 1792, lhs_name, seed=9)
     spec = choose(Problem(m, 1536, 1792, lhs_name, rhs.format), device_figures())
-    outputs = with_both_hints(spec, rhs, lhs, monkeypatch)
+    outputs = []
+    for _ in range(2):
+        monkeypatch.setattr(loaded, "kernels", {})
+        outputs.append(launched(spec, lhs, rhs))
+        monkeypatch.setattr(render, "yields", lambda _: None)
     assert_right(outputs[0], lhs, rhs)
     assert builders.same_bits(*outputs)
 
@@ -453,13 +389,6 @@ def test_multicast_hands_its_stages_back(bits, group, lhs_name):
     outputs = [launched(spec, lhs, rhs) for spec in (plain, *[replace(plain, multicast_lhs=2)] * 10)]
     assert_right(outputs[-1], lhs, rhs)
     assert all(builders.same_bits(outputs[0], other) for other in outputs)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("m", [8, 64, 256, 8192])
-def test_more_tiles_than_sms(m, lhs_name):
-    """Persistent strides: every CTA takes several tiles, and their barriers' phases go on."""
-    Case(m, 8 * 1027, 544, lhs_name, seed=5).run()
 
 
 @pytest.mark.parametrize(("group_size", "zero_point", "codes", "offset"), EXACT)
@@ -548,73 +477,32 @@ def test_the_largest_sums_of_codes_packed_for_int8_per_channel(m):
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["x_scale", "x_zero", "bias"])
 @pytest.mark.parametrize("m", [5, 200])
-def test_forms_of_x_scale_give_the_same_bits(m):
-    rhs, (x, _) = weight(264, 512), activations(m, 512, "s8")
-    values = torch.rand(m, device="cuda") + 0.5
-    table = torch.full((m, 3), float("nan"), device="cuda")
-    table[:, 1] = values
-    shifted = torch.cat([torch.zeros(1, device="cuda"), values])[1:]  # 4-byte aligned only
-    expected = call((x, values), rhs)
-    assert_right(expected, (x, values), rhs)
-    for x_scale in (values[:, None], table[:, 1], table[:, 1:2], shifted):
-        assert builders.same_bits(call((x, x_scale), rhs), expected)
-    one = torch.full((m,), 0.375, device="cuda")
-    expected = call((x, one), rhs)
-    for x_scale in (torch.tensor(0.375, device="cuda"), one[:1], one[:1, None], one[:1].expand(m)):
-        assert builders.same_bits(call((x, x_scale), rhs), expected)
+def test_forms_of_what_rows_or_columns_share_give_the_same_bits(m, name):
+    """Of any strides, one for all, and aligned to their type alone."""
+    rhs, given = weight(264, 512), dict(zip(("x", "x_scale", "x_zero"), activations(m, 512, "s8", affine=True)))
+    given = given | {"x_scale": torch.rand(m, device="cuda") + 0.5, "bias": builders.bias(1, 264).cuda() * 10}
+    given["x_zero"] = (given["x_zero"].flatten() + torch.arange(m, device="cuda", dtype=torch.int32)).contiguous()
 
+    def called(value: torch.Tensor) -> torch.Tensor:
+        *lhs, bias = (given | {name: value}).values()
+        return call(tuple(lhs), rhs, bias)
 
-@pytest.mark.parametrize("m", [5, 200])
-def test_forms_of_x_zero_give_the_same_bits(m):
-    rhs, (x, x_scale, x_zero) = weight(264, 512), activations(m, 512, "s8", "positive", affine=True)
-    values = (x_zero.flatten() + torch.arange(m, device="cuda", dtype=torch.int32)).contiguous()
-    table = torch.full((m, 3), 1 << 30, dtype=torch.int32, device="cuda")
-    table[:, 1] = values
-    shifted = torch.cat([values[:1], values])[1:]  # 4-byte aligned only
-    expected = call((x, x_scale, values), rhs)
-    assert_right(expected, (x, x_scale, values), rhs)
-    for form in (values[:, None], table[:, 1], table[:, 1:2], shifted):
-        assert builders.same_bits(call((x, x_scale, form), rhs), expected)
-    same = torch.full((m,), -5, dtype=torch.int32, device="cuda")
-    expected = call((x, x_scale, same), rhs)
-    for form in (same[0], same[:1], same[:1, None], same[:1].expand(m)):
-        assert builders.same_bits(call((x, x_scale, form), rhs), expected)
-    # Of the same shapes, first without zero points and then with others of another address: each call its own.
-    assert_right(call((x, x_scale), rhs), (x, x_scale), rhs)
-    assert_right(call((x, x_scale, same), rhs), (x, x_scale, same), rhs)
-    assert_right(call((x, x_scale, values), rhs), (x, x_scale, values), rhs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("m", [5, 200])
-def test_bias(m, dtype):
-    rhs, lhs = weight(264, 512), activations(m, 512, "e4m3")
-    bias = builders.bias(1, 264, dtype, "cuda") * 10
-    expected = call(lhs, rhs, bias)
-    assert_right(expected, lhs, rhs, bias)
-    assert builders.same_bits(call(lhs, rhs, torch.cat([bias[:1], bias])[1:]), expected)  # aligned to its type only
-    assert builders.same_bits(call(lhs, rhs, torch.nn.Parameter(bias)), expected)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_the_format_of_scales_is_exact(lhs_name):
-    """Scales that bf16 and fp16 can hold give the same bits in every scale type."""
-    q = builders.weight_parts(1, 136, 1024).q.cuda()
-    scale = (2.0 ** -torch.arange(136 * 8, device="cuda").remainder(9).float()).view(136, 8)
-    lhs = activations(33, 1024, lhs_name)
-    outputs = [call(lhs, pack_w4(q, scale.to(dtype), group_size=128)) for dtype in OUTPUTS.values()]
-    assert builders.same_bits(outputs[0], outputs[1]) and builders.same_bits(outputs[0], outputs[2])
-
-
-def test_inference_mode():
-    with torch.inference_mode():
-        rhs = builders.weight_parts(4, 264, 512).packed.to("cuda")
-        lhs = builders.lhs(4, 16, 512, "s8", device="cuda")
-        out = torch.empty(16, 264, dtype=torch.bfloat16, device="cuda")
-        for _ in range(3):
-            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-    assert_right(out.clone(), lhs, rhs)
+    values = given[name]
+    table = torch.full((m, 3), 1 << 30, dtype=values.dtype, device="cuda")
+    forms = [torch.cat([values[:1], values])[1:]]
+    if name != "bias":
+        table[:, 1] = values
+        forms += [values[:, None], table[:, 1], table[:, 1:2]]
+    expected = called(values)
+    *lhs, bias = given.values()
+    assert_right(expected, tuple(lhs), rhs, bias)
+    assert all(builders.same_bits(called(form), expected) for form in forms)
+    if name != "bias":
+        same = values[:1].expand(m).contiguous()
+        expected = called(same)
+        assert all(builders.same_bits(called(form), expected) for form in (same[0], same[:1], same[:1, None]))
 
 
 # ---- run to run -----------------------------------------------------------------------------------------------------
@@ -637,75 +525,6 @@ def test_bits_never_change_from_run_to_run(case):
     assert_right(expected, lhs, rhs)
 
 
-# ---- batch-invariant calls ------------------------------------------------------------------------------------------
-
-
-def test_calls_with_and_without_batch_invariance_have_plans_of_their_own():
-    """Of one shape, in turns: each keeps to the bits it had."""
-    rhs, lhs = weight(4096, 4096), activations(7, 4096, "e4m3")
-    free, fixed = (call(lhs, rhs, batch_invariant=on) for on in (False, True))
-    for on, expected in ((False, free), (True, fixed), (True, fixed), (False, free)):
-        assert_right(expected, lhs, rhs)
-        assert builders.same_bits(call(lhs, rhs, batch_invariant=on), expected)
-
-
-def test_back_to_back_calls_see_what_was_written_just_before():
-    """Kernels overlap the end of the one before them, and still read and write in order."""
-    n = k = 1024
-    rhs = weight(n, k)
-    sources = [builders.lhs(seed, 16, k, "s8", device="cuda") for seed in range(24)]
-    x, x_scale = (torch.empty_like(t) for t in sources[0])
-    out = torch.empty(16, n, dtype=torch.bfloat16, device="cuda")
-    outputs = torch.empty(len(sources), 16, n, dtype=torch.bfloat16, device="cuda")
-    for i, source in enumerate(sources):
-        x.copy_(source[0])
-        x_scale.copy_(source[1])
-        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
-        outputs[i].copy_(out)
-    for source, output in zip(sources, outputs):
-        assert_right(output, source, rhs)
-
-
-def test_a_chain_of_layers_is_the_layers_one_by_one():
-    """The bf16 output of one call, read as int8, is the input of the next, with no kernel between them."""
-    n, k, m = 1024, 2048, 16
-    layers = [builders.weight_parts(seed, n, k).packed.to("cuda") for seed in range(6)]
-    one = torch.ones(1, device="cuda")
-    first = activations(m, k, "s8")[0]
-    buffers = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in layers]
-
-    def chain(synchronise: bool) -> list[torch.Tensor]:
-        x = first
-        for rhs, out in zip(layers, buffers):
-            jitgemm.gemm_w4a8_bf16_nt((x, one), rhs, out)
-            if synchronise:
-                torch.cuda.synchronize()
-            x = out.view(torch.int8)
-        return [out.clone() for out in buffers]
-
-    slow = chain(True)
-    x = first
-    for rhs, out in zip(layers, slow):
-        assert_right(out, (x, one), rhs)
-        x = out.view(torch.int8)
-    for _ in range(20):
-        for out in buffers:
-            out.fill_(float("nan"))
-        assert all(map(builders.same_bits, chain(False), slow))
-
-
-def test_a_weight_overwritten_in_place_is_read_anew():
-    rhs, other = (builders.weight_parts(seed, 1024, 1024).packed.to("cuda") for seed in (21, 22))
-    lhs = activations(16, 1024, "s8")
-    expected = [call(lhs, each) for each in (rhs, other)]
-    sources = [rhs.blocks.clone(), other.blocks.clone()]
-    out = torch.empty(16, 1024, dtype=torch.bfloat16, device="cuda")
-    for run in range(30):
-        rhs.blocks.copy_(sources[run % 2])
-        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-        assert builders.same_bits(out, expected[run % 2].contiguous())
-
-
 def test_a_weight_packed_a_moment_ago_is_read_whole():
     lhs = activations(16, 2048, "s8")
     for seed in range(6):
@@ -718,23 +537,6 @@ def test_a_weight_packed_a_moment_ago_is_read_whole():
 
 
 # ---- streams and threads --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("m", [16, 300])
-def test_the_current_stream_is_honoured(m):
-    """Work queued behind a long sleep on a side stream: only a launch on that stream sees its inputs."""
-    rhs, (x, x_scale) = weight(1024, 1024), activations(m, 1024, "s8")
-    late = torch.zeros_like(x)
-    out = torch.full((m, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w4a8_bf16_nt((late, x_scale), rhs, out)  # the default stream first, so that the plan knows it
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
-        late.copy_(x)
-        jitgemm.gemm_w4a8_bf16_nt((late, x_scale), rhs, out)
-    side.synchronize()
-    assert_right(out, (x, x_scale), rhs)
 
 
 @pytest.mark.parametrize("own_streams", [False, True])
@@ -778,27 +580,6 @@ def test_two_threads_at_once(own_streams):
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_of_many_layers_keeps_each_call_s_own_arguments():
-    """A plan is written in place: what was captured must not change with the next call of the same shapes."""
-    layers = [builders.weight_parts(seed, 1024, 1024).packed.to("cuda") for seed in (51, 52, 53)]
-    inputs = [builders.lhs(seed, 16, 1024, "e4m3", device="cuda") for seed in (1, 2, 3)]
-    outputs = [torch.empty(16, 1024, dtype=torch.bfloat16, device="cuda") for _ in layers]
-    jitgemm.gemm_w4a8_bf16_nt(inputs[0], layers[0], outputs[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for lhs, rhs, out in zip(inputs, layers, outputs):
-            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-    # Eager calls of the same shapes with other tensors, then the graph.
-    call(builders.lhs(9, 16, 1024, "e4m3", device="cuda"), weight(1024, 1024), contiguous=True)
-    for _ in range(5):
-        for out in outputs:
-            out.fill_(float("nan"))
-        graph.replay()
-        for lhs, rhs, out in zip(inputs, layers, outputs):
-            assert_right(out.clone(), lhs, rhs)
-
-
 def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
     from jitgemm.runtime import loaded
 
@@ -827,19 +608,6 @@ def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch)
 # ---- the JIT --------------------------------------------------------------------------------------------------------
 
 
-def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
-    from jitgemm.runtime import loaded
-
-    monkeypatch.setattr(loaded, "kernels", {})
-    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("JITGEMM_JIT", "off")
-    rhs, lhs = weight(1048, 1056), activations(24, 1056, "s8")
-    out = torch.full((24, 1048), float("nan"), dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(jitgemm.CacheMissError, match="jitgemm warmup"):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-    assert bool(out.isnan().all()) and list(tmp_path.iterdir()) == []
-
-
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     from jitgemm import settings
     from jitgemm.runtime import loaded
@@ -859,59 +627,6 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
         jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), rhs, out[:m])
     assert_right(out, (x, x_scale), rhs)
     assert len(loaded.kernels) <= len(kernels)
-
-
-# ---- torch.library and torch.compile --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first_call", [True, False])
-def test_scales_per_channel_must_be_aligned_to_four_bytes(first_call):
-    rhs = weight(264, 512, (builders.PER_CHANNEL, False, "bf16"))
-    x, x_scale = activations(16, 512, "s8")
-    out = torch.zeros(16, 264, dtype=torch.bfloat16, device="cuda")
-    shifted = torch.zeros(rhs.channel_scale.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]
-    shifted.copy_(rhs.channel_scale)
-
-    def run(channel_scale):
-        torch.ops.jitgemm.gemm_w4a8_nt(
-            x, x_scale, None, rhs.blocks, channel_scale, None, out, None, rhs.n, rhs.k, rhs.format.name, False
-        )
-
-    if not first_call:
-        run(rhs.channel_scale)
-    with pytest.raises(ValueError, match=r"rhs\.channel_scale: expected .* multiple of 4 bytes, got .* 2 bytes past"):
-        run(shifted)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_torch_compile_of_a_quantised_layer(lhs_name):
-    """Quantisation before and an activation function after the call, in one graph; the bits of the call alone."""
-    builders.start_compiler("inductor")
-    rhs, bias = weight(264, 512), builders.bias(1, 264, torch.bfloat16, "cuda")
-    largest = 448.0 if lhs_name == "e4m3" else 127.0
-
-    def quantise(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_scale = h.abs().amax(dim=1, keepdim=True).clamp(min=1e-6) * (1 / largest)
-        x = (h / x_scale).clamp(-largest, largest)
-        return (x.round() if lhs_name == "s8" else x).to(builders.LHS_DTYPES[lhs_name]), x_scale
-
-    def gemm(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((x.shape[0], 264), dtype=torch.bfloat16, device="cuda")
-        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out, bias=bias)
-        return out
-
-    def layer(h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x, x_scale = quantise(h)
-        out = gemm(x, x_scale)
-        return x, x_scale, out, torch.relu(out)
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    for m in (16, 33, 130):
-        h = torch.randn(m, 512, generator=builders.generator(m)).cuda()
-        x, x_scale, out, activated = compiled(h)
-        assert_right(out.contiguous(), (x, x_scale), rhs, bias)
-        assert builders.same_bits(out, gemm(x, x_scale)) and torch.equal(activated, torch.relu(out))
-    torch._dynamo.reset()
 
 
 # ---- large ----------------------------------------------------------------------------------------------------------
@@ -981,7 +696,6 @@ def test_weights_beyond_2_to_the_31_bytes(m):
     q = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda", generator=generator)
     scale = (torch.rand((n, k // 128), device="cuda", generator=generator) + 0.5).to(torch.bfloat16)
     rhs = pack_w4(q, scale, group_size=128)
-    del q, scale
     assert rhs.nbytes > 2**31
     lhs = activations(m, k, "s8")
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -989,41 +703,12 @@ def test_weights_beyond_2_to_the_31_bytes(m):
     strip_bytes = rhs.blocks[0].nbytes
     middle, strips = 2**31 // strip_bytes, rhs.blocks.shape[0]
     for first, end in ((0, 2), (middle - 2, middle + 2), (strips - 3, strips)):
-        rows = min(n, 64 * end) - 64 * first
-        part = W4Weight(rhs.blocks[first:end], None, rows, k, 128, rhs.format)
-        assert_right(out[:, 64 * first : 64 * first + rows], lhs, part)
+        rows = slice(64 * first, min(n, 64 * end))
+        assert_right(out[:, rows], lhs, pack_w4(q[rows].cpu(), scale[rows].cpu(), group_size=128).to("cuda"))
     assert not bool(out.isnan().any())
 
 
-def test_packing_a_large_weight_gives_the_cpu_s_bytes():
-    n, k = 57344, 8192
-    need_memory(8)
-    q = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda")
-    scale = (torch.rand((n, k // 128), device="cuda") + 0.5).to(torch.bfloat16)
-    pack_w4(q[:4096], scale[:4096], group_size=128)  # loads PyTorch's kernels
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    rhs = pack_w4(q, scale, group_size=128)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    for first in (0, 64 * 447, n - 128):
-        rows = slice(first, first + 128)
-        on_cpu = pack_w4(q[rows].cpu(), scale[rows].cpu(), group_size=128)
-        assert builders.same_bits(rhs.blocks[first // 64 : first // 64 + 2].cpu(), on_cpu.blocks)
-    WORST.packing = f"{n} x {k} packed in {seconds:.2f} s"
-
-
 # ---- devices --------------------------------------------------------------------------------------------------------
-
-
-def test_the_gpu_gives_what_the_cpu_reference_gives():
-    """Both sides of the same call: the CPU's is exact, so the difference is within the bound and mostly nothing."""
-    lhs, rhs = builders.lhs(1, 33, 544, "s8"), builders.weight_parts(1, 136, 544, 64, zero_point=True).packed
-    expected = torch.empty(33, 136, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, expected)
-    out = call((lhs[0].cuda(), lhs[1].cuda()), rhs.to("cuda")).cpu()
-    assert float((out == expected).float().mean()) > 0.99
-    assert torch.allclose(out.float(), expected.float(), rtol=2**-7, atol=1e-6)
 
 
 def test_a_tensor_on_another_gpu_than_the_current_one():

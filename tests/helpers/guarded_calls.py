@@ -44,7 +44,6 @@ class Worst:
     ratio: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
     beyond: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
     rms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
-    packing: str = "no large weight packed"
 
     def line(self) -> str:
         ratio = ", ".join(f"{lhs} {self.ratio[lhs]:.3f}" for lhs in LHS_TYPES)
@@ -53,8 +52,7 @@ class Worst:
         return (
             f"GPU numbers: {self.outputs} outputs, {self.elements} elements compared; "
             f"worst error / bound: {ratio}; "
-            f"worst error beyond rounding / the bound's share for sums: {beyond}; worst relative RMS: {rms}; "
-            f"{self.packing}"
+            f"worst error beyond rounding / the bound's share for sums: {beyond}; worst relative RMS: {rms}"
         )
 
 
