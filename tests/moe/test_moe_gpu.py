@@ -97,25 +97,10 @@ def test_routing_skips_what_is_no_expert_of_this_rank(tokens, top_k, experts):
     assert_routed(route_into_guards(nobody, experts, None), nobody, experts)
 
 
-def test_routing_is_the_same_in_every_run():
-    for tokens in (64, 4096):
-        ids = choices(1, tokens, 8, 64, "zipf").cuda()
-        first = route(ids, 64)
-        for _ in range(50):
-            assert all(map(torch.equal, route(ids, 64), first))
-
-
-def test_no_tokens_are_routed():
-    routing = route(torch.empty((0, 4), dtype=torch.int64, device="cuda"), 7)
-    assert routing.offsets.tolist() == [0] * 8 and routing.inverse.shape == (0, 4)
-
-
 FRONT_SIZES = [(1, 8, 256), (9, 6, 1024), (64, 8, 128), (256, 8, 512), (257, 8, 8)]
 
 
-@pytest.mark.parametrize(
-    "sizes, k, mode", builders.third(FRONT_SIZES, (16, 272, 2048, 4128, 7168, 8208, 16384, 16416), MODES), ids=str
-)
+@pytest.mark.parametrize("sizes, k, mode", builders.third(FRONT_SIZES, (16, 272, 4128, 7168, 16384), MODES), ids=str)
 def test_routing_and_quantising_at_once_are_both(sizes, k, mode):
     """What routes and what quantises know nothing of each other: pairs of sizes, k and mode suffice."""
     tokens, top_k, experts = sizes
@@ -169,11 +154,10 @@ def test_combining_is_the_weighted_sum_within_fp32_s_rounding(sizes, out_dtype, 
 
 
 GATED = [
-    (*gate, *sizes)
+    (*gate, *((112, 7.0), (768, float("inf")), (2880, 2.5), (16432, 7.0))[number % 4])
     for number, gate in enumerate(builders.third(ACTIVATIONS, ORDERS, X_DTYPES, MODES))
-    for sizes in (((112, 7.0), (2880, 2.5)), ((768, float("inf")), (16432, 7.0)))[number % 2]
 ]
-"""Two of four widths, a kernel each, in turn."""
+"""One of four widths in turn, a kernel each."""
 
 
 @pytest.mark.parametrize("kind, order, x_dtype, mode, k, limit", GATED, ids=str)
@@ -191,18 +175,14 @@ def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode, k, limit):
     assert_close(*sides, rare=1e-2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_squares_without_gates_are_the_cpu_s_bits(x_dtype, mode):
+@pytest.mark.parametrize("k, x_dtype, mode", builders.third((96, 768, 2880, 16416, 40000), X_DTYPES, MODES), ids=str)
+def test_squares_without_gates_are_the_cpu_s_bits(k, x_dtype, mode):
     dtype, affine = MODES[mode]
-    for k in (96, 768, 2880, 16416, 40000):
-        x = (torch.randn((17, k), generator=builders.generator(k)) * 4).to(x_dtype)
-        x[3] = -1
-        inputs = QuantizeCall(x, activation_of(dtype, "token", affine), Prologue(gate=Gate("relu2")))
-        sides = [
-            tuple(part for part in quantize(each) if part is not None) for each in (replace(inputs, x=x.cuda()), inputs)
-        ]
-        assert_same_bits(*sides)
+    x = (torch.randn((17, k), generator=builders.generator(k)) * 4).to(x_dtype)
+    x[3] = -1
+    inputs = QuantizeCall(x, activation_of(dtype, "token", affine), Prologue(gate=Gate("relu2")))
+    sides = (quantize(each) for each in (replace(inputs, x=x.cuda()), inputs))
+    assert_same_bits(*(tuple(part for part in side if part is not None) for side in sides))
 
 
 @pytest.mark.parametrize("k", [96, 768, 2048, 20000 // 32 * 32])
@@ -249,12 +229,6 @@ def test_gathered_rows_are_quantised_as_where_they_were(k, rotation, mode):
 SMALL = {"device": "cuda", "dtype": torch.bfloat16, "scale": 1.0, "k": 272, "inter": 144, "n": 264, "group_size": 128}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tokens, top_k, experts", [(1, 8, 32), (8, 8, 64), (64, 4, 16), (300, 2, 5)])
-def test_the_layer_is_the_reference(tokens, top_k, experts, mode):
-    assert_layer(Case(tokens=tokens, top_k=top_k, experts=experts, mode=mode, **SMALL))
-
-
 def assert_within_bound(rows: torch.Tensor, lhs: tuple, weight: W4Weight, offsets: torch.Tensor, name: str) -> None:
     """An expert at a time: the GEMM's result from what it was given."""
     bounds = offsets.tolist()
@@ -269,7 +243,8 @@ def assert_within_bound(rows: torch.Tensor, lhs: tuple, weight: W4Weight, offset
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "tokens, top_k, experts, everywhere", [(8, 8, 64, None), (300, 2, 5, None), (128, 8, 16, 128), (700, 8, 16, 24)]
+    "tokens, top_k, experts, everywhere",
+    [(1, 8, 32, None), (8, 8, 64, None), (300, 2, 5, None), (128, 8, 16, 128), (700, 8, 16, 24)],
 )
 def test_the_layer_is_its_kernels_each_of_which_is_right(tokens, top_k, experts, everywhere, mode):
     """No error is handed on here: each kernel is held against what it was given, the layer against the kernels."""
@@ -312,15 +287,17 @@ def test_the_layer_is_its_kernels_each_of_which_is_right(tokens, top_k, experts,
     assert builders.same_bits(fused_experts(x, w13, w2, ids, weights, **options), out)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("group_size, zero_point", [(32, False), (128, True), (builders.PER_CHANNEL, False)])
+@pytest.mark.parametrize(
+    "group_size, zero_point, dtype",
+    [(32, False, torch.float16), (128, True, torch.bfloat16), (builders.PER_CHANNEL, False, torch.float32)],
+    ids=str,
+)
 def test_the_layer_in_every_type_and_format(group_size, zero_point, dtype):
     changes = {"dtype": dtype, "group_size": group_size, "zero_point": zero_point}
     assert_layer(Case(tokens=20, top_k=4, experts=8, mode="s8", **(SMALL | changes)))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("activation, order", builders.third(ACTIVATIONS, ORDERS))
 def test_the_layer_with_every_gate_biases_and_an_addend(order, activation):
     g = builders.generator(1)
     options = {
@@ -358,14 +335,6 @@ def test_skewed_routings():
     for kind in ("zipf", "one"):
         assert_layer(case, topk_ids=choices(3, 200, 4, 32, kind).cuda())
     assert bool((fused_experts(*case.replaced(topk_ids=torch.full_like(case.arguments[3], -1))) == 0).all())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_same_bits_in_every_run(mode):
-    case = Case(tokens=50, top_k=8, experts=32, mode=mode, **SMALL)
-    first = fused_experts(*case.arguments, **case.options)
-    for _ in range(20):
-        assert builders.same_bits(fused_experts(*case.arguments, **case.options), first)
 
 
 def test_a_token_alone_has_the_same_bits_where_asked():

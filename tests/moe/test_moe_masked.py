@@ -23,15 +23,24 @@ from jitgemm.moe.masked import fused_experts_masked
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scheme", ["token", "block", "rotated"])
-@pytest.mark.parametrize("mode", MODES)
-def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
-    if (mode, scheme) == ("s8z", "block"):
-        pytest.skip("blocks have no zero points")
-    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0}
-    options |= {"rotation": 128} if scheme == "rotated" else {"scheme": scheme}
-    options |= {"bias13": torch.randn(4, 256), "bias2": torch.randn(4, 72)}
+GATES = {
+    "gpt-oss": {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0},
+    "relu2": {"activation": "relu2"},
+    "situ": {"activation": "situ", "alpha": 4.0, "limit": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    "mode, scheme, bits, gate",
+    [
+        each
+        for each in builders.third(MODES, ["token", "block", "rotated"], [4, 8], GATES)
+        if each[:2] != ("s8z", "block")
+    ],
+)
+def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits, gate):
+    options = GATES[gate] | ({"rotation": 128} if scheme == "rotated" else {"scheme": scheme})
+    options |= {"bias13": torch.randn(4, 128 if gate == "relu2" else 256), "bias2": torch.randn(4, 72)}
     scale = 4.0 if bits == 4 else 0.1  # weights of 8 bits are some sixteen times as large
     sizes = dict(experts=4, k=256 if scheme == "rotated" else 208, inter=128, group_size=32)
     case = Case(**sizes, mode=mode, bits=bits, scale=scale, options=options)
@@ -41,21 +50,6 @@ def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
         live = out[e, : COUNTS[e]].double()
         assert (live - wanted).abs().max() <= 2e-3 * wanted.abs().max() if len(wanted) else True
         assert bool((out[e, COUNTS[e] :] == 7).all())
-
-
-@pytest.mark.parametrize(
-    "options", [{"activation": "relu2"}, {"activation": "situ", "alpha": 4.0, "limit": 2.0}, {"rotation": 128}], ids=str
-)
-def test_gates_and_a_rotation_through_the_op_are_the_call_s(options):
-    case = Case(experts=4, mode="s8", k=128, inter=128, options=dict(options))
-    x, masked_m = sorted_tokens(case, 6, COUNTS)
-    direct = called(case, x, masked_m)
-    for e, wanted in enumerate(expected(case, x)):
-        assert (direct[e, : COUNTS[e]].double() - wanted).norm() <= 1e-3 * wanted.norm()
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, m: called(case, x, m), backend="aot_eager", fullgraph=True)
-    assert builders.same_bits(compiled(x, masked_m), direct)
-    torch._dynamo.reset()
 
 
 def test_quantised_tokens_have_been_rotated_before():
