@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
 import dialects
+import files_awq
+import files_gptq
+import layers
 import pytest
 import torch
 from files_8bit import DEEPSEEK
@@ -17,10 +21,6 @@ from small_models import config as stored_config
 from small_models import quantised_names, same_state
 
 from jitgemm import quantize_mxfp4
-from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.checkpoint.format import Format, Scheme
-from jitgemm.checkpoint.layouts import FLOATS, G, K, N, TensorLayout
 from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear, W8A8Linear, load_, quantize_
 
 transformers = pytest.importorskip("transformers")
@@ -49,6 +49,7 @@ TOKENS = torch.arange(1, 13)[None]
 LAYER = re.compile(r"layers\.\d+\..*(_proj|\.w[123])\.weight")
 
 
+ON_THE_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="auto means the GPU")
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
@@ -61,47 +62,26 @@ def build(name: str) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(told, dtype=torch.bfloat16).eval()
 
 
-def integers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes -8..7 [n, k] and scales [n, k / 32]."""
+def rounded(weight: torch.Tensor) -> layers.Layer:
+    """Codes 0..15 [n, k] around 8, and scales [n, k / 32]."""
     groups = weight.float().unflatten(1, (-1, 32))
-    scale = (groups.abs().amax(2) / 7).clamp(min=1e-4)
-    q = (groups / scale.half().float()[:, :, None]).round().clamp(-8, 7)
-    return q.flatten(1).to(torch.int64), scale.half()
-
-
-def gptq(weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
-    q, scale = integers(weight)
-    n, k = q.shape
-    middle = 2 ** (bits - 1)
-    zeros = torch.full((k // 32, n), middle - 1)  # v1 stores zero - 1
-    return {
-        "qweight": checkpoints.words((q + middle).T, 0, bits=bits),
-        "qzeros": checkpoints.words(zeros, 1, bits=bits),
-        "scales": scale.T.contiguous(),
-        "g_idx": (torch.arange(k) // 32).to(torch.int32),
-    }
-
-
-def awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    q, scale = integers(weight)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return {
-        "qweight": checkpoints.words((q + 8).T, 1, order=order),
-        "qzeros": checkpoints.words(torch.full_like(scale.T, 8), 1, order=order),
-        "scales": scale.T.contiguous(),
-    }
+    scale = (groups.abs().amax(2) / 7).clamp(min=1e-4).half()
+    q = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).flatten(1).long() + 8
+    return layers.Layer(q, scale, torch.full(scale.shape, 8), torch.arange(q.shape[1]) // 32)
 
 
 def pack_quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    q, scale = integers(weight)
-    shape = torch.tensor(weight.shape)
-    return {"weight_packed": checkpoints.words(q + 8, 1), "weight_scale": scale.bfloat16(), "weight_shape": shape}
+    layer, shape = rounded(weight), torch.tensor(weight.shape)
+    return {
+        "weight_packed": checkpoints.words(layer.q, 1),
+        "weight_scale": layer.scale.bfloat16(),
+        "weight_shape": shape,
+    }
 
 
 def w4afp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    q, scale = integers(weight)
-    codes = (q[:, ::2] % 16 + 16 * (q[:, 1::2] % 16)).to(torch.uint8).view(torch.int8)
-    return {"weight": codes, "weight_scale_inv": scale.float()}
+    layer = rounded(weight)
+    return {"weight": checkpoints.words(layer.q - 8, 1, torch.int8), "weight_scale_inv": layer.scale.float()}
 
 
 def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -115,7 +95,6 @@ def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": (weight.float() / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
-GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 PACKED = stored_config()
 PACKED["format"] = "pack-quantized"
 PACKED["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 32}
@@ -130,8 +109,8 @@ FORMATS = {
         mxfp4,
         {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {"group_0": OF_MX}},
     ),
-    "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "gptq": (lambda w: files_gptq.packed(rounded(w), minus_one=True), files_gptq.V1 | {"group_size": 32}),
+    "awq": (lambda w: files_awq.gemm(rounded(w)), files_awq.GEMM | {"group_size": 32}),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
     "fp8 in blocks": (fp8, DEEPSEEK),
 }
@@ -154,14 +133,23 @@ def file(folder: Path, name: str, format: str, chosen: re.Pattern = LAYER, shard
             tensors |= {f"{prefix}.{suffix}": value for suffix, value in pack(tensor).items()}
         else:
             tensors[full] = tensor
-    text = json.loads((folder / "config.json").read_text())
-    if shards:
-        (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").unlink()
     checkpoints.save(folder, tensors, shards=shards)
-    (folder / "config.json").write_text(json.dumps(text | ({"quantization_config": told} if told else {})))
-    if shards is None:  # transformers wants to be told who wrote the file
-        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
     return folder
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor | None]]) -> None:
+    """The file with tensors changed, and without those that are None then."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= change(tensors)
+    checkpoints.save(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def quantised_by(folder: Path, auto: type = transformers.AutoModelForCausalLM, **options) -> torch.nn.Module:
+    """The model in floats of a folder, quantised on the way."""
+    return auto.from_pretrained(folder, quantization_config=hf.JitGemmConfig(**options), dtype=torch.bfloat16)
 
 
 def loaded(folder: Path, *, options: dict | None = None, **more) -> torch.nn.Module:
@@ -186,6 +174,17 @@ def assert_same(model: torch.nn.Module, expected: torch.nn.Module) -> None:
     assert same_state(model, expected)
     assert not model.training and all(not x.is_meta for x in (*model.parameters(), *model.buffers()))
     assert torch.equal(logits(model), logits(expected))
+
+
+def assert_saved(folder: Path, model: torch.nn.Module) -> None:
+    """That save_pretrained writes what both ways to load read, and the model of either is written again."""
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
+    assert_same(loaded(folder), model)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # without config=
+    assert_same(again, model)
+    again.save_pretrained(folder / "again")
+    assert_same(loaded(folder / "again"), model)
 
 
 # ---- quantised checkpoints -------------------------------------------------------------------------------------------
@@ -233,65 +232,25 @@ def test_a_layer_of_every_tool_becomes_the_one_that_load_makes(tmp_path, around_
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_a_format_that_comes_later_needs_no_change_in_hf(tmp_path, monkeypatch, name):
-    def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        q, scale = integers(weight)
-        return {"later_codes": q.to(torch.int16), "later_scale": scale}
-
-    class Later(Format):
-        name = "later"
-
-        def detect(self, names, config):
-            return "later_codes" in names
-
-        def scheme(self, config, prefix="", headers=None):
-            return Scheme(self.name, group_size=32)
-
-        def tensors(self, scheme, k=None):
-            return {"later_codes": TensorLayout((torch.int16,), (N, K)), "later_scale": TensorLayout(FLOATS, (N, G))}
-
-        def read(self, tensors, scheme):
-            q, scale = tensors["later_codes"].to(torch.int8), tensors["later_scale"]
-            return CanonicalWeight(q, scale, group_size=scheme.group_size)
-
-    monkeypatch.setitem(FORMATS, "later", (pack, {"quant_method": "later"}))
-    file(tmp_path, name, "later")
-    with pytest.raises(ValueError, match="is of no format known here"):
-        loaded(tmp_path)
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, Later()))
-    model = loaded(tmp_path)
-    assert_same(model, by_load_(tmp_path))
-    up = "model.layers.1.mlp.up_proj" if name == "llama" else "model.layers.1.self_attn.k_proj"
-    assert torch.equal(
-        model.get_submodule(up).weight.unpack()[0].long(), integers(build(name).get_submodule(up).weight)[0]
-    )
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_shards_and_device_maps(tmp_path, name):
     pytest.importorskip("accelerate")
     file(tmp_path, name, "gptq", shards=3)
-    for shard in tmp_path.glob("*.safetensors"):
-        save_file(load_file(shard), shard, {"format": "pt"})
     expected = by_load_(tmp_path)
     for device_map in ("cpu", {"": "cpu"}, *([] if torch.cuda.is_available() else ["auto"])):  # which means the GPU
         assert_same(loaded(tmp_path, device_map=device_map), expected)
 
 
-def test_offloading_is_refused(tmp_path):
-    pytest.importorskip("accelerate")
-    file(tmp_path, "llama", "awq")
-    with pytest.raises(ValueError, match="device_map: expected GPUs alone or the CPU alone.*cpu, disk"):
-        loaded(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=str(tmp_path / "off"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="auto means the GPU")
-def test_packed_weights_count_for_an_automatic_device_map(tmp_path):
+@pytest.mark.parametrize("automatic", [False, pytest.param(True, marks=ON_THE_CPU)])
+def test_offloading_is_refused(tmp_path, automatic):
+    """Packed weights count for an automatic map."""
     pytest.importorskip("accelerate")
     file(tmp_path, "llama", "gptq")
-    plain = sum(x.numel() * x.element_size() for x in loaded(tmp_path).parameters())
+    how = {"device_map": {"model": "cpu", "lm_head": "disk"}}
+    if automatic:
+        plain = sum(x.numel() * x.element_size() for x in loaded(tmp_path).parameters())
+        how = {"device_map": "auto", "max_memory": {"cpu": plain + 9000}}
     with pytest.raises(ValueError, match="device_map: expected GPUs alone or the CPU alone.*disk"):
-        loaded(tmp_path, device_map="auto", max_memory={"cpu": plain + 9000}, offload_folder=str(tmp_path / "off"))
+        loaded(tmp_path, offload_folder=str(tmp_path / "off"), **how)
 
 
 def head_quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -307,10 +266,8 @@ TIES = {
 
 @pytest.mark.parametrize("kind", TIES)
 def test_tied_tables_stay_tied_only_where_the_file_has_them_equal(tmp_path, kind):
-    file(tmp_path, "tied llama", "compressed-tensors")
-    tensors = load_file(tmp_path / "model.safetensors")
     change, tied = TIES[kind]
-    save_file(tensors | change(tensors), tmp_path / "model.safetensors", {"format": "pt"})
+    rewritten(file(tmp_path, "tied llama", "compressed-tensors"), change)
     model = loaded(tmp_path)
     model.tie_weights()  # as generate and resizing may
     assert isinstance(model.lm_head, W4A8Linear) == (kind == "a quantised head")
@@ -331,34 +288,27 @@ def test_inputs_in_mxfp8_are_told_of_once_in_a_model(tmp_path, name, load):
     assert logits(model).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["llama", "tied llama"])
-def test_quantised_embeddings_are_dequantised(tmp_path, name):
-    file(tmp_path, name, "w4afp8", re.compile(LAYER.pattern + "|embed_tokens"))
-    with pytest.warns(UserWarning, match="from_pretrained: 1 quantised layers are dequantised(?s:.*)an Embedding"):
-        model = loaded(tmp_path)
-    with pytest.warns(UserWarning, match="dequantised"):
-        expected = by_load_(tmp_path)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied llama")
-    assert_same(model, expected)
+OTHERS = [("llama", "model.embed_tokens", 1), ("tied llama", "model.embed_tokens", 1)]
+OTHERS += [("qwen3-moe", "model.layers.1.mlp.gate", 2)]
 
 
-def test_a_quantised_router_is_dequantised(tmp_path):
-    file(tmp_path, "qwen3-moe", "w4afp8", re.compile(LAYER.pattern + r"|mlp\.gate\."))
-    with pytest.warns(UserWarning, match="from_pretrained: 2 quantised layers are dequantised"):
+@pytest.mark.parametrize("name, module, count", OTHERS)
+def test_quantised_embeddings_and_routers_are_dequantised(tmp_path, name, module, count):
+    _, _, last = module.rpartition(".")
+    file(tmp_path, name, "w4afp8", re.compile(rf"{LAYER.pattern}|\.{last}\."))
+    with pytest.warns(UserWarning, match=f"from_pretrained: {count} quantised layers are dequantised"):
         model = loaded(tmp_path)
     with pytest.warns(UserWarning, match="dequantised"):
         assert_same(model, by_load_(tmp_path))
-    router = build("qwen3-moe").model.layers[1].mlp.gate.weight
-    q, scale = integers(router)
-    assert torch.equal(model.model.layers[1].mlp.gate.weight, (q * scale.float().repeat_interleave(32, 1)).bfloat16())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied llama")
+    layer = rounded(build(name).get_submodule(module).weight)
+    assert torch.equal(model.get_submodule(module).weight, layer.weight.bfloat16())
 
 
 @pytest.mark.parametrize("kind, names", [("AutoModel", "model."), ("AutoModelForCausalLM", "")])
 def test_a_base_model_takes_a_whole_models_file_and_back(tmp_path, kind, names):
-    file(tmp_path, "tied llama", "gptq")
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {names + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tensors = load_file(file(tmp_path, "tied llama", "gptq") / "model.safetensors")
+    checkpoints.save(tmp_path, {names + name.removeprefix("model."): tensor for name, tensor in tensors.items()})
     auto = getattr(transformers, kind)
     model = auto.from_pretrained(tmp_path, config=hf.config(tmp_path), dtype=torch.bfloat16)
     expected = auto.from_config(transformers.AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16).eval()
@@ -369,9 +319,8 @@ def test_a_base_model_takes_a_whole_models_file_and_back(tmp_path, kind, names):
 
 def test_what_was_saved_of_a_whole_model_is_read_as_its_base_model_and_back(tmp_path):
     floats(tmp_path / "floats", "tied llama")
-    options = {"quantization_config": hf.JitGemmConfig(group_size=32), "dtype": torch.bfloat16}
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", **options)
-    base = transformers.AutoModel.from_pretrained(tmp_path / "floats", **options)
+    kinds = transformers.AutoModelForCausalLM, transformers.AutoModel
+    whole, base = (quantised_by(tmp_path / "floats", auto, group_size=32) for auto in kinds)
     assert len(quantised_names(base)) == 14 and same_state(base, whole.model)
     whole.save_pretrained(tmp_path / "whole")
     base.save_pretrained(tmp_path / "base")
@@ -380,12 +329,16 @@ def test_what_was_saved_of_a_whole_model_is_read_as_its_base_model_and_back(tmp_
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_modules_to_not_convert_are_dequantised(tmp_path, name):
-    file(tmp_path, name, "gptq")
-    model = loaded(tmp_path, options={"modules_to_not_convert": ["*.mlp.*", "*.block_sparse_moe.*"]})
-    expected = by_load_(tmp_path, filter=lambda name, _: "self_attn" in name)
+def test_modules_to_not_convert_are_dequantised_or_stay_in_floats(tmp_path, name):
+    options = {"modules_to_not_convert": ["*.mlp.*", "*.block_sparse_moe.*"]}
+    model = loaded(file(tmp_path / "packed", name, "gptq"), options=options)
     assert len(quantised_names(model)) == 8
-    assert_same(model, expected)
+    assert_same(model, by_load_(tmp_path / "packed", filter=lambda name, _: "self_attn" in name))
+    model = quantised_by(floats(tmp_path / "floats", name), **options)
+    kept = [each for each, why in model.hf_quantizer.report.skipped.items() if "modules_to_not_convert" in why]
+    assert len(quantised_names(model)) == 8 and kept
+    for each, parameter in model.get_submodule(kept[0]).named_parameters():
+        assert torch.equal(parameter, build(name).get_submodule(kept[0]).get_parameter(each))
 
 
 def test_the_callers_config_is_what_it_was_and_serves_again(tmp_path):
@@ -419,22 +372,26 @@ def test_models_that_are_cut_among_ranks_are_refused(tmp_path):
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path):
-    file(tmp_path, "llama", "gptq")
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(file(tmp_path, "llama", "gptq") / "model.safetensors")
     norm, scales = "model.norm.weight", "model.layers.1.mlp.up_proj.scales"
     for change, message in (
         ({norm: None}, f"found none for {norm}.*allow_missing"),
         ({scales: None}, "up_proj.*expected the tensor|expected.*up_proj"),
         ({"model.extra": tensors[norm].clone()}, "found no place for model.extra; strict=False"),
         ({norm: tensors[norm][:32].clone()}, r"model.norm.weight: expected shape \[64\], got \[32\]"),
+        ({scales: tensors[scales] * torch.nan}, r"scale: expected finite.*layers\.1\.mlp\.up_proj"),
     ):
-        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
-        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        checkpoints.save(tmp_path, tensors)
+        rewritten(tmp_path, lambda _: change)
         with pytest.raises(ValueError, match=message):
             loaded(tmp_path)
-    save_file({**tensors, "model.extra": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    model = loaded(tmp_path, options={"strict": False})
+    checkpoints.save(tmp_path, tensors)
+    rewritten(tmp_path, lambda _: {norm: None, "model.extra": torch.zeros(2)})
+    with pytest.warns(UserWarning, match="from_pretrained: 1 tensors are not in the checkpoint.*model.norm.weight"):
+        model = loaded(tmp_path, options={"strict": False, "allow_missing": [norm]})
     assert model.hf_quantizer.report.ignored["model.extra"] == "the model has no place for it"
+    assert list(model.hf_quantizer.report.kept) == [norm]  # transformers' to make
+    assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
 
 
 def test_what_a_shard_holds_beside_the_index_is_not_read(tmp_path):
@@ -446,8 +403,7 @@ def test_what_a_shard_holds_beside_the_index_is_not_read(tmp_path):
     stale = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
     stale |= {name: torch.zeros(3) for name in first if name.endswith("norm.weight")}
     assert {"lm_head.weight", "model.embed_tokens.weight"} & stale.keys() and len(stale) > 20
-    save_file(first, shards[0], {"format": "pt"})
-    save_file(second | stale, shards[1], {"format": "pt"})
+    save_file(second | stale, shards[1])
     assert_same(loaded(tmp_path), expected)
     said = json.loads(index.read_text())
     del said["weight_map"]["model.norm.weight"]
@@ -467,30 +423,9 @@ def test_a_copy_of_a_parameter_of_a_module_with_children_is_not_read(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     last = max(set(index.values()) - {index[name]})
     assert last > index[name]
-    save_file(load_file(tmp_path / last) | {name: torch.zeros(4)}, tmp_path / last, {"format": "pt"})
-    how = hf.JitGemmConfig(modules_to_not_convert=["*.experts"])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
-    assert torch.equal(loaded.get_parameter(name), model.get_parameter(name)) and quantised_names(loaded)
-
-
-def test_a_wrong_value_names_its_layer(tmp_path):
-    file(tmp_path, "llama", "w4afp8")
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight_scale_inv"][3] = torch.nan
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"weight_scale_inv|scale: expected finite.*layers\.1\.mlp\.up_proj"):
-        loaded(tmp_path)
-
-
-def test_allowed_missing_tensors_are_transformers_to_make(tmp_path):
-    file(tmp_path, "llama", "gptq")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.warns(UserWarning, match="from_pretrained: 1 tensors are not in the checkpoint.*model.norm.weight"):
-        model = loaded(tmp_path, options={"allow_missing": ["model.norm.weight"]})
-    assert list(model.hf_quantizer.report.kept) == ["model.norm.weight"]
-    assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
+    save_file(load_file(tmp_path / last) | {name: torch.zeros(4)}, tmp_path / last)
+    loaded = quantised_by(tmp_path, modules_to_not_convert=["*.experts"])
+    assert torch.equal(loaded.get_parameter(name), model.get_parameter(name).bfloat16()) and quantised_names(loaded)
 
 
 def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
@@ -538,8 +473,7 @@ def test_what_kernels_may_add_up_in_is_an_option(tmp_path, name):
 
 def test_floats_are_quantised_with_exact_sums(tmp_path):
     floats(tmp_path, "llama")
-    how = hf.JitGemmConfig(activation="int8", sums="exact")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+    model = quantised_by(tmp_path, activation="int8", sums="exact")
     assert sums_of(model) == {"exact"}
     model.save_pretrained(tmp_path / "saved")
     assert "sums" not in (tmp_path / "saved" / "config.json").read_text()
@@ -561,27 +495,11 @@ RECIPES = [
 def test_floats_are_quantised_as_quantize_does_and_go_to_a_file_and_back(tmp_path, name, options):
     floats(tmp_path, name, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=hf.JitGemmConfig(**options), dtype=torch.bfloat16
-    )
-    expected = build(name)
+    model, expected = quantised_by(tmp_path, **options), build(name)
     quantize_(expected, **options)
     assert_same(model, expected)
     assert (type(model.lm_head) is W8A8Linear) == ("lm_head" in options)
-    model.save_pretrained(tmp_path / "packed")
-    assert_same(loaded(tmp_path / "packed"), model)
-
-
-def test_modules_to_not_convert_stay_in_floats(tmp_path):
-    floats(tmp_path, "llama")
-    config = hf.JitGemmConfig(modules_to_not_convert=["*.down_proj"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=config, dtype=torch.bfloat16
-    )
-    down = "model.layers.0.mlp.down_proj"
-    assert len(quantised_names(model)) == 12 and type(model.get_submodule(down)) is torch.nn.Linear
-    assert model.hf_quantizer.report.skipped[down] == "left out by modules_to_not_convert"
-    assert torch.equal(model.get_submodule(down).weight, build("llama").get_submodule(down).weight)
+    assert_saved(tmp_path / "saved", model)
 
 
 def test_patterns_that_are_no_layer_s_name_are_told(tmp_path):
@@ -590,10 +508,9 @@ def test_patterns_that_are_no_layer_s_name_are_told(tmp_path):
         (["*.up_proj", "o_proj", "model.layers.1"], "'o_proj', 'model.layers.1'"),
         (["lm_head"], ""),
     ):
-        config = hf.JitGemmConfig(modules_to_not_convert=patterns)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+            quantised_by(tmp_path, modules_to_not_convert=patterns)
         told = [str(each.message) for each in caught if "modules_to_not_convert" in str(each.message)]
         assert [each.partition(", got ")[2] for each in told] == [f"{idle}, which match nothing"] * bool(idle)
 
@@ -617,7 +534,7 @@ def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):
         "_process_model_after_weight_loading",
         lambda self, model, **kwargs: (model_of.append(model), before(self, model, **kwargs))[1],
     )
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hf.JitGemmConfig())
+    quantised_by(tmp_path)
     assert alive == [1, 1] * 14  # the head, which is loaded as it is, and the layer at work
 
 
@@ -625,24 +542,8 @@ def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("quantised", [True, False])
-def test_save_pretrained_and_back(tmp_path, name, quantised):
-    source, saved = tmp_path / "source", tmp_path / "saved"
-    if quantised:
-        model = loaded(file(source, name, "gptq"))
-    else:
-        floats(source, name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, quantization_config=hf.JitGemmConfig(group_size=32), dtype=torch.bfloat16
-        )
-    model.save_pretrained(saved)
-    assert_same(loaded(saved), model)
-    assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
-    auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16
-    again = auto.from_pretrained(saved, dtype=dtype)  # without config=, now that jitgemm.hf is imported
-    assert_same(again, model)
-    again.save_pretrained(tmp_path / "again")
-    assert_same(auto.from_pretrained(tmp_path / "again", dtype=dtype), model)
+def test_a_loaded_model_goes_to_a_file_and_back(tmp_path, name):
+    assert_saved(tmp_path / "saved", loaded(file(tmp_path / "source", name, "gptq")))
 
 
 @pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
@@ -659,39 +560,13 @@ def test_a_model_whose_layers_are_all_dequantised_is_saved_as_one_in_floats(tmp_
 def test_a_loaded_models_config_has_a_config_object(tmp_path):
     """As transformers' own quantizers leave it."""
     floats(tmp_path / "floats", "llama")
-    how = hf.JitGemmConfig(bits=8, activation="int8")
-    auto = transformers.AutoModelForCausalLM
-    for model in (
-        auto.from_pretrained(tmp_path / "floats", quantization_config=how),
-        loaded(file(tmp_path / "gptq", "llama", "gptq")),
-    ):
+    how, auto = hf.JitGemmConfig(bits=8, activation="int8"), transformers.AutoModelForCausalLM
+    of_floats = auto.from_pretrained(tmp_path / "floats", quantization_config=how)
+    for model in (of_floats, loaded(file(tmp_path / "gptq", "llama", "gptq"))):
         told = model.config.quantization_config
         assert isinstance(told, hf.JitGemmConfig) and told.quant_method == "jitgemm"
         assert told.to_dict() == model.config.to_dict()["quantization_config"] == {"quant_method": "jitgemm"}
     assert how.to_dict()["bits"] == 8  # the caller's own, which serves again
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_generation_with_a_static_cache(tmp_path, name):
-    model = loaded(file(tmp_path, name, "compressed-tensors"))
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    tokens = model.generate(TOKENS, cache_implementation="static", **options)
-    assert tokens.shape == (1, TOKENS.shape[1] + 6)
-    assert torch.equal(tokens, by_load_(tmp_path).generate(TOKENS, cache_implementation="static", **options))
-
-
-def test_a_pipeline_takes_the_loaded_model(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w0")
-    model = loaded(file(tmp_path, "llama", "gptq"))
-    options = {"max_new_tokens": 3, "do_sample": False}
-    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    [said] = pipeline("w5 w6", return_full_text=False, **options)
-    expected = by_load_(tmp_path).generate(torch.tensor([[5, 6]]), pad_token_id=0, **options)
-    assert said["generated_text"].split() == [f"w{i}" for i in expected[0, 2:].tolist()]
 
 
 @pytest.mark.gpu
