@@ -329,6 +329,7 @@ def test_the_order_of_codes_comes_from_the_state_dict():
         ({"group_size": 64}, "meta: expected W4Weight(n=72, k=256, group_size=64"),
         ({"symmetric": False}, "meta: expected W4Weight(n=72, k=256, group_size=128, unsigned with zero points"),
         ({"scale_dtype": torch.float16}, "meta: expected W4Weight("),
+        ({"rotation": 128}, "bf16 scales, rotated, device"),
         ({"activation": "int8"}, "activation_type: expected [1] (int8), got"),
         ({"bias": torch.bfloat16}, "bias: expected bfloat16, got float32"),
         ({"bias": False}, 'Unexpected key(s) in state_dict: "bias"'),
