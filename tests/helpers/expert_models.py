@@ -9,7 +9,7 @@ import pytest
 import torch
 from nn_experts import HIDDEN, INTER, TOP_K, E
 
-from jitgemm.nn import PackedExperts
+from jitgemm.nn import Gate, PackedExperts
 
 transformers = pytest.importorskip("transformers", minversion="5")
 SIZES = {
@@ -27,27 +27,32 @@ SIZES = {
     "num_experts_per_tok": TOP_K,
     "pad_token_id": 0,
 }
-DEEPSEEK = {"n_routed_experts": E, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32}
-
-
-DEEPSEEK |= {"qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16, "num_key_value_heads": 4}
-
-
-DEEPSEEK |= {"first_k_dense_replace": 1}
-
-
+DEEPSEEK = {
+    "n_routed_experts": E, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "qk_nope_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+NEMOTRON = {name: size for name, size in SIZES.items() if name not in ("num_hidden_layers", "num_experts")}
+NEMOTRON |= {
+    "layers_block_type": ["attention", "moe"] * 2, "n_routed_experts": E, "n_group": 1, "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
 MODELS = {
     "qwen3": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SIZES),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", SIZES),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", SIZES),
     "deepseek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", SIZES | DEEPSEEK),
+    "nemotron": ("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON),
 }
+GATE_OF = {"gpt-oss": Gate("swiglu_oai", "interleaved", 7.0, 1.702), "nemotron": Gate("relu2")}
+"""Those that are not SiLU's; with "relu2", experts have no gate."""
 IDS = {"input_ids": torch.arange(16)[None]}
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
 def build(name: str, seed: int = 0, **sizes) -> torch.nn.Module:
     model, config, known = MODELS[name]
+    if not hasattr(transformers, config):
+        pytest.skip(f"this transformers has no {config}")
     torch.manual_seed(seed)
     model = getattr(transformers, model)(getattr(transformers, config)(**known | sizes)).eval()
     for tensor in (p for p in model.parameters() if p.dim() == 3):  # not as tiny as a fresh model's
@@ -67,17 +72,29 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {name: m for name, m in model.named_modules() if hasattr(m, "gate_up_proj") and m.gate_up_proj.dim() == 3}
+    return {name: m for name, m in model.named_modules() if getattr(getattr(m, "down_proj", None), "ndim", 0) == 3}
+
+
+def first_of(module: torch.nn.Module) -> torch.Tensor:
+    """The parameter that the tokens meet first."""
+    return module.gate_up_proj if hasattr(module, "gate_up_proj") else module.up_proj
+
+
+def parts_of(module: torch.nn.Module, e: int) -> dict[str, torch.Tensor]:
+    """{"up_proj": [n, k]} of an expert, for parameters that are neither transposed nor interleaved."""
+    first = first_of(module)[e].detach()
+    halves = zip(EXPERT, first.chunk(2)) if hasattr(module, "gate_up_proj") else [("up_proj", first)]
+    return {**dict(halves), "down_proj": module.down_proj[e].detach()}
 
 
 def each(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """{"….experts.3.up_proj": [n, k]} of a model without transposed or interleaved parameters."""
-    found = {}
-    for name, module in experts_of(model).items():
-        for e in range(E):
-            gate, up = module.gate_up_proj[e].detach().chunk(2)
-            found |= {f"{name}.{e}.{part}": w for part, w in zip(EXPERT, (gate, up, module.down_proj[e].detach()))}
-    return found
+    """{"….experts.3.up_proj": [n, k]}, as `parts_of` has them."""
+    return {
+        f"{name}.{e}.{part}": w
+        for name, module in experts_of(model).items()
+        for e in range(E)
+        for part, w in parts_of(module, e).items()
+    }
 
 
 def quantised(w: torch.Tensor, least: int = -8, group_size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,15 +160,11 @@ def file_of(model: torch.nn.Module, form: str = "compressed-tensors", least: int
     """Tensors of a checkpoint that names each expert by itself, and the model with the weights that they stand for."""
     store, _ = FORMATS[form]
     dense, tensors = copy.deepcopy(model), {}
-    for name, w in each(model).items():
+    for name, w in each(dense).items():
         q, scale = quantised(w, least)
         layer, _, part = name.rpartition(".")
         tensors |= {f"{layer}.{names.get(part, part)}.{suffix}": tensor for suffix, tensor in store(q, scale).items()}
-        path, _, e = layer.rpartition(".")
-        module, value = dense.get_submodule(path), q.float() * scale.float().repeat_interleave(32, 1)
-        with torch.no_grad():
-            rows = {"gate_proj": slice(None, INTER), "up_proj": slice(INTER, None)}.get(part)
-            (module.down_proj[int(e)] if rows is None else module.gate_up_proj[int(e), rows]).copy_(value)
+        w.copy_(q.float() * scale.float().repeat_interleave(32, 1))
     stacked = tuple(experts_of(model))
     return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense
 
@@ -159,8 +172,9 @@ def file_of(model: torch.nn.Module, form: str = "compressed-tensors", least: int
 def fused(model: torch.nn.Module, names: tuple[str, str], shape: str = "") -> tuple[dict, torch.nn.Module]:
     """A checkpoint with the experts of a layer in one tensor."""
     tensors, dense = file_of(model)
-    for name in experts_of(model):
-        for new, parts in zip(names, (EXPERT[:2], EXPERT[2:])):
+    for name, module in experts_of(model).items():
+        *first, down = parts_of(module, 0)
+        for new, parts in zip(names, (first, [down])):
             for suffix in ("weight_packed", "weight_scale", "weight_shape"):
                 rows = [torch.cat([tensors.pop(f"{name}.{e}.{part}.{suffix}") for part in parts]) for e in range(E)]
                 if suffix != "weight_shape" or shape:
@@ -193,7 +207,7 @@ def same_weights(model: torch.nn.Module, dense: torch.nn.Module) -> bool:
     pairs = [(model.get_submodule(name), module) for name, module in experts_of(dense).items()]
     return len(pairs) > 0 and all(
         isinstance(ours, PackedExperts)
-        and torch.equal(ours.w13.weight.dequantize(), module.gate_up_proj)
+        and torch.equal(ours.w13.weight.dequantize(), first_of(module))
         and torch.equal(ours.w2.weight.dequantize(), module.down_proj)
         for ours, module in pairs
     )

@@ -13,6 +13,7 @@ from expert_models import (
     COMPRESSED,
     EXPERT,
     FORMATS,
+    GATE_OF,
     GROUP,
     INPUTS,
     MODELS,
@@ -24,6 +25,7 @@ from expert_models import (
     each,
     experts_of,
     file_of,
+    first_of,
     fused,
     gpt_oss_file,
     gptq_of_8_bits,
@@ -41,8 +43,6 @@ import jitgemm.nn
 from jitgemm.nn import Gate, PackedLinear, W4A8Experts, W8A8Experts, load_
 from jitgemm.nn.layers.gate import gate_of
 
-GATE_OF = {"gpt-oss": Gate("swiglu_oai", "interleaved", 7.0, 1.702)}
-
 
 def fill(dense: torch.nn.Module, model: torch.nn.Module, names: list[str]) -> None:
     """Puts the weights that these layers of the model stand for into another that has Linears and experts there."""
@@ -51,38 +51,31 @@ def fill(dense: torch.nn.Module, model: torch.nn.Module, names: list[str]) -> No
         if isinstance(ours, PackedLinear):
             module.weight.data = ours.weight.dequantize()
             continue
-        for part, parameter in ((ours.w13, module.gate_up_proj), (ours.w2, module.down_proj)):
+        for part, parameter in ((ours.w13, first_of(module)), (ours.w2, module.down_proj)):
             weight = part.weight.dequantize()
-            parameter.data = weight.transpose(1, 2) if module.is_transposed else weight
+            parameter.data = weight.transpose(1, 2) if getattr(module, "is_transposed", False) else weight
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", MODELS)
-def test_quantize_replaces_experts_and_leaves_routers(name):
+def test_quantize_replaces_experts_and_leaves_routers(name, bits):
     model, dense = build(name), build(name)
-    stacked = list(experts_of(model))
-    report = jitgemm.nn.quantize_(model, clip_steps=0, group_size=32, activation="int8")
+    stacked, kind = list(experts_of(model)), {4: W4A8Experts, 8: W8A8Experts}[bits]
+    options = {"group_size": 32, "clip_steps": 0} if bits == 4 else {}
+    report = jitgemm.nn.quantize_(model, bits=bits, activation="int8", **options)
     assert [each for each in report if each.endswith("experts")] == stacked and len(report) > len(stacked)
     assert not any(each.endswith((".gate", ".router")) for each in report)
     layer, module = model.get_submodule(stacked[0]), dense.get_submodule(stacked[0])
-    assert isinstance(layer, W4A8Experts) and layer.gate == GATE_OF.get(name, Gate()) and layer.activation == "int8"
+    assert type(layer) is kind and layer.gate == GATE_OF.get(name, Gate()) and layer.activation == "int8"
     assert layer.top_k == TOP_K
-    w, bias = module.gate_up_proj[2].detach(), getattr(module, "down_proj_bias", None)
-    expected = jitgemm.quantize_w4(w.T if name == "gpt-oss" else w, 32, clip_steps=0).dequantize()
-    assert torch.equal(layer.w13.weight[2].dequantize(), expected)
+    w, bias = first_of(module)[2].detach(), getattr(module, "down_proj_bias", None)
+    if bits == 4:
+        expected = jitgemm.quantize_w4(w.T if name == "gpt-oss" else w, 32, clip_steps=0).dequantize()
+        assert torch.equal(layer.w13.weight[2].dequantize(), expected)
     assert (layer.w2.bias is None) == (bias is None) and (bias is None or torch.equal(layer.w2.bias, bias))
     fill(dense, model, report)
     assert alike(logits(model), logits(dense))
     assert not any(p.dim() == 3 for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
-def test_quantising_experts_to_8_bits(name):
-    model, dense = build(name), build(name)
-    stacked = list(experts_of(model))
-    report = jitgemm.nn.quantize_(model, bits=8, activation="int8")
-    assert all(type(model.get_submodule(each)) is W8A8Experts for each in stacked)
-    fill(dense, model, report)
-    assert alike(logits(model), logits(dense))
 
 
 def test_a_filter_chooses_experts_and_unfit_ones_are_named():
@@ -139,7 +132,7 @@ def test_gates_are_told_by_what_they_compute(act, kind):
 # ---- load_ -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, shards", [("qwen3", None), ("mixtral", 3), ("deepseek", None)])
+@pytest.mark.parametrize("name, shards", [("qwen3", None), ("mixtral", 3), ("deepseek", None), ("nemotron", None)])
 def test_a_compressed_tensors_checkpoint_on_disk_gives_the_dequantised_model(tmp_path, name, shards):
     source = build(name)
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if name == "mixtral" else {}
@@ -150,7 +143,7 @@ def test_a_compressed_tensors_checkpoint_on_disk_gives_the_dequantised_model(tmp
     model = build(name, seed=1)
     report = load_(model, folder, activation="int8")
     assert report == list(experts_of(dense)) and report.skipped == {} and report.ignored == {}
-    assert same_weights(model, dense)
+    assert same_weights(model, dense) and model.get_submodule(report[0]).gate == GATE_OF.get(name, Gate())
     others = {n: x for n, x in dense.state_dict().items() if "experts." not in n}
     assert all(torch.equal(model.state_dict()[n], x) for n, x in others.items())
     assert alike(logits(model), logits(dense))
@@ -207,18 +200,17 @@ def test_experts_with_zero_points_beside_some_without():
 
 
 @pytest.mark.parametrize(
-    "names, shape",
+    "name, names, shape",
     [
-        (("gate_up_proj.", "down_proj."), ""),
-        (("gate_up_proj_", "down_proj_"), "one"),
-        (("w13_weight.", "w2_weight."), "one"),
-        (("w13_", "w2_"), ""),
+        ("qwen3", ("gate_up_proj.", "down_proj."), ""), ("qwen3", ("gate_up_proj_", "down_proj_"), "one"),
+        ("qwen3", ("w13_weight.", "w2_weight."), "one"), ("qwen3", ("w13_", "w2_"), ""),
+        ("nemotron", ("up_proj.", "down_proj."), ""),
     ],
     ids=str,
-)
-def test_experts_in_one_tensor_for_all(tmp_path, names, shape):
-    tensors, dense = fused(build("qwen3"), names, shape)
-    model = build("qwen3", seed=1)
+)  # fmt: skip
+def test_experts_in_one_tensor_for_all(tmp_path, name, names, shape):
+    tensors, dense = fused(build(name), names, shape)
+    model = build(name, seed=1)
     report = load_(model, checkpoints.save(tmp_path, tensors, COMPRESSED))
     assert same_weights(model, dense) and report == list(experts_of(dense)) and report.ignored == {}
 
@@ -403,14 +395,14 @@ def test_biases_of_zeros_of_experts_without_are_ignored_and_reported(form):
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss", "nemotron"])
 def test_what_was_quantised_here_goes_to_a_file_and_back(tmp_path, name):
     model = build(name)
     jitgemm.nn.quantize_(model, clip_steps=0, group_size=32)
     expected = logits(model)
     save_model(model, str(tmp_path / "model.safetensors"))
     other = build(name, seed=1)
-    assert "model.layers.0.mlp.experts" in load_(other, tmp_path / "model.safetensors")
+    assert {*experts_of(build(name))} < {*load_(other, tmp_path / "model.safetensors")}
     assert torch.equal(logits(other), expected) and same_state(other, model)
     model.save_pretrained(tmp_path / "saved")
     third = build(name, seed=2)

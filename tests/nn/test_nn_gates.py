@@ -9,103 +9,32 @@ import builders
 import checkpoints
 import pytest
 import torch
-from expert_models import COMPRESSED, compressed, quantised
+from expert_models import COMPRESSED, build, experts_of, file_of, fused, same_weights, transformers
 from moe_cases import activated
+from nn_experts import HIDDEN, INTER, E
 
 import jitgemm.nn
 from jitgemm.nn import Gate, W4A8Experts, load_
 from jitgemm.nn.layers.gate import gate_of
 from jitgemm.nn.quantize.stacked import experts_layout
-
-transformers = pytest.importorskip("transformers", minversion="5")
-
-E, HIDDEN, INTER = 6, 64, 128
-IDS = torch.arange(16)[None]
-
-
-def nemotron(seed: int = 0) -> torch.nn.Module:
-    if not hasattr(transformers, "NemotronHConfig"):
-        pytest.skip("a release without Nemotron-H's stacked experts")
-    config = transformers.NemotronHConfig(
-        hidden_size=HIDDEN, intermediate_size=64, moe_intermediate_size=INTER, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=96, layers_block_type=["attention", "moe"] * 2,
-        n_routed_experts=E, num_experts_per_tok=2, moe_shared_expert_intermediate_size=64, n_group=1, topk_group=1,
-        max_position_embeddings=64, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = transformers.NemotronHForCausalLM(config).eval()
-    if not experts_of(model):
-        pytest.skip("a release without Nemotron-H's stacked experts")
-    return model
-
-
-def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "up_proj", None), torch.nn.Parameter)}
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
-
-
-def of_nemotron(model: torch.nn.Module, stacked: bool) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint whose experts are quantised; the model's own become what they stand for."""
-    found = {}
-    for name, module in experts_of(model).items():
-        for proj in ("up_proj", "down_proj"):
-            parts = []
-            for e in range(E):
-                q, scale = quantised(getattr(module, proj)[e].detach())
-                getattr(module, proj).data[e] = checkpoints.dequantized(q, scale)
-                parts.append(compressed(q, scale))
-            if stacked:
-                joined = {suffix: torch.stack([part[suffix] for part in parts]) for suffix in parts[0]}
-                joined["weight_shape"] = parts[0]["weight_shape"]
-                found |= {f"{name}.{proj}.{suffix}": tensor for suffix, tensor in joined.items()}
-            else:
-                found |= {f"{name}.{e}.{proj}.{s}": t for e, part in enumerate(parts) for s, t in part.items()}
-    names = experts_of(model)
-    rest = {n: x for n, x in model.state_dict().items() if n.rpartition(".")[0] not in names}
-    return found | rest
+from jitgemm.nn.save.model_folder import open_model_folder
+from jitgemm.nn.save.tensor_map import map_tensors
+from jitgemm.nn.warm.ahead import models_ahead
+from jitgemm.nn.warm.warm import kernels
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_experts_without_gates_load_from_disk(tmp_path, stacked):
-    dense = nemotron()
-    folder = checkpoints.save(tmp_path, of_nemotron(dense, stacked), COMPRESSED)
-    model = nemotron(seed=1)
-    report = load_(model, folder, activation="int8")
-    assert report == list(experts_of(dense)) and report.skipped == {} and report.ignored == {}
-    for name, module in experts_of(dense).items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, W4A8Experts) and layer.gate == Gate("relu2")
-        assert torch.equal(layer.w13.weight.dequantize(), module.up_proj)
-        assert torch.equal(layer.w2.weight.dequantize(), module.down_proj)
-    error = (logits(model) - logits(dense)).norm(dim=-1) / logits(dense).norm(dim=-1)
-    assert float(error.median()) < 0.04
-
-
-def test_experts_without_gates_load_through_transformers(tmp_path):
+def test_experts_without_gates_are_known_from_the_files(tmp_path, stacked):
+    """By from_pretrained, and by the warm-up."""
     hf = pytest.importorskip("jitgemm.hf")
-    dense = nemotron()
-    folder = checkpoints.save(tmp_path, of_nemotron(dense, False), COMPRESSED)
+    source, model = (build("nemotron", seed, moe_intermediate_size=128) for seed in (0, 1))
+    tensors, dense = fused(source, ("up_proj.", "down_proj.")) if stacked else file_of(source)
+    folder = checkpoints.save(tmp_path, tensors, COMPRESSED)
     known = dense.config.to_dict() | {"quantization_config": COMPRESSED, "architectures": ["NemotronHForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(known, default=str))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", config=hf.config(folder))
-    for name, module in experts_of(dense).items():
-        assert torch.equal(model.get_submodule(name).w13.weight.dequantize(), module.up_proj)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_warm_up_knows_experts_without_gates_from_the_files(tmp_path, stacked):
-    from jitgemm.nn.warm.ahead import models_ahead
-    from jitgemm.nn.warm.warm import kernels
-
-    dense, model = nemotron(), nemotron(seed=1)
-    folder = checkpoints.save(tmp_path, of_nemotron(dense, stacked), COMPRESSED)
-    known = dense.config.to_dict() | {"quantization_config": COMPRESSED, "architectures": ["NemotronHForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(known, default=str))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", config=hf.config(folder))
     load_(model, folder)
+    assert same_weights(theirs, dense) and same_weights(model, dense)
     (ahead,) = models_ahead(folder, "linear", 1, 1, None, None, ["any"], False)
 
     def labels(of: torch.nn.Module) -> set[str]:
@@ -115,29 +44,11 @@ def test_warm_up_knows_experts_without_gates_from_the_files(tmp_path, stacked):
     for rank in models_ahead(folder, "vllm", 2, 1, None, None, ["any"], False):
         (layer,) = {module for module in rank.modules() if isinstance(module, W4A8Experts)}
         sizes = [(part.weight.n, part.weight.k) for part in (layer.w13, layer.w2)]
-        assert sizes == [(INTER // 2, HIDDEN), (HIDDEN, INTER // 2)]
-
-
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_experts_without_gates_are_quantised_saved_and_loaded(tmp_path, calibrated):
-    from safetensors.torch import save_model
-
-    model, dense = nemotron(), nemotron()
-    report = jitgemm.nn.quantize_(model, activation="int8", calibration=[IDS] if calibrated else None)
-    assert set(experts_of(dense)) <= set(report)
-    error = (logits(model) - logits(dense)).norm(dim=-1) / logits(dense).norm(dim=-1)
-    assert float(error.median()) < 0.2
-    save_model(model, str(tmp_path / "model.safetensors"))
-    again = nemotron(seed=1)
-    load_(again, tmp_path)
-    assert torch.equal(logits(again), logits(model))
+        assert sizes == [(64, HIDDEN), (HIDDEN, 64)]
 
 
 def test_layers_of_experts_without_gates_are_written_expert_by_expert(tmp_path):
-    from jitgemm.nn.save.model_folder import open_model_folder
-    from jitgemm.nn.save.tensor_map import map_tensors
-
-    model = nemotron()
+    model = build("nemotron")
     model.save_pretrained(tmp_path)
     layouts = {name: experts_layout(module) for name, module in experts_of(model).items()}
     found = map_tensors(model, open_model_folder(tmp_path), list(layouts), layouts, None)

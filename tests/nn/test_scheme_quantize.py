@@ -196,7 +196,7 @@ def test_calibration_makes_the_models_error_small():
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "nemotron"])
 def test_stacked_experts_of_a_model(tmp_path, kind, calibrated):
     pytest.importorskip("transformers", minversion="5")
     from expert_models import build, experts_of, logits
@@ -217,6 +217,3 @@ def test_stacked_experts_of_a_model(tmp_path, kind, calibrated):
     jitgemm.nn.load_(again, tmp_path)
     assert same_state(again, model) and torch.equal(logits(again).nan_to_num(), logits(model).nan_to_num())
     assert any(isinstance(each, PackedExperts) for each in again.modules())
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
