@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import checkpoints
 import pytest
 import torch
 from nn_experts import HIDDEN, INTER, TOP_K, E
+from stored_weights import FORMATS, compressed, rounded
 
 from jitgemm.nn import Gate, PackedExperts
 
@@ -55,6 +55,8 @@ def build(name: str, seed: int = 0, **sizes) -> torch.nn.Module:
         pytest.skip(f"this transformers has no {config}")
     torch.manual_seed(seed)
     model = getattr(transformers, model)(getattr(transformers, config)(**known | sizes)).eval()
+    if not experts_of(model):
+        pytest.skip(f"this transformers stacks no experts of {config}")
     for tensor in (p for p in model.parameters() if p.dim() == 3):  # not as tiny as a fresh model's
         torch.nn.init.normal_(tensor, std=0.05)
     return model
@@ -97,74 +99,14 @@ def each(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def quantised(w: torch.Tensor, least: int = -8, group_size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 [n, k] and bf16 scales [n, G] of a weight."""
-    groups = w.reshape(w.shape[0], -1, group_size)
-    scale = (groups.abs().amax(-1) / -least).bfloat16()
-    return (groups / scale.float()[..., None]).round().clamp(least, 7).to(torch.int8).view(w.shape), scale
-
-
-def compressed(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    shape = torch.tensor(q.shape, dtype=torch.int64)
-    return {"weight_packed": checkpoints.words(q + 8, -1), "weight_scale": scale, "weight_shape": shape}
-
-
-def gptq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    zeros = torch.full_like(scale, 8, dtype=torch.int64)
-    g_idx = (torch.arange(q.shape[1]) // 32).int()
-    return {
-        "qweight": checkpoints.words(q.T + 8, 0),
-        "qzeros": checkpoints.words(zeros.T, 1),
-        "scales": scale.T,
-        "g_idx": g_idx,
-    }
-
-
-def gptq_of_8_bits(q: torch.Tensor, scale: torch.Tensor, zero: int = 128) -> dict[str, torch.Tensor]:
-    zeros = torch.full_like(scale, zero, dtype=torch.int64)
-    codes = checkpoints.words(q.T.long() + zero, 0, bits=8)
-    return {"qweight": codes, "qzeros": checkpoints.words(zeros.T, 1, bits=8), "scales": scale.T}
-
-
-def awq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    order, zeros = (0, 2, 4, 6, 1, 3, 5, 7), torch.full_like(scale, 8, dtype=torch.int64)
-    words = {"qweight": checkpoints.words(q.T + 8, 1, order=order), "scales": scale.T}
-    return words | {"qzeros": checkpoints.words(zeros.T, 1, order=order)}
-
-
-def w4afp8(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    words = {"weight": checkpoints.words(q, -1, torch.int8), "weight_scale_inv": scale.float()}
-    return words | {"input_scale": torch.tensor(0.5)}
-
-
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}
-FORMATS = {
-    "compressed-tensors": (
-        compressed,
-        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}},
-    ),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
-    "gptq-int8": (
-        gptq_of_8_bits,
-        {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2", "sym": True},
-    ),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
-    "w4afp8": (w4afp8, {"quant_method": "w4afp8"}),
-}
-COMPRESSED = FORMATS["compressed-tensors"][1]
-
-
 def file_of(model: torch.nn.Module, form: str = "compressed-tensors", least: int = -8, **names: str):
     """Tensors of a checkpoint that names each expert by itself, and the model with the weights that they stand for."""
     store, _ = FORMATS[form]
     dense, tensors = copy.deepcopy(model), {}
     for name, w in each(dense).items():
-        q, scale = quantised(w, least)
-        layer, _, part = name.rpartition(".")
-        tensors |= {f"{layer}.{names.get(part, part)}.{suffix}": tensor for suffix, tensor in store(q, scale).items()}
-        w.copy_(q.float() * scale.float().repeat_interleave(32, 1))
+        stored, (path, _, part) = rounded(w, least), name.rpartition(".")
+        tensors |= {f"{path}.{names.get(part, part)}.{suffix}": tensor for suffix, tensor in store(stored).items()}
+        w.copy_(stored.weight)
     stacked = tuple(experts_of(model))
     return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense
 
@@ -194,9 +136,9 @@ def gpt_oss_file(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], torch
             bias = module.gate_up_proj_bias[e].detach()
             parts = zip(EXPERT, (both[0::2], both[1::2], down), (bias[0::2], bias[1::2], module.down_proj_bias[e]))
             for part, w, b in parts:
-                q, scale = quantised(w)
-                w.copy_(q.float() * scale.float().repeat_interleave(32, 1))
-                layer = compressed(q, scale) | {"bias": b.detach().clone()}
+                stored = rounded(w)
+                w.copy_(stored.weight)
+                layer = compressed(stored) | {"bias": b.detach().clone()}
                 tensors |= {f"{path}.{e}.{part}.{suffix}": tensor for suffix, tensor in layer.items()}
     stacked = tuple(experts_of(model))
     return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense

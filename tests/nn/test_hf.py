@@ -10,15 +10,13 @@ from pathlib import Path
 
 import checkpoints
 import dialects
-import files_awq
-import files_gptq
-import layers
 import pytest
+import stored_weights
 import torch
 from files_8bit import DEEPSEEK
 from safetensors.torch import load_file, save_file
-from small_models import config as stored_config
 from small_models import quantised_names, same_state
+from stored_weights import compressed, rounded
 
 from jitgemm import quantize_mxfp4
 from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear, W8A8Linear, load_, quantize_
@@ -62,28 +60,6 @@ def build(name: str) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(told, dtype=torch.bfloat16).eval()
 
 
-def rounded(weight: torch.Tensor) -> layers.Layer:
-    """Codes 0..15 [n, k] around 8, and scales [n, k / 32]."""
-    groups = weight.float().unflatten(1, (-1, 32))
-    scale = (groups.abs().amax(2) / 7).clamp(min=1e-4).half()
-    q = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).flatten(1).long() + 8
-    return layers.Layer(q, scale, torch.full(scale.shape, 8), torch.arange(q.shape[1]) // 32)
-
-
-def pack_quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    layer, shape = rounded(weight), torch.tensor(weight.shape)
-    return {
-        "weight_packed": checkpoints.words(layer.q, 1),
-        "weight_scale": layer.scale.bfloat16(),
-        "weight_shape": shape,
-    }
-
-
-def w4afp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    layer = rounded(weight)
-    return {"weight": checkpoints.words(layer.q - 8, 1, torch.int8), "weight_scale_inv": layer.scale.float()}
-
-
 def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     codes, scale, _ = quantize_mxfp4(weight).unpack()
     return {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": scale.view(torch.uint8)}
@@ -95,23 +71,17 @@ def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": (weight.float() / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
-PACKED = stored_config()
-PACKED["format"] = "pack-quantized"
-PACKED["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 32}
 MX = {"type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 OF_MX = {
     "targets": ["Linear"], "weights": MX | {"num_bits": 4, "dynamic": False},
     "input_activations": MX | {"num_bits": 8, "dynamic": True},
 }  # fmt: skip
 FORMATS = {
-    "compressed-tensors": (pack_quantized, PACKED),
+    **{name: (lambda w, pack=pack: pack(rounded(w)), told) for name, (pack, told) in stored_weights.FORMATS.items()},
     "mxfp4 of compressed-tensors": (
         mxfp4,
         {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {"group_0": OF_MX}},
     ),
-    "gptq": (lambda w: files_gptq.packed(rounded(w), minus_one=True), files_gptq.V1 | {"group_size": 32}),
-    "awq": (lambda w: files_awq.gemm(rounded(w)), files_awq.GEMM | {"group_size": 32}),
-    "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
     "fp8 in blocks": (fp8, DEEPSEEK),
 }
 """Packers of a weight, and a config: what a model's experts need. `dialects` has a layer of each tool's."""
@@ -254,7 +224,7 @@ def test_offloading_is_refused(tmp_path, automatic):
 
 
 def head_quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"lm_head.{k}": v for k, v in pack_quantized(tensors["model.embed_tokens.weight"]).items()}
+    return {f"lm_head.{k}": v for k, v in compressed(rounded(tensors["model.embed_tokens.weight"])).items()}
 
 
 TIES = {

@@ -10,33 +10,26 @@ import checkpoints
 import pytest
 import torch
 from expert_models import (
-    COMPRESSED,
     EXPERT,
-    FORMATS,
     GATE_OF,
-    GROUP,
-    INPUTS,
     MODELS,
     SIZES,
-    WEIGHTS,
     alike,
     build,
-    compressed,
     each,
     experts_of,
     file_of,
     first_of,
     fused,
     gpt_oss_file,
-    gptq_of_8_bits,
     logits,
-    quantised,
     same_weights,
     transformers,
 )
 from nn_experts import HIDDEN, INTER, TOP_K, E
 from safetensors.torch import save_file, save_model
 from small_models import same_state
+from stored_weights import COMPRESSED, FORMATS, GROUP, INPUTS, WEIGHTS, compressed, gptq_of_8_bits, rounded
 
 import jitgemm
 import jitgemm.nn
@@ -163,7 +156,7 @@ def test_every_format_names_each_expert(form):
 
 
 def test_experts_of_8_bits_with_zero_points_are_dequantised(monkeypatch):
-    monkeypatch.setitem(FORMATS, "asymmetric", (lambda q, scale: gptq_of_8_bits(q, scale, 77), {}))
+    monkeypatch.setitem(FORMATS, "asymmetric", (lambda layer: gptq_of_8_bits(layer, 77), {}))
     tensors, dense = file_of(build("qwen3"), "asymmetric")
     model = build("qwen3", seed=1)
     with pytest.warns(UserWarning, match="8-bit codes with zero points"):
@@ -298,7 +291,7 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
     elif what == "beside":
         tensors[name] = torch.ones(4)
     elif what is not None:
-        tensors |= {f"{name}.{s}": x for s, x in compressed(*quantised(torch.randn(what))).items()}
+        tensors |= {f"{name}.{s}": x for s, x in compressed(rounded(torch.randn(what))).items()}
     model = build("qwen3", seed=1)
     with pytest.raises(ValueError, match=message):
         load_(model, tensors, config=COMPRESSED)
@@ -355,8 +348,8 @@ def _of_kind(w: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], dict 
     if kind == "floats":
         return {"weight": w}, None, w
     if kind == "int4":
-        q, scale = quantised(w, group_size=16)
-        return compressed(q, scale), WEIGHTS | {"group_size": 16}, q * scale.float().repeat_interleave(16, 1)
+        layer = rounded(w, group_size=16)
+        return compressed(layer), WEIGHTS | {"group_size": 16}, layer.weight.float()
     if kind == "e2m1":
         codes, scale = (torch.arange(w.numel()) % 16).reshape(w.shape), torch.full((w.shape[0], w.shape[1] // 32), 122)
         packed = {"weight_packed": (codes[:, 0::2] | codes[:, 1::2] << 4).byte(), "weight_scale": scale.byte()}

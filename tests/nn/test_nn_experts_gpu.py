@@ -8,9 +8,10 @@ import gc
 import builders
 import pytest
 import torch
-from expert_models import COMPRESSED, MODELS, alike, build, file_of, logits, same_weights
+from expert_models import MODELS, alike, build, file_of, logits, same_weights
 from nn_experts import GATES, TOP_K, E, close, experts, experts_of_8_bits, routed
 from small_models import same_state
+from stored_weights import COMPRESSED
 
 import jitgemm.nn
 from jitgemm.nn import ACTIVATIONS, W4A8Experts, load_

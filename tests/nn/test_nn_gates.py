@@ -9,9 +9,10 @@ import builders
 import checkpoints
 import pytest
 import torch
-from expert_models import COMPRESSED, build, experts_of, file_of, fused, same_weights, transformers
+from expert_models import build, experts_of, file_of, fused, same_weights, transformers
 from moe_cases import activated
 from nn_experts import HIDDEN, INTER, E
+from stored_weights import COMPRESSED
 
 import jitgemm.nn
 from jitgemm.nn import Gate, W4A8Experts, load_

@@ -33,6 +33,7 @@ from parallel_layers import (
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
+from stored_weights import COMPRESSED
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -656,7 +657,7 @@ def own_experts(mesh, kind: str) -> None:
                 read.append((name, tensor.nbytes))
             return tensor
 
-    checkpoint = Watched(tensors, mixtures.COMPRESSED)
+    checkpoint = Watched(tensors, COMPRESSED)
     jitgemm.nn.load_(whole, checkpoint)
     everything = sum(nbytes for _, nbytes in read)
     read.clear()

@@ -6,11 +6,12 @@ import functools
 import json
 import warnings
 
-import checkpoints
+import files_gptq
 import pytest
 import torch
 from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
+from stored_weights import COMPRESSED, compressed, rounded
 
 import jitgemm.nn
 from jitgemm.nn import W4A8Linear, load_
@@ -294,29 +295,19 @@ def test_gpt2s_conv1d_gets_the_weight_in_its_own_order(tool):
             continue
         torch.nn.init.normal_(module.weight)
         if tool == "gptq":
-            parts, dense = gptq(module.weight.detach().T)
-            module.weight.data = dense.T
+            layer = rounded(module.weight.T)
+            parts, module.weight.data = files_gptq.packed(layer, minus_one=True), layer.weight.float().T
         else:
             parts, module.weight.data = stored(module.weight.detach())
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in parts.items()}
-    said = {"quant_method": "gptq", "bits": 4, "group_size": 64} if tool == "gptq" else stored_config()
+    said = files_gptq.V1 | {"group_size": 32} if tool == "gptq" else stored_config()
     with pytest.warns(UserWarning, match="Conv1D, which is no torch.nn.Linear"):
         report = load_(model, tensors, config=said)
     assert len(report.skipped) == 4 and set(report.skipped.values()) == {
         "dequantised: Conv1D, which is no torch.nn.Linear"
     }
     assert same_state(model, source)
-
-
-def gptq(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """[n, k] as GPTQ v1 stores it, symmetric in groups of 64, and what it stands for."""
-    n, k = weight.shape
-    q = torch.randint(0, 16, (n, k))
-    scale = (torch.rand(n, k // 64) + 0.5).half()
-    zeros = checkpoints.words(torch.full((k // 64, n), 7), 1)
-    parts = {"qweight": checkpoints.words(q.T, 0), "qzeros": zeros, "scales": scale.T.contiguous()}
-    return parts, (q - 8) * scale.float().repeat_interleave(64, 1)
 
 
 def test_a_mamba_whose_dt_proj_is_quantised_loads_and_runs():
@@ -365,14 +356,6 @@ def test_positions_that_no_file_holds_are_computed(tmp_path):
         load_(model, tmp_path)
 
 
-def packed(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """`stored`, its codes packed into words."""
-    parts, dense = stored(weight)
-    words = checkpoints.words(parts["weight"] + 8, 1)
-    shape = torch.tensor(weight.shape)
-    return {"weight_packed": words, "weight_scale": parts["weight_scale"], "weight_shape": shape}, dense
-
-
 @pytest.fixture
 def by_rules(monkeypatch):
     """by_rules((names in the file, names in the model, operation), ...): how transformers makes the model's tensors."""
@@ -392,9 +375,9 @@ def by_rules(monkeypatch):
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-@pytest.mark.parametrize("store, format", [(stored, "int-quantized"), (packed, "pack-quantized")])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cut", [False, True])
-def test_layers_that_transformers_joins_or_cuts_are_read(by_rules, cut, store, format):
+def test_layers_that_transformers_joins_or_cuts_are_read(by_rules, cut, packed):
     """Phi-3 has q, k and v in one Linear, gate and up in another; Llama has them apart."""
     phi, llama_ = build("Phi3ForCausalLM", "Phi3Config", SIZES), llama()
     source, model = (phi, llama_) if cut else (llama_, phi)
@@ -408,12 +391,14 @@ def test_layers_that_transformers_joins_or_cuts_are_read(by_rules, cut, store, f
     for name, tensor in source.state_dict().items():
         layer = name.removesuffix(".weight")
         if "_proj" in name:
-            parts, dense[layer.rpartition(".")[2], layer.rpartition(".")[0]] = store(tensor)
+            codes = rounded(tensor)
+            parts, weight = (compressed(codes), codes.weight.float()) if packed else stored(tensor)
+            dense[layer.rpartition(".")[2], layer.rpartition(".")[0]] = weight
             tensors |= {f"{layer}.{suffix}": value for suffix, value in parts.items()}
         else:
             tensors[name] = tensor.clone()
     for _ in range(2):  # over the packed layers, too
-        report = load_(model, tensors, config=stored_config() | {"format": format})
+        report = load_(model, tensors, config=COMPRESSED if packed else stored_config())
         assert len(report) == len([m for m in model.modules() if isinstance(m, W4A8Linear)]) == (7 if cut else 4)
     for (name, parent), weight in dense.items():
         module = model.get_submodule(parent)
