@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +79,7 @@ class Engine:
         bias: what it calls experts' biases, behind "w13_".
         biased, gpt_oss: options of experts with biases, and of gpt-oss'.
         gates: options of experts with gates other than SiLU, by jitgemm's name.
+        low_latency: options of experts to which DeepEP sends tokens sorted by expert.
     """
 
     label: str
@@ -87,6 +88,7 @@ class Engine:
     biased: dict[str, Any]
     gpt_oss: dict[str, Any]
     gates: dict[str, dict[str, Any]]
+    low_latency: dict[str, Any]
 
     def __init__(self) -> None:
         self.linears = import_module(f"{self}.{self.layers}.linear")
@@ -101,8 +103,8 @@ class Engine:
 
     # ---- configs -----------------------------------------------------------------------------------------------------
 
-    def rank(self, number: int = 0, size: int = 1) -> AbstractContextManager[None]:
-        """Linears that are made and loaded inside are those of a rank of tensor parallelism."""
+    def rank(self, number: int = 0, size: int = 1, group: Any = None) -> AbstractContextManager[None]:
+        """Linears that are made and loaded inside are those of a rank of tensor parallelism; group: of these ranks."""
         raise NotImplementedError
 
     def config(self, checkpoint: Any, **options: Any) -> Any:
@@ -262,9 +264,10 @@ class VLLM(Engine):
         },
         "relu2": {"activation": "relu2_no_mul"},
     }  # fmt: skip
+    low_latency: dict[str, Any] = {"all2all": "deepep_low_latency"}
 
-    def rank(self, number=0, size=1):
-        return vllm_layers.rank(number, size)
+    def rank(self, number=0, size=1, group=None):
+        return vllm_layers.rank(number, size, group)
 
     def read(self, folder, quantization, options, kind=""):
         found = self.Config.from_config(quantization)
@@ -318,9 +321,14 @@ class SGLang(Engine):
         "situ": {"activation": "situ", "gemm1_clamp_limit": 25.0, "gemm1_alpha": 4.0},
         "relu2": {"activation": "relu2", "is_gated": False},
     }
+    low_latency: dict[str, Any] = {"deepep": True}
 
-    def rank(self, number=0, size=1):
-        return sglang_layers.running(number, size)
+    @contextmanager
+    def rank(self, number=0, size=1, group=None):
+        with sglang_layers.running(number, size), pytest.MonkeyPatch.context() as patch:
+            if group is not None:
+                patch.setattr(self.Config, "group_of", lambda config, layer: group)
+            yield
 
     def read(self, folder, quantization, options, kind=""):
         said = json.dumps({"jitgemm": options})

@@ -5,18 +5,15 @@ test_served*.py ask.
 from __future__ import annotations
 
 import tomllib
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import builders
 import gpt_oss_experts
 import pytest
-import ranks
 import torch
-from engines import SPLITS, process, sglang
+from engines import SPLITS, sglang
 from served_layers import BF16, CONFIGS, expert_tensors, mixture, routed, stored
-from sglang_layers import REAL, dispatched, experts, running
+from sglang_layers import dispatched, experts, running
 
 import jitgemm.sglang
 from jitgemm.sglang.experts import cut, gate_of
@@ -62,71 +59,6 @@ def test_ranks_of_experts_are_scaled_by_the_models_factor(split):
     total = sum(sglang.run_experts(layer, x, ids, weights).double() for layer in layers)
     expected = 2.5 * mixture(x, ids, weights, dense)
     assert (total - expected).norm() < 0.1 * expected.norm()
-
-
-# ---- tp_invariant ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def in_group_of(mesh):
-    """Layers made inside have the mesh's group, which else needs SGLang's processes; gives this rank's number."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JitGemmConfig, "group_of", lambda self, layer: mesh.get_group())
-        yield mesh.get_local_rank()
-
-
-def summed_by_ranks(mesh, name):
-    tensors, _ = stored(CONFIGS[name], 64, 256)
-    with in_group_of(mesh) as number:
-        layer = sglang.row(sglang.config(CONFIGS[name], tp_invariant=True), 256, 64, tensors, (number, 2))
-        process(layer)
-    out = sglang.run(layer, x_of(5).chunk(2, 1)[number].contiguous())
-    torch.distributed.all_reduce(out, group=mesh.get_group())
-    return out
-
-
-def x_of(rows):
-    return torch.arange(rows * 256).view(rows, 256).sin().to(BF16)
-
-
-def experts_of(at):
-    tensors, _ = expert_tensors(CONFIGS["packed"], *SIZES)
-    layer = sglang.experts(sglang.config(CONFIGS["packed"], tp_invariant=True), SIZES, tensors, at)
-    return sglang.run_experts(layer, *routed(4))
-
-
-def experts_of_ranks(mesh):
-    with in_group_of(mesh) as number:
-        out = experts_of(("ep", number, 2))
-    torch.distributed.all_reduce(out, group=mesh.get_group())
-    return out
-
-
-def test_ranks_of_layers_and_with_whole_experts_have_one_ranks_bits_with_tp_invariant(monkeypatch, tmp_path):
-    monkeypatch.setattr(ranks, "LIMIT_S", 400 if REAL else ranks.LIMIT_S)  # SGLang takes long to import
-    with ranks.two_ranks(tmp_path) as run:
-        for name in ("packed", "qserve"):
-            config = sglang.config(CONFIGS[name], tp_invariant=True)
-            layer = sglang.row(config, 256, 64, stored(CONFIGS[name], 64, 256)[0])
-            assert process(layer).tp_invariant == "k"
-            expected = sglang.run(layer, x_of(5))
-            assert all(builders.same_bits(found, expected) for found in run(summed_by_ranks, name))
-        expected = experts_of(("tp", 0, 1))
-        assert all(builders.same_bits(found, expected) for found in run(experts_of_ranks))
-
-
-def test_layers_without_such_bits_are_refused_by_name_with_tp_invariant():
-    words = "expected a linear that jitgemm serves, .* as 2 ranks share it with tp_invariant, got"
-    config, left = sglang.config(None, tp_invariant=True), sglang.config(None, tp_invariant=True, ignore=["m.o_proj"])
-    with pytest.raises(ValueError, match=f"m.o_proj: {words} expected rows in multiples of 8"):
-        sglang.row(config, 48, 64, None, (0, 2))
-    with pytest.raises(ValueError, match=f"m.o_proj: {words} one in floats"):
-        sglang.row(left, 256, 64, None, (0, 2))
-    for at, deepep in ((("tp", 0, 2), False), (("ep", 0, 2), True)):
-        with pytest.raises(ValueError, match=f"m.experts: {words} experts"):
-            sglang.experts(config, SIZES, None, at, packed=False, deepep=deepep)
-    gate = sglang.gate_up(config, 256, 64, [{"weight": torch.randn(64, 256)}] * 2, (0, 2))
-    assert process(gate).tp_invariant == "n"
 
 
 # ---- what dispatchers give, gates ------------------------------------------------------------------------------------

@@ -177,6 +177,21 @@ def test_mla_gets_a_layers_weight_and_lora_its_device(name):
     assert ((found.double() - exact).abs() <= exact.abs() / 256 + 1e-30).all()
 
 
+def test_kernels_of_vllms_with_other_bits_are_named(monkeypatch):
+    said = vllm.log(monkeypatch)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=True)))
+    monkeypatch.setattr(configs, "get_current_vllm_config_or_none", lambda: config)
+    vllm.config(None, tp_invariant=True).warn_of_others()
+    monkeypatch.setattr(configs, "get_current_vllm_config_or_none", lambda: None)
+    vllm.row(vllm.config(None, tp_invariant=True), 512, 64)
+    monkeypatch.setattr(JitGemmConfig, "batch_invariant", True)
+    vllm.row(vllm.config(None, tp_invariant=True), 512, 64)
+    assert [text.rpartition("; set ")[2] for text in said] == [
+        "pass_config.fuse_allreduce_rms to false in --compilation-config", "VLLM_BATCH_INVARIANT=1",
+        "VLLM_BATCH_INVARIANT=1",
+    ]  # fmt: skip
+
+
 # ---- tokens that others send -----------------------------------------------------------------------------------------
 
 
