@@ -186,7 +186,7 @@ def test_kernels_of_vllms_with_other_bits_are_named(monkeypatch):
     vllm.row(vllm.config(None, tp_invariant=True), 512, 64)
     monkeypatch.setattr(JitGemmConfig, "batch_invariant", True)
     vllm.row(vllm.config(None, tp_invariant=True), 512, 64)
-    assert [text.rpartition("; set ")[2] for text in said] == [
+    assert [text.rpartition("; set ")[2] for text in said if "tp_invariant" in text] == [
         "pass_config.fuse_allreduce_rms to false in --compilation-config", "VLLM_BATCH_INVARIANT=1",
         "VLLM_BATCH_INVARIANT=1",
     ]  # fmt: skip
