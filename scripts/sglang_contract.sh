@@ -47,4 +47,4 @@ END
     touch "$venv/made"
 fi
 say "SGLang $version, $("$venv/bin/python" --version)"
-"$venv/bin/python" -m pytest tests/serving/test_{served{,_experts,_saved,_invariant},loaded_again,models_by_name,recipes,sglang{,_eplb,_models}}.py "$@"
+"$venv/bin/python" -m pytest tests/serving/test_{served{,_experts,_saved,_invariant,_eplb},loaded_again,models_by_name,recipes,sglang{,_models}}.py "$@"

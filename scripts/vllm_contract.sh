@@ -60,7 +60,7 @@ END
 fi
 say "vLLM $version, $("$venv/bin/python" --version)"
 status=0
-"$venv/bin/python" -m pytest tests/serving/test_{served{,_experts,_saved,_invariant},loaded_again,models_by_name,recipes,vllm{,_exchange}}.py "$@" || status=$?
+"$venv/bin/python" -m pytest tests/serving/test_{served{,_experts,_saved,_invariant,_eplb},loaded_again,models_by_name,recipes,vllm{,_exchange}}.py "$@" || status=$?
 "$venv/bin/python" -m pytest tests/serving/test_vllm_models.py "$@" || status=$?
 "$venv/bin/python" -m pytest tests/serving/test_vllm_graphs.py "$@" || status=$?
 exit "$status"

@@ -244,6 +244,20 @@ class Engine:
     def run_experts(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def moving(
+        self, config: Any, sizes: tuple[int, int, int], tensors: Any, at: Any, physical: list[int], **more: Any
+    ) -> Any:
+        """Experts that the engine copies and moves; physical: which of the model's each of all ranks' is."""
+        raise NotImplementedError
+
+    def numbered(self, tensors: Mapping[tuple[int, str], Tensors], physical: list[int]) -> Any:
+        """Experts' tensors by the numbers by which the engine's models bring them."""
+        raise NotImplementedError
+
+    def rows(self, layer: Any, count: int = 3) -> list[torch.Tensor]:
+        """What the engine moves: tensors with a row of each of `count` experts."""
+        raise NotImplementedError
+
     def gpt_oss_experts(self, folder: Path, whole: gpt_oss_experts.Layer | None, inter: int, at=("tp", 0, 1)) -> Any:
         """A rank's experts as the engine's gpt-oss makes and loads them."""
         split, number, size = at
@@ -309,6 +323,18 @@ class VLLM(Engine):
     def run_experts(self, layer, x, ids, weights):
         return layer.quant_method.apply(layer, x, weights, ids, None, None)
 
+    def moving(self, config, sizes, tensors, at, physical, **more):
+        tensors = self.numbered(tensors, physical) if isinstance(tensors, Mapping) else tensors
+        return self.experts(config, sizes, tensors, at, eplb=len(physical) - sizes[0], **more)
+
+    def numbered(self, tensors, physical):
+        return {
+            (i, proj): found for i, e in enumerate(physical) for (mine, proj), found in tensors.items() if mine == e
+        }
+
+    def rows(self, layer, count=3):
+        return list(layer.get_expert_weights())
+
 
 class SGLang(Engine):
     label, bias, layers = "SGLang", "weight_bias", "srt.layers"
@@ -366,7 +392,8 @@ class SGLang(Engine):
 
     def made_experts(self, stack, config, sizes, at, prefix, more):
         split, *place = at
-        stack.enter_context(sglang_layers.running(*place, ep=split == "ep", deepep=more.pop("deepep", False)))
+        running = {name: more.pop(name) for name in ("deepep", "location", "enable_eplb") if name in more}
+        stack.enter_context(sglang_layers.running(*place, ep=split == "ep", **running))
         return sglang_layers.experts(config, sizes, more.pop("top_k", 2), prefix, **more)
 
     def run_experts(self, layer, x, ids, weights):
@@ -376,6 +403,17 @@ class SGLang(Engine):
         topk = SimpleNamespace(topk_ids=mine, topk_weights=weights)
         given = sglang_layers.dispatched("standard", hidden_states=x, hidden_states_scale=None, topk_output=topk)
         return layer.quant_method.apply(layer, given).hidden_states
+
+    def moving(self, config, sizes, tensors, at, physical, **more):
+        more |= {"location": sglang_layers.Location(physical), "enable_eplb": True}
+        return self.experts(config, (len(physical), *sizes[1:]), tensors, at, **more)
+
+    def numbered(self, tensors, physical):
+        return tensors
+
+    def rows(self, layer, count=3):
+        """As SGLang's models list them."""
+        return [each.data for each in layer.parameters() if each.data.ndim > 0 and len(each) == count]
 
 
 class ParallelLMHead(torch.nn.Module):

@@ -169,6 +169,17 @@ def experts(config, sizes, top_k, prefix="m.experts", **options):
     return FusedMoE(**said, params_dtype=BF16, quant_config=config, prefix=prefix, **options)
 
 
+class Location:
+    """What SGLang knows of where experts are; physical: which of the model's each of all ranks' is."""
+
+    def __init__(self, physical):
+        self.physical, self.num_logical_experts = physical, 1 + max(physical)
+
+    def logical_to_all_physical(self, layer, expert):
+        assert layer == 0
+        return [number for number, logical in enumerate(self.physical) if logical == expert]
+
+
 def dispatched(form, **members):
     """What a dispatcher gives."""
     return SimpleNamespace(format=SimpleNamespace(value=form), **members)

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import dequantized
 from engines import EXPERTS, SPLITS, process, vllm
 from fresh_python import fresh_python
 from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, expert_tensors, mixture, packed_module, routed, stored
@@ -332,74 +331,6 @@ def test_an_expert_without_its_bias_is_an_error():
         tensors[key]["bias"] = torch.zeros(64, dtype=BF16)
     with pytest.raises(ValueError, match="w2_bias: expected numbers .* for number 3's down_proj"):
         vllm.experts(CONFIGS["packed"], SIZES, tensors, **vllm.biased)
-
-
-# ---- EPLB ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["packed", "packed-channel", "packed-int8", "mxfp4", "gptq", "fp8", "fp8-blocks"])
-def test_ranks_that_swap_rows_swap_experts(name):
-    """Of two ranks whose experts have other values, and had other formats without EPLB."""
-    inter = 256 if name == "fp8-blocks" else 64
-    sizes = (4, 64, inter)
-    tensors, dense = expert_tensors(CONFIGS[name], *sizes)
-    if name == "packed":
-        for (e, proj), found in tensors.items():
-            if e >= 2:  # codes without -8, which other kernels take
-                found["weight_packed"] = torch.full_like(found["weight_packed"], 0x5A5A5A5A)
-                q = torch.tensor([2, -3], dtype=torch.int8).repeat(64, 32)
-                dense[e, proj] = dequantized(q, found["weight_scale"], None)
-    layers = [vllm.experts(CONFIGS[name], sizes, tensors, at, eplb=0) for at in SPLITS["ep"]]
-    addresses = [row.data_ptr() for layer in layers for row in layer.get_expert_weights()]
-    x, ids, weights = routed(4, tokens=5)
-    before = [vllm.run_experts(layer, x, ids, weights) for layer in layers]
-
-    def assert_experts(*physical):
-        for e, logical in enumerate(physical):
-            module = layers[e // 2].jitgemm
-            parts = [module.w13.weight[e % 2].dequantize(), module.w2.weight[e % 2].dequantize()]
-            gate, up, down = (dense[logical, proj] for proj in SHARDS)
-            assert torch.equal(parts[0].double(), torch.cat([gate, up])) and torch.equal(parts[1].double(), down)
-
-    assert_experts(0, 1, 2, 3)
-    mine, others = (list(layer.get_expert_weights()) for layer in layers)
-    assert [(row.shape, row.dtype) for row in mine] == [(row.shape, row.dtype) for row in others]
-    for a, b in zip(mine, others):
-        a[0], b[1] = b[1].clone(), a[0].clone()
-    assert_experts(3, 1, 2, 0)
-    swapped = torch.tensor([3, 1, 2, 0])[ids.long()].int()  # by the physical experts' numbers
-    after = [vllm.run_experts(layer, x, swapped, weights) for layer in layers]
-    total = [sum(each.double() for each in results) for results in (before, after)]
-    expected = mixture(x, ids, weights, dense)
-    assert (total[0] - expected).norm() < 0.06 * expected.norm()
-    assert (total[0] - total[1]).norm() < 0.01 * total[0].norm()  # sums of ranks are rounded in other places
-    one = torch.tensor([[0], [3]], dtype=torch.int32)
-    moved = vllm.run_experts(layers[0], x[:1], one[:1], torch.ones(1, 1))
-    alone = vllm.experts(CONFIGS[name], sizes, tensors, ("ep", 1, 2), eplb=0)
-    assert torch.equal(moved, vllm.run_experts(alone, x[:1], one[1:], torch.ones(1, 1)))
-    assert addresses == [row.data_ptr() for layer in layers for row in layer.get_expert_weights()]
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "saved"])
-def test_redundant_experts_begin_as_the_first_ones(tmp_path, kind):
-    if kind == "saved":
-        whole = packed_module()
-        config, sizes, tensors, more = vllm.of_folder(tmp_path, {EXPERTS: whole}), (4, 128, 384), None, vllm.biased
-        expected = whole.w2.weight.dequantize()
-    else:
-        config, sizes, more = CONFIGS["packed"], SIZES, {}
-        tensors, dense = expert_tensors(config, *SIZES)
-        tensors |= {(e + 4, proj): tensors[e, proj] for e in range(2) for proj in SHARDS}
-        expected = torch.stack([dense[e, "down_proj"] for e in range(4)]).float()
-    layers = [vllm.experts(config, sizes, tensors, at, eplb=2, **more) for at in SPLITS["ep"]]
-    found = torch.cat([layer.jitgemm.w2.weight.dequantize() for layer in layers])
-    assert torch.equal(found, expected[[0, 1, 2, 3, 0, 1]])
-
-
-def test_experts_that_move_are_added_up_in_fp32():
-    config, (tensors, _) = vllm.config(CONFIGS["packed"], sums="f16"), expert_tensors(CONFIGS["packed"], *SIZES)
-    layer = vllm.experts(config, SIZES, tensors, ("ep", 0, 2), eplb=0)
-    assert layer.jitgemm.sums == "f32" and layer.quant_method.supports_eplb
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
