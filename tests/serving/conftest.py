@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import ranks
+import sglang_layers
 import torch
 import vllm_layers
 
@@ -15,6 +18,15 @@ def vllm_is_there() -> Iterator[None]:
     vllm_layers.show()
     yield
     vllm_layers.hide()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Iterator[Callable[..., list[Any]]]:
+    """Two processes: `ranks.two_ranks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "LIMIT_S", 400 if sglang_layers.REAL else ranks.LIMIT_S)  # SGLang takes long to import
+        with ranks.two_ranks(tmp_path_factory.mktemp("ranks")) as run:
+            yield run
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import mxfp4
 import nvfp4
 import pytest
 import torch
-from builders import third, two_thirds
-from engines import ENGINES, EXPERTS, each_engine, in_turn, load, process, sglang
+from builders import third
+from engines import ENGINES, EXPERTS, each_engine, load, process, sglang
 from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, packed_module, stored
 from sglang_layers import running
 
@@ -23,38 +23,43 @@ from jitgemm.serving.packing import for_any_values
 
 K, N, COUNT = 128, 64, 2
 KINDS = ("linears", "experts")
-FORMS = ("packed", "packed-int8", "mxfp4", "nvfp4", "gptq", "fp8", "fp8-blocks", None)
-
-
-def tensors_of(name, n, k, seed):
-    """A layer's tensors and its weight; name: None for floats."""
-    if name is not None:
-        return stored(CONFIGS[name], n, k, seed)
-    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(BF16)
-    return {"weight": weight}, weight.double()
+FORMS = ("packed", "packed-int8", "mxfp4", "nvfp4", "gptq", "awq", "qserve", "fp8", "fp8-blocks", "w4afp8", None)
 
 
 class Server:
-    """A layer of an engine's: what comes for it is [(tensor's parameter, arguments of its loader, tensor)]."""
+    """A layer of an engine's: what comes for it is [(tensor's parameter, arguments of its loader, tensor)].
 
-    def __init__(self, engine, kind, name):
-        self.engine, self.kind, self.name = engine, kind, name
-        config = engine.config(None if name is None else CONFIGS[name])
+    name: of its format; None: it is in floats. known: headers tell its tensors, and it lacks those that it may lack.
+    """
+
+    def __init__(self, engine, kind, name, known=False):
+        self.engine, self.kind, self.name, self.known = engine, kind, name, known and name is not None
+        projs = [f"m.{part}_proj" for part in ("gate", "up")]
+        layers = projs if kind == "linears" else [f"{EXPERTS}.{e}.{proj}" for e in range(COUNT) for proj in SHARDS]
+        config = engine.told(CONFIGS.get(name), dict.fromkeys(layers, self.tensors(N, K, 0)[0]) if self.known else {})
         sizes = COUNT, K, N
         self.layer = engine.gate_up(config, K, N) if kind == "linears" else engine.experts(config, sizes, packed=False)
         self.parameters = dict(self.layer.named_parameters())
 
+    def tensors(self, n, k, seed):
+        """A layer's tensors and its weight."""
+        if self.name is not None:
+            tensors, dense = stored(CONFIGS[self.name], n, k, seed)
+            return {suffix: each for suffix, each in tensors.items() if not (self.known and suffix == "g_idx")}, dense
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(BF16)
+        return {"weight": weight}, weight.double()
+
     def weights(self, seed):
         """What comes, and the layer's weights."""
         if self.kind == "linears":
-            parts = [tensors_of(self.name, N, K, 2 * seed + part) for part in range(2)]
+            parts = [self.tensors(N, K, 2 * seed + part) for part in range(2)]
             come = [(suffix, (part,), each) for part, (found, _) in enumerate(parts) for suffix, each in found.items()]
             return come, [torch.cat([dense for _, dense in parts])]
         come, dense = [], {}
         for e in range(COUNT):
             for number, shard in enumerate(SHARDS.values()):
                 size = (K, N) if shard == "w2" else (N, K)
-                tensors, dense[e, shard] = tensors_of(self.name, *size, 10 * seed + 4 * e + number)
+                tensors, dense[e, shard] = self.tensors(*size, 10 * seed + 4 * e + number)
                 where = "w2_" if shard == "w2" else "w13_"
                 come += [(where + suffix, (where + suffix, shard, e), each) for suffix, each in tensors.items()]
         gates = torch.stack([torch.cat([dense[e, "w1"], dense[e, "w3"]]) for e in range(COUNT)])
@@ -100,16 +105,19 @@ def from_one_memory(server, come):
         memory.view(-1).view(torch.uint8).fill_(0x55)
 
 
-@pytest.mark.parametrize("engine, kind, name", two_thirds(ENGINES, KINDS, FORMS))
-def test_ten_updates_in_any_order_and_twice_take_no_memory(engine, kind, name):
-    server, alive = Server(engine, kind, name), []
+@pytest.mark.parametrize("engine, kind, name, known", third(ENGINES, KINDS, FORMS, (False, True)))
+def test_ten_updates_in_any_order_and_twice_take_no_memory(engine, kind, name, known):
+    """Of a layer that headers tell, packed with its last tensor each time, or of none."""
+    server, alive = Server(engine, kind, name, known), []
     module, _ = server.first()
+    assert kind == "experts" or (module.input_scale is None) == (name != "fp8")
     where = {key: buffer.data_ptr() for key, buffer in module.named_buffers()}
     for seed in range(1, 11):
         come, dense = server.weights(seed)
         random.Random(seed).shuffle(come)
         server.begin()
         from_one_memory(server, [each for each in come for _ in range(2)])
+        assert server.layer.quant_method.complete == (known or name is None)
         assert server.end() is module and server.holds(dense)
         assert {key: buffer.data_ptr() for key, buffer in module.named_buffers()} == where
         assert not any(matrix.kept or matrix.numbers for matrix in server.layer.quant_method.matrices)
@@ -211,28 +219,6 @@ def test_layers_that_do_not_come_again_stay_as_they_are(engine):
         server.begin()
     assert server.end() is module and server.holds(dense)
     server.layer.quant_method.pack = packed
-
-
-@pytest.mark.parametrize("engine, name", in_turn("w4afp8", "gptq", "awq", "qserve", "fp8", "packed", "nvfp4"))
-@pytest.mark.parametrize("known", [True, False])
-def test_weights_that_are_loaded_again_go_to_the_same_memory(engine, name, known):
-    """Of a layer that headers tell, packed with its last tensor both times, or of none; with optional tensors or without."""
-    absent = {"g_idx", "input_scale"} if name in ("w4afp8", "gptq") else set()
-    (first, _), (second, dense) = (stored(CONFIGS[name], 64, 64, seed) for seed in (1, 2))
-    first, second = (
-        {suffix: each for suffix, each in found.items() if suffix not in absent} for found in (first, second)
-    )
-    layer = engine.row(engine.told(CONFIGS[name], {"m.o_proj": first} if known else {}), 64, 64)
-    params = dict(layer.named_parameters())
-    with engine.rank():
-        load(layer, first)
-    assert ("jitgemm" in layer._modules) == known
-    address = process(layer).blocks.data_ptr()
-    engine.renewed(layer, params)
-    with engine.rank():
-        load(layer, second)
-    assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
-    assert (layer.jitgemm.input_scale is None) == (name != "fp8")
 
 
 @each_engine

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import builders
 import engines
 import pytest
-import ranks
-import sglang_layers
 import torch
 from engines import EXPERTS, each_engine, in_turn, load, process, vllm
 from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, routed, stored
@@ -27,14 +25,6 @@ FILES = {name: {} for name in ("packed", "packed-corrected", "fp8", "awq", "qser
     "packed-channel": {"activation": "int8"}
 }
 OF_SAVED = ("groups of 128", "static", "two levels, rotated", "corrected")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "LIMIT_S", 400 if sglang_layers.REAL else ranks.LIMIT_S)  # SGLang takes long to import
-        with ranks.two_ranks(tmp_path_factory.mktemp("ranks")) as run:
-            yield lambda call, engine, *rest: run(call, str(engine), *rest)
 
 
 def layer_of(engine, name, at=(0, 1), **options):
@@ -95,7 +85,7 @@ def test_a_row_parallel_layer_has_one_ranks_bits(two, engine, name):
     assert layer.jitgemm.tp_invariant == "k"
     expected, plain = outputs(engine, layer), outputs(engine, layer_of(engine, name, tp_invariant=False))[1].float()
     assert (expected[1].float() - plain).norm() < 2**-7 * plain.norm()
-    for found in two(divided, engine, name):
+    for found in two(divided, str(engine), name):
         assert all(map(builders.same_bits, found, expected))
 
 
@@ -113,7 +103,7 @@ def beside_others(mesh, engine):
 @each_engine
 def test_what_is_added_before_the_ranks_sum_is_kept(two, engine):
     expected = outputs(engine, layer_of(engine, "8 bits"))[1] + 1 + 2
-    found = two(beside_others, engine)
+    found = two(beside_others, str(engine))
     assert torch.equal(*found) and (found[0].float() - expected.float()).abs().max() <= 2**-7 * expected.abs().max()
 
 
@@ -140,7 +130,7 @@ def divided_experts(mesh, engine):
 def test_experts_that_are_whole_on_a_rank_have_one_ranks_bits(two, engine):
     expected = of_experts(engine, ("tp", 0, 1))
     assert expected.abs().max() > 0
-    assert all(builders.same_bits(found, expected) for found in two(divided_experts, engine))
+    assert all(builders.same_bits(found, expected) for found in two(divided_experts, str(engine)))
 
 
 @each_engine

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import load_experts, vllm
+from engines import process, vllm
 from ranks import needs_gpu, two_ranks
 from served_layers import CONFIGS, expert_tensors, routed
-from vllm_cases import made
-from vllm_layers import experts, rank, show
+from vllm_layers import show
 
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.vllm.exchange import reason_against, sharding_of
+
+SIZES = 4, 64, 64
 
 
 def ranks(**more):
@@ -39,29 +40,22 @@ def reason(of_ranks=None, places=(-1, -1, 0, 1), elastic=False, internode=False,
 
 
 def test_ranks_of_one_host_with_their_own_tokens_exchange_them():
-    assert reason() is None
-    halves = ranks(dp_size=1, sp_size=2, is_sequence_parallel=True)
-    assert reason(halves) is None
+    assert reason() is None and reason(ranks(dp_size=1, sp_size=2, is_sequence_parallel=True)) is None
 
 
-@pytest.mark.parametrize(
-    ("why", "what"),
-    [
-        (
-            "all2all_backend allgather_reducescatter, got deepep_high_throughput",
-            {"of_ranks": ranks(use_ag_rs_all2all_kernels=False, all2all_backend="deepep_high_throughput")},
-        ),
-        ("prefill_context_parallel_size=2", {"of_ranks": ranks(pcp_size=2)}),
-        ("got tensor-parallel ranks that have the same", {"of_ranks": ranks(dp_size=1)}),
-        ("at most 8 ranks, got 9", {"of_ranks": ranks(dp_size=9, ep_size=9), "places": (-1, -1, 0, 1, *[-1] * 14)}),
-        ("got several hosts", {"internode": True}),
-        ("another expert placement", {"places": (-1, 0, -1, 1)}),
-        ("another expert placement", {"places": (-1, -1, -1, 0, 1)}),
-        ("another expert placement", {"places": None}),
-        ("--enable-elastic-ep", {"elastic": True}),
-        ("--enable-lora", {"is_lora_enabled": True}),
-    ],
-)
+AGAINST = [
+    ("all2all_backend allgather_reducescatter, got deepep_high_throughput",
+     {"of_ranks": ranks(use_ag_rs_all2all_kernels=False, all2all_backend="deepep_high_throughput")}),
+    ("prefill_context_parallel_size=2", {"of_ranks": ranks(pcp_size=2)}),
+    ("got tensor-parallel ranks that have the same", {"of_ranks": ranks(dp_size=1)}),
+    ("at most 8 ranks, got 9", {"of_ranks": ranks(dp_size=9, ep_size=9), "places": (-1, -1, 0, 1, *[-1] * 14)}),
+    ("got several hosts", {"internode": True}), ("another expert placement", {"places": (-1, 0, -1, 1)}),
+    ("another expert placement", {"places": (-1, -1, -1, 0, 1)}), ("another expert placement", {"places": None}),
+    ("--enable-elastic-ep", {"elastic": True}), ("--enable-lora", {"is_lora_enabled": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("why, what", AGAINST)
 def test_what_kernels_cannot_exchange_is_said(why, what):
     assert why in reason(**what)
 
@@ -77,40 +71,38 @@ def test_ranks_with_the_same_tokens_exchange_none_and_shared_experts_warn():
 def of_own_tokens(mesh, name):
     """What the method makes of this rank's tokens, which go to the other's experts; also of none."""
     show()
-    tensors, _ = expert_tensors(CONFIGS[name], 4, 64, 64)
-    number, far = mesh.get_local_rank(), 0.0
-    with rank():
-        whole = experts(made(CONFIGS[name]), "m.experts", (4, 64, 64), 2)
-        layer = experts(made(CONFIGS[name]), "m.experts", (4, 64, 64), 2, ep=(number, 2))
-        method = layer.quant_method
-        assert not method.supports_internal_mk
-        method.split = ExpertSharding(mesh.get_group(), number, 2, 2, exchanges=True, max_tokens=8, nvlink=True)
-        for each in (whole, layer):
-            load_experts(each, "m.experts", tensors)
-            each.to(mesh.device_type)
-            each.quant_method.process_weights_after_loading(each)
-        assert method.supports_internal_mk and method.moe_kernel is None
-        for counts in ((5, 3), (0, 8), (1, 0)):
-            given = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
-            x, ids, weights = (each.to(mesh.device_type) for each in given)
-            found, wanted = (vllm.run_experts(each, x, ids, weights) for each in (layer, whole))
-            assert found.shape == x.shape and found.dtype == x.dtype
-            if len(x):
-                far = max(far, float((found - wanted).double().norm() / wanted.double().norm()))
+    tensors, number, far = expert_tensors(CONFIGS[name], *SIZES)[0], mesh.get_local_rank(), 0.0
+    config = vllm.config(CONFIGS[name], exchange="nvlink")
+    with torch.device(mesh.device_type):  # vLLM makes layers so; weights are packed where their parameters are
+        whole = vllm.experts(CONFIGS[name], SIZES, tensors)
+        layer = vllm.experts(config, SIZES, tensors, ("ep", number, 2), packed=False)
+    method = layer.quant_method
+    assert not method.supports_internal_mk
+    method.split = ExpertSharding(mesh.get_group(), number, 2, 2, exchanges=True, max_tokens=8, nvlink=True)
+    with vllm.rank():
+        process(layer)
+    assert method.supports_internal_mk and method.moe_kernel is None
+    for counts in ((5, 3), (0, 8), (1, 0)):
+        given = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
+        x, ids, weights = (each.to(mesh.device_type) for each in given)
+        found, wanted = (vllm.run_experts(each, x, ids, weights) for each in (layer, whole))
+        assert found.shape == x.shape and found.dtype == x.dtype
+        if len(x):
+            far = max(far, float((found - wanted).double().norm() / wanted.double().norm()))
     return far
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        *((name, "cpu") for name in ("packed", "packed-int8", "fp8", "mxfp4")),
-        pytest.param("packed", "cuda", marks=[pytest.mark.gpu, needs_gpu]),
-    ],
-)
-def test_a_rank_gets_the_results_of_its_own_tokens(tmp_path, name, device):
-    """Of two processes; without GPUs jitgemm's collectives stand for its kernels."""
-    with two_ranks(tmp_path, device) as run:
-        assert max(run(of_own_tokens, name)) < 2**-7  # each rank rounds its sum to bf16
+@pytest.mark.parametrize("name", ["packed", "packed-int8", "fp8", "mxfp4"])
+def test_a_rank_gets_the_results_of_its_own_tokens(two, name):
+    """Of two processes without GPUs: jitgemm's collectives stand for its kernels."""
+    assert max(two(of_own_tokens, name)) < 2**-7  # each rank rounds its sum to bf16
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_kernels_give_a_rank_the_results_of_its_own_tokens(tmp_path):
+    with two_ranks(tmp_path, "cuda") as run:
+        assert max(run(of_own_tokens, "packed")) < 2**-7
 
 
 def test_a_rank_of_a_sequence_parallel_layer_has_its_share_of_tokens(monkeypatch):
@@ -123,17 +115,10 @@ def test_a_rank_of_a_sequence_parallel_layer_has_its_share_of_tokens(monkeypatch
     assert split == ExpertSharding("both", 1, 2, 2, exchanges=True, max_tokens=17, nvlink=True)
 
 
-@pytest.mark.parametrize("value", ["deepep", True])
-def test_an_exchange_that_there_is_not_is_an_error(value):
-    with pytest.raises(ValueError, match=f"exchange: expected one of .*'nvlink'.*, got {value!r}"):
-        made(CONFIGS["packed"], {"exchange": value})
-    assert made(None, {"exchange": "nvlink", "scheme": "int4"}).recipe.scheme == "int4"
-
-
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_kernel_with_adapters_exchanges_tokens_as_vllms_runner_does_for_none(monkeypatch, adapters):
     """The runner gathers no tokens for a modular kernel, which adapters need."""
-    owner = importlib.import_module("vllm.model_executor.layers.fused_moe.all2all_utils")
+    owner = import_module("vllm.model_executor.layers.fused_moe.all2all_utils")
     make, asked = owner.maybe_make_prepare_finalize, []
 
     def recorded(moe, *given, **options):
@@ -142,9 +127,7 @@ def test_a_kernel_with_adapters_exchanges_tokens_as_vllms_runner_does_for_none(m
 
     monkeypatch.setattr(owner, "maybe_make_prepare_finalize", recorded)
     monkeypatch.setattr(owner, "get_ep_all2all_manager", lambda *_: SimpleNamespace(world_size=2), raising=False)
-    with rank():
-        layer = experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, more={"is_lora_enabled": adapters})
-        load_experts(layer, "m.experts", expert_tensors(CONFIGS["packed"], 4, 64, 64)[0])
-        layer.quant_method.process_weights_after_loading(layer)
+    tensors, _ = expert_tensors(CONFIGS["packed"], *SIZES)
+    layer = vllm.experts(CONFIGS["packed"], SIZES, tensors, more={"is_lora_enabled": adapters})
     assert asked == [{"allow_new_interface": adapters}]
     assert (layer.quant_method.moe_kernel is not None) is adapters is layer.quant_method.supports_internal_mk

@@ -6,6 +6,7 @@ Needs vLLM on its CPU platform; scripts/vllm_contract.sh makes such an environme
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,26 +18,21 @@ transformers = pytest.importorskip("transformers")
 
 import mxfp4
 import vllm_layers  # noqa: F401  the processes of ranks need what it defines
+from engine_models import EXPERTS, INTER, PROJ, SIZES, check, packed_modules, same, save, save_gpt_oss
 from safetensors.torch import load_file, save_file
-from served_layers import CONFIGS, SHARDS, mixture, scheme, stored
+from served_layers import BF16, CONFIGS, mixture, scheme, stored
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
 import jitgemm.vllm
 from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
-from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_
 from jitgemm.weight.rotation import rotated, sylvester
 
 jitgemm.vllm.register()
 
-SIZES = {
-    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 1, "vocab_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64,
-}  # fmt: skip
-EXPERTS, INTER = 4, 384
-"""Of 640 and 384 rows and columns, a rank of two has 320 and 192: parts of groups and blocks of 128."""
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MOE = "model.layers.0.mlp.experts."
+llama_or_moe = pytest.mark.parametrize("moe", [False, True], ids=["llama", "qwen3-moe"])
 
 
 def replica(rank, replicas):
@@ -71,93 +67,14 @@ def alone(tmp_path_factory):
         yield
 
 
-def config_of(mixture: bool):
-    if mixture:
-        return transformers.Qwen3MoeConfig(
-            **SIZES, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=INTER
-        )
-    return transformers.LlamaConfig(**SIZES)
-
-
-def layers_of(model):
-    """{name: (n, k)} of the linears of a decoder layer, experts one by one as files have them."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        layer, hidden = name.removesuffix(".weight"), SIZES["hidden_size"]
-        if name.endswith("experts.gate_up_proj"):
-            above = name.removesuffix("gate_up_proj")
-            for e in range(EXPERTS):
-                found |= {f"{above}{e}.{part}_proj": (INTER, hidden) for part in ("gate", "up")}
-                found[f"{above}{e}.down_proj"] = (hidden, INTER)
-        elif layer.endswith("_proj") and tensor.dim() == 2:
-            found[layer] = tuple(tensor.shape)
-    return found
-
-
-def save(folder, quantization, mixture, format_of=lambda layer: None, change=dict, tied=False, seed=0):
-    """A checkpoint; format_of: the config by which a layer is stored, None for the model's; change: the tensors."""
-    config = config_of(mixture)
-    config.tie_word_embeddings = tied
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = [type(model).__name__]
-    tensors = {name: t for name, t in model.state_dict().items() if not name.endswith("_proj.weight")}
-    tensors = {name: t.clone() for name, t in tensors.items() if ".experts." not in name}
-    if tied:
-        del tensors["lm_head.weight"]
-    dense = {}
-    for number, (layer, size) in enumerate(layers_of(model).items()):
-        if quantization is None:
-            found = {"weight": torch.randn(size, dtype=torch.bfloat16) / 16}
-            dense[layer] = found["weight"].double()
-        else:
-            found, dense[layer] = stored(format_of(layer) or quantization, *size, seed=seed + number)
-        tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
-    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
-    if quantization is not None:
-        config.quantization_config = quantization
-    config.save_pretrained(folder)
-    return dense
-
-
-def save_packed(folder, mixture=False, head=False, seed=1):
-    """A model that jitgemm quantised, and the weights that its layers hold."""
-    torch.manual_seed(seed)
-    config = config_of(mixture)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    quantize_(model, group_size=128)
-    if head:
-        model.lm_head = W8A8Linear.from_linear(model.lm_head)
-    config.architectures, config.quantization_config = [type(model).__name__], {"quant_method": "jitgemm"}
-    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
-    config.save_pretrained(folder)
-    dense = {}
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            dense[name] = module.weight.dequantize().double()
-        elif isinstance(module, PackedExperts):
-            w13, w2 = (each.weight.dequantize().double() for each in (module.w13, module.w2))
-            for e in range(EXPERTS):
-                dense |= dict(zip((f"{name}.{e}.gate_proj", f"{name}.{e}.up_proj"), w13[e].chunk(2)))
-                dense[f"{name}.{e}.down_proj"] = w2[e]
-    return dense
-
-
 def loaded(folder, **options):
     return loaded_with_config(folder, **options)[0]
 
 
 def loaded_with_config(folder, change=lambda config: None, **options):
     """A model and vLLM's config; change: given the config before the model is made."""
-    args = EngineArgs(
-        model=str(folder),
-        quantization="jitgemm",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        **options,
-    )
-    config = args.create_engine_config()
+    options |= {"quantization": "jitgemm", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64}
+    config = EngineArgs(model=str(folder), **options).create_engine_config()
     change(config)
     with set_current_vllm_config(config):
         return get_model(vllm_config=config), config
@@ -175,91 +92,22 @@ def test_an_activation_order_survives_vllms_loaders(alone, tmp_path):
     assert weight.permutation.tolist() == torch.argsort(order.long(), stable=True).tolist() and dense
 
 
-def check(model, dense, exact=True):
-    """Every packed layer holds the weights of the layers that it joins."""
-    seen = set()
-    for name, module in model.named_modules():
-        if not hasattr(module, "jitgemm") or name == "lm_head":
-            continue
-        packed, above = module.jitgemm, name.rpartition(".")[0] + "."
-        if hasattr(packed, "w13"):
-            start = name.removesuffix("routed_experts")
-            for e in range(EXPERTS):
-                each = {part: f"{start}{e}.{part}_proj" for part in ("gate", "up", "down")}
-                pairs = [
-                    (packed.w13.weight[e], torch.cat([dense[each["gate"]], dense[each["up"]]])),
-                    (packed.w2.weight[e], dense[each["down"]]),
-                ]
-                seen |= set(each.values())
-                for weight, expected in pairs:
-                    same(weight, expected, exact)
-            continue
-        parts = [above + part for part in JOINED.get(name.rpartition(".")[2], (name.rpartition(".")[2],))]
-        seen |= set(parts)
-        same(packed.weight, torch.cat([dense[part] for part in parts]), exact)
-    assert seen == set(dense)
-
-
-def same(weight, expected, exact):
-    found = weight.dequantize()
-    found = (rotated(found) if weight.rotation else found).double()  # back
-    assert torch.equal(found, expected) if exact else (found - expected).norm() < 0.12 * expected.norm()
-
-
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@llama_or_moe
 @pytest.mark.parametrize("name", [
     "packed", "packed-asymmetric", "packed-corrected", "int-quantized", "gptq", "awq", "fp8-blocks", "mxfp4", "quark",
     "modelopt-mxfp4", "nvfp4", "modelopt-nvfp4", "qserve", "torchao", "torchao-fp8", "bitblas", "executorch",
 ])  # fmt: skip
-def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
-    quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
-    dense = save(tmp_path, quantization, mixture)
+def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, moe):
+    dense = save(tmp_path, name, moe)
     check(loaded(tmp_path), dense)
 
 
-def gpt_oss(folder):
-    """A tiny gpt-oss as it is published, and the weights of its experts."""
-    config = transformers.GptOssConfig(
-        **SIZES | {"intermediate_size": INTER}, num_local_experts=EXPERTS, num_experts_per_tok=2, layer_types=["full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = ["GptOssForCausalLM"]
-    start = "model.layers.0.mlp.experts."
-    tensors = {
-        n: t.clone() for n, t in model.state_dict().items() if n not in (start + "gate_up_proj", start + "down_proj")
-    }
-    found = {}
-    for seed, (name, n, k) in enumerate(
-        (("gate_up", 2 * INTER, SIZES["hidden_size"]), ("down", SIZES["hidden_size"], INTER))
-    ):
-        parts = mxfp4.parts(seed, n, k, experts=EXPERTS, shift=-12)
-        tensors[f"{start}{name}_proj_blocks"] = parts.canonical.unflatten(-1, (-1, 16)).contiguous()
-        tensors[f"{start}{name}_proj_scales"] = parts.scales
-        tensors[f"{start}{name}_proj_bias"] = torch.randn(EXPERTS, n).bfloat16()
-        found[name] = parts.dequantize_fp64(), tensors[f"{start}{name}_proj_bias"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config.quantization_config = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    }
-    config.save_pretrained(folder)
-    return found
-
-
 def test_gpt_oss_is_loaded_bit_for_bit_with_its_biases(alone, tmp_path):
-    found = gpt_oss(tmp_path)
-    model = loaded(tmp_path)
-    [experts] = [module.jitgemm for module in model.modules() if hasattr(module, "jitgemm")]
+    whole = save_gpt_oss(tmp_path)
+    [experts] = packed_modules(loaded(tmp_path)).values()
     assert (experts.gate.order, experts.gate.limit, experts.activation) == ("interleaved", 7.0, "e4m3")
-    for part, name in ((experts.w13, "gate_up"), (experts.w2, "down")):
-        weight, bias = found[name]
-        assert torch.equal(part.weight.dequantize().double(), weight) and torch.equal(part.bias, bias)
+    whole.check([experts], False)
+    assert torch.equal(experts.w2.bias, whole.b2)
 
 
 def test_deepseek_v4_s_experts_are_loaded_bit_for_bit(alone, tmp_path, monkeypatch):
@@ -282,22 +130,20 @@ def test_deepseek_v4_s_experts_are_loaded_bit_for_bit(alone, tmp_path, monkeypat
         "ignored_layers": ["attn"],
     }
     config.save_pretrained(tmp_path)
-    tensors, dense = {"embed.weight": torch.zeros(96, 256, dtype=torch.bfloat16)}, {}
-    for e in range(EXPERTS):
-        for i, (name, n, k) in enumerate((("w1", INTER, 256), ("w2", 256, INTER), ("w3", INTER, 256))):
+    tensors, dense = {"embed.weight": torch.zeros(96, 256, dtype=BF16)}, {}
+    for i, (name, n, k) in enumerate((("w1", INTER, 256), ("w2", 256, INTER), ("w3", INTER, 256))):
+        for e in range(EXPERTS):
             parts, layer = mxfp4.parts(3 * e + i, n, k, shift=-12), f"layers.0.ffn.experts.{e}.{name}"
             tensors[f"{layer}.weight"] = parts.canonical.view(torch.int8)
             tensors[f"{layer}.scale"] = parts.scales.view(torch.float8_e8m0fnu)
             dense[e, name] = parts.dequantize_fp64()
-    for i, (name, n, k) in enumerate((("w1", INTER, 256), ("w2", 256, INTER), ("w3", INTER, 256))):
-        found, dense[name] = stored(CONFIGS["fp8-blocks"], n, k, seed=i)
+        weight = stored(CONFIGS["fp8-blocks"], n, k, seed=i)[0]["weight"]
         powers = torch.ldexp(torch.ones(n // 128, k // 128), torch.randint(-6, -2, (n // 128, k // 128)))
-        rows = powers.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        dense[name] = found["weight"].double() * rows.double()
+        dense[name] = weight.double() * powers.repeat_interleave(128, 0).repeat_interleave(128, 1).double()
         layer = f"layers.0.ffn.shared_experts.{name}"
-        tensors |= {f"{layer}.weight": found["weight"], f"{layer}.scale": powers.to(torch.float8_e8m0fnu)}
+        tensors |= {f"{layer}.weight": weight, f"{layer}.scale": powers.to(torch.float8_e8m0fnu)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    modules = {name: m.jitgemm for name, m in loaded(tmp_path).named_modules() if hasattr(m, "jitgemm")}
+    modules = packed_modules(loaded(tmp_path))
     [experts] = [each for each in modules.values() if hasattr(each, "w13")]
     assert experts.activation == "e4m3_block" and experts.gate.limit == config.swiglu_limit
     for e in range(EXPERTS):
@@ -308,8 +154,8 @@ def test_deepseek_v4_s_experts_are_loaded_bit_for_bit(alone, tmp_path, monkeypat
     same(shared["down_proj"].weight, dense["w2"], True)
 
 
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
-def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, mixture):
+@llama_or_moe
+def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, moe):
     spelt = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
     def change(tensors):
@@ -317,7 +163,7 @@ def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, mixture
         return {f"{a}{dot}{spelt.get(last, last)}": tensors[name] for name, (a, dot, last) in parts.items()}
 
     said = CONFIGS["fp8"] | {"weight_block_size": None}
-    dense = save(tmp_path, said, mixture, lambda layer: CONFIGS["fp8"], change)
+    dense = save(tmp_path, said, moe, lambda layer: CONFIGS["fp8"], change)
     check(loaded(tmp_path), dense)
 
 
@@ -335,8 +181,8 @@ def test_a_model_of_the_library_s_transforms_is_loaded_without_its_matrix(alone,
     model = loaded(tmp_path)
     down = "model.layers.0.mlp.down_proj"
     check(model, dense | {down: rotated(dense[down].float()).double()})  # which the file has rotated
-    rotations = {name: each.weight.rotation for name, each in model.named_modules() if isinstance(each, PackedLinear)}
-    assert {name for name, rotation in rotations.items() if rotation} == {f"{down}.jitgemm"}
+    rotations = {name: each.weight.rotation for name, each in packed_modules(model).items()}
+    assert {name for name, rotation in rotations.items() if rotation} == {down}
 
 
 def test_vllm_s_own_layers_rotate_the_inputs_of_linears_on_one_rank_and_not_of_experts(alone, monkeypatch):
@@ -350,9 +196,7 @@ def test_vllm_s_own_layers_rotate_the_inputs_of_linears_on_one_rank_and_not_of_e
     theirs.packed_modules_mapping = {}
 
     def made():
-        return RowParallelLinear(
-            256, 64, bias=False, params_dtype=torch.bfloat16, quant_config=theirs, prefix="m.o_proj"
-        )
+        return RowParallelLinear(256, 64, bias=False, params_dtype=BF16, quant_config=theirs, prefix="m.o_proj")
 
     assert type(made().quant_method) is linear.CompressedTensorsLinearTransformMethod
     monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
@@ -362,34 +206,23 @@ def test_vllm_s_own_layers_rotate_the_inputs_of_linears_on_one_rank_and_not_of_e
     assert of_experts and not any("transform" in file.read_text() for file in of_experts)
 
 
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
-def test_a_model_that_jitgemm_saved_is_loaded_bit_for_bit(alone, tmp_path, mixture):
-    dense = save_packed(tmp_path, mixture)
+@pytest.mark.parametrize("moe, head", [(False, False), (False, True), (True, False)])
+def test_a_model_that_jitgemm_saved_is_loaded_bit_for_bit(alone, tmp_path, moe, head):
+    """Its output layer, too, if it packed that; vLLM fills up 96 rows to 128."""
+    dense = save(tmp_path, "saved", moe, head=head)
     model = loaded(tmp_path)
     check(model, dense)
-    assert not hasattr(model.lm_head, "jitgemm")
+    assert hasattr(model.lm_head, "jitgemm") == head and model.lm_head.weight.dtype == BF16
 
 
-def test_an_output_layer_that_jitgemm_packed_is_loaded_bit_for_bit(alone, tmp_path):
-    """vLLM fills up its 96 rows to 128."""
-    dense = save_packed(tmp_path, head=True)
-    model = loaded(tmp_path)
-    head = model.lm_head.jitgemm.weight.dequantize().double()
-    assert torch.equal(head[:96], dense.pop("lm_head")) and head.shape[0] == 128 and not head[96:].any()
-    check(model, dense)
-    assert model.lm_head.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@llama_or_moe
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, mixture):
-    dense = save(tmp_path, None, mixture)
+def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, moe):
+    dense = save(tmp_path, "floats", moe)
     options = {"bits": bits, "activation": "int8"} | ({"group_size": 64} if bits == 4 else {})
     model = loaded(tmp_path, hf_overrides={"jitgemm": options})
     check(model, dense, exact=False)
-    kinds = {
-        (m.jitgemm.activation, next(m.jitgemm.buffers()).device.type) for m in model.modules() if hasattr(m, "jitgemm")
-    }
+    kinds = {(each.activation, next(each.buffers()).device.type) for each in packed_modules(model).values()}
     assert kinds == {("int8", "cpu")}
 
 
@@ -406,47 +239,37 @@ def reload(model, config, folder, change=dict):
 
 def packed_buffers(model):
     """All tensors of packed weights, by name: memory that CUDA graphs hold."""
-    modules = {name: m.jitgemm for name, m in model.named_modules() if hasattr(m, "jitgemm")}
-    return {f"{name}.{key}": buffer for name, module in modules.items() for key, buffer in module.named_buffers()}
+    modules = packed_modules(model).items()
+    return {f"{name}.{key}": buffer for name, module in modules for key, buffer in module.named_buffers()}
 
 
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@llama_or_moe
 @pytest.mark.parametrize("name", ["packed", "packed-tensor", "gptq", "fp8", "fp8-blocks", "floats", "saved"])
-def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_path, name, mixture):
-    def write(folder, number):
-        folder.mkdir()
-        if name == "saved":
-            return save_packed(folder, mixture, seed=number + 1)
-        config = None if name == "floats" else CONFIGS[name]
-        more = {"ignore": ["lm_head"]} if "config_groups" in (config or {}) else {}
-        torch.manual_seed(number)
-        return save(folder, config and config | more, mixture, seed=100 * number)
-
-    write(tmp_path / "first", 0)
+def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_path, name, moe):
+    save(tmp_path / "first", name, moe)
     model, config = loaded_with_config(tmp_path / "first")
     addresses = {key: buffer.data_ptr() for key, buffer in packed_buffers(model).items()}
-    dense = write(tmp_path / "second", 1)
+    dense = save(tmp_path / "second", name, moe, seed=100)
     reload(model, config, tmp_path / "second")
     assert {key: buffer.data_ptr() for key, buffer in packed_buffers(model).items()} == addresses
     check(model, dense, exact=name != "floats")
 
 
-@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
-def test_a_partial_update_raises_and_the_old_weights_serve_on(alone, tmp_path, mixture):
+@llama_or_moe
+def test_a_partial_update_raises_and_the_old_weights_serve_on(alone, tmp_path, moe):
     folders = [tmp_path / each for each in ("first", "second")]
     for seed, folder in enumerate(folders):
-        folder.mkdir()
-        dense = save(folder, CONFIGS["packed"] | {"ignore": ["lm_head"]}, mixture, seed=100 * seed)
+        dense = save(folder, "packed", moe, seed=100 * seed)
     model, config = loaded_with_config(folders[0])
     before = {name: buffer.clone() for name, buffer in packed_buffers(model).items()}
-    gone = "experts.3.down_proj.weight_scale" if mixture else "o_proj.weight_scale"
+    gone = "experts.3.down_proj.weight_scale" if moe else "o_proj.weight_scale"
 
     def part(tensors):
         return {name: each for name, each in tensors.items() if not name.endswith(gone)}
 
     with pytest.raises(ValueError, match="weight_scale.*: expected numbers"):
         reload(model, config, folders[1], part)
-    layer = "experts" if mixture else "o_proj"
+    layer = "experts" if moe else "o_proj"
     kept = [
         name for name, buffer in packed_buffers(model).items() if layer in name and torch.equal(buffer, before[name])
     ]
@@ -458,8 +281,7 @@ def test_a_partial_update_raises_and_the_old_weights_serve_on(alone, tmp_path, m
 def test_experts_that_jitgemm_saved_are_not_mixed_with_weights_from_elsewhere(alone, tmp_path):
     """As a trainer hands them over: experts would stay those of the files."""
     for number, folder in enumerate(("first", "second")):
-        (tmp_path / folder).mkdir()
-        save_packed(tmp_path / folder, True, seed=number)
+        save(tmp_path / folder, "saved", True, seed=number)
     model, config = loaded_with_config(tmp_path / "first")
     others = load_file(tmp_path / "second" / "model.safetensors")
     with pytest.raises(
@@ -471,16 +293,13 @@ def test_experts_that_jitgemm_saved_are_not_mixed_with_weights_from_elsewhere(al
 @pytest.mark.parametrize("name", ["packed", "floats", "saved"])
 def test_a_model_comes_back_from_sleep(alone, tmp_path, name):
     """Level 2 discards what is on the GPU but for buffers, which vLLM keeps; then all is loaded again."""
-    if name == "saved":
-        save_packed(tmp_path, True)
-    else:
-        save(tmp_path, CONFIGS[name] | {"ignore": ["lm_head"]} if name == "packed" else None, True)
+    save(tmp_path, name, True)
     model, config = loaded_with_config(tmp_path)
     kept = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    assert {f"{key}" for key in packed_buffers(model)} <= {key.replace(".jitgemm.", ".") for key in kept}
+    assert packed_buffers(model).keys() <= {re.sub(r"\.(jitgemm|routed_experts)\b", "", key) for key in kept}
     experts = next(m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
     torch.manual_seed(2)
-    x, ids = torch.randn(5, SIZES["hidden_size"], dtype=torch.bfloat16), torch.randint(0, EXPERTS, (5, 2)).int()
+    x, ids = torch.randn(5, SIZES["hidden_size"], dtype=BF16), torch.randint(0, EXPERTS, (5, 2)).int()
     weights = torch.rand(5, 2)
     before = experts.quant_method.apply(experts, x, weights, ids, None, None)
     norm = model.model.norm.weight.clone()
@@ -498,16 +317,16 @@ def test_a_model_comes_back_from_sleep(alone, tmp_path, name):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_output_layer_is_quantised_on_request(alone, tmp_path, tied):
-    save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, False, tied=tied)
+    save(tmp_path, "packed", False, tied=tied)
     model = loaded(tmp_path, hf_overrides={"jitgemm": {"lm_head": "int8"}})
     embedding = model.model.embed_tokens.weight.double()
     file = load_file(tmp_path / "model.safetensors")
     expected = (embedding if tied else file["lm_head.weight"].double())[:96]
     head = model.lm_head.jitgemm
     found = head.weight.dequantize()[:96].double()
-    assert model.lm_head.weight.dtype == torch.bfloat16  # which LoRA reads
+    assert model.lm_head.weight.dtype == BF16  # which LoRA reads
     assert head.weight.bits == 8 and (found - expected).norm() < 0.01 * expected.norm()
-    x = torch.randn(3, SIZES["hidden_size"], dtype=torch.bfloat16)
+    x = torch.randn(3, SIZES["hidden_size"], dtype=BF16)
     logits = model.lm_head.quant_method.apply(model.lm_head, x)[:, :96].double()
     wanted = x.double() @ expected.T
     assert (logits - wanted).norm() < 0.02 * wanted.norm()
@@ -527,57 +346,21 @@ def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(alone, tmp_path):
     assert [m.jitgemm.weight.bits for m in (layer.self_attn.qkv_proj, layer.mlp.down_proj)] == [8, 4]
 
 
-def rank_of_two(rank, folder, options):
-    """In a process of its own: what this rank holds, as files."""
+def rank_of_two(rank, folder, options, dense):
+    """In a process of its own."""
     with process_group(folder / "store", rank, 2):
-        model = loaded(folder, tensor_parallel_size=2, **options)
-        modules = {name: m.jitgemm for name, m in model.named_modules() if hasattr(m, "jitgemm")}
-        found = {}
-        for name, module in modules.items():
-            parts = {"": module} if hasattr(module, "weight") else {".w13": module.w13, ".w2": module.w2}
-            found |= {name + part: each.weight.dequantize() for part, each in parts.items()}
-        torch.save(found, folder / f"rank{rank}")
+        split = "ep" if options else "tp"
+        check(loaded(folder, tensor_parallel_size=2, **options), dense, at=(split, rank, 2))
     os._exit(0)  # as scripts/benchmark_lib/divided.py
 
 
 @pytest.mark.parametrize("split", ["llama", "qwen3-moe", "qwen3-moe-ep"])
 @pytest.mark.parametrize("name", ["packed", "wide", "fp8-blocks", "saved"])
-def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
-    if name == "saved":
-        dense = save_packed(tmp_path, split != "llama", head=split == "llama")
-    else:
-        quantization = scheme(size=128) if name == "wide" else CONFIGS[name]
-        quantization |= {"ignore": ["lm_head"]} if "config_groups" in quantization else {}
-        dense = save(tmp_path, quantization, split != "llama")
+def test_each_of_two_ranks_holds_its_part(tmp_path, name, split):
+    moe = split != "llama"
+    dense = save(tmp_path, scheme(size=128) if name == "wide" else name, moe, head=not moe)
     options = {"enable_expert_parallel": True} if split.endswith("ep") else {}
-    torch.multiprocessing.spawn(rank_of_two, (tmp_path, options), 2)
-    ranks = [torch.load(tmp_path / f"rank{number}") for number in range(2)]
-    assert ranks[0].keys() == ranks[1].keys()
-    for layer in ranks[0]:
-        found = [rank[layer].double() for rank in ranks]
-        above, _, last = layer.rpartition(".")
-        if last in ("w13", "w2"):
-            start = above.removesuffix("routed_experts")
-            whole = []
-            for e in range(EXPERTS):
-                gate, up, down = (dense[f"{start}{e}.{part}_proj"] for part in ("gate", "up", "down"))
-                whole.append(torch.cat([gate, up]) if last == "w13" else down)
-            expected = torch.stack(whole)
-            if split.endswith("ep"):
-                joined = torch.cat(found)
-            elif last == "w2":
-                joined = torch.cat(found, 2)
-            else:
-                joined = torch.cat([half for part in zip(*(each.chunk(2, 1) for each in found)) for half in part], 1)
-        elif last in JOINED:
-            expected = torch.cat([dense[f"{above}.{part}"] for part in JOINED[last]])
-            widths = [len(dense[f"{above}.{part}"]) // 2 for part in JOINED[last]]
-            joined = torch.cat([half for part in zip(*(each.split(widths) for each in found)) for half in part])
-        elif last == "lm_head":
-            expected, joined = dense[layer], torch.cat(found)[: SIZES["vocab_size"]]
-        else:
-            expected, joined = dense[layer], torch.cat(found, 1)
-        assert torch.equal(joined, expected), layer
+    torch.multiprocessing.spawn(rank_of_two, (tmp_path, options, dense), 2)
 
 
 # ---- experts whose ranks have other tokens ----------------------------------------------------------------------------
@@ -585,7 +368,7 @@ def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
 TOKENS = (1, 5)
 
 
-def rank_with_tokens(rank, folder):
+def rank_with_tokens(rank, folder, dense):
     """In a process of its own: what vLLM's runner makes of this rank's tokens."""
     from vllm.forward_context import set_forward_context
 
@@ -600,25 +383,21 @@ def rank_with_tokens(rank, folder):
         )
         weights, ids = torch.rand(TOKENS[rank], 2), ids[:, :2].int()
         runner.router.select_experts = lambda **_: (weights, ids)  # vLLM's is in its libraries
-        found = {"x": x, "ids": ids, "weights": weights}
         with set_forward_context(None, config, len(x), torch.tensor(TOKENS, dtype=torch.int32)):
-            found["out"] = runner(x, torch.zeros(len(x), EXPERTS, dtype=torch.bfloat16))
+            out = runner(x, torch.zeros(len(x), EXPERTS, dtype=BF16)).double()
         assert not runner.do_naive_dispatch_combine
         runner.routed_experts.quant_method.split = None
         assert runner.do_naive_dispatch_combine
-        torch.save(found, folder / f"rank{rank}")
+        expected = mixture(x, ids, weights, dense)
+        assert (out - expected).norm() < 0.06 * expected.norm()
     os._exit(0)
 
 
 def test_ranks_send_their_tokens_themselves(tmp_path):
     """On a CPU jitgemm's collectives carry them; vLLM's runner, which asks who does, is the same."""
-    dense = save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, True)
-    [start] = {key.partition(".experts.")[0] for key in dense if ".experts." in key}
-    experts = {(e, proj): dense[f"{start}.experts.{e}.{proj}"] for e in range(EXPERTS) for proj in SHARDS}
-    torch.multiprocessing.spawn(rank_with_tokens, (tmp_path,), 2)
-    for rank in (torch.load(tmp_path / f"rank{number}") for number in range(2)):
-        expected = mixture(rank["x"], rank["ids"], rank["weights"], experts)
-        assert (rank["out"].double() - expected).norm() < 0.06 * expected.norm()
+    dense = save(tmp_path, "packed", True)
+    experts = {(e, proj): dense[f"{MOE}{e}.{proj}"] for e in range(EXPERTS) for proj in PROJ}
+    torch.multiprocessing.spawn(rank_with_tokens, (tmp_path, experts), 2)
 
 
 # ---- experts that move, experts with adapters ------------------------------------------------------------------------
@@ -630,45 +409,35 @@ def balanced(config):
     config.parallel_config.eplb_config.num_redundant_experts = 2
 
 
-def rank_that_rebalances(rank, folder):
-    """In a process of its own: results of experts before vLLM moves them, and after."""
+def rank_that_rebalances(rank, folder, down):
+    """In a process of its own: experts before vLLM moves them, and after."""
     with process_group(folder / "store", rank, 2):
         model = loaded(folder, change=balanced, tensor_parallel_size=2, enable_expert_parallel=True)
         from vllm.distributed import get_ep_group
         from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
         from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 
-        layer = next(m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
-        rows = list(layer.get_expert_weights())
+        [layer] = (m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
+        rows, group = list(layer.get_expert_weights()), get_ep_group().cpu_group
         physical = torch.tensor([[0, 1, 2, 3, 0, 1]]), torch.tensor([[2, 3, 1, 0, 3, 2]])
-        held = [
-            {part: each.weight.dequantize() for part, each in (("w13", m.w13), ("w2", m.w2))} for m in [layer.jitgemm]
-        ]
-        addresses = [row.data_ptr() for row in rows]
-        group = get_ep_group()
-        buffers = [torch.empty_like(row) for row in rows]
-        communicator = TorchDistNcclEplbCommunicator(group.cpu_group)
-        rearrange_expert_weights_inplace(*physical, [rows], buffers, group.cpu_group, communicator)
-        held += [{"w13": layer.jitgemm.w13.weight.dequantize(), "w2": layer.jitgemm.w2.weight.dequantize()}]
+        addresses, communicator = [row.data_ptr() for row in rows], TorchDistNcclEplbCommunicator(group)
+        for moment in (0, 1):
+            held = layer.jitgemm.w2.weight.dequantize().double()
+            assert torch.equal(held, down[physical[moment][0].chunk(2)[rank]])
+            if moment == 0:
+                rearrange_expert_weights_inplace(
+                    *physical, [rows], list(map(torch.empty_like, rows)), group, communicator
+                )
         assert [row.data_ptr() for row in layer.get_expert_weights()] == addresses
-        torch.save(held, folder / f"moved{rank}")
     os._exit(0)
 
 
 @pytest.mark.parametrize("name", ["packed", "fp8", "saved"])
 def test_experts_that_vllm_moves_between_ranks_stay_whole(tmp_path, name):
     """Four experts and two redundant ones on two ranks, rearranged by vLLM's own function."""
-    if name == "saved":
-        dense = save_packed(tmp_path, True)
-    else:
-        dense = save(tmp_path, CONFIGS[name] | ({"ignore": ["lm_head"]} if name == "packed" else {}), True)
-    torch.multiprocessing.spawn(rank_that_rebalances, (tmp_path,), 2)
-    ranks = [torch.load(tmp_path / f"moved{number}") for number in range(2)]
-    [start] = {key.partition(".experts.")[0] for key in dense if ".experts." in key}
-    down = torch.stack([dense[f"{start}.experts.{e}.down_proj"] for e in range(EXPERTS)])
-    for moment, order in enumerate(([0, 1, 2, 3, 0, 1], [2, 3, 1, 0, 3, 2])):
-        found = torch.cat([rank[moment]["w2"] for rank in ranks]).double()
-        assert torch.equal(found, down[order])
+    dense = save(tmp_path, name, True)
+    down = torch.stack([dense[f"{MOE}{e}.down_proj"] for e in range(EXPERTS)])
+    torch.multiprocessing.spawn(rank_that_rebalances, (tmp_path, down), 2)
 
 
 def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
@@ -678,22 +447,19 @@ def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
     from vllm.v1.worker.workspace import init_workspace_manager
     from vllm_kernels import Kernels
 
-    save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, True)
+    save(tmp_path, "packed", True)
     model, config = loaded_with_config(tmp_path, enable_lora=True, max_loras=1, max_lora_rank=8)
     init_workspace_manager(torch.device("cpu"))
     runner = model.model.layers[0].mlp.experts
     with set_current_vllm_config(config):
         layer = FusedMoEWithLoRA(runner)
-        layer.create_lora_weights(1, LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16))
+        layer.create_lora_weights(1, LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=BF16))
         layer.set_mapping(Kernels(EXPERTS))
         for each in (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked):
             each.normal_(std=0.1)
         inner = runner.routed_experts
-        x, ids, weights = (
-            torch.randn(5, SIZES["hidden_size"]).bfloat16(),
-            torch.randint(0, EXPERTS, (5, 2)),
-            torch.rand(5, 2),
-        )
+        x, ids = torch.randn(5, SIZES["hidden_size"]).bfloat16(), torch.randint(0, EXPERTS, (5, 2))
+        weights = torch.rand(5, 2)
         call = (inner, x, weights, ids.int(), None, None)
         without = inner.quant_method.apply(*call)
         assert torch.equal(without, inner.jitgemm.run(x, ids, weights))
