@@ -13,7 +13,6 @@ import torch
 from files_torchao import high_first, tiles
 
 from jitgemm import checkpoint
-from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.torchao import FORMAT, unpack_tiles
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
 
@@ -77,14 +76,6 @@ def test_tiles_that_the_gpu_packed_unpack(inner_k_tiles):
     assert torch.equal(unpack_tiles(packed).cpu(), q.to(torch.uint8))
 
 
-def test_zeros_that_are_all_0_leave_no_offset():
-    q, parameters = codes(5, 16, 256), scales_and_zeros(5, 16, 4, torch.bfloat16)
-    parameters[..., 1] = 0
-    weight = layers.read(FORMAT, {"weight": q, "scales_and_zeros": parameters}, None)
-    assert weight.offset is None and weight.zero is None
-    layers.assert_exactly(weight, tinygemm(q, parameters))
-
-
 @pytest.mark.parametrize("k", [64, 128])
 @pytest.mark.parametrize("group_size", [128, -1, None])
 def test_one_group_a_row_leaves_open_what_bytes_are_and_they_or_the_size_decide(group_size, k):
@@ -107,37 +98,12 @@ def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form)
     assert torch.equal(model["a"].weight.dequantize().double(), tinygemm(q, parameters))
 
 
-def test_a_shape_drops_the_padding_of_plain_tiles():
-    q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
-    weight = layers.read(FORMAT, {"weight": tiles(q, 8), "scales_and_zeros": parameters}, {"shape": [16, 192]})
-    layers.assert_exactly(weight, tinygemm(q, parameters)[:, :192])
-
-
-def test_codes_of_another_size_than_was_said_are_an_error():
-    tensors = {"weight": torch.zeros((16, 32), dtype=torch.uint8), "scales_and_zeros": torch.ones(1, 16, 2)}
-    with pytest.raises(ValueError, match=r"weight: expected codes for k = 256, got uint8 \[16, 32\]"):
-        layers.read(FORMAT, tensors, {"shape": [16, 256]})
-
-
 def test_group_size_tells_small_bytes_from_codes():
     q, parameters = codes(6, 16, 256), scales_and_zeros(6, 16, 4, torch.bfloat16)
     q[:, 0::2] = 0  # no byte is above 15
     tensors = {"weight": high_first(q), "scales_and_zeros": parameters}
     layers.assert_exactly(layers.read(FORMAT, tensors, {"group_size": 64}), tinygemm(q, parameters))
     assert layers.read(FORMAT, tensors, {"group_size": 32}).k == 128
-
-
-@pytest.mark.parametrize(
-    ("weight", "config", "message"),
-    [
-        (torch.full((16, 256), 16, dtype=torch.int32), None, r"weight: expected 4-bit values 0..15, got 16..16"),
-        (torch.zeros((2, 2, 64, 4), dtype=torch.int32), None, r"weight: expected int32 \[n / 8, .*got int32 \[2, 2"),
-        (torch.zeros((16, 256), dtype=torch.int32), {"group_size": 32}, r"scales_and_zeros: expected 8 groups"),
-    ],
-)
-def test_a_weight_of_another_form_is_refused(weight, config, message):
-    with pytest.raises(ValueError, match=message):
-        layers.read(FORMAT, {"weight": weight, "scales_and_zeros": scales_and_zeros(0, 16, 4, torch.bfloat16)}, config)
 
 
 # ---- tensor subclasses, flattened as torchao's safetensors code does -------------------------------------------------
@@ -178,13 +144,21 @@ FLAT = {
 
 @pytest.mark.parametrize("form", FLAT)
 def test_a_flattened_tensor_reads_as_the_definition(tmp_path, form):
-    flat, expected = FLAT[form]
-    layers.assert_exactly(layers.load(tmp_path, {f"_weight_{name}": t for name, t in flat.items()}), expected)
+    parts, expected = FLAT[form]
+    layers.assert_exactly(layers.load(tmp_path, flat(parts)), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def flat(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"_weight_{name}": each for name, each in parts.items()}
+
+
+UNREADABLE = {
+    "qdata": torch.zeros((16, 256), dtype=torch.int8), "scale": torch.ones(16, 4), "zero_point": torch.ones(16, 4),
+}  # fmt: skip
+FLOATS = {"qdata": torch.zeros(16, 256).to(torch.float8_e4m3fn), "scale": torch.ones(16, 1)}
+TINYGEMM = {"weight": torch.zeros((16, 256), dtype=torch.int32), "scales_and_zeros": PARAMETERS}
+REFUSED = [
+    *((flat(UNREADABLE | change), None, message) for change, message in (
         ({"act_pre_scale": torch.ones(256)}, r"_weight_act_pre_scale: expected none"),
         ({"group_scale": torch.ones(4, 16)}, r"_weight_group_scale: expected a plain packing"),
         ({"zero_point": torch.full((16, 4), 0.5)}, r"zero_point: expected integers, .*got fractions"),
@@ -193,21 +167,27 @@ def test_a_flattened_tensor_reads_as_the_definition(tmp_path, form):
         ({"scale_and_zero": torch.ones(4, 16, 2)}, r"_weight_qdata: expected int32 in four dimensions"),
         ({"scale": torch.ones(16, 16), "zero_point": torch.ones(16, 16)}, r"_weight_scale: .*which fits both"),
         ({"qdata": torch.zeros((16, 32), dtype=torch.int32)}, r"_weight_zero_point: expected int8, .*\(NPU's\)"),
-    ],
-)
-def test_a_subclass_that_cannot_be_read_is_refused(change, message):
-    flat = {
-        "qdata": torch.zeros((16, 256), dtype=torch.int8),
-        "scale": torch.ones(16, 4),
-        "zero_point": torch.ones(16, 4),
-    }
+    )),
+    *((flat(FLOATS | change), None, message) for change, message in (
+        ({"qdata": FLOATS["qdata"].to(torch.float8_e5m2)}, "_weight_qdata: expected float8_e4m3fn"),
+        ({"scale": torch.ones(16, 3)}, r"_weight_scale: expected floats, one or \[n / rows"),
+        ({"more": torch.ones(1)}, "_weight_more: expected only"),
+    )),
+    (flat(UNREADABLE | {"scale": torch.ones(16, 1), "zero_point": torch.ones((16, 1), dtype=torch.int8)}),
+     {"class": "Int8Tensor"}, "_weight_zero_point: expected zeros with 8 bits"),
+    ({"weight": torch.zeros(8, 32)}, TORCHAO, r"weight: expected one of torchao's .*, got a plain float32 \[8, 32\]"),
+    (TINYGEMM | {"weight": TINYGEMM["weight"] + 16}, None, r"weight: expected 4-bit values 0..15, got 16..16"),
+    (TINYGEMM | {"weight": TINYGEMM["weight"].view(2, 2, 256, 4)}, None, r"weight: expected int32 \[n / 8, .*got"),
+    (TINYGEMM, {"group_size": 32}, r"scales_and_zeros: expected 8 groups"),
+    ({"weight": torch.zeros((16, 32), dtype=torch.uint8), "scales_and_zeros": torch.ones(1, 16, 2)},
+     {"shape": [16, 256]}, r"weight: expected codes for k = 256, got uint8 \[16, 32\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensors, config, message", REFUSED, ids=[message for *_, message in REFUSED])
+def test_tensors_that_cannot_be_read_are_refused(tensors, config, message):
     with pytest.raises(ValueError, match=message):
-        layers.read(FORMAT, {f"_weight_{name}": t for name, t in (flat | change).items()}, None)
-
-
-def test_a_plain_weight_of_a_torchao_model_is_refused():
-    with pytest.raises(ValueError, match=r"weight: expected one of torchao's .*, got a plain bfloat16 \[8, 32\]"):
-        layers.read(FORMAT, {"weight": torch.zeros((8, 32), dtype=torch.bfloat16)}, TORCHAO)
+        layers.read(FORMAT, tensors, config)
 
 
 # ---- torchao itself --------------------------------------------------------------------------------------------------
@@ -281,21 +261,16 @@ def tile_packed(n: int, k: int, group_size: int):
     return tensor, exact
 
 
-def test_torchaos_tile_packed_tensor_equals_its_own_dequantisation(torchao, tmp_path):
-    weight, exact = tile_packed(16, 1024, 128)
-    layers.assert_exactly(layers.read(FORMAT, flattened(tmp_path, weight), None), exact)
-    layers.assert_exactly(in_memory(weight), exact)
-
-
-def test_the_padding_of_a_tile_packed_tensor_is_dropped(torchao, tmp_path):
-    weight, exact = tile_packed(16, 320, 128)
+@pytest.mark.parametrize("k", [1024, 320])
+def test_torchaos_tile_packed_tensor_equals_its_own_dequantisation_without_padding(torchao, tmp_path, k):
+    weight, exact = tile_packed(16, k, 128)
     for read in (
         in_memory(weight),
-        layers.read(FORMAT, flattened(tmp_path, weight), TORCHAO | {"shape": [16, 320]}),
+        layers.read(FORMAT, flattened(tmp_path, weight), TORCHAO | {"shape": [16, k]}),
         checkpoint.read_layer(tmp_path, "layer", device="cpu"),  # the size stands in the file's metadata
     ):
-        layers.assert_exactly(read, exact[:, :320])
-        assert read.scale.shape == (16, 3)
+        layers.assert_exactly(read, exact[:, :k])
+        assert read.scale.shape == (16, -(-k // 128))
 
 
 def test_torchaos_int4_tensor_through_a_state_dict(torchao, tmp_path):
@@ -311,44 +286,41 @@ def test_torchaos_int4_tensor_through_a_state_dict(torchao, tmp_path):
         layers.assert_exactly(read, tinygemm(q, parameters))
 
 
-def test_torchaos_cpu_packing_is_refused():
-    pytest.importorskip("torchao", minversion="0.18")  # which has it in this place
-    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
-
-    weight = Int4OpaqueTensor.from_hp(high_precision(32, 256, torch.bfloat16), [1, 64])
-    with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got Int4OpaqueTensor"):
-        in_memory(weight)
-
-
 E4M3 = torch.float8_e4m3fn
 
 
-def int8_configs():
-    from torchao.quantization import (
-        Int8DynamicActivationInt8WeightConfig,
-        Int8WeightOnlyConfig,
-        PerGroup,
-        PerRow,
-        PerTensor,
-    )
+def int8_weights() -> dict:
+    """As torchao quantises with its configs and with a static scale; the scale of each layer's inputs."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig as Dynamic
+    from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, PerGroup, PerRow, PerTensor, quantize_
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
 
+    def quantised(config) -> torch.Tensor:
+        net = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+        quantize_(net, config)
+        return net[0].weight.detach()
+
+    static = {
+        "act_quant_kwargs": QuantizeTensorToInt8Kwargs(granularity=PerTensor()),
+        "act_quant_scale": torch.tensor([[0.125]]),
+    }
     return {
-        "per row, dynamic": (Int8DynamicActivationInt8WeightConfig(), "int8"),
-        "per row": (Int8WeightOnlyConfig(), "int8"),
-        "per tensor": (Int8WeightOnlyConfig(granularity=PerTensor()), "int8"),
-        "in groups": (Int8WeightOnlyConfig(granularity=PerGroup(64)), "int8"),
-        "per tensor, per token": (Int8DynamicActivationInt8WeightConfig(granularity=[PerRow(), PerTensor()]), "int8"),
+        "per row, dynamic": (quantised(Dynamic()), None),
+        "per tensor": (quantised(Int8WeightOnlyConfig(granularity=PerTensor())), None),
+        "in groups": (quantised(Int8WeightOnlyConfig(granularity=PerGroup(64))), None),
+        "per tensor, per token": (quantised(Dynamic(granularity=[PerRow(), PerTensor()])), None),
+        "static": (Int8Tensor.from_hp(high_precision(64, 256, torch.bfloat16), PerRow(), **static), [0.125]),
     }
 
 
-def float8(granularity=None, act=None, dtype: torch.dtype = E4M3):
+def float8(granularity=None, act=None):
     """A Float8Tensor as torchao quantises, whose configs for activations ask for a GPU."""
     from torchao.quantization import Float8Tensor, PerRow
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
     kwargs = None if act is None else QuantizeTensorToFloat8Kwargs(granularity=act)
     weight = high_precision(256, 384, torch.bfloat16)
-    return Float8Tensor.from_hp(weight, dtype, granularity or PerRow(), act_quant_kwargs=kwargs)
+    return Float8Tensor.from_hp(weight, E4M3, granularity or PerRow(), act_quant_kwargs=kwargs)
 
 
 def sources(folder, weight: torch.Tensor):
@@ -357,18 +329,15 @@ def sources(folder, weight: torch.Tensor):
     return {"layer.weight": weight}, folder
 
 
-@pytest.mark.parametrize("name", ["per row, dynamic", "per row", "per tensor", "in groups", "per tensor, per token"])
+@pytest.mark.parametrize("name", ["per row, dynamic", "per tensor", "in groups", "per tensor, per token", "static"])
 def test_torchaos_int8_tensor_is_an_int8_layer(torchao, tmp_path, name):
     pytest.importorskip("torchao", minversion="0.18")
-    config, activation = int8_configs()[name]
-    net = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
-    torchao.quantization.quantize_(net, config)
-    weight = net[0].weight.detach()
-    exact = weight.dequantize(torch.float32)
+    weight, scale = int8_weights()[name]
     for source in sources(tmp_path, weight):
         layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
-        assert type(layer) is W8A8Linear and layer.activation == activation and layer.input_scale is None
-        assert torch.equal(layer.weight.dequantize(), exact)
+        assert type(layer) is W8A8Linear and layer.activation == "int8"
+        assert (None if layer.input_scale is None else layer.input_scale.tolist()) == scale
+        assert torch.equal(layer.weight.dequantize(), weight.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize("blocks", ["rows", "tensor", "128 x 128"])
@@ -385,22 +354,6 @@ def test_torchaos_float8_tensor_is_an_e4m3_layer(torchao, tmp_path, blocks):
     for source in sources(tmp_path, weight):
         layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
         assert type(layer) is W8A8Linear and layer.activation == activation
-        assert torch.equal(layer.weight.dequantize(), weight.dequantize(torch.float32))
-
-
-def test_a_static_scale_of_torchaos_int8_tensor_is_the_layers(torchao, tmp_path):
-    pytest.importorskip("torchao", minversion="0.18")
-    from torchao.quantization import Int8Tensor, PerRow, PerTensor
-    from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
-
-    kwargs = QuantizeTensorToInt8Kwargs(granularity=PerTensor())
-    scale = torch.tensor([[0.125]])
-    weight = Int8Tensor.from_hp(
-        high_precision(64, 256, torch.bfloat16), PerRow(), act_quant_kwargs=kwargs, act_quant_scale=scale
-    )
-    for source in sources(tmp_path, weight):
-        layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
-        assert layer.activation == "int8" and layer.input_scale.tolist() == [0.125]
         assert torch.equal(layer.weight.dequantize(), weight.dequantize(torch.float32))
 
 
@@ -431,12 +384,13 @@ def test_other_classes_of_torchao_are_named_before_the_model_is_changed(torchao,
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    weights = {name: high_precision(64, 64, torch.bfloat16) for name in "ab"}
-    state = {"a.weight": float8_of(weights["a"]), "b.weight": MXTensor.to_mx(weights["b"], E4M3)}
+    state = {"a.weight": float8(), "b.weight": MXTensor.to_mx(high_precision(64, 64, torch.bfloat16), E4M3)}
     tensors, metadata = flatten_tensor_state_dict(state)
     save_file(tensors, tmp_path / "model.safetensors", metadata)
     for source in (tmp_path, state):
-        model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64, bias=False) for name in "ab"})
+        model = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(384, 256, bias=False), "b": torch.nn.Linear(64, 64, bias=False)}
+        )
         with pytest.raises(ValueError, match="weight: expected one of torchao's .*Float8Tensor, got MXTensor"):
             load_(model, source)
         assert type(model["a"]) is torch.nn.Linear
@@ -452,30 +406,3 @@ def test_a_class_of_older_releases_is_named():
     weight = torch.zeros(64, 64).as_subclass(kind)
     with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got AffineQuantizedTensor"):
         in_memory(weight)
-
-
-def float8_of(weight: torch.Tensor) -> torch.Tensor:
-    from torchao.quantization import Float8Tensor, PerRow
-
-    return Float8Tensor.from_hp(weight, E4M3, PerRow())
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"qdata": torch.zeros(16, 256).to(torch.float8_e5m2), "scale": torch.ones(16, 1)}, "_weight_qdata: expected float8_e4m3fn"),
-        ({"qdata": torch.zeros(16, 256).to(E4M3), "scale": torch.ones(16, 3)}, r"_weight_scale: expected floats, one or \[n / rows"),
-        ({"qdata": torch.zeros(16, 256).to(E4M3), "scale": torch.ones(16, 1), "more": torch.ones(1)}, "_weight_more: expected only"),
-    ],
-)  # fmt: skip
-def test_an_8_bit_subclass_that_cannot_be_read_is_named_by_its_headers(tensors, message):
-    infos = {f"_weight_{name}": TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    with pytest.raises(ValueError, match=message):
-        FORMAT.scheme(None, "", infos)
-
-
-def test_an_int8_tensor_with_zero_points_is_refused():
-    tensors = {"qdata": torch.zeros(16, 256, dtype=torch.int8), "scale": torch.ones(16, 1)}
-    tensors |= {"zero_point": torch.ones(16, 1, dtype=torch.int8)}
-    with pytest.raises(ValueError, match="_weight_zero_point: expected zeros with 8 bits"):
-        layers.read(FORMAT, {f"_weight_{name}": t for name, t in tensors.items()}, {"class": "Int8Tensor"})
