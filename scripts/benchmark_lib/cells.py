@@ -5,19 +5,16 @@ Plain arithmetic: no torch, no GPU.
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from jitgemm.cli.common import parse_shape
 from jitgemm.kernel.codes import typed_code
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Correction, Problem, WeightFormat, ceil_div, tuned_order
+from jitgemm.kernel.formats import GROUP_SIZES, Correction, Problem, WeightFormat, ceil_div, tuned_order
 from jitgemm.select.devices import DEVICES, DeviceSpec
 
 GEMM_SHARE = 1.5 / 1.8
@@ -114,10 +111,6 @@ class Cell:
         return f"{self.n}x{self.k} m={self.m}"
 
 
-ROUTING_NAMES = ("uniform", "zipf", "same")
-"""Experts alike; expert i of them chosen in proportion to 1 / i; all tokens choose the same ones."""
-
-
 @dataclass(frozen=True, slots=True)
 class Experts:
     """How tokens choose weights.
@@ -126,19 +119,15 @@ class Experts:
         count: weights on this rank.
         top_k: distinct experts that a token chooses.
         of: experts that it chooses from; more than count where several ranks hold them.
-        routing: a name of ROUTING_NAMES.
     """
 
     count: int
     top_k: int
     of: int
-    routing: str = "uniform"
 
     def __post_init__(self) -> None:
         if not (1 <= self.count <= self.of and 1 <= self.top_k <= self.of):
             raise ValueError(f"experts: expected 1 <= count <= of and 1 <= top_k <= of, got {self}")
-        if self.routing not in ROUTING_NAMES:
-            raise ValueError(f"--routing: expected one of {', '.join(ROUTING_NAMES)}, got {self.routing!r}")
 
     @property
     def rows_vary(self) -> bool:
@@ -151,34 +140,15 @@ ROUTING_SEED = 42
 """Its loads come close to those that the peers of docs/performance/moe_peers_h200.json were timed with."""
 
 
-def _chooser(experts: Experts, random: Random) -> Callable[[], Iterable[int]]:
-    """What gives one token's experts."""
-    everybody, top_k = range(experts.of), experts.top_k
-    if experts.routing == "uniform":
-        return lambda: random.sample(everybody, top_k)
-    ranked = random.sample(everybody, experts.of)
-    if experts.routing == "same":
-        return lambda: ranked[:top_k]
-    cumulative = list(itertools.accumulate(1 / rank for rank in range(1, experts.of + 1)))
-
-    def zipf() -> set[int]:
-        found: set[int] = set()
-        while len(found) < top_k:
-            found.update(random.choices(ranked, cum_weights=cumulative, k=top_k - len(found)))
-        return found
-
-    return zipf
-
-
 @lru_cache(maxsize=256)
 def routings(experts: Experts, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of each weight in each of some routings. A token's experts are distinct; the first `count` are here."""
+    """Rows of each weight in each of some uniform routings. A token's experts are distinct; the first `count` are
+    here."""
     drawn = []
     for i in range(ROUTINGS):
         random, counts = Random(1000 * ROUTING_SEED + i), [0] * experts.of
-        choose = _chooser(experts, random)
         for _ in range(tokens):
-            for expert in choose():
+            for expert in random.sample(range(experts.of), experts.top_k):
                 counts[expert] += 1
         drawn.append(tuple(counts[: experts.count]))
     return tuple(drawn)
@@ -247,59 +217,48 @@ def to_record(cell: Cell) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> Cell:
     """The inverse of `to_record`; what else the record holds is not looked at."""
-    sizes = record["n"], record["k"], record["m"], record.get("layer", "")
-    return GroupedCell(*sizes, Experts(**record["experts"])) if "experts" in record else Cell(*sizes)
+    sizes, experts = (record["n"], record["k"], record["m"], record.get("layer", "")), record.get("experts")
+    return GroupedCell(*sizes, Experts(experts["count"], experts["top_k"], experts["of"])) if experts else Cell(*sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How jitgemm runs a cell.
+    """How jitgemm runs a cell; `parse_format` makes one of a name.
 
     Attributes:
+        name: in results.
         lhs: "e4m3" or "s8".
         group_size: 32, 64, 128 or 256; 0 for one scale per row of n.
-        zero_point: unsigned codes with an integer zero point per group.
-        batch_invariant: a row gets the same bits whatever m is.
-        any_codes: codes in the order that both types of activations decode and that holds all sixteen of them, instead
-            of the one that decodes fastest (`lhs_dtype` of `pack_w4`).
         bits: of the weight; 8 bits have fp32 scales, per row or with group_size 128 per block of 128 x 128.
-        lhs_blocks: activations have a scale per token and 128 k.
-        lhs_e8m0: those scales are powers of two, four packed in an int32.
-        f16_sums: kernels may add up in f16 (`Weight.sums`).
+        zero_point: unsigned codes with an integer zero point per group.
+        offset: an offset of the scale's type per group.
         mxfp4: the weight is MXFP4, with a base for a row, for a row and 128 k, or scales for 32 k, by group_size.
         nvfp4: the weight is NVFP4.
         two_level: groups of 128 have integer scales and zero points under one scale per row.
-        offset: an offset of the scale's type per group.
+        any_codes: codes in the order that both types of activations decode and that holds all sixteen of them, instead
+            of the one that decodes fastest (`lhs_dtype` of `pack_w4`).
+        f16_sums: kernels may add up in f16 (`Weight.sums`).
         corrects: zero points or offsets are corrections (`pack_w4`), and activations come with sums of groups.
+        lhs_blocks: activations have a scale per token and 128 k.
+        lhs_e8m0: those scales are powers of two, four packed in an int32.
+        batch_invariant: a row gets the same bits whatever m is.
     """
 
+    name: str
     lhs: str
     group_size: int
-    zero_point: bool = False
-    batch_invariant: bool = False
-    any_codes: bool = False
-    bits: int = 4
-    lhs_blocks: bool = False
-    lhs_e8m0: bool = False
-    mxfp4: bool = False
-    f16_sums: bool = False
-    nvfp4: bool = False
-    two_level: bool = False
-    offset: bool = False
-    corrects: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, e4m3_g128_f16,
-        w8_e4m3_block_b128e, mxfp4_ch, mxfp4_g128, mxfp4_g32_f16, nvfp4_g16, int8_2l, int8_g128o, int8_g128z_x."""
-        group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
-        lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
-        lhs, group = ("nvfp4", "g16") if self.nvfp4 else ("mxfp4" if self.mxfp4 else lhs, group)
-        group = "2l" if self.two_level else group
-        blocks = self.lhs_blocks and not self.lhs_e8m0
-        given = (self.any_codes, self.f16_sums, self.corrects, blocks, self.lhs_e8m0, self.batch_invariant)
-        switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
-        return f"{lhs}_{group}{'z' if self.zero_point else ''}{'o' if self.offset else ''}{switches}"
+    bits: int
+    zero_point: bool
+    offset: bool
+    mxfp4: bool
+    nvfp4: bool
+    two_level: bool
+    any_codes: bool
+    f16_sums: bool
+    corrects: bool
+    lhs_blocks: bool
+    lhs_e8m0: bool
+    batch_invariant: bool
 
     @property
     def sums(self) -> str:
@@ -349,158 +308,81 @@ class Format:
         return n * k / 2 + n * groups * each
 
 
-SWITCHES = ("any", "f16", "x", "b128", "b128e", "bi")
-"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `f16_sums`, `corrects`, `lhs_blocks`,
-that with `lhs_e8m0`, `batch_invariant`."""
-DEFAULT_FORMATS = (Format("e4m3", 128), Format("s8", 128), Format("s8", 0), Format("e4m3", 128, any_codes=True))
-MOE_FORMATS = DEFAULT_FORMATS[:3]
-MORE_FORMATS = (
-    Format("e4m3", 32),
-    Format("e4m3", 64),
-    Format("e4m3", 128, True),
-    Format("s8", 32),
-    Format("s8", 64),
-    Format("s8", 128, True),
-    Format("e4m3", 0, bits=8),
-    Format("s8", 0, bits=8),
-    Format("e4m3", 128, bits=8),
-    Format("s8", 128, bits=8),
-    Format("e4m3", 128, bits=8, lhs_blocks=True),
-    Format("e4m3", 128, lhs_blocks=True),
-    *(Format("e4m3", size, f16_sums=True) for size in (128, 64, 32)),
-    Format("e4m3", 128, True, f16_sums=True),
-    *(Format("e4m3", size, mxfp4=True, f16_sums=True) for size in (128, 32)),
-    Format("e4m3", 0, mxfp4=True),
-    Format("e4m3", 128, mxfp4=True),
-    Format("e4m3", 32, mxfp4=True),
-    Format("e4m3", 0, nvfp4=True),
-    Format("s8", 0, two_level=True),
-    Format("s8", 128, True, corrects=True),
-    Format("s8", 128, offset=True),
-    Format("s8", 128, offset=True, corrects=True),
+_GROUPS = f"g(?:{'|'.join(map(str, GROUP_SIZES))})"
+_BLOCKED = rf"(?:e4m3|int8)_(?:chz?|{_GROUPS}[zo]?)(?:_any)?|w8_(?:e4m3|int8)_(?:ch|block)|mxfp4_(?:ch|g32|g128)"
+_NAMES = re.compile(
+    rf"(?:(?:{_BLOCKED}|nvfp4_g16|int8_2l)(?:_b128e?)?|(?:e4m3_{_GROUPS}z?(?:_any)?|mxfp4_g(?:32|128))_f16"
+    rf"|int8_{_GROUPS}[zo]_x)(?:_bi)?"
 )
+NAMES = (
+    "e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points or o for offsets (of groups alone), "
+    "_any for codes that any activations decode, _f16 for e4m3's sums in f16, _x for int8's corrections, _b128 for "
+    "activations with a scale per token and 128 k, _b128e for the same in packed e8m0, _bi for batch-invariant; "
+    "w8_e4m3_ch, w8_int8_block and their like for 8-bit weights; mxfp4_ch, mxfp4_g128, mxfp4_g32; nvfp4_g16; int8_2l "
+    "for scales in two levels"
+)
+"""Of formats, for people."""
 
 
 def parse_format(text: str) -> Format:
-    """A format from its name, such as e4m3_g128, fp8_g64z, int8_ch, e4m3_g128_any, e4m3_g128_bi or w8_e4m3_block.
+    """A format from its name.
 
     Raises:
         ValueError: says what a name is made of.
     """
-    name = text.strip().lower()
-    bits = 8 if name.startswith("w8_") else 4
-    lhs, _, rest = name.removeprefix("w8_").partition("_")
-    group, *switches = rest.split("_")
-    zero_point, offset = (group.endswith(letter) and bits == 4 for letter in "zo")
-    group = group[:-1] if zero_point or offset else group
-    types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"} | (
-        {"mxfp4": "e4m3", "nvfp4": "e4m3"} if bits == 4 else {}
-    )
-    mxfp4, nvfp4 = lhs == "mxfp4", lhs == "nvfp4"
-    sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0} if bits == 4 else {"ch": 0, "block": 128}
-    sizes = {f"g{size}": size for size in (32, 128)} | {"ch": 0} if mxfp4 else sizes
-    sizes = {"g16": 0} if nvfp4 else sizes
-    two_level = group == "2l" and types.get(lhs) == "s8" and bits == 4 and not zero_point
-    sizes = {"2l": 0} if two_level else sizes
-    no_any = bits == 8 or mxfp4 or nvfp4 or two_level
-    known = [switch for switch in SWITCHES if switch in switches and not (no_any and switch == "any")]
-    e8m0 = "b128e" in switches
-    wrong = switches != known or (e8m0 and "b128" in switches) or ((mxfp4 or nvfp4) and (zero_point or offset))
-    corrects, by_block = "x" in switches, e8m0 or "b128" in switches
-    no_x = types.get(lhs) != "s8" or not (zero_point or offset) or group == "ch" or by_block or "any" in switches
-    wrong = wrong or (corrects and no_x) or (offset and (group == "ch" or "f16" in switches))
-    f16 = "f16" in switches
-    no_f16 = types.get(lhs) != "e4m3" or bits == 8 or nvfp4 or group == "ch" or e8m0 or "b128" in switches
-    wrong = wrong or (f16 and no_f16)
-    if lhs not in types or group not in sizes or wrong:
-        raise ValueError(
-            f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
-            f"zero points or o for offsets (groups alone), _any for codes of any activations, _f16 for e4m3's "
-            f"sums in f16, _x for int8's corrections, _b128 for activations' scales per 128 k, or _b128e for packed "
-            f"e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit weights, "
-            f"mxfp4_ch, mxfp4_g128, mxfp4_g32 for MXFP4, nvfp4_g16 for NVFP4, int8_2l for scales in two levels; "
-            f"got {text!r}"
-        )
-    invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
+    if not _NAMES.fullmatch(text):
+        raise ValueError(f"--format: expected {NAMES}; got {text!r}")
+    lhs, group, *switches = text.removeprefix("w8_").split("_")
+    group_size = re.fullmatch(r"g(\d+)[zo]?", group)
     return Format(
-        types[lhs],
-        sizes[group],
-        zero_point,
-        invariant,
-        any_codes,
-        bits,
-        blocks,
-        e8m0,
-        mxfp4,
-        f16,
-        nvfp4,
-        two_level,
-        offset,
-        corrects,
+        name=text,
+        lhs="s8" if lhs == "int8" else "e4m3",
+        group_size=128 if group == "block" else int(group_size[1]) if group_size and lhs != "nvfp4" else 0,
+        bits=8 if text.startswith("w8_") else 4,
+        zero_point=group.endswith("z"),
+        offset=group.endswith("o"),
+        mxfp4=lhs == "mxfp4",
+        nvfp4=lhs == "nvfp4",
+        two_level=group == "2l",
+        any_codes="any" in switches,
+        f16_sums="f16" in switches,
+        corrects="x" in switches,
+        lhs_blocks="b128" in switches or "b128e" in switches,
+        lhs_e8m0="b128e" in switches,
+        batch_invariant="bi" in switches,
     )
+
+
+DEFAULT_FORMATS = tuple(map(parse_format, ("e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any")))
+MOE_FORMATS = DEFAULT_FORMATS[:3]
 
 
 def parse_ms(text: str) -> tuple[int, ...]:
-    """Numbers of tokens from "1,16,64", or "1:512:8" for first:last:step.
-
-    Raises:
-        ValueError: names what was wrong.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        numbers = part.strip().split(":")
-        if not all(number.strip().isdecimal() for number in numbers) or len(numbers) > 3:
-            raise ValueError(
-                f"--m: expected numbers such as 1,16,64 or first:last:step such as 1:512:8, got {part.strip()!r}"
-            )
-        values = [int(number) for number in numbers]
-        if len(values) == 1:
-            found.append(values[0])
-        else:
-            found += range(values[0], values[1] + 1, values[2] if len(values) == 3 else 1)
-    if not found or min(found) < 1:
-        raise ValueError(f"--m: expected numbers of at least 1, got {text!r}")
-    return tuple(dict.fromkeys(found))
+    """Numbers of tokens from "1,16,64"."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--m: expected numbers of at least 1 such as 1,16,64, got {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
-def make_cells(
-    shapes: Sequence[str] = (),
-    preset: str | None = None,
-    models: Sequence[str | Path] = (),
-    tp: int = 1,
-    ms: Sequence[int] | None = None,
-) -> list[Cell]:
-    """Every (n, k) of the shapes, the preset and the models, times every m; each cell once.
+def make_cells(shapes: Sequence[str] = (), preset: str | None = None, ms: Sequence[int] | None = None) -> list[Cell]:
+    """Every (n, k) of the shapes and the preset, times every m; each cell once.
 
     Args:
         shapes: "N,K" each.
         preset: a key of PRESETS; its m's are taken unless `ms` are given.
-        models: config.json files or folders holding one; their fused projections, cut into `tp` ranks.
         ms: numbers of tokens; None for the preset's or MS.
 
     Raises:
-        ValueError: an argument cannot be read, or nothing was asked for.
+        ValueError: an argument cannot be read.
     """
-    layers: list[tuple[int, int, str]] = [(*parse_shape(text), "") for text in shapes]
-    preset_ms: Sequence[int] = MS
+    layers, preset_ms = [parse_shape(text) for text in shapes], MS
     if preset is not None:
         if preset not in PRESETS:
             raise ValueError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
         preset_shapes, preset_ms = PRESETS[preset]
-        layers += [(n, k, "") for n, k in preset_shapes]
-    for path in models:
-        from jitgemm.nn.layers.linear import PackedLinear
-        from jitgemm.nn.warm.ahead import models_ahead  # with torch and transformers
-
-        model = next(models_ahead(path, "vllm", tp=tp))
-        found = {name: layer for name, layer in model.named_children() if isinstance(layer, PackedLinear)}
-        layers += [(layer.out_features, layer.in_features, re.split("[/#]", name)[-2]) for name, layer in found.items()]
-    if not layers:
-        raise ValueError("nothing to measure: give --shape N,K, --preset or --model")
-    named: dict[tuple[int, int], str] = {}
-    for n, k, name in layers:
-        named[n, k] = ", ".join(filter(None, dict.fromkeys([*named.get((n, k), "").split(", "), name])))
-    return [Cell(n, k, m, name) for (n, k), name in named.items() for m in (ms or preset_ms)]
+        layers += preset_shapes
+    return [Cell(n, k, m) for n, k in dict.fromkeys(layers) for m in (ms or preset_ms)]
 
 
 # ---- mixtures of experts ---------------------------------------------------------------------------------------------
@@ -524,56 +406,23 @@ Kimi-K2's and Gemma 4's files of 4 bits are int4 in groups of 32, those of gpt-o
 USUAL_MOE_PRESETS = ("qwen3-30b", "dsv3-ep8", "mixtral", "gpt-oss-120b")
 """Measured where none is asked for."""
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TOP_K = ("num_experts_per_tok", "experts_per_token", "moe_topk")
-_WIDTH = ("moe_intermediate_size", "intermediate_size")
 
-
-def make_moe_cells(
-    presets: Sequence[str] = (),
-    models: Sequence[str | Path] = (),
-    tp: int = 1,
-    ep: int = 1,
-    ms: Sequence[int] | None = None,
-    routing: str = "uniform",
-) -> list[GroupedCell]:
-    """Both grouped GEMMs of the presets' and the models' expert layers, times every number of tokens.
+def make_moe_cells(presets: Sequence[str] = (), ms: Sequence[int] | None = None) -> list[GroupedCell]:
+    """Both grouped GEMMs of the presets' expert layers, times every number of tokens.
 
     Args:
-        presets: keys of MOE_PRESETS; USUAL_MOE_PRESETS where neither presets nor models are given.
-        models: config.json files or folders holding one.
-        tp: ranks that each expert of the models is cut into.
-        ep: ranks that the models' experts are spread over.
+        presets: keys of MOE_PRESETS; none for USUAL_MOE_PRESETS.
         ms: numbers of tokens; None for MOE_MS.
-        routing: a name of ROUTING_NAMES.
 
     Raises:
-        ValueError: an argument cannot be read, or a model cannot be cut so.
+        ValueError: there is no such preset.
     """
-    layers: dict[str, tuple[Experts, int, int]] = {}
-    for name in presets or (() if models else USUAL_MOE_PRESETS):
-        if name not in MOE_PRESETS:
-            raise ValueError(f"--preset: expected one of {', '.join(MOE_PRESETS)} with --moe, got {name!r}")
-        layers[name] = MOE_PRESETS[name]
-    for path in models:
-        config = json.loads((Path(path) / "config.json" if Path(path).is_dir() else Path(path)).read_text())
-        config = config.get("text_config", config)
-        count, width = _first(config, _EXPERTS), _first(config, _WIDTH)
-        if count % ep or width % tp or (width // tp) % K_ALIGNMENT:
-            raise ValueError(f"{path}: {count} experts of width {width} cannot be cut for ep = {ep}, tp = {tp}")
-        experts = Experts(count // ep, _first(config, _TOP_K), count)
-        layers[str(config.get("model_type"))] = experts, _first(config, ("hidden_size",)), width // tp
-    suffix = "" if routing == "uniform" else f" {routing}"
+    if unknown := [name for name in presets if name not in MOE_PRESETS]:
+        raise ValueError(f"--preset: expected one of {', '.join(MOE_PRESETS)} with --moe, got {unknown[0]!r}")
     return [
-        GroupedCell(n, k, m, f"{name} {gemm}{suffix}", replace(experts, routing=routing))
-        for name, (experts, hidden, width) in layers.items()
+        GroupedCell(n, k, m, f"{name} {gemm}", experts)
+        for name in presets or USUAL_MOE_PRESETS
+        for experts, hidden, width in (MOE_PRESETS[name],)
         for gemm, n, k in (("w13", 2 * width, hidden), ("w2", hidden, width))
         for m in ms or MOE_MS
     ]
-
-
-def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    found = next((config[name] for name in names if config.get(name)), None)
-    if not isinstance(found, int):
-        raise ValueError(f"model config: expected one of {', '.join(names)}, an integer, got {found!r}")
-    return found

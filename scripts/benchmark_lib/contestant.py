@@ -43,6 +43,15 @@ class Run:
     kernel: Callable[[], str] = str
     note: str = ""
 
+    @classmethod
+    def writing(cls, out: Any, calls: list[Callable[[], Any]], bytes: float, **more: Any) -> Run:
+        """One whose calls write to `out` [rows, n]."""
+        return cls(calls, lambda rows: out[rows].float(), bytes, lambda: out.fill_(float("nan")), **more)
+
+
+Start = Callable[[int], Run]
+"""Makes activations and outputs of an m."""
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -55,9 +64,8 @@ class Contestant:
         ours: whether it is jitgemm.
         package: distribution whose version is reported.
         module: what must be importable, None when nothing beyond torch.
-        load: (source, copies or None) -> start, and start(m, buffers) -> Run. Loading packs the weights of one (n,
-            k), `copies` of them or as many as leave the L2; starting makes activations and outputs, `buffers` of each
-            to rotate through. Both may raise `Refused`.
+        load: source -> start, and start(m) -> Run. Loading packs the weights of one (n, k), as many copies as leave the
+            L2. Both may raise `Refused`.
         obstacle: why this one cannot take part at all, or None; asked once.
         floor_bits: of the weight whose floor ours is compared with, 4 or 8; a peer is compared with its cell's.
     """
@@ -68,7 +76,7 @@ class Contestant:
     ours: bool
     package: str
     module: str | None
-    load: Callable[[Any, int | None], Callable[[int, int], Run]]
+    load: Callable[[Any], Start]
     obstacle: Callable[[], str | None] = lambda: None
     floor_bits: int = 4
 
@@ -77,9 +85,7 @@ class Contestant:
         if self.module is not None:
             try:
                 importlib.import_module(self.module)
-            except (
-                Exception
-            ) as error:  # a broken installation is as good as none, and the reader wants to know how it is broken
+            except Exception as error:  # a broken installation is as good as none
                 return f"cannot import {self.module}: {short(error)}"
         try:
             return self.obstacle()

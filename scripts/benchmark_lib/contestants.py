@@ -12,25 +12,20 @@ from .ours import ours
 from .torch_peers import torch_peers
 
 
-def all_peers() -> list[Contestant]:
-    return torch_peers() + other_peers()
-
-
 def pick(
     formats: Sequence[Format] = DEFAULT_FORMATS, peers: Sequence[str] = ("all",), *, moe: bool = False
 ) -> list[Contestant]:
-    """Our formats and the peers of these names; "all" and "none" are names too, "torch", "humming" and "quack" stand
-    for a library's. With `moe` those that multiply by experts.
+    """Our formats and the peers of these names; "all" and "none" are names too, "torch" and "humming" stand for
+    a library's. With `moe` those that multiply by experts.
 
     Raises:
         ValueError: there is no such peer.
     """
     formats = list(dict.fromkeys(formats))
-    everybody = moe_contestants(formats) if moe else [*map(ours, formats), *all_peers()]
+    everybody = moe_contestants(formats) if moe else [*map(ours, formats), *torch_peers(), *other_peers()]
     known = [each for each in everybody if not each.ours]
-    libraries = {"torch": "torch", "humming": "humming-kernels", "quack": "quack-kernels"}
     groups = {"all": known, "none": []} | {each.name: [each] for each in known}
-    for name, package in libraries.items():
+    for name, package in {"torch": "torch", "humming": "humming-kernels"}.items():
         groups[name] = [each for each in known if each.package == package]
     names: list[str] = []
     for name in peers:

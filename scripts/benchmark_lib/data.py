@@ -38,17 +38,24 @@ class Source:
         self.weight = (
             torch.randn(n, k, generator=generator, device=device, dtype=torch.float32).mul_(k**-0.5).to(torch.bfloat16)
         )
-        self._activations: dict[tuple[int, int], torch.Tensor] = {}
+        self._activations: dict[int, torch.Tensor] = {}
 
-    def activations(self, m: int, index: int = 0) -> torch.Tensor:
-        """bf16 [m, k], mean a little above 0; `index` tells different ones of one m apart."""
-        if (m, index) not in self._activations:
-            generator = torch.Generator(self.device).manual_seed(1000 + m + 100_003 * index)
+    def activations(self, m: int) -> torch.Tensor:
+        """bf16 [m, k], mean a little above 0."""
+        if m not in self._activations:
+            generator = torch.Generator(self.device).manual_seed(1000 + m)
             x = torch.randn(m, self.k, generator=generator, device=self.device) + 0.1
             if len(self._activations) >= 8:
                 self._activations.clear()
-            self._activations[m, index] = x.to(torch.bfloat16)
-        return self._activations[m, index]
+            self._activations[m] = x.to(torch.bfloat16)
+        return self._activations[m]
+
+    def out(self, m: int) -> torch.Tensor:
+        return torch.empty(m, self.n, dtype=torch.bfloat16, device=self.device)
+
+    def bytes_of(self, m: int, weight_bytes: float) -> float:
+        """`Cell.bytes_of` a call."""
+        return Cell(self.n, self.k, m).bytes_of(weight_bytes)
 
     def checked(self, m: int, calls: int) -> list[int]:
         """Calls whose results are compared, the last at the end."""
@@ -62,9 +69,9 @@ class Source:
         """The unquantised product in these rows."""
         return self.activations(m).view(m, -1)[rows].float() @ self.weight.float().T
 
-    def copies(self, weight_bytes: float, wanted: int | None = None) -> int:
-        """Copies of a weight that together do not stay in the L2; at least 2, or what was asked for."""
-        return wanted or max(2, int(COPY_BYTES / weight_bytes) + 1)
+    def copies(self, weight_bytes: float) -> int:
+        """Copies of a weight that together do not stay in the L2; at least 2."""
+        return max(2, int(COPY_BYTES / weight_bytes) + 1)
 
 
 def offsets_of(cell: GroupedCell, device: str) -> list[torch.Tensor]:
@@ -122,8 +129,14 @@ class GroupedSource:
             found[mine] = x[mine] @ self.expert(index).weight.float().T
         return found
 
-    def copies(self, weight_bytes: float, wanted: int | None = None) -> int:
-        return wanted or int(GROUPED_BYTES / weight_bytes) + 1
+    def out(self, tokens: int) -> torch.Tensor:
+        return self.expert(0).out(self.cell(tokens).most_rows)
+
+    def bytes_of(self, tokens: int, weight_bytes: float) -> float:
+        return self.cell(tokens).bytes_of(weight_bytes)
+
+    def copies(self, weight_bytes: float) -> int:
+        return int(GROUPED_BYTES / weight_bytes) + 1
 
 
 def source_of(cell: Cell) -> Source | GroupedSource:

@@ -2,132 +2,64 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from .cells import DEFAULT_FORMATS, Format
-from .contestant import Contestant, short
-from .timing import host_microseconds, relative_spread
+from rich.console import Console
 
-LAYERS = 32
+from jitgemm.cli.common import table
+
+from .contestant import Contestant, short
+from .timing import relative_spread
+
 BURST = 250
 """Calls between two waits; with at most one launch each, a quarter of what the queue holds."""
 BURSTS = 40
 
 
-def measure_host(
-    n: int, k: int, m: int, contestants: Sequence[Contestant], say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """One row a contestant; then parts of our first format's call, the same call as a `torch.library` op, and an empty
-    call: what the clock's own loop costs.
-
-    Returns:
-        name, label; same_us: one weight, activation and output, over and over; rotating_us: 32 weights in turn,
-        activations and outputs alternating between two, as a model's layers do; spread of the latter; note.
-    """
+def print_host(n: int, k: int, m: int, contestants: Sequence[Contestant], console: Console) -> None:
+    """A row a contestant, of medians over bursts: one weight over and over, copies in turn as a model's layers, and how
+    much these vary; then an empty call, which is part of every figure."""
     import torch
 
     from .data import Source
 
-    source = Source(n, k)
-    rows = []
+    source, rows = Source(n, k), []
     for each in contestants:
-        say(f"host: {each.name}")
-        rows.append(_row(each.name, each.label, lambda: each.load(source, LAYERS)(m, 2).calls, torch.cuda.synchronize))
-    formats = {fmt.name: fmt for fmt in DEFAULT_FORMATS}
-    for fmt in [formats[each.name] for each in contestants if each.name in formats][:1]:
-        say("host: parts of a call")
-        for name, what, part in PARTS:
-            label = f"of {fmt.name}: {what}"
-            rows.append(
-                _row(f"{fmt.name}_{name}", label, lambda: _part_calls(fmt, source, m, part), torch.cuda.synchronize)
-            )
-        say("host: torch.library op")
-        label = f"the same as a torch.library op ({fmt.name})"
-        rows.append(_row(f"{fmt.name}_op", label, lambda: _op_calls(fmt, source, m), torch.cuda.synchronize))
-    rows.append(
-        _row("empty", "an empty call, part of every figure above", lambda: [partial(_nothing, None)] * LAYERS, _nothing)
-    )
-    return rows
+        try:
+            calls = each.load(source)(m).calls
+            for call in calls:
+                call()
+            same, copies = (_microseconds(some, torch.cuda.synchronize) for some in (calls[:1], calls))
+        except Exception as error:
+            rows.append((each.label, "-", "-", "-", short(error)))
+            continue
+        medians = (f"{statistics.median(some):.2f}" for some in (same, copies))
+        rows.append((each.label, *medians, f"{100 * relative_spread(copies):.0f}%", ""))
+    empty = f"{statistics.median(_microseconds([lambda: None], lambda: None)):.2f}"
+    rows.append(("an empty call", empty, empty, "-", ""))
+    console.print(f"\nhost microseconds a call (median over bursts), {n} x {k}, m = {m}")
+    console.print(table(("call", "same tensors", "copies in turn", "+-", "note"), rows, left=("call", "note")))
 
 
-def _row(
-    name: str, label: str, make: Callable[[], Sequence[Callable[[], Any]]], synchronise: Callable[[], Any]
-) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": name,
-        "label": label,
-        "same_us": None,
-        "rotating_us": None,
-        "spread": None,
-        "note": "",
-    }
+def _microseconds(calls: Sequence[Callable[[], Any]], synchronise: Callable[[], Any]) -> list[float]:
+    """Of host time per call, one figure a burst, that is how long enqueuing takes; `synchronise` is outside the
+    clock."""
+    batch = [calls[i % len(calls)] for i in range(BURST)]
+    times, collecting = [], gc.isenabled()
+    gc.disable()
     try:
-        calls = make()
-        for call in calls:
-            call()
-        same = host_microseconds(calls[:1], synchronise, BURST, BURSTS)
-        rotating = host_microseconds(calls, synchronise, BURST, BURSTS)
-    except Exception as error:
-        return row | {"note": short(error)}
-    return row | {
-        "same_us": round(statistics.median(same), 3),
-        "rotating_us": round(statistics.median(rotating), 3),
-        "spread": round(relative_spread(rotating), 4),
-    }
-
-
-def _launch(plan: Any, operands: Any) -> Callable[[], Any]:
-    return partial(plan.launch, operands)
-
-
-def _driver(plan: Any, operands: Any) -> Callable[[], Any]:
-    """`cuLaunchKernelEx` with what the plan gives it."""
-    import torch
-    from cuda.bindings import driver as cu
-
-    plan.launch(operands)
-    launch, parameters = plan._launch, next(reversed(plan._remembered.values()))
-    launch.run(parameters, torch.cuda.current_stream().cuda_stream, True)
-    call = partial(cu.cuLaunchKernelEx, launch._config, launch._kernel, parameters.address, 0)
-    call.keep = plan, operands, parameters  # type: ignore[attr-defined]  # whose addresses it holds
-    return call
-
-
-PARTS = (("launch", "from the plan on, that is without its look-up", _launch), ("driver", "cuLaunchKernelEx", _driver))
-
-
-def _layers(fmt: Format, source: Any, m: int) -> list[Any]:
-    """The GEMM of each layer, activations and outputs alternating between two."""
-    import copy
-
-    import torch
-
-    from jitgemm.gemm.problem import Gemm
-
-    from .ours import lhs_of, weight_of
-
-    first = weight_of(fmt, source)
-    pairs = [lhs_of(fmt, source.activations(m, i)) for i in range(2)]
-    outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
-    weights = [first] + [copy.deepcopy(first) for _ in range(LAYERS - 1)]
-    return [Gemm(*pairs[i % 2], None, weight, outs[i % 2], None) for i, weight in enumerate(weights)]
-
-
-def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
-    from jitgemm.gemm.launch import GemmLaunch
-
-    return [part(GemmLaunch(operands), operands) for operands in _layers(fmt, source, m)]
-
-
-def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
-    """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
-    from jitgemm.gemm.run import call_op
-
-    return [partial(call_op, operands) for operands in _layers(fmt, source, m)]
-
-
-def _nothing(*_: Any) -> None:
-    return None
+        for _ in range(BURSTS + 1):
+            synchronise()
+            started = time.perf_counter()
+            for call in batch:
+                call()
+            times.append((time.perf_counter() - started) * 1e6 / BURST)
+        synchronise()
+    finally:
+        if collecting:
+            gc.enable()
+    return times[1:]

@@ -18,12 +18,10 @@ from torch.nn.functional import pad
 import jitgemm
 
 from .cells import Format
-from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
+from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run, Start
 from .data import GroupedSource, quantise_rows
 from .other_peers import HUMMING_MXFP4, humming_bytes, humming_layer, humming_lhs, import_deep_gemm, no_deep_gemm
 from .ours import error_over_bound, kernel_label, lhs_of, ours, weight_of
-
-Start = Callable[[int, int], Run]
 
 
 def moe_contestants(formats: Sequence[Format]) -> list[Contestant]:
@@ -32,8 +30,6 @@ def moe_contestants(formats: Sequence[Format]) -> list[Contestant]:
     humming = (
         ("hum_fp8_g128", "humming int4 x e4m3, g128, grouped", EXACT, "int4", "float8e4m3", 128, False),
         ("hum_int8_ch", "humming int4 x int8, per channel, grouped", CHANNEL, "int4", "int8", 0, False),
-        ("hum_w8_e4m3_ch", "humming e4m3 x e4m3, per channel, grouped", WIDER, "float8e4m3", "float8e4m3", 0, False),
-        ("hum_w8_int8_ch", "humming int8 x int8, per channel, grouped", WIDER, "int8", "int8", 0, False),
     )
     mxfp4 = [(name, f"{label}, grouped", *rest) for name, label, *rest in HUMMING_MXFP4]
     deep_gemm = (
@@ -57,33 +53,23 @@ def moe_contestants(formats: Sequence[Format]) -> list[Contestant]:
 
 def _run(source: GroupedSource, tokens: int, calls: list, out: torch.Tensor, weight_bytes: float, **more: Any) -> Run:
     """A run whose calls write to `out` [rows, n]. Of the last call's bits those that belong to a routing's rows."""
-    return Run(
-        calls=calls,
-        rows=lambda rows: out[rows].float(),
-        bytes=source.cell(tokens).bytes_of(weight_bytes),
-        poison=lambda: out.fill_(torch.nan),
-        snapshot=lambda: out[: sum(source.cell(tokens).loads[-1])].clone(),
-        **more,
-    )
-
-
-def _out(source: GroupedSource, tokens: int) -> torch.Tensor:
-    return torch.empty(source.cell(tokens).most_rows, source.n, dtype=torch.bfloat16, device=source.device)
+    more["snapshot"] = lambda: out[: sum(source.cell(tokens).loads[-1])].clone()
+    return Run.writing(out, calls, source.bytes_of(tokens, weight_bytes), **more)
 
 
 # ---- jitgemm ---------------------------------------------------------------------------------------------------------
 
 
-def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
+def _load(fmt: Format, source: GroupedSource) -> Start:
     packed = [weight_of(fmt, each) for each in source.distinct]
     first = type(packed[0]).stacked(source.experts.count, lambda index: packed[index % len(packed)])
-    weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
+    weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes) - 1)]
     experts = source.experts
 
-    def start(tokens: int, buffers: int) -> Run:
+    def start(tokens: int) -> Run:
         expected_m = tokens * experts.top_k / experts.of
         switches = {"batch_invariant": fmt.batch_invariant, "expected_m": expected_m}
-        lhs, out = lhs_of(fmt, source.activations(tokens)), _out(source, tokens)
+        lhs, out = lhs_of(fmt, source.activations(tokens)), source.out(tokens)
         gemm = getattr(jitgemm, f"m_grouped_gemm_w{fmt.bits}a8_bf16_nt_contiguous")
         calls = [
             partial(gemm, lhs, weights[i % len(weights)], out, offsets, **switches)
@@ -122,10 +108,10 @@ def _ends(source: GroupedSource, tokens: int) -> list[tuple[int, torch.Tensor]]:
     return [(sum(load), at[1:]) for load, at in zip(source.cell(tokens).loads, source.offsets(tokens), strict=True)]
 
 
-def _bf16(source: GroupedSource, copies: int | None) -> Start:
+def _bf16(source: GroupedSource) -> Start:
     weight = torch.stack([source.expert(index).weight for index in range(source.experts.count)]).transpose(1, 2)
 
-    def start(tokens: int, buffers: int) -> Run:
+    def start(tokens: int) -> Run:
         x = source.activations(tokens)
         calls = [partial(torch._grouped_mm, x[:rows], weight, offs=ends) for rows, ends in _ends(source, tokens)]
         return _returning(source, tokens, calls, 2.0 * source.n * source.k)
@@ -133,7 +119,7 @@ def _bf16(source: GroupedSource, copies: int | None) -> Start:
     return start
 
 
-def _fp8(source: GroupedSource, copies: int | None) -> Start:
+def _fp8(source: GroupedSource) -> Start:
     if source.n % 16 or source.k % 16:
         raise Refused("_scaled_grouped_mm: n and k must be multiples of 16")
     quantised = [quantise_rows(each.weight, torch.float8_e4m3fn) for each in source.distinct]
@@ -141,7 +127,7 @@ def _fp8(source: GroupedSource, copies: int | None) -> Start:
     weight = torch.stack([codes.view(torch.uint8) for codes, _ in picked]).view(torch.float8_e4m3fn).transpose(1, 2)
     scale = torch.stack([scale for _, scale in picked])
 
-    def start(tokens: int, buffers: int) -> Run:
+    def start(tokens: int) -> Run:
         x, x_scale = quantise_rows(source.activations(tokens), torch.float8_e4m3fn)
         options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         calls = [
@@ -160,14 +146,14 @@ HUMMING_K = 128
 """Some of humming's MXFP4 kernels take multiples of it. Columns are filled up with zeros, as engines do for gpt-oss."""
 
 
-def _humming(codes: str, lhs: str, group: int, block: bool, source: GroupedSource, copies: int | None) -> Start:
+def _humming(codes: str, lhs: str, group: int, block: bool, source: GroupedSource) -> Start:
     zeros = -source.k % HUMMING_K if codes == "float4e2m1" else 0
     weight = torch.stack([pad(source.expert(i).weight, (0, zeros)) for i in range(source.experts.count)])
     layer = humming_layer(weight, codes, lhs, group, block)
     weight_bytes = humming_bytes(source.n, source.k + zeros, codes, group)
 
-    def start(tokens: int, buffers: int) -> Run:
-        x, out = pad(source.activations(tokens), (0, zeros)), _out(source, tokens)
+    def start(tokens: int) -> Run:
+        x, out = pad(source.activations(tokens), (0, zeros)), source.out(tokens)
         x, scale = humming_lhs(x, lhs, block)
         calls = [
             partial(
@@ -202,7 +188,7 @@ def places(loads: Sequence[int], room: Sequence[int]) -> torch.Tensor:
     return torch.cat([torch.arange(load) + start for load, start in zip(loads, starts, strict=False)])
 
 
-def _deep_gemm(masked: bool, source: GroupedSource, copies: int | None) -> Start:
+def _deep_gemm(masked: bool, source: GroupedSource) -> Start:
     if source.n % 128 or source.k % 128:
         raise Refused("m_grouped_fp8_gemm_nt: n and k must be multiples of 128")
     deep_gemm, count = import_deep_gemm(), source.experts.count
@@ -211,7 +197,7 @@ def _deep_gemm(masked: bool, source: GroupedSource, copies: int | None) -> Start
     codes = torch.stack([codes.view(torch.uint8) for codes, _ in picked]).view(torch.float8_e4m3fn)
     weight = (codes, torch.stack([scale for _, scale in picked]))
 
-    def start(tokens: int, buffers: int) -> Run:
+    def start(tokens: int) -> Run:
         x, loads = source.activations(tokens), source.cell(tokens).loads
         expected_m = max(1, round(tokens * source.experts.top_k / source.experts.of))
         most = max(-(-load // 128) * 128 for each in loads for load in each) or 128

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ from jitgemm.select.choose import choose
 from jitgemm.weight.correction import with_sums
 
 from .cells import Format
-from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
+from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run, Start
 from .data import Source, quantise_blocks, quantise_e8m0, quantise_groups, quantise_nvfp4, quantise_rows
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
@@ -92,25 +91,20 @@ def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: in
     return choose(problem, device).label
 
 
-def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int], Run]:
+def _load(fmt: Format, source: Source) -> Start:
     first = weight_of(fmt, source)
-    weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
+    weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes) - 1)]
     switches = {"batch_invariant": True} if fmt.batch_invariant else {}
 
-    def start(m: int, buffers: int) -> Run:
-        lhs = [lhs_of(fmt, source.activations(m, i)) for i in range(buffers)]
-        outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
+    def start(m: int) -> Run:
+        lhs, out = lhs_of(fmt, source.activations(m)), source.out(m)
         gemm = jitgemm.gemm_w8a8_bf16_nt if fmt.bits == 8 else jitgemm.gemm_w4a8_bf16_nt
-        calls = [
-            partial(gemm, lhs[i % buffers], weight, outs[i % buffers], **switches) for i, weight in enumerate(weights)
-        ]
-        return Run(
-            calls=calls,
-            rows=lambda rows: outs[0][rows].float(),
-            bytes=fmt.weight_bytes(source.n, source.k) + m * lhs_columns(source.k, fmt.correction) + 2 * m * source.n,
-            poison=lambda: [out.fill_(torch.nan) for out in outs],
-            exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows),
-            snapshot=outs[0].clone,
+        return Run.writing(
+            out,
+            [partial(gemm, lhs, weight, out, **switches) for weight in weights],
+            fmt.weight_bytes(source.n, source.k) + m * lhs_columns(source.k, fmt.correction) + 2 * m * source.n,
+            exact_check=lambda rows, call: error_over_bound(out, lhs, first, rows),
+            snapshot=out.clone,
             kernel=lambda: kernel_label(fmt, first, m),
         )
 

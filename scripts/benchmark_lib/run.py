@@ -6,10 +6,10 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .cells import H200, Cell, Format, Rates, to_record
-from .contestant import Contestant, Refused, Run, cell_floor_bits, short
+from .contestant import Contestant, Refused, Run, Start, cell_floor_bits, short
 
 HOLD_S = 1.0
 """Seconds that --sustained holds a cell."""
@@ -20,9 +20,8 @@ class Settings:
     rounds: int
     replays: int
     sustained: bool
-    check: bool
+    check_once: bool  # in the first cell of a weight alone
     rates: Rates = H200
-    check_once: bool = False  # in the first cell of a weight alone
 
 
 class DeviceLost(Exception):
@@ -85,18 +84,18 @@ def measure(
     for mine in weights.values():
         say(f"{mine[0].name.rpartition(' ')[0]}: packing weights")
         source = source_of(mine[0])
-        starters: dict[str, Callable[[int, int], Run]] = {}
+        starters: dict[str, Start] = {}
         failures: dict[str, str] = {}
         for each in contestants:
             try:
-                starters[each.name] = each.load(source, None)
+                starters[each.name] = each.load(source)
             except Exception as error:
                 failures[each.name] = _reason(error)
                 _check_context(error)
         for number, cell in enumerate(mine):
-            here = replace(settings, check=settings.check and not (settings.check_once and number))
-            say(f"{cell.name}: {'checking and ' * here.check}timing")
-            record = _measure_cell(cell, contestants, starters, failures, source, here)
+            checks = not (settings.check_once and number)
+            say(f"{cell.name}: {'checking and ' * checks}timing")
+            record = _measure_cell(cell, contestants, starters, failures, source, settings, checks)
             done(record)
             if settings.check_once:
                 wrong = [name for name, each in record["results"].items() if each.get("correct") is False]
@@ -108,10 +107,11 @@ def measure(
 def _measure_cell(
     cell: Cell,
     contestants: Sequence[Contestant],
-    starters: dict[str, Callable[[int, int], Run]],
+    starters: dict[str, Start],
     failures: dict[str, str],
     source,  # type: ignore[no-untyped-def]
     settings: Settings,
+    checks: bool,
 ) -> dict:
     import torch
 
@@ -128,9 +128,9 @@ def _measure_cell(
         if each.name in failures:
             continue
         try:
-            run = starters[each.name](cell.m, 1)
+            run = starters[each.name](cell.m)
             result["note"] = run.note
-            if settings.check:
+            if checks:
                 result |= check(run, source, cell.m)
                 if not result["correct"]:
                     result["note"] = "WRONG RESULT, not timed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -133,8 +132,8 @@ def peer_notes(document: dict[str, Any]) -> list[str]:
     return notes
 
 
-def print_comparison(comparison: Comparison, console: Console, *, all_cells: bool = False) -> None:
-    shown = [change for change in comparison.changes if all_cells or change.verdict != "same"]
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    shown = [change for change in comparison.changes if change.verdict != "same"]
     if shown:
         rows = [
             (
@@ -158,18 +157,6 @@ def print_comparison(comparison: Comparison, console: Console, *, all_cells: boo
     )
     skipped = f"; {comparison.missing} cells of the baseline were not measured" if comparison.missing else ""
     console.print(f"against the baseline: {said}{peers}{skipped}", markup=False)
-
-
-def print_host(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    console.print("\nhost microseconds a call (median over bursts)")
-    shown = [
-        (
-            row["label"], *(_us(row.get(key)) for key in ("same_us", "rotating_us")),
-            "-" if row.get("spread") is None else f"{100 * row['spread']:.0f}%", row.get("note", ""),
-        )
-        for row in rows
-    ]  # fmt: skip
-    console.print(table(("call", "same tensors", "32 layers in turn", "+-", "note"), shown, left=("call", "note")))
 
 
 def _us(value: float | None) -> str:

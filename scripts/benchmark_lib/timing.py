@@ -133,38 +133,6 @@ def slowest_rank_us(graph: Any, calls: int, replays: int = 12) -> float:
     return float(slowest)
 
 
-def host_microseconds(
-    calls: Sequence[Callable[[], Any]], synchronise: Callable[[], Any], burst: int, bursts: int
-) -> list[float]:
-    """Microseconds of host time per call, one figure a burst, that is how long enqueuing takes.
-
-    Args:
-        calls: called in turn, over and over.
-        synchronise: waits until all that was enqueued is done; outside the clock.
-        burst: calls between two waits; small enough that the GPU's queue (1024 launches) never fills and makes the
-            host wait.
-        bursts: how many figures.
-    """
-    import gc
-
-    batch = [calls[i % len(calls)] for i in range(burst)]
-    times = []
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(bursts + 1):
-            synchronise()
-            started = time.perf_counter()
-            for call in batch:
-                call()
-            times.append((time.perf_counter() - started) * 1e6 / burst)
-        synchronise()
-    finally:
-        if collecting:
-            gc.enable()
-    return times[1:]
-
-
 def _ask_nvidia_smi() -> subprocess.Popen | None:
     """Starts to sample; `_answer` ends it."""
     import torch
