@@ -16,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import typer
-from benchmark_lib.cells import COPY_BYTES, MOE_FORMATS, Experts, GroupedCell, make_moe_cells
+from benchmark_lib.cells import Experts, Format, GroupedCell, make_moe_cells, parse_format
 
 from jitgemm.cli import common
-from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select import cost
@@ -38,56 +38,20 @@ if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
 
     from jitgemm.gemm.problem import Gemm
-    from jitgemm.weight.packed import W4Weight
 
 # ---- problems --------------------------------------------------------------------------------------------------------
 
 
-class Numbers(NamedTuple):
-    """Of a problem: type of the activations, format of the weight, k that share a scale of activations (0: all), and
-    what kernels may add up in (`Problem.sums`)."""
-
-    lhs: str
-    format: WeightFormat
-    lhs_group: int = 0
-    sums: str = "f32"
-
-
-FORMATS = {
-    "e4m3_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
-    "int8_g128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), sums="exact"),
-    "int8_g128_parts": Numbers("s8", WeightFormat(128, False, "bf16", "s8")),
-    "e4m3_g128_any": Numbers("e4m3", WeightFormat(128, False, "bf16")),
-    "int8_g128_any": Numbers("s8", WeightFormat(128, False, "bf16")),
-    "e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "bf16", "e4m3")),
-    "int8_ch": Numbers("s8", WeightFormat(0, False, "bf16", "s8")),
-    "e4m3_g32": Numbers("e4m3", WeightFormat(32, False, "bf16")),
-    "e4m3_g128z": Numbers("e4m3", WeightFormat(128, True, "bf16")),
-    "e4m3_g32z": Numbers("e4m3", WeightFormat(32, True, "bf16")),
-    "int8_g32z": Numbers("s8", WeightFormat(32, True, "bf16")),
-    "int8_g32": Numbers("s8", WeightFormat(32, False, "bf16", "s8")),
-    "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16"), sums="exact"),
-    "e4m3_g64": Numbers("e4m3", WeightFormat(64, False, "bf16")),
-    "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
-    "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", code="e4m3")),
-    "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", code="int8")),
-    "mxfp4_ch": Numbers("e4m3", WeightFormat(0, False, "bf16", "e2m1", code="e2m1")),
-    "mxfp4_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e2m1", code="e2m1")),
-    "mxfp4_g32": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1")),
-    "nvfp4_g16": Numbers("e4m3", WeightFormat(0, False, "fp32", "nvfp4", code="nvfp4")),
-    "nvfp4_near": Numbers("e4m3", WeightFormat(0, False, "fp32", "near", code="nvfp4")),
-    "int8_2l": Numbers("s8", WeightFormat(0, False, "bf16", "two_level", code="two_level")),
-    "e4m3_g128_f16": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), sums="f16"),
-    "e4m3_g64_f16": Numbers("e4m3", WeightFormat(64, False, "bf16"), sums="f16"),
-    "e4m3_g32_f16": Numbers("e4m3", WeightFormat(32, False, "bf16"), sums="f16"),
-    "mxfp4_g32_f16": Numbers("e4m3", WeightFormat(32, False, "bf16", "e2m1", code="e2m1"), sums="f16"),
-    "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
-    "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
-    "w8_e4m3_block_b128": Numbers(
-        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", uniform_strip_scale=True), 128
-    ),
-    "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3")),
-}
+FORMATS = (
+    "e4m3_g128", "int8_g128_exact", "int8_g128", "e4m3_g128_any", "int8_g128_any", "e4m3_ch", "int8_ch", "e4m3_g32_any",
+    "e4m3_g128z", "e4m3_g32z", "int8_g32z", "int8_g32", "int8_g128z_exact", "e4m3_g64", "int8_g64", "w8_e4m3_ch",
+    "w8_int8_ch", "mxfp4_ch", "mxfp4_g128", "mxfp4_g32", "nvfp4_far", "nvfp4_g16", "int8_2l", "e4m3_g128_f16",
+    "e4m3_g64_f16", "e4m3_g32_f16", "mxfp4_g32_f16", "e4m3_g128_b128", "int8_g128_b128", "w8_e4m3_block_b128",
+    "w8_e4m3_block",
+)  # fmt: skip
+"""As scripts/benchmark.py names them; `_exact`: int8's sums are exact, not by parts; `nvfp4_far`: of two terms."""
+EXACT, FAR = "_exact", "nvfp4_far"
+MOE_FORMATS = "e4m3_g128", "int8_g128_exact", "int8_ch"
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
     (7168, 1536), (1280, 7168), (3584, 1280), (7168, 2112), (7168, 1024), (5120, 2048), (8192, 1536), (6144, 2560),
@@ -104,6 +68,10 @@ def held_out(n: int, k: int) -> bool:
     return zlib.crc32(f"{n}x{k}".encode()) % 4 == 0
 
 
+def format_of(name: str) -> Format:
+    return parse_format("nvfp4_g16" if name == FAR else name.removesuffix(EXACT))
+
+
 def problem_of(cell: Cell) -> Problem:
     """The problem as the selector sees it: with the last m of its band."""
     name, n, k, m, *figures = cell
@@ -113,8 +81,12 @@ def problem_of(cell: Cell) -> Problem:
         m, more = band_end(rows, experts.count), {"experts": experts.count, "rows_vary": experts.rows_vary}
     else:
         m, more = band_end(m), {}
-    lhs, format, lhs_group, sums = FORMATS[name]
-    return Problem(m, n, k, lhs, format, lhs_group=lhs_group, sums=sums, **more)
+    problem = format_of(name).problem(m, n, k)
+    if name.endswith(EXACT):
+        problem = replace(problem, sums="exact")
+    if name == FAR:
+        problem = replace(problem, format=replace(problem.format, order="nvfp4"))
+    return replace(problem, **more)
 
 
 def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
@@ -181,10 +153,10 @@ class Sweep:
 
         found: Timings = {}
         for *cell, kernels, us in document["timings"]:
-            lhs, fmt, lhs_group, _ = FORMATS[cell[0]]
-            table, fmt = problem_of(tuple(cell)).table_size, fmt.kernel_format
+            problem = problem_of(tuple(cell))
+            like = {"experts": problem.table_size, "lhs_group": problem.lhs_group}
             shapes = (dict(zip(document["fields"], document["kernels"][index])) for index in kernels)
-            specs = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
+            specs = (KernelSpec(problem.lhs, problem.format.kernel_format, **like, **shape) for shape in shapes)
             found[tuple(cell)] = dict(zip(specs, us))
         return cls(document["gpu"], document["spec"], document["date"], found)
 
@@ -284,100 +256,51 @@ def _compile(kernels: Iterable[KernelSpec], deadline: float) -> set[KernelSpec]:
 
 
 class Bench:
-    """A layer's weights on the GPU, as many copies as the L2 cannot hold; or one weight of experts."""
+    """A layer's weights on the GPU (tests: the CPU), as many copies as the L2 cannot hold; or one weight of experts."""
 
-    def __init__(self, name: str, n: int, k: int, *experts: int):
-        from benchmark_lib.data import DISTINCT
+    def __init__(self, name: str, n: int, k: int, *experts: int, device: str = "cuda"):
+        from benchmark_lib.data import GroupedSource, Source
+        from benchmark_lib.ours import weight_of
 
-        (self.lhs, _, self.lhs_group, sums), self.n, self.k = FORMATS[name], n, k
-        self.experts = Experts(*experts) if experts else None
-        if self.experts is not None:
-            packed = [self._packed(name) for _ in range(min(self.experts.count, DISTINCT))]
-            self.weights = [type(packed[0]).stacked(self.experts.count, lambda e: packed[e % len(packed)])]
+        self.format = format_of(name)
+        self.source = GroupedSource(n, k, Experts(*experts), device) if experts else Source(n, k, device)
+        distinct = self.source.distinct if experts else [self.source]
+        for each in distinct if name == FAR else ():
+            each.weight[:, :16] *= 2**-12
+        packed = [weight_of(self.format, each) for each in distinct]
+        if experts:
+            weights = [type(packed[0]).stacked(experts[0], lambda e: packed[e % len(packed)])]
         else:
-            weight = self._packed(name)
-            copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
-            self.weights = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
-        self.weights = [weight.with_sums(sums) for weight in self.weights]
+            weights = packed + [copy.deepcopy(packed[0]) for _ in range(self.source.copies(packed[0].nbytes) - 1)]
+        sums = "exact" if name.endswith(EXACT) else self.format.sums
+        self.weights = [weight.with_sums(sums) for weight in weights]
 
-    def _packed(self, name: str) -> W4Weight:
-        import torch
+    def gemms(self, m: int) -> list[Gemm]:
+        """One a weight; of experts one a routing, and m counts tokens."""
+        from benchmark_lib.ours import lhs_of
 
-        import jitgemm
+        from jitgemm.gemm.problem import Gemm, Groups
 
-        fmt, n, k = FORMATS[name].format, self.n, self.k
-        if fmt.typed:
-            dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
-            return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
-        if fmt.code == "e2m1":
-            weight = jitgemm.quantize_mxfp4(torch.randn(n, k, device="cuda"))
-            return weight.regrouped(fmt.group_size or k)
-        if fmt.code == "nvfp4":
-            codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
-            least = 64 if fmt.tuned else 0
-            scales = torch.randint(least, 127, (n, k // 16), device="cuda", dtype=torch.uint8)
-            return jitgemm.pack_nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), 1e-3, device="cuda"))
-        if fmt.code == "two_level":
-            return jitgemm.quantize_w4_two_level(torch.randn(n, k, device="cuda"))
-        low, high = (0, 16) if fmt.zero_point else (-7, 8)
-        q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
-        groups = -(-k // fmt.group_size) if fmt.group_size else 1
-        scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
-        zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
-        lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.order]
-        return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
+        lhs, out = lhs_of(self.format, self.source.activations(m)), self.source.out(m)
+        gemms = [Gemm(*lhs, None, weight, out, None) for weight in (self.weights if m <= 512 else self.weights[:4])]
+        if self.weights[0].experts is None:
+            return gemms
+        rows = self.source.cell(m).expected_rows
+        return [gemms[0]._replace(groups=Groups(offsets, None, 0, rows)) for offsets in self.source.offsets(m)]
 
     def times(
         self, m: int, kernels: Sequence[KernelSpec], measure: Callable[[list[Timed], int], None]
     ) -> dict[KernelSpec, float]:
         from benchmark_lib.timing import Timed
 
-        calls = self._dense(m) if self.experts is None else self._grouped(m, self.experts)
-        contestants = {kernel: Timed(calls(kernel)) for kernel in kernels}
+        from jitgemm.gemm.launch import GemmLaunch
+
+        gemms, contestants = self.gemms(m), {}
+        for kernel in kernels:
+            plan = GemmLaunch(gemms[0], kernel)
+            contestants[kernel] = Timed([partial(plan.launch, each) for each in gemms])
         measure(list(contestants.values()), m)
         return {kernel: round(timed.us, 2) for kernel, timed in contestants.items()}
-
-    def _dense(self, m: int) -> Callable[[KernelSpec], list[Callable[[], None]]]:
-        """Calls of a kernel."""
-        from jitgemm.gemm.launch import GemmLaunch
-
-        operands = self._operands(m, self.weights if m <= 512 else self.weights[:4])
-
-        def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
-            plan = GemmLaunch(operands[0], kernel)
-            return [partial(plan.launch, each) for each in operands]
-
-        return calls
-
-    def _grouped(self, tokens: int, experts: Experts) -> Callable[[KernelSpec], list[Callable[[], None]]]:
-        """Calls of a kernel, one a routing."""
-        from benchmark_lib.data import offsets_of
-
-        from jitgemm.gemm.launch import GemmLaunch
-        from jitgemm.gemm.problem import Groups
-
-        cell = GroupedCell(self.n, self.k, tokens, "", experts)
-        (operands,) = self._operands(cell.most_rows, self.weights)
-        groups = [Groups(offsets, None, 0, cell.expected_rows) for offsets in offsets_of(cell, "cuda")]
-        gemms = [operands._replace(groups=each) for each in groups]
-
-        def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
-            plan = GemmLaunch(gemms[0], kernel)
-            return [partial(plan.launch, each) for each in gemms]
-
-        return calls
-
-    def _operands(self, m: int, weights: Sequence[W4Weight]) -> list[Gemm]:
-        import torch
-
-        from jitgemm.gemm.problem import Gemm
-
-        x = torch.randn(m, self.k, device="cuda")
-        x = x.to(torch.float8_e4m3fn) if self.lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
-        groups = -(-self.k // self.lhs_group) if self.lhs_group else 0
-        x_scale = torch.rand(groups, m, device="cuda").T if groups else torch.rand(m, device="cuda")
-        out = torch.empty(m, self.n, device="cuda", dtype=torch.bfloat16)
-        return [Gemm(x, x_scale, None, weight, out, None) for weight in weights]
 
 
 # ---- regret ----------------------------------------------------------------------------------------------------------
@@ -587,11 +510,10 @@ def run_command(
     if moe:
         if shape:
             raise ValueError("--moe: --shape cannot be combined with it")
-        names = formats or [fmt.name for fmt in MOE_FORMATS]
         cells = [
-            (name, cell.n, cell.k, cell.m, *astuple(cell.experts)[:3])
-            for cell in make_moe_cells(preset or (), ms=m)
-            for name in names
+            (name, cell.n, cell.k, cell.m, *astuple(cell.experts))
+            for cell in make_moe_cells(preset or (), m)
+            for name in formats or MOE_FORMATS
         ]
     device = _this_device()
     jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}
@@ -604,18 +526,17 @@ def run_command(
 def missing(
     file: File,
     out: Out,
-    beside: Annotated[int, typer.Option("--beside", min=1, help="Best kernels to time again beside a choice.")] = 3,
     held: Held = False,
     minutes: Minutes = 10.0,
 ) -> None:
-    """Times what the selector chooses for the file's problems and was never timed there, beside the best."""
+    """Times what the selector chooses for the file's problems and was never timed there, beside the three best."""
     known, sweep = Sweep.read(file), _here()
     timings, device = known.timings(), _this_device()
     jobs = {}
     for each in regrets(timings, device):
         if each.regret is None:
             best = sorted(timings[each.cell], key=timings[each.cell].__getitem__)
-            jobs[each.cell] = [each.chosen, *best[:beside]]
+            jobs[each.cell] = [each.chosen, *best[:3]]
     common.note(f"{len(jobs)} problems whose choice was never timed")
     sweep.all = time_all(jobs, at_power_limit if held else briefly, minutes)
     _finish(sweep, out)

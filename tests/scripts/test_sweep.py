@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 import sweep
+from benchmark_lib.cells import ROUTINGS
 from sweep import Sweep, held_out, regrets, summary
 
 from jitgemm.select import cost
 from jitgemm.select.legal import illegal
+from jitgemm.tensors import TYPE_NAMES
 
 DATA = sorted((ROOT / "scripts" / "data").glob("sweep_*.json"))
 H200 = ROOT / "scripts" / "data" / "sweep_h200.json"
@@ -120,37 +122,30 @@ def test_a_file_says_itself_which_field_a_number_is(tmp_path):
     assert Sweep.read(path) == Sweep.read(H200)
 
 
-@pytest.mark.parametrize("cell", [("e4m3_g64_f16", 4096, 4096, 512), ("int8_g128_parts", 4096, 4096, 512)])
-def test_kernels_that_add_up_otherwise_are_swept_beside_the_usual_ones(tmp_path, cell):
-    device = Sweep.read(H200).device
-    kernels = sweep.kernels_of(sweep.problem_of(cell), device, 3)
-    assert {kernel.sums for kernel in kernels} == {"f32", "f16" if "f16" in cell[0] else "parts"}
-    swept = Sweep("NVIDIA H200", "h200", "2026-01-01", {cell: {each: 40.0 + i for i, each in enumerate(kernels)}})
-    swept.write(tmp_path / "sums.json")
-    assert Sweep.read(tmp_path / "sums.json") == swept
-    exact = sweep.kernels_of(sweep.problem_of(("int8_g128", *cell[1:])), device, 3)
-    assert {kernel.sums for kernel in exact} == {"f32"}
-
-
-def test_timings_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path):
-    cell = ("e4m3_g128", 1536, 2048, 32, 128, 8, 128)
-    problem = sweep.problem_of(cell)
-    assert (problem.m, problem.experts) == (256, 128)
-    device = Sweep.read(H200).device
+@pytest.mark.parametrize(
+    ("cell", "sums"),
+    [
+        (("e4m3_g64_f16", 4096, 4096, 512), {"f32", "f16"}), (("int8_g128", 4096, 4096, 512), {"f32", "parts"}),
+        (("int8_g128_exact", 4096, 4096, 512), {"f32"}), (("e4m3_g128", 1536, 2048, 32, 128, 8, 128), {"f32"}),
+    ],
+)  # fmt: skip
+def test_timings_of_all_sums_and_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path, cell, sums):
+    problem, device = sweep.problem_of(cell), read(H200).device
+    assert (problem.m, problem.experts) == ((256, 128) if len(cell) > 4 else (512, 0))
     kernels = sweep.kernels_of(problem, device, 4)
-    assert {kernel.experts for kernel in kernels} == {256}
+    assert {kernel.sums for kernel in kernels} == sums
     swept = Sweep("NVIDIA H200", "h200", "2026-01-01", {cell: {each: 40.0 + i for i, each in enumerate(kernels)}})
-    swept.write(tmp_path / "moe.json")
-    assert Sweep.read(tmp_path / "moe.json") == swept
+    swept.write(tmp_path / "sweep.json")
+    assert Sweep.read(tmp_path / "sweep.json") == swept
     (found,) = regrets(swept.timings(), device)
     assert found.regret == 0 and found.chosen == kernels[0]
-    done = CliRunner().invoke(sweep.app, ["regret", str(tmp_path / "moe.json")])
+    done = CliRunner().invoke(sweep.app, ["regret", str(tmp_path / "sweep.json")])
     assert done.exit_code == 0, done.output
 
 
 def test_a_thinned_file_has_the_choice_the_best_and_what_is_near_it():
     cell = ("e4m3_g128", 4096, 4096, 64)
-    device = Sweep.read(H200).device
+    device = read(H200).device
     chosen, *others = sweep.kernels_of(sweep.problem_of(cell), device, 3)
     us = {chosen: 60.0} | dict(zip(others, (40.0, 42.0, 42.1)))
     thinned = Sweep("NVIDIA H200", "h200", "2026-01-01", {cell: us}).thinned(1.05)
@@ -171,12 +166,28 @@ def test_merging_replaces_older_timings_and_adds_new_ones():
         mine.merge(replace(other, spec="h20"))
 
 
+@pytest.mark.parametrize("experts", [(), (5, 2, 8)], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", sweep.FORMATS)
+def test_a_layer_s_weights_are_of_the_problem_that_is_swept(name, experts, monkeypatch):
+    for copies in ("COPY_BYTES", "GROUPED_BYTES"):
+        monkeypatch.setattr(f"benchmark_lib.data.{copies}", 1)
+    problem = sweep.problem_of((name, 72, 512, 24, *experts))
+    gemms = sweep.Bench(name, 72, 512, *experts, device="cpu").gemms(24)
+    assert len(gemms) == (ROUTINGS if experts else 2)
+    for gemm in gemms:
+        assert gemm.weight.format.kernel_format == problem.format.kernel_format
+        assert TYPE_NAMES[gemm.x.dtype] == problem.lhs and gemm.x_scale.ndim == (2 if problem.lhs_group else 1)
+        exact = problem.sums == "exact" and gemm.weight.format.sums_by_parts
+        assert gemm.weight.sums == ("exact" if exact else problem.sums)
+        assert not experts or gemm.groups.expected_rows == 30
+
+
 # ---- kernels, regret and fit ----------------------------------------------------------------------------------------
 
 
 def test_the_kernels_of_a_problem_start_with_the_choice_and_hold_every_family():
     problem = sweep.problem_of(("e4m3_g128", 4096, 4096, 64))
-    device = Sweep.read(H200).device
+    device = read(H200).device
     kernels = sweep.kernels_of(problem, device, 12)
     assert kernels[0] == sweep.choose(problem, device) and len(set(kernels)) == len(kernels) <= 24
     assert {kernel.warpgroups_k for kernel in kernels} >= {1, 2} <= {kernel.split_k for kernel in kernels}
@@ -204,7 +215,7 @@ def test_a_fit_takes_the_constants_that_it_is_told():
 
 
 def test_a_fit_lowers_its_score_and_leaves_constants_of_some_formats_alone():
-    swept = Sweep.read(H200)
+    swept = read(H200)
     timings = dict(list(swept.timings().items())[::160])
     names = sweep.constants()
     assert ("TILE_US", None) in names and ("PROMOTE_CYCLES", "s8") in names
