@@ -635,8 +635,6 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "sglang-experts": ("sglang_h100", partial(engines, SGLANG_ENGINES)),
 }  # fmt: skip
 """Name in a page, files of results, and what makes the table of them."""
-SUMMARIES = {"grid_h200": ("grid", "grid-loses")}
-"""Tables that `measure` prints of a run's file at the end."""
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -681,9 +679,7 @@ def _run(command: Sequence[str], log: TextIO) -> tuple[int, bool]:
 @app.command()
 @common.guarded
 def measure(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the files go.")] = RESULTS,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="|".join(RUNS), help="May be repeated.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="Begin no run after so many.")] = float("inf"),
 ) -> None:
     """Run every benchmark that a table of the documentation shows; needs an H200 to itself, and 18 minutes.
 
@@ -693,12 +689,8 @@ def measure(
     unknown = set(only or ()) - set(RUNS)
     if unknown:
         raise ValueError(f"--only: expected names of {', '.join(RUNS)}, got {', '.join(sorted(unknown))}")
-    out.mkdir(parents=True, exist_ok=True)
-    began, failed = time.monotonic(), []
+    failed = []
     for name in only or RUNS:
-        if time.monotonic() - began > seconds:
-            failed.append(name)
-            continue
         started = time.monotonic()
         raw = ROOT / "build" / "performance" / f"{name}.json"
         raw.parent.mkdir(parents=True, exist_ok=True)
@@ -707,10 +699,7 @@ def measure(
             code, stopped = _run([sys.executable, *RUNS[name], "--json", str(raw)], log)
         common.note(f"{name}: {time.monotonic() - started:.0f} s, {'stopped' if stopped else f'exit status {code}'}")
         if raw.exists():
-            document = shown(json.loads(raw.read_text()))
-            write(out / f"{name}.json", document)
-            for table in SUMMARIES.get(name, ()):
-                common.out().print(TABLES[table][1](document), markup=False, soft_wrap=True)
+            write(RESULTS / f"{name}.json", shown(json.loads(raw.read_text())))
         if stopped:
             raise KeyboardInterrupt
         failed += [name] if code else []
@@ -743,10 +732,10 @@ def collect(
 @common.guarded
 def pages(
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 if a page or a picture differs.")
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a page or the picture differs.")
     ] = False,
 ) -> None:
-    """Write the tables and pictures of README and docs from the files in docs/performance; needs no GPU."""
+    """Write the tables and the picture of README and docs from the files in docs/performance; needs no GPU."""
     different = []
     for page in PAGES:
         text = page.read_text()
@@ -755,12 +744,10 @@ def pages(
             different.append(page.name)
             if not check:
                 page.write_text(made)
-    for name, made in pictures.made(RESULTS).items():
-        path = ROOT / "docs" / name
-        if not path.exists() or path.read_text() != made:
-            different.append(name)
-            if not check:
-                path.write_text(made)
+    if (picture := RESULTS / "speed.svg").read_text() != (made := pictures.speed(RESULTS)):
+        different.append(picture.name)
+        if not check:
+            picture.write_text(made)
     common.out().print(f"{'differ' if check else 'written'}: {', '.join(different) or 'none'}")
     if check and different:
         raise typer.Exit(common.FOUND)

@@ -308,6 +308,12 @@ def test_functions_on_the_architecture_page_are_where_it_says(file, name):
         scope = inside[0]
 
 
+def test_files_in_pictures_are_there():
+    for picture in (ROOT / "docs" / "pictures").glob("*.svg"):
+        for file in re.findall(r"[\w/]+\.(?:py|cuh)\b", picture.read_text(encoding="utf-8")):
+            assert (ROOT / "jitgemm" / file).exists() or (ROOT / "include" / "jitgemm" / file).exists(), file
+
+
 def in_all() -> set[str]:
     """The names in every `__all__` of the package, and the functions that its entry points name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
