@@ -24,9 +24,7 @@ import copy
 import datetime
 import fnmatch
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+from benchmark_lib.commit import commit
 
 import jitgemm.nn
 from jitgemm.cli.quantize import AUTO_KEEP_8BIT
@@ -260,14 +259,6 @@ def opened(arguments: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
     model.load_state_dict({name: value.float() for name, value in packed.state_dict().items()}, strict=False)
     model.tie_weights()
     return model, tokenizer
-
-
-def commit() -> str:
-    """BENCHMARK_COMMIT names it where the checkout travelled without its history."""
-    if given := os.environ.get("BENCHMARK_COMMIT"):
-        return given
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ Results are compared with one GPU's; exits 1 where one is further away than its 
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from benchmark_lib.timing import slowest_rank_us
+from benchmark_lib.ranks import finish, start, time_us
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -105,31 +104,6 @@ class AsVllm:
         return out
 
 
-def time_us(call: Callable[..., Any], inputs: list[Routed]) -> float:
-    """Of one call: the slower rank's median over replays of a graph with one for each routing, three times over."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for given in inputs:
-            call(*given)
-    side.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for given in 3 * inputs:
-            call(*given)
-    return slowest_rank_us(graph, 3 * len(inputs))
-
-
-def start(rank: int, world: int, folder: str) -> Any:
-    """This process's place among the ranks: a mesh of all."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", f"file://{folder}/rendezvous", rank=rank, world_size=world, device_id=device)
-    return dist.device_mesh.init_device_mesh("cuda", (world,))
-
-
 def run(rank: int, world: int, folder: str, activation: str, tokens: list[int]) -> None:
     mesh, wrong, lines = start(rank, world, folder), 0, []
     with torch.no_grad():
@@ -160,7 +134,10 @@ def run(rank: int, world: int, folder: str, activation: str, tokens: list[int]) 
             }
             bad = [way for way, error in far.items() if error > 2**-7]  # two roundings to bf16
             wrong += len(bad)
-            times = {way: time_us(call, all_ranks if way == "one GPU" else parts) for way, call in calls.items()}
+            times = {
+                way: time_us([partial(call, *given) for given in (all_ranks if way == "one GPU" else parts)], 3)
+                for way, call in calls.items()
+            }
             lines.append(
                 f"| {count:,} | {' | '.join(f'{us:.1f}' for us in times.values())} | {max(far.values()):.4f} |"
             )
@@ -170,11 +147,7 @@ def run(rank: int, world: int, folder: str, activation: str, tokens: list[int]) 
         print(f"\n{torch.cuda.get_device_name()}, {world} ranks, {activation}; vllm: {theirs.name} calls; us a layer\n")
         print(f"| tokens of a rank | {' | '.join(WAYS)} | furthest from one GPU |\n" + "|---" * (len(WAYS) + 2) + "|")
         print("\n".join(lines), flush=True)
-    failed = torch.tensor(wrong, device="cuda")
-    dist.all_reduce(failed)
-    dist.destroy_process_group()
-    if int(failed):
-        sys.exit(1)
+    finish(wrong)
 
 
 def main(

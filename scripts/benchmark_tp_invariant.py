@@ -11,19 +11,18 @@ invariant layers are compared with one GPU's, bit for bit; exits 1 where one dif
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from benchmark_lib.timing import slowest_rank_us
+from benchmark_lib.ranks import finish, start, time_us
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
@@ -77,32 +76,8 @@ def layer_of(kind: str, n: int, k: int, device: str = "cuda") -> W4A8Linear:
     return holder[0]
 
 
-def time_us(layers: list[torch.nn.Module], x: torch.Tensor) -> float:
-    """Of one layer: the slower rank's median over replays of a graph of all of them, several times."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for layer in layers:
-            layer(x)
-    side.synchronize()
-    dist.barrier()
-    graph, calls = torch.cuda.CUDAGraph(), max(1, 24 // len(layers)) * len(layers)
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            layers[i % len(layers)](x)
-    return slowest_rank_us(graph, calls)
-
-
 def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], rows: list[int]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        device_id=torch.device("cuda", rank),
-    )
-    mesh = dist.device_mesh.init_device_mesh("cuda", (world,))
+    mesh = start(rank, world, folder)
     lines, wrong = [], 0
     with torch.no_grad():
         for kind in kinds:
@@ -127,7 +102,11 @@ def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], 
                     expected = dict.fromkeys(each, whole(x)) | {FEWER: fewer(x)}
                     bad = [way for way in each if way != "plain" and not torch.equal(each[way][0](mine), expected[way])]
                     wrong += len(bad)
-                    times = {way: time_us(layers, mine) for way, layers in each.items()}
+                    repeated = max(1, 24 // count)
+                    times = {
+                        way: time_us([partial(layer, mine) for layer in layers], repeated)
+                        for way, layers in each.items()
+                    }
                     numbers = [f"{us:.2f}" for us in times.values()]
                     numbers.append(f"{times['nvlink'] - times['plain']:+.2f}")
                     numbers.append(f"{times['nvlink'] / times['plain']:.2f}")
@@ -141,11 +120,7 @@ def run(rank: int, world: int, folder: str, names: list[str], kinds: list[str], 
         ways = [*WAYS, FEWER, *ENGINES]
         print(f"| weights | layer | tokens | {' | '.join(ways)} | more | times |\n" + "|---" * (len(ways) + 5) + "|")
         print("\n".join(lines))
-    failed = torch.tensor(wrong, device="cuda")
-    dist.all_reduce(failed)
-    dist.destroy_process_group()
-    if int(failed):
-        sys.exit(1)
+    finish(wrong)
 
 
 def accuracy() -> None:

@@ -29,22 +29,18 @@ Each engine is a process of its own; its log lies beside OUT. All start at once,
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
 engine that has not started within --start-seconds is ended; after --seconds no more is asked, and what was measured by
 then is written. An idle engine leaves the GPU alone. OUT has the medians, and each round's figures under "rounds". For
-the time that one engine takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to
-OUT, too, and a layer's one after another.
+the time that one engine takes to start, give one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from engine_lib import logprobs as compared
@@ -52,7 +48,7 @@ from engine_lib import turns
 from engine_lib.checkpoints import E4M3, FP4_SCHEME, GPT_OSS, KINDS, compressed, small
 from engine_lib.made_up import VARIABLE
 from engine_lib.models import MODELS
-from engine_lib.turns import DECODED, SYNC, report
+from engine_lib.turns import SYNC, report
 
 FP8 = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
@@ -106,54 +102,6 @@ LITTLE_MEMORY = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 6 << 3
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def profiled_events(folder: Path) -> list[dict[str, Any]]:
-    """Those on the GPU in the later half of the newest profile, as they start."""
-    newest = max(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    events = [e for e in json.loads(newest.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
-    events.sort(key=lambda e: e["ts"])
-    return [e for e in events if e["ts"] > (events[0]["ts"] + events[-1]["ts"]) / 2]
-
-
-def layer_chain(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kernels of a layer from one attention to the next, in the order in which they end: name, µs since the last.
-
-    A kernel that launches dependently starts before the last ends, and waits. Its time is that from end to end; medians
-    of all layers with the most frequent sequence of kernels.
-    """
-    layers: dict[tuple[str, ...], list[list[float]]] = {}
-    names: list[str] = []
-    times: list[float] = []
-    end = 0.0
-    for each in sorted(events, key=lambda e: e["ts"] + e["dur"]):
-        if "FlashAttnFwdSm90" in each["name"]:
-            layers.setdefault(tuple(names), []).append(times)
-            names, times = [], []
-        names.append(each["name"][:120])
-        times.append(each["ts"] + each["dur"] - end)
-        end = each["ts"] + each["dur"]
-    kind = max(layers, key=lambda kind: len(layers[kind]))
-    return [{"name": name, "us": round(median(of), 2)} for name, of in zip(kind, zip(*layers[kind]))]
-
-
-def kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Kernels, a step each: name, launches, µs; first all together.
-
-    Beside "all" stands how long the GPU is busy and how long a step takes. A kernel that is launched least often is
-    launched once a step.
-    """
-    found: dict[str, list[float]] = {}
-    busy = end = 0.0
-    for each in events:
-        found.setdefault(each["name"], []).append(each["dur"])
-        busy += max(0.0, each["ts"] + each["dur"] - max(end, each["ts"]))
-        end = max(end, each["ts"] + each["dur"])
-    steps = min(len(times) for times in found.values() if len(times) >= 8)
-    whole = {"name": "all", "launches": len(events) / steps, "us": sum(map(sum, found.values())) / steps}
-    whole |= {"busy_us": busy / steps, "step_us": (end - events[0]["ts"]) / steps}
-    rows = [{"name": n[:120], "launches": len(t) / steps, "us": sum(t) / steps} for n, t in found.items()]
-    return [whole, *sorted(rows, key=lambda row: -row["us"])]
-
-
 def engine(model: str, quant: str, out: str, beside: int, steps: int) -> None:
     """Start-up, µs a decode step, prefill tokens/s: for each line that comes in, "1", "16", "64" or "prefill"."""
     told = turns.stdout_to_stderr()
@@ -167,9 +115,6 @@ def engine(model: str, quant: str, out: str, beside: int, steps: int) -> None:
 
     from vllm import LLM, SamplingParams
 
-    if profiled := os.environ.get("KERNELS") == "1":
-        profile = {"profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False}
-        arguments |= {"profiler_config": profile | {"torch_profiler_use_gzip": False}}
     start = time.time()
     llm = LLM(
         model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, **memory,
@@ -208,12 +153,6 @@ def engine(model: str, quant: str, out: str, beside: int, steps: int) -> None:
 
     outputs(2, 128, 8)
     row |= turns.take_turns(told, step_us, prefill)
-    for sequences in DECODED if profiled else ():
-        llm.start_profile()
-        outputs(int(sequences), 128, 33)
-        llm.stop_profile()
-        events = profiled_events(Path(folder))
-        row |= {f"kernels_{sequences}": kernels(events), f"layer_{sequences}": layer_chain(events)}
     report(out, row)
 
 
@@ -236,14 +175,13 @@ def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
 
 def same(quants: list[str], out: str, kind: str, tps: list[int], modes: list[str], seconds: float) -> None:
     """Whether the first number of GPUs and the others have equal tokens and logprobs."""
-    folder, deadline = Path(tempfile.mkdtemp()), time.monotonic() + seconds
+    folder = Path(tempfile.mkdtemp())
     small(kind, folder, [])
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     # vLLM's norm as it sums over ranks is another one than on one GPU.
     compiled = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
     arguments_of: dict[str, Any] = {"eager": {"enforce_eager": True}, "compiled": compiled}
-    more_of = {"enable_expert_parallel": True} if kind == "moe" else {}
-    started = []
+    engines = {}
     for number, quant in enumerate(quants):
         path = folder / str(number)
         path.mkdir()
@@ -254,27 +192,22 @@ def same(quants: list[str], out: str, kind: str, tps: list[int], modes: list[str
         (path / "model.safetensors").symlink_to(folder / "bf16" / "model.safetensors")
         for mode, tp in product(modes, tps):
             arguments = {"model": str(path), "tensor_parallel_size": tp, **arguments_of[mode], **more}
-            arguments |= more_of if tp > 1 else {}
-            values = path / f"{mode}-{tp}.json"
-            command = [sys.executable, __file__, "one", json.dumps(arguments), str(values), "--made", "24"]
-            with Path(out).with_name(f"{kind}-{number}-{mode}-{tp}.log").open("w") as log:
-                started.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
-    for engine in started:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            engine.wait(max(deadline - time.monotonic(), 0))
-        turns.end(engine)
+            arguments |= {"enable_expert_parallel": True} if kind == "moe" and tp > 1 else {}
+            engines[f"{kind}-{number}-{mode}-{tp}"] = arguments
+    answers, failed = compared.ask(__file__, engines, out, seconds, "--made", "24")
     for (number, quant), mode in product(enumerate(quants), modes):
-        files = [folder / str(number) / f"{mode}-{tp}.json" for tp in tps]
-        found = [json.loads(file.read_text()) if file.exists() else None for file in files]
-        for tp, values in zip(tps[1:], found[1:]):
+        names = {tp: f"{kind}-{number}-{mode}-{tp}" for tp in tps}
+        first = answers.get(names[tps[0]])
+        for tp in tps[1:]:
+            values = answers.get(names[tp])
             row: dict[str, Any] = {"kind": kind, "quant": quant, "mode": mode, "tp": [tps[0], tp]}
-            if found[0] is None or values is None:
-                report(out, row | {"failed": [tp for tp, file in zip(tps, files) if not file.exists()]})
+            if first is None or values is None:
+                report(out, row | {"failed": [tp for tp, name in names.items() if name in failed]})
                 continue
-            apart = [abs(a - b) for a, b in zip(found[0]["logprobs"], values["logprobs"])]
+            apart = [abs(a - b) for a, b in zip(first["logprobs"], values["logprobs"])]
             report(out, row | {
-                "tokens": len(values["tokens"]), "equal_tokens": values["tokens"] == found[0]["tokens"],
-                "logprobs": len(apart), "equal_logprobs": values == found[0], "most_apart": max(apart),
+                "tokens": len(values["tokens"]), "equal_tokens": values["tokens"] == first["tokens"],
+                "logprobs": len(apart), "equal_logprobs": values == first, "most_apart": max(apart),
             })  # fmt: skip
 
 

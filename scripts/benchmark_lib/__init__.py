@@ -6,6 +6,7 @@ ours, torch_peers,   who takes part: each gives calls to time, and knows only it
 other_peers, moe
 contestant, data     what taking part means; the weights and activations all are given
 compare, table,      what is made of the numbers
-results
+results, commit
+ranks                calls of layers that several GPUs share
 cells                shapes, formats, the floor: plain arithmetic, no torch
 """

@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from .cells import Rates, from_record
+from .commit import commit, output
 from .contestant import KINDS, Contestant
 
 SCHEMA = 1
-ROOT = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "humming-kernels")
 
 
@@ -60,15 +59,11 @@ def new_document(
 
 
 def environment() -> dict[str, Any]:
-    """Device, driver, versions and commit; what cannot be found out is None.
-
-    BENCHMARK_COMMIT in the environment names the commit where the checkout travelled without its history, or with an
-    older one.
-    """
-    commit = os.environ.get("BENCHMARK_COMMIT")
-    changed = None if commit else _git("status", "--porcelain", "--untracked-files=no")
+    """Device, driver, versions and commit; what cannot be found out is None."""
+    told = "BENCHMARK_COMMIT" in os.environ
+    changed = None if told else output(["git", "status", "--porcelain", "--untracked-files=no"])
     facts: dict[str, Any] = {
-        "commit": commit or _git("rev-parse", "HEAD"),
+        "commit": commit(),
         "dirty": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "host": platform.platform(),
@@ -107,20 +102,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _output(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _git(*arguments: str) -> str | None:
-    return _output(["git", *arguments])
-
-
 def _smi(field: str) -> str | None:
-    text = _output(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"])
+    text = output(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"])
     return text.splitlines()[0].strip() if text else None
 
 

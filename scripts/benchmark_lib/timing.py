@@ -114,25 +114,6 @@ def relative_spread(times: Sequence[float]) -> float:
     return (percentile(0.9) - percentile(0.1)) / statistics.median(ordered)
 
 
-def slowest_rank_us(graph: Any, calls: int, replays: int = 12) -> float:
-    """Microseconds of one call of a graph's: the slowest rank's median over replays, without the first two."""
-    import torch
-    import torch.distributed as dist
-
-    times = []
-    for _ in range(replays):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    slowest = torch.tensor(statistics.median(times[2:]), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
 def _ask_nvidia_smi() -> subprocess.Popen | None:
     """Starts to sample; `_answer` ends it."""
     import torch

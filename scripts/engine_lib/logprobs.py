@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +22,46 @@ def prompts() -> list[list[int]]:
     return turns.prompts(range(64, 464, 50), vocabulary=4000)
 
 
+def ask(
+    script: str, engines: dict[str, dict[str, Any]], out: str, seconds: float = 3600, *more: str
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Runs all engines at once, each as `SCRIPT one ARGUMENTS FILE`, with its log beside OUT, for so long at most.
+
+    Returns:
+        What each wrote; exit codes of those that wrote nothing. Those that did may have any: vLLM's interpreters abort
+        at their end now and then.
+    """
+    folder, deadline, running = Path(tempfile.mkdtemp()), time.monotonic() + seconds, {}
+    for name, arguments in engines.items():
+        command = [sys.executable, script, "one", json.dumps(arguments), str(folder / f"{name}.json"), *more]
+        with Path(out).with_name(f"{name}.log").open("w") as log:
+            running[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for engine in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                engine.wait(max(deadline - time.monotonic(), 0))
+    finally:
+        for engine in running.values():
+            turns.end(engine)
+    files = {name: folder / f"{name}.json" for name in engines}
+    answers = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    return answers, {name: engine.wait() for name, engine in running.items() if name not in answers}
+
+
 def compare(script: str, folder: Path, engines: dict[Engine, dict[str, Any]], out: str, row: dict[str, Any]) -> None:
-    """Runs all engines at once, each as `SCRIPT one ARGUMENTS FILE`, and reports how far each is from ("bf16", "bf16").
+    """Runs all engines at once, and reports how far each is from ("bf16", "bf16").
 
     Args:
         folder: that of the checkpoints.
         engines: their arguments but that of the model.
         row: what every row of results has.
     """
-    found: dict[Engine, list[float]] = {}
-    running = {}
-    for (each, name), arguments in engines.items():
-        command = [sys.executable, script, "one", json.dumps({"model": str(folder / each), **arguments})]
-        command += [str(folder / f"{each}-{name}.json")]
-        called = "-".join((*map(str, row.values()), each, name))
-        with Path(out).with_name(f"{called}.log").open("w") as log:
-            running[each, name] = subprocess.Popen(command, stdout=log, stderr=log)
-    for (each, name), engine in running.items():
-        engine.wait()
-        values = folder / f"{each}-{name}.json"
-        if values.exists():  # whatever its exit code: vLLM's interpreters abort at their end now and then
-            found[each, name] = json.loads(values.read_text())
-        else:
-            report(out, row | {"checkpoint": each, "engine": name, "failed": engine.returncode})
+    names = {"-".join((*map(str, row.values()), *each)): each for each in engines}
+    given = {name: {"model": str(folder / names[name][0]), **engines[names[name]]} for name in names}
+    answers, failed = ask(script, given, out)
+    found = {names[name]: values for name, values in answers.items()}
+    for name, code in failed.items():
+        report(out, row | {"checkpoint": names[name][0], "engine": names[name][1], "failed": code})
     for (each, name), values in found.items():
         apart = [abs(a - b) for a, b in zip(values, found["bf16", "bf16"], strict=True)]
         line = row | {"checkpoint": each, "engine": name}

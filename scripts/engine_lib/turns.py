@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
+from benchmark_lib.commit import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = "STARTED"
 DECODED = ("1", "16", "64")
@@ -165,10 +167,9 @@ def command_line(
 def report(out: str, row: dict[str, Any]) -> None:
     """Appends a row of results to a file, with the run it is of: `scripts/performance.py collect` makes a table's file
     of them."""
-    from benchmark_lib.results import environment
-
-    found = environment()
-    row |= {"date": time.strftime("%Y-%m-%d"), "device": found["device"], "commit": found["commit"]}
+    torch: Any = sys.modules.get("torch")  # an engine has imported it
+    device = torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None
+    row |= {"date": time.strftime("%Y-%m-%d"), "device": device, "commit": commit()}
     imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "vllm", "sglang")}
     row["versions"] = {name: version for name, version in imported.items() if version}
     print("RESULT", json.dumps(row), flush=True)
