@@ -1,4 +1,4 @@
-"""What NVRTC makes of the rendered kernels: hardly a spill, no serialised wgmma, its shape, the same everywhere.
+"""What NVRTC makes of the rendered kernels: hardly a spill, no serialised wgmma, the same everywhere.
 
 Needs NVRTC, no GPU. A sample by seed is compiled once, two at a time, into one cache for the whole session; with
 --all-kernels everything is. The lists of kernels take seconds to choose, so tests go by the numbers in them.
@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from emulator.launch import to_ptx
 from selected import FORMATS_OF
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
@@ -49,8 +48,8 @@ BLOCK_SCALES = [KernelSpec.from_label(label) for label in (
     "s8w8-g128-bf16-b128e-m128n192-s4-ss-tr", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr-e64",
 )]  # fmt: skip
 """Activations with a scale per token and 128 k, which other warps copy one by one."""
-DRAWN, DRAWN_SHAPES = 16, 6
-"""Kernels that are compiled by default, and shapes of wgmma whose PTX is read; --all-kernels takes all of them."""
+DRAWN = 16
+"""Kernels that are compiled by default; --all-kernels takes all."""
 
 
 @cache
@@ -74,13 +73,6 @@ def everything() -> list[KernelSpec]:
 
 
 @cache
-def shapes(all_kernels: bool) -> list[KernelSpec]:
-    """A kernel of each shape of wgmma that has weights in registers."""
-    found = {(spec.lhs, spec.block_m, spec.token_halves): spec for spec in everything() if spec not in BLOCK_SCALES}
-    return list(found.values()) if all_kernels else random.Random(2026).sample(list(found.values()), DRAWN_SHAPES)
-
-
-@cache
 def drawn(all_kernels: bool) -> list[KernelSpec]:
     """The kernels to compile: all, or a sample by seed with some of every knob."""
     if all_kernels:
@@ -95,20 +87,14 @@ def drawn(all_kernels: bool) -> list[KernelSpec]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    all_kernels = metafunc.config.getoption("all_kernels")
-    for name, of, count in (("kernel", drawn, DRAWN), ("shape", shapes, DRAWN_SHAPES)):
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, range(len(of(True)) if all_kernels else count), indirect=True)
+    if "kernel" in metafunc.fixturenames:
+        count = len(everything()) if metafunc.config.getoption("all_kernels") else DRAWN
+        metafunc.parametrize("kernel", range(count), indirect=True)
 
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest) -> KernelSpec:
     return drawn(request.config.getoption("all_kernels"))[request.param]
-
-
-@pytest.fixture
-def shape(request: pytest.FixtureRequest) -> KernelSpec:
-    return shapes(request.config.getoption("all_kernels"))[request.param]
 
 
 @pytest.fixture(scope="session")
@@ -189,19 +175,6 @@ def test_a_record_s_scales_are_copied_without_looking_up_whose_they_are():
     assert LOAD not in between and len(between) < 8 * len(copies)
 
 
-# ---- wgmma shape ----------------------------------------------------------------------------------------------------
-
-
-def test_the_ptx_holds_the_wgmma_asked_for_and_no_other(shape):
-    text, spec = to_ptx(kernel_source(shape)), shape
-    types = {"e4m3": "f32.e4m3.e4m3", "s8": "s32.s8.s8"}[spec.lhs]
-    expected = f"wgmma.mma_async.sync.aligned.m64n{spec.block_m // spec.token_halves}k32.{types}"
-    assert set(re.findall(r"wgmma\.mma_async[\w.]*", text)) == {expected}
-    assert ".target sm_90a" in text
-    # Weights come from registers: four 32-bit operands before one 64-bit descriptor.
-    assert re.search(re.escape(expected) + r" \{[^}]*\}, \{%r\d+, %r\d+, %r\d+, %r\d+\}, %rd\d+,", text)
-
-
 # ---- shared memory --------------------------------------------------------------------------------------------------
 
 
@@ -222,45 +195,35 @@ from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.render import kernel_source
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.spec import KernelSpec
-out = {}
-for label in json.loads(sys.argv[1]):
+sources, cubins = {}, {}
+for number, label in enumerate(json.loads(sys.argv[1])):
     request = kernel_source(KernelSpec.from_label(label))
-    key = request.key(nvrtc_info())
-    out[key] = hashlib.sha256(request.source.encode()).hexdigest()
-    if len(sys.argv) > 2:
-        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(request)[0].cubin).hexdigest()
+    sources[request.key(nvrtc_info())] = hashlib.sha256(request.source.encode()).hexdigest()
+    if number < 2:
+        entry = KernelCache([sys.argv[2]]).get_or_compile(request)[0]
+        cubins[entry.key] = hashlib.sha256(entry.cubin).hexdigest()
 import jitgemm
-print(json.dumps([jitgemm.__file__, out]))
+print(json.dumps([jitgemm.__file__, sources, cubins]))
 """
 
 
-def rendered(checkout: Path, specs: list[KernelSpec], *arguments: str, hash_seed: str) -> tuple[str, dict[str, str]]:
-    labels = json.dumps([spec.label for spec in specs])
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": hash_seed}
-    command = [sys.executable, "-c", RENDER, labels, *arguments]
-    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return tuple(json.loads(done.stdout))
-
-
-def test_rendering_is_the_same_in_every_process():
-    specs = everything()[::4]
-    _, there = rendered(REPOSITORY, specs, hash_seed="77")
-    sources = [kernel_source(spec) for spec in specs]
-    here = {each.key(nvrtc_info()): hashlib.sha256(each.source.encode()).hexdigest() for each in sources}
-    assert there == here and len(here) == len(specs)
-
-
-def test_another_checkout_has_the_same_keys_and_cubins(compiled, tmp_path):
-    specs = [spec for spec, entry in compiled.items() if isinstance(entry, Entry)][:2]
-    assert specs
+def test_another_process_and_checkout_have_the_same_sources_keys_and_cubins(compiled, tmp_path):
+    two = [spec for spec, entry in compiled.items() if isinstance(entry, Entry)][:2]
+    specs = [*two, *(spec for spec in everything()[::4] if spec not in two)]
     checkout = tmp_path / "a" / "longer path"
     for folder in ("jitgemm", "include"):
         shutil.copytree(REPOSITORY / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "jitgemm_cli.py", checkout)
-    package, found = rendered(checkout, specs, str(checkout / "cache"), hash_seed="3")
+    command = [sys.executable, "-c", RENDER, json.dumps([spec.label for spec in specs]), str(checkout / "cache")]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": "77"}
+    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    package, sources, cubins = json.loads(done.stdout)
     assert Path(package).is_relative_to(checkout)  # its own copy, not this one
-    assert found == {compiled[spec].key: compiled[spec].metadata["cubin_sha256"] for spec in specs}
+    here = [kernel_source(spec) for spec in specs]
+    assert sources == {each.key(nvrtc_info()): hashlib.sha256(each.source.encode()).hexdigest() for each in here}
+    assert len(sources) == len(specs)
+    assert cubins == {compiled[spec].key: compiled[spec].metadata["cubin_sha256"] for spec in two}
 
 
 def test_only_the_scheduler_says_where_a_tile_s_weights_factors_and_tokens_are():

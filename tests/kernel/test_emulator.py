@@ -86,7 +86,7 @@ def test_a_gemm_is_within_its_bound(emulator, label):
     assert_within_the_bound(operands)
 
 
-@pytest.mark.parametrize("label", [label for label in DENSE if label.endswith("-tr")])
+@pytest.mark.parametrize("label", [label for label in DENSE if label.endswith("-tr")][::2])
 def test_tokens_as_rows_give_the_bits_of_weights_as_rows(emulator, label):
     spec = KernelSpec.from_label(label)
     results = []
@@ -254,12 +254,16 @@ QUANTIZERS = {
 }
 
 
+def of_mode(mode: str, k: int, options: dict, *more: str) -> tuple:
+    """k, the type, whether with zero points, and options with the parameters that they or `more` name."""
+    names = [name for name in ("permutation", *more) if name in options or name in more]
+    parameters = quantize_cases.parameters(2, k)
+    return k, *quantize_cases.MODES[mode], options | {name: parameters[name] for name in names}
+
+
 @pytest.mark.parametrize(("name", "dtype"), builders.third(QUANTIZERS, quantize_cases.X_DTYPES))
 def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
-    mode, k, options = QUANTIZERS[name]
-    if options.get("permutation"):
-        options = options | {"permutation": quantize_cases.parameters(2, k)["permutation"]}
-    q_type, affine = quantize_cases.MODES[mode]
+    k, q_type, affine, options = of_mode(*QUANTIZERS[name])
     x = quantize_cases.activations(1, 11 if k < 10000 else 3, k, dtype)
     expected = quantize_activations(x, q_type, affine=affine, **options)
     emulator = emulate(monkeypatch)
@@ -298,10 +302,7 @@ SUMMED = {
 
 @pytest.mark.parametrize(("name", "size"), builders.third(SUMMED, GROUP_SIZES))
 def test_sums_behind_codes_have_the_reference_s_bits(monkeypatch, name, size):
-    mode, k, options = SUMMED[name]
-    if options.get("permutation"):
-        options = options | {"permutation": quantize_cases.parameters(2, k)["permutation"]}
-    q_type, affine = quantize_cases.MODES[mode]
+    k, q_type, affine, options = of_mode(*SUMMED[name])
     x = quantize_cases.activations(1, 9 if k < 10000 else 2, k)
     for correction in (("bf16", size), ("fp16", size)):
         expected = quantize_activations(x, q_type, affine=affine, correction=correction, **options)
@@ -338,10 +339,7 @@ def test_sums_are_of_the_codes_that_a_prologue_s_kernel_makes(monkeypatch, prolo
     ),
 )
 def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(monkeypatch, name, dtype):
-    mode, k, options = QUANTIZERS.get(name, ("s8", 20480, {}))
-    p = quantize_cases.parameters(2, k)
-    options = options | {"rms_norm": p["rms_norm"]} | ({"permutation": p["permutation"]} if len(options) > 1 else {})
-    q_type, affine = quantize_cases.MODES[mode]
+    k, q_type, affine, options = of_mode(*QUANTIZERS.get(name, ("s8", 20480, {})), "rms_norm")
     draw = builders.generator(1)
     x, residual = (torch.randn(11 if k < 10000 else 3, k, generator=draw).to(dtype) for _ in range(2))
     total = x + residual

@@ -23,7 +23,6 @@ from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.codes import CODES, Code, Decoder, Order, register
 from jitgemm.kernel.formats import format_named
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.weight.codes import CODE_OPS, UNSIGNED
 from jitgemm.weight.codes import register as register_ops
 from jitgemm.weight.pack import IntegerOps, pack_w4
@@ -101,13 +100,6 @@ def test_it_is_read_packed_and_unpacked_under_names_of_its_own(group_size):
     assert weight.format.name.endswith("-u4") and format_named(weight.format.name) == weight.format
     spec = KernelSpec("e4m3", packed().format, block_m=16, block_n=64, stages=4)
     assert spec.label.startswith("e4m3u-g64-bf16-") and KernelSpec.from_label(spec.label) == spec
-
-
-@pytest.mark.parametrize("dim", ["n", "k"])
-def test_ranks_have_their_parts(dim):
-    weight = packed(128, 512)
-    parts = [part_of_weight(weight, dim, rank, 2, torch.float8_e4m3fn).dequantize() for rank in range(2)]
-    assert torch.equal(torch.cat(parts, "nk".index(dim)), weight.dequantize())
 
 
 @emulated

@@ -252,16 +252,3 @@ def test_tiles_follow_the_rows_of_an_expert_and_not_those_of_all():
     """4096 rows are 8 an expert of 512, and 4096 of a single one."""
     assert choose(qwen(4096, experts=512), H200).block_m <= 16
     assert choose(qwen(4096, experts=1), H200).block_m >= 96
-
-
-# ---- batch-invariant calls ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "k"), [(1536, 2048), (4096, 14336), (72, 96)])
-def test_a_batch_invariant_layer_sums_k_in_one_order_for_any_rows_and_number_of_experts(n, k):
-    orders = set()
-    for count in (1, 8, 16, 128, 512):
-        kernels = kernels_for(n, k, "e4m3", FP8, H200, 30000, experts=count, batch_invariant=True)
-        orders |= {order_of(spec) for spec in kernels}
-        assert n < 1000 or len({spec.block_m for spec in kernels}) > 1
-    assert len(orders) == 1

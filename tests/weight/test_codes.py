@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Iterator
 
 import builders
 import edges
@@ -387,16 +386,6 @@ def test_kernels_of_every_shape(monkeypatch, name, shape):
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-def reference_and_emulator(monkeypatch, call) -> Iterator[None]:
-    """The call as the CPU has it, and by kernels where they can be emulated."""
-    call()
-    yield
-    if COMPILER is not None:
-        emulate(monkeypatch)
-        call()
-        yield
-
-
 @form_and_scheme
 def test_contiguous_rows_of_experts(monkeypatch, kind, scheme):
     counts, gathered = [0, 3, 40, 0, 17], scheme > 0
@@ -406,7 +395,7 @@ def test_contiguous_rows_of_experts(monkeypatch, kind, scheme):
     index = torch.randint(0, 23, (60,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
     out, offsets = torch.empty(60, 136, dtype=torch.bfloat16), torch.tensor([0, *ends], dtype=torch.int32)
     call = getattr(jitgemm, f"m_grouped_gemm_w{kind.bits}a8_nt_contiguous")
-    for _ in reference_and_emulator(monkeypatch, lambda: call(lhs, weight, out, offsets, row_index=index)):
+    for _ in on_both(monkeypatch, lambda: call(lhs, weight, out, offsets, row_index=index)):
         for e, (count, end) in enumerate(zip(counts, ends)):
             rows = torch.arange(end - count, end)
             assert_within_the_bound(out[rows], rows_of(lhs, rows if index is None else index[rows].long()), weight[e])
@@ -420,7 +409,7 @@ def test_masked_rows_of_experts(monkeypatch, kind, scheme):
     out, counts = torch.zeros(5, 12, 136, dtype=torch.bfloat16), torch.tensor([3, 0, 12, 1, 7], dtype=torch.int32)
     by_expert = x.unflatten(0, (5, 12)), scale.unflatten(0, (5, 12)).squeeze(-1)
     call = getattr(jitgemm, f"m_grouped_gemm_w{kind.bits}a8_nt_masked")
-    for _ in reference_and_emulator(monkeypatch, lambda: call(by_expert, weight, out, counts, expected_m=4)):
+    for _ in on_both(monkeypatch, lambda: call(by_expert, weight, out, counts, expected_m=4)):
         for e, count in enumerate(counts.tolist()):
             assert_within_the_bound(out[e, :count], rows_of(lhs, torch.arange(12 * e, 12 * e + count)), weight[e])
             assert not out[e, count:].any()

@@ -169,17 +169,10 @@ def test_sums_of_the_largest_integers_of_two_levels_stay_in_int32():
         assert bool((out == 128.0 * 128 * k).all()), m
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        "e4m3mx-channel-tofp32-m16n256-s6",
-        "e4m3mx-channel-tofp32-m128n128-s6",
-        "e4m3mx-channel-tofp32-m128hn128-s6",
-        "e4m3mx-channel-tofp32-m176n128-s4",
-    ],
-)
+@pytest.mark.parametrize("tile", ["m16n256-s6", "m128n128-s6", "m128hn128-s6", "m176n128-s4"])
 @pytest.mark.parametrize("k", [416, 1312])
-def test_runs_of_256_k_have_the_bits_of_the_arithmetic(label, k):
+def test_runs_of_256_k_have_the_bits_of_the_arithmetic(tile, k):
+    label = f"e4m3mx-channel-tofp32-{tile}"
     weight, lhs = mxfp4.parts(4, 392, k, device="cuda").packed, builders.lhs(1, 200, k, "e4m3", device="cuda")
     out = torch.empty(200, 392, device="cuda")
     jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=label)
@@ -235,7 +228,7 @@ def test_every_shape_of_kernel(scheme, kind):
     """One of every few legal kernels, whatever the selector takes."""
     weight = kind.parts(4, 392, 1056, device="cuda").packed
     specs = legal_kernels(kind.lhs, weight.format, device_figures(), lhs_group=128 if scheme == "block" else 0)
-    for spec in random.Random(1).sample(specs, 12):
+    for spec in random.Random(1).sample(specs, 7):
         lhs = kind.lhs_of(scheme, 2, spec.block_m + 3, 1056, "cuda")
         guard = Guarded(spec.block_m + 3, 392)
         jitgemm.gemm_w4a8_nt(lhs, weight, guard.out, kernel=spec.label)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from moments import inputs, lost, weights
@@ -58,30 +60,23 @@ def test_the_format_does_not_depend_on_the_order():
     assert not torch.equal(orders[0].blocks, orders[1].blocks)
 
 
-@pytest.mark.parametrize("k", (144, 272, 400))
-def test_a_last_group_of_fewer_columns(k):
-    x, w = inputs(600, k), weights(16, k)
-    for order in (True, False):
-        found = jitgemm.quantize_w4(w, 128, moments=x.T @ x, act_order=order)
-        assert lost(w, found, x.T @ x) < lost(w, jitgemm.quantize_w4(w, 128), x.T @ x)
-
-
-def test_fewer_tokens_than_columns_and_inputs_that_are_always_zero():
-    x, w = inputs(20, 128), weights(16, 128)
-    x[:, 40:60] = 0
-    found = jitgemm.quantize_w4(w, 32, moments=x.T @ x)
-    assert lost(w, found, x.T @ x) < lost(w, jitgemm.quantize_w4(w, 32), x.T @ x)
-    nothing = jitgemm.quantize_w4(w, 32, moments=torch.zeros(128, 128))
-    assert bool(nothing.dequantize().isfinite().all())
-
-
-def test_groups_of_zeros_stay_zero():
-    x, w = inputs(300, 128), weights(16, 128)
-    w[:, 32:64] = 0
-    for order in (True, False):
-        found = jitgemm.quantize_w4(w, 32, moments=x.T @ x, act_order=order)
+@pytest.mark.parametrize(
+    ("tokens", "k", "group_size", "unused", "zeros"),
+    [
+        *((600, k, 128, slice(0), slice(0)) for k in (144, 272, 400)),  # a last group of fewer columns
+        (20, 128, 32, slice(40, 60), slice(0)),  # inputs that are always zero
         # Later groups make up for earlier ones' errors, in which zeros may take part: within what was lost.
-        assert lost(w, found, x.T @ x) < lost(w, jitgemm.quantize_w4(w, 32), x.T @ x)
+        (300, 128, 32, slice(0), slice(32, 64)),
+    ],
+)
+def test_less_is_lost_than_without_moments(tokens, k, group_size, unused, zeros):
+    x, w = inputs(tokens, k), weights(16, k)
+    x[:, unused], w[:, zeros] = 0, 0
+    for order in (True, False):
+        found = jitgemm.quantize_w4(w, group_size, moments=x.T @ x, act_order=order)
+        assert lost(w, found, x.T @ x) < lost(w, jitgemm.quantize_w4(w, group_size), x.T @ x)
+    nothing = jitgemm.quantize_w4(w, group_size, moments=torch.zeros(k, k))
+    assert bool(nothing.dequantize().isfinite().all())
 
 
 def test_what_earlier_groups_leave_to_a_group_of_zeros_may_be_too_small_for_a_scale():
@@ -103,18 +98,25 @@ def test_experts_are_quantised_one_by_one():
         assert torch.equal(together[e].dequantize(), alone.dequantize())
 
 
-def test_wrong_moments_are_named():
-    w = weights(16, 64)
-    for moments, error in (
-        (torch.zeros(64, 32), "expected fp32 .64, 64. on cpu"),
-        (torch.zeros(64, 64, dtype=torch.float64), "expected fp32"),
-        (torch.full((64, 64), torch.nan), "finite"),
-        (-torch.eye(64), "sums of squares"),
-    ):
-        with pytest.raises(ValueError, match=f"moments: .*{error}"):
-            jitgemm.quantize_w4(w, 32, moments=moments)
-    with pytest.raises(TypeError, match="moments: expected"):
-        jitgemm.quantize_w4(w, 32, moments=[[1.0]])
+@pytest.mark.parametrize(
+    ("moments", "error", "message"),
+    [
+        (torch.zeros(64, 32), ValueError, r"expected fp32 \[64, 64\] on cpu"),
+        (torch.zeros(64, 64, dtype=torch.float64), ValueError, "expected fp32"),
+        (torch.full((64, 64), torch.nan), ValueError, ".*finite"),
+        (-torch.eye(64), ValueError, ".*sums of squares"),
+        ([[1.0]], TypeError, "expected"),
+    ],
+)
+def test_wrong_moments_are_named(moments, error, message):
+    for quantise in (partial(jitgemm.quantize_w4, group_size=32), partial(jitgemm.quantize_w8, lhs_dtype=torch.int8)):
+        with pytest.raises(error, match=f"moments: {message}"):
+            quantise(weights(16, 64), moments=moments)
+
+
+def test_moments_and_blocks_are_refused():
+    with pytest.raises(ValueError, match="moments: expected none with block"):
+        jitgemm.quantize_w8(weights(8, 128), torch.int8, block=128, moments=torch.eye(128))
 
 
 @pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.int8))
@@ -127,11 +129,3 @@ def test_8_bits_lose_less_with_moments(dtype):
     assert torch.equal(scales, nearest.unpack()[1]) and not codes[3].float().any()
     experts = jitgemm.quantize_w8(torch.stack((w, w)), dtype, moments=torch.stack((moments, moments)))
     assert torch.equal(experts.blocks[1], found.blocks)
-
-
-def test_moments_of_8_bits_are_checked():
-    w = weights(8, 128)
-    with pytest.raises(ValueError, match=r"moments: expected fp32 \[128, 128\]"):
-        jitgemm.quantize_w8(w, torch.int8, moments=torch.eye(64))
-    with pytest.raises(ValueError, match="moments: expected none with block"):
-        jitgemm.quantize_w8(w, torch.int8, block=128, moments=torch.eye(128))

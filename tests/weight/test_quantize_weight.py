@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import builders
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_weights import same_weight
 
 import jitgemm
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.search import MIN_CLIP, clip_ratios
+from jitgemm.weight.search import clip_ratios
 
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MARGIN = 1 + 1e-5
@@ -128,12 +130,6 @@ def test_without_the_full_range_no_code_is_minus_eight(group_size, dtype):
     assert (errors(narrow.dequantize(), w, group_size) - plain).sum() < 0
 
 
-def test_ratios_end_at_the_smallest_clip():
-    ratios = clip_ratios(32)
-    assert len(ratios) == 32 and ratios[-1] == MIN_CLIP and ratios == sorted(ratios, reverse=True) and ratios[0] < 1
-    assert clip_ratios(0) == []
-
-
 # --- known cases ---
 
 
@@ -208,34 +204,32 @@ def test_a_power_of_two_changes_the_scales_only(symmetric, exponent):
 # --- memory, strides, repeatability ---
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_chunks_of_rows_change_nothing(symmetric, monkeypatch):
-    w = weight(7, 40, 416)
-    whole = quantize_w4(w, 128, symmetric=symmetric)
+QUANTISERS = {
+    "groups": partial(quantize_w4, group_size=32, clip_steps=4),
+    "zero points": partial(quantize_w4, group_size=128, symmetric=False, clip_steps=4),
+    "per channel, fp16": partial(quantize_w4, group_size="channel", scale_dtype=torch.float16, lhs_dtype=torch.int8),
+    "e4m3": partial(quantize_w4, group_size=128, lhs_dtype=torch.float8_e4m3fn),
+    "8 bits": partial(jitgemm.quantize_w8, lhs_dtype=torch.int8),
+    "8 bits by block": partial(jitgemm.quantize_w8, lhs_dtype=torch.float8_e4m3fn, block=128),
+    "MXFP4": jitgemm.quantize_mxfp4,
+    "two levels": jitgemm.quantize_w4_two_level,
+}
+quantisers = pytest.mark.parametrize("quantise", QUANTISERS.values(), ids=QUANTISERS)
+
+
+@quantisers
+def test_experts_quantise_as_each_does_in_chunks_and_from_any_tensor(monkeypatch, quantise):
+    w = (
+        torch.stack([weight(seed, 40, 416) for seed in range(3)]) * torch.tensor([0.1, 1, 10])[:, None, None]
+    ).bfloat16()
+    found, each = quantise(w), [quantise(expert) for expert in w]
+    assert found.experts == 3 and all(map(same_weight, found, each))
     monkeypatch.setattr("jitgemm.weight.quantize.CHUNK", {"cpu": 1})
-    assert builders.same_bits(quantize_w4(w, 128, symmetric=symmetric).blocks, whole.blocks)
-
-
-def test_strided_and_half_precision_weights():
-    w = weight(8, 16, 128)
-    expected = quantize_w4(w.bfloat16().float(), 64).blocks
-    assert builders.same_bits(quantize_w4(w.bfloat16(), 64).blocks, expected)
-    assert builders.same_bits(quantize_w4(w.bfloat16().T.contiguous().T, 64).blocks, expected)
-    half = w.half()
-    assert builders.same_bits(quantize_w4(half, 64).blocks, quantize_w4(half.float(), 64).blocks)
-
-
-def test_the_weight_is_left_alone_and_may_be_a_parameter():
-    w = weight(9, 16, 128)
-    parameter = torch.nn.Parameter(w.clone())
-    got = quantize_w4(parameter, 64)
-    assert torch.equal(parameter, w)
-    assert not got.blocks.requires_grad
-
-
-def test_the_group_size_is_kept():
-    for group_size in (32, 96, 128, 4096):
-        assert quantize_w4(weight(10, 8, 96), group_size).group_size == group_size
+    parameter = torch.nn.Parameter(w.float())
+    for other in (parameter, w.mT.contiguous().mT, w.repeat_interleave(2, 1)[:, ::2]):
+        again = quantise(other)
+        assert same_weight(again, found) and not again.blocks.requires_grad
+    assert torch.equal(parameter, w.float())
 
 
 @pytest.mark.gpu
@@ -252,13 +246,14 @@ def test_the_gpu_gives_the_same_weight(symmetric, group_size):
 # --- refusals ---
 
 
-@pytest.mark.parametrize("value, text", [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_values_that_are_not_finite_are_refused_with_their_place(value, text, symmetric):
-    w = weight(12, 16, 64)
-    w[9, 33] = value
-    with pytest.raises(ValueError, match=re.escape(f"w: expected finite values, got {text} at [9, 33]")):
-        quantize_w4(w, 32, symmetric=symmetric)
+@quantisers
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_with_their_place(value, quantise):
+    w = torch.stack([weight(12, 16, 64)] * 2)
+    w[1, 9, 33] = value
+    for given_ in (w, w[1]):
+        with pytest.raises(ValueError, match=rf"^w(\[1\])?: expected finite values, got {value} at \[9, 33\]"):
+            quantise(given_)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -294,26 +289,21 @@ W = torch.zeros(8, 64)
         ((W[:, :40], 32), {}, ValueError, "w: expected k to be a positive multiple of 16, got 40"),
         ((W, 48), {}, ValueError, "group_size: expected one of (32, 64, 128, 256), or k = 64 for per channel, got 48"),
         ((W, 0), {}, ValueError, "group_size: expected one of"),
+        ((W[None, :0], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 0"),
+        ((W[None, :4], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 4"),
+        ((W[None][:0], 32), {}, ValueError, "w: expected shape [n, k] or [experts, n, k], got [0, 8, 64]"),
+        ((W[None, None], 32), {}, ValueError, "w: expected shape [n, k] or [experts, n, k], got [1, 1, 8, 64]"),
+        ((torch.stack((W, W + 1e6)), 32), {"scale_dtype": torch.float16}, ValueError,
+         "w[1]: expected scales within float16's 65504"),
         ((W, 32), {"clip_steps": -1}, ValueError, "clip_steps: expected at least 0, got -1"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(arguments, options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         quantize_w4(*arguments, **options)
 
 
-@pytest.mark.parametrize(
-    "quantise",
-    [
-        lambda w: quantize_w4(w, 32),
-        lambda w: quantize_w4(w, 128, symmetric=False),
-        lambda w: quantize_w4(w, 128, lhs_dtype=torch.float8_e4m3fn),
-        lambda w: jitgemm.quantize_w8(w, torch.int8),
-        jitgemm.quantize_mxfp4,
-        jitgemm.quantize_w4_two_level,
-    ],
-    ids=["groups", "zero-points", "e4m3", "8-bits", "mxfp4", "two-levels"],
-)
+@quantisers
 def test_a_weight_does_not_depend_on_pytorch_s_default_type(quantise):
     """vLLM loads models under the model's type."""
     w = weight(1, 128, 256).bfloat16()

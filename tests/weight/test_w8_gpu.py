@@ -54,7 +54,7 @@ MODELS = [
 
 
 @lru_cache
-def sampled(problem: Problem, count: int = 12) -> list[KernelSpec]:
+def sampled(problem: Problem, count: int = 8) -> list[KernelSpec]:
     """Some legal kernels of the problem."""
     legal = legal_kernels(problem.lhs, problem.format, device_figures(), problem.out)
     return [with_k_rules(spec, problem.k) for spec in random.Random(6).sample(legal, count)]
@@ -82,23 +82,6 @@ def test_a_call_is_within_the_bound(case):
     case.run()
 
 
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_weight_comes_out_exactly(lhs_name, group):
-    """The identity as activations picks out each weight: with scales that are powers of two the output is exact."""
-    n, k = 256, 544
-    q = torch.arange(-128, 128, dtype=torch.int8, device="cuda")[:, None].repeat(1, k)
-    if lhs_name == "e4m3":
-        q = torch.where((q & 127) == 127, 0, q).view(torch.float8_e4m3fn)
-    groups = -(-k // group) if group else 1
-    scale = torch.exp2(torch.arange(n * groups, device="cuda") % 8 - 4.0).view(n, groups)
-    rhs = jitgemm.pack_w8(q, scale, group_size=group or k)
-    out = torch.empty(k, n, device="cuda")
-    identity = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_name])
-    jitgemm.gemm_w8a8_nt((identity, torch.ones(1, device="cuda")), rhs, out)
-    assert torch.equal(out, rhs.dequantize().T)
-
-
 @pytest.mark.parametrize("m", [1, 100])
 @pytest.mark.parametrize("k", [131056, 16384])
 def test_the_largest_sums_of_int8_per_channel(k, m):
@@ -117,7 +100,6 @@ def test_the_largest_sums_of_int8_per_channel(k, m):
 @pytest.mark.parametrize("problem", SAMPLED, ids=lambda p: f"{p.m}-{p.format.name}")
 def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     """All right, and those that sum k in one order alike to the bit."""
-
     rhs = weight(problem.n, problem.k, problem.lhs, problem.format.group_size, seed=6)
     lhs = builders.lhs(7, problem.m, problem.k, problem.lhs, device="cuda")
     outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -128,16 +110,6 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     assert max(map(len, outputs.values())) > 3, "no two kernels of one order"
     for first, *rest in outputs.values():
         assert all(same_bits(first, other) for other in rest)
-
-
-@pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_a_compiled_function_gives_the_call_s_bits(lhs_name):
-    rhs = weight(1000, 1056, lhs_name, BLOCK)
-    lhs = builders.lhs(9, 33, 1056, lhs_name, device="cuda")
-    out, compiled = (torch.empty(33, 1000, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, out)
-    torch.compile(lambda: jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, compiled), fullgraph=True)()
-    assert same_bits(compiled, out)
 
 
 def test_a_kernel_may_be_asked_for_by_name():

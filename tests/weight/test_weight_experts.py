@@ -442,16 +442,6 @@ def test_a_count_of_no_experts_is_refused(count, error):
 # --- quantize_w4 ---
 
 
-@pytest.mark.parametrize(
-    "group_size, symmetric, lhs_dtype", [(32, True, torch.int8), (64, False, None), (10_000, True, None)]
-)
-def test_experts_quantise_as_each_on_its_own(group_size, symmetric, lhs_dtype):
-    w = torch.randn(3, 16, 160, generator=builders.generator(2)) * torch.tensor([0.1, 1.0, 10.0])[:, None, None]
-    options = {"symmetric": symmetric, "clip_steps": 4, "scale_dtype": torch.float16, "lhs_dtype": lhs_dtype}
-    weight = quantize_w4(w, group_size, **options)
-    assert same_experts(weight, [quantize_w4(each, group_size, **options) for each in w])
-
-
 @pytest.mark.parametrize("full_range, codes", [(True, "any"), (False, "e4m3")])
 def test_quantised_experts_have_one_order_of_codes(full_range, codes):
     """Of the two experts only the second needs -8."""
@@ -461,22 +451,6 @@ def test_quantised_experts_have_one_order_of_codes(full_range, codes):
     dense = [quantize_w4(each, 64, full_range=full_range, lhs_dtype=torch.float8_e4m3fn) for each in w]
     assert [each.format.order for each in dense] == ["e4m3", codes] and weight.format.order == codes
     assert builders.same_bits(weight.dequantize(), torch.stack([each.dequantize() for each in dense]))
-
-
-def test_an_experts_values_that_cannot_be_quantised_are_refused_with_their_place():
-    w = torch.zeros(4, 8, 64)
-    w[3, 5, 6] = float("nan")
-    with pytest.raises(ValueError, match=re.escape("w[3]: expected finite values, got nan at [5, 6]")):
-        quantize_w4(w, 32)
-    w[3, 5, 6] = 1e6
-    with pytest.raises(ValueError, match=re.escape("w[3]: expected scales within float16's 65504")):
-        quantize_w4(w, 32, scale_dtype=torch.float16)
-    for shape in ((0, 8, 64), (1, 1, 8, 64)):
-        message = f"w: expected shape [n, k] or [experts, n, k], got {list(shape)}"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            quantize_w4(torch.zeros(shape), 32)
-    with pytest.raises(ValueError, match="w: expected n, its rows, to be a positive multiple of 8, got 12"):
-        quantize_w4(torch.zeros(2, 12, 64), 32)
 
 
 # --- on a GPU ---
