@@ -145,13 +145,6 @@ def test_the_op_refuses_what_the_call_refuses():
         OP(*op_arguments(builders.lhs(1, 5, K, "e4m3"), weight(codes="s8"), empty(5)))
 
 
-def test_no_gradient_flows_through_the_op():
-    x, x_scale = builders.lhs(1, 5, K, "s8")
-    out, bias = empty(5), torch.nn.Parameter(builders.bias(3, N))
-    OP(*op_arguments((x, x_scale), weight(), out, bias))
-    assert not out.requires_grad
-
-
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
@@ -167,24 +160,6 @@ def layer(x, x_scale, rhs, bias):
     out = x.new_empty((x.shape[0], rhs.n), dtype=torch.bfloat16)
     jitgemm.gemm_w4a8_bf16_nt((x, x_scale * 2), rhs, out, bias=bias)
     return out + 1
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, form):
-    rhs, bias = form.weight(), builders.bias(3, N, torch.float32)
-
-    def layer(*lhs):
-        out = lhs[0].new_empty((lhs[0].shape[0], N), dtype=form.out)
-        form.call(lhs, rhs, out, bias)
-        return out * 2
-
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
-    for m in (5, 7, 33):
-        lhs = form.activations(m, m)
-        assert builders.same_bits(compiled(*lhs), layer(*lhs))
-        assert builders.same_bits(compiled(*lhs), reference(lhs, rhs, bias, form.out) * 2)
-    assert graphs.frame_count == 1
 
 
 def test_compiles_with_the_weight_as_an_argument(fresh_dynamo):
@@ -322,30 +297,6 @@ def test_import_touches_neither_the_disk_nor_the_driver(imported):
     assert not imported["cuda"]
 
 
-def test_a_functorch_transform_meets_the_op_and_never_a_null_pointer():
-    rhs = builders.weight_parts(3, 64, 128, 32).packed
-    x, x_scale = builders.lhs(4, 5, 128, "s8")
-
-    def function(x, x_scale):
-        out = torch.zeros(x.shape[0], 64, dtype=torch.bfloat16)
-        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
-        return out
-
-    # PyTorch's own refusal of operators that write into an argument; torch.compile functionalises them.
-    with pytest.raises(RuntimeError, match="jitgemm::gemm_w4a8_nt"):
-        torch.func.functionalize(function)(x, x_scale)
-
-
-def test_a_weight_written_in_place_is_no_longer_read_ahead():
-    rhs = builders.weight_parts(3, 64, 128, 32).packed
-    assert rhs.ready
-    rhs.blocks.copy_(rhs.blocks.clone())
-    assert not rhs.ready
-    assert rhs.mark_ready() and rhs.ready
-    rhs.blocks.data = rhs.blocks.clone()
-    assert not rhs.ready
-
-
 # ---- the op's weight, checked like a W4Weight -----------------------------------------------------------------------
 
 
@@ -384,25 +335,6 @@ def test_the_op_checks_every_tensor_of_its_weight(format, parts, message, fake):
         arguments = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in arguments]
     with pytest.raises(ValueError, match=message), mode if fake else torch.no_grad():
         OP(*arguments)
-
-
-def test_16_bytes_are_refused_for_a_weight_of_4096_by_4096_on_a_fake_gpu():
-    with FakeTensorMode():
-        x, x_scale = torch.empty(1, 4096, dtype=torch.int8, device="cuda"), torch.empty(1, device="cuda")
-        out = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
-        blocks = torch.empty(16, dtype=torch.uint8, device="cuda")
-        with pytest.raises(ValueError, match=r"rhs.blocks: expected uint8 \[64, 32, 4224\], got uint8 \[16\]"):
-            OP(x, x_scale, None, blocks, None, None, out, None, 4096, 4096, "g128-bf16-any", False)
-
-
-@pytest.mark.gpu
-def test_the_op_checks_addresses_of_its_weight_on_a_gpu():
-    rhs = weight().to("cuda")
-    lhs, out = tuple(each.cuda() for each in builders.lhs(1, 5, K, "s8")), empty(5).cuda()
-    shifted = torch.zeros(rhs.blocks.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view_as(rhs.blocks)
-    with pytest.raises(ValueError, match="rhs.blocks: expected an address .* 16 bytes, got one that is 1"):
-        OP(*op_arguments(lhs, changed(rhs, blocks=shifted), out))
-    torch.cuda.synchronize()
 
 
 def test_names_that_exported_programs_hold_stay():

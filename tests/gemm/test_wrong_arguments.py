@@ -5,6 +5,7 @@ Each call is made with legal arguments, one of them or an element of one replace
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from moe_cases import Case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -231,16 +233,18 @@ for _name in (
 """By argument: what is not wrong by itself. A kernel's label means nothing on a CPU."""
 
 
-def changes(given: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def changes(
+    given: dict[str, Any], others: dict[str, Any] = WRONG, like: dict[str, Callable[[torch.Tensor], Any]] = LIKE
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(argument, what it is now, the arguments)."""
     for name, value in given.items():
-        for kind, wrong in WRONG.items():
+        for kind, wrong in others.items():
             yield name, kind, given | {name: wrong}
         parts = value if isinstance(value, tuple) else (value,)
         for i, part in enumerate(parts):
-            replaced: dict[str, Any] = {} if parts == (value,) else dict(WRONG)
+            replaced: dict[str, Any] = {} if parts == (value,) else dict(others)
             if isinstance(part, torch.Tensor):
-                replaced |= {kind: make(part) for kind, make in LIKE.items()}
+                replaced |= {kind: make(part) for kind, make in like.items()}
             for kind, wrong in replaced.items():
                 whole = (*parts[:i], wrong, *parts[i + 1 :]) if isinstance(value, tuple) else wrong
                 yield name, f"{kind} at {i}" if isinstance(value, tuple) else kind, given | {name: whole}
@@ -266,6 +270,35 @@ def test_what_is_wrong_is_named(name):
             if kind.partition(" at ")[0] not in LEGAL.get(argument, ()):
                 wrong.append(f"{argument} = {kind}: no error")
     assert not wrong, "\n".join(wrong)
+
+
+class Watched(TorchDispatchMode):
+    """Under which calls go through their ops."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+GRADIENTS = ("quantize_activations", "fused_experts", "fused_experts_masked", "combine", "gemm_w4a8_reference")
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_a_gradient_is_expected_for_is_refused(name):
+    """In a first call, in a second one, and through the op; under no_grad it is not, which makes no later call legal."""
+    call, make = CALLS[name]
+    like = {"gradient": lambda tensor: tensor.clone().requires_grad_(tensor.is_floating_point())}
+    for argument, _, given in changes(make(), {}, like):
+        parts = given[argument] if isinstance(given[argument], tuple) else (given[argument],)
+        if argument == "out" or not any(part.requires_grad for part in parts):
+            continue
+        for mode in (contextlib.nullcontext(), contextlib.nullcontext(), Watched()):
+            with torch.no_grad():
+                call(**given)
+            if argument == "residual_out" and isinstance(mode, Watched):  # PyTorch's own error
+                continue
+            message = rf"\b({argument}|lhs)\b.*: expected a tensor that does not require grad.*no_grad"
+            with mode, pytest.raises(ValueError, match=message):
+                call(**given)
 
 
 def test_all_arguments_of_all_public_calls_are_tried():

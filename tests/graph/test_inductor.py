@@ -7,13 +7,10 @@ model is compiled to the end.
 from __future__ import annotations
 
 import copy
-import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import builders
 import pytest
@@ -24,7 +21,6 @@ from fresh_python import fresh_python
 import jitgemm
 import jitgemm.nn
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 E4M3 = torch.float8_e4m3fn
 OPS = "quantize_activations", "add_quantize_activations", "gemm_w4a8_nt"
 
@@ -86,13 +82,6 @@ def test_a_rotation_stays_behind_the_norm_and_residual_that_are_folded():
     hands = [quantised(total, torch.int8, rms_norm=w, eps=1e-5, rotation=rotation) for rotation in (128, 0)]
     assert same(found, (*hands[0], *hands[1], total * 2))
     assert graphs.quantisers == {"add": 1, "norm": 1}
-
-
-def test_so_is_pytorch_s_own():
-    x, w = inputs()
-    found, graphs = compiled(lambda x, w: quantised(torch.nn.functional.rms_norm(x, (K,), w, 1e-5)), x, w)
-    assert same(found, quantised(x, rms_norm=w, eps=1e-5))
-    assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
 
 
 def test_a_norm_in_fp32_is_computed_by_the_quantisers_of_its_conversions():
@@ -166,44 +155,30 @@ def test_a_norm_that_a_router_reads_stays_and_its_quantisers_become_one():
     assert same(found, call(x, w)) and graphs.quantisers == {"plain": 1}
 
 
-def unusual(kind, x, w):
-    wide = x.float()
-    if kind == "eps is a tensor":
-        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + w[:1].float().abs())).to(x.dtype)
-    if kind == "the mean is of half a row":
-        return w * (wide * torch.rsqrt(wide[..., : K // 2].pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-    if kind == "the mean is of a column":
-        return w * (wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-5)).to(x.dtype)
-    if kind == "a cube":
-        return w * (wide * torch.rsqrt(wide.pow(3).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-    if kind == "the square in bf16":
-        return w * (wide * torch.rsqrt(x.pow(2).float().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-    if kind == "another row's mean":
-        return w * (wide * torch.rsqrt(wide.flip(1).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-    if kind == "rounded to 8 bits":
-        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(E4M3).to(x.dtype)
-    if kind == "a weight for each row":
-        return w[:3, None] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-    if kind == "eps behind the root":
-        return w * (wide * (torch.rsqrt(wide.pow(2).mean(-1, keepdim=True)) + 1e-5)).to(x.dtype)
-    if kind == "eps below 0":
-        return norm(x, w, -1e-5)
-    if kind == "added to":
-        return norm(x, w) + 1
-    raise ValueError(kind)
+def root(x, eps=1e-5, axis=-1):
+    return torch.rsqrt(x.mean(axis, keepdim=True) + eps)
 
 
-UNUSUAL = (
-    "eps is a tensor", "the mean is of half a row", "the mean is of a column", "a cube", "the square in bf16",
-    "another row's mean", "rounded to 8 bits", "a weight for each row", "eps behind the root", "eps below 0", "added to",
-)  # fmt: skip
+UNUSUAL = {
+    "eps is a tensor": lambda x, w: w * (x.float() * root(x.float() ** 2, w[:1].float().abs())).to(x.dtype),
+    "the mean is of half a row": lambda x, w: w * (x.float() * root(x.float()[..., : K // 2] ** 2)).to(x.dtype),
+    "the mean is of a column": lambda x, w: w * (x.float() * root(x.float() ** 2, axis=1)).to(x.dtype),
+    "a cube": lambda x, w: w * (x.float() * root(x.float() ** 3)).to(x.dtype),
+    "the square in bf16": lambda x, w: w * (x.float() * root((x**2).float())).to(x.dtype),
+    "another row's mean": lambda x, w: w * (x.float() * root(x.float().flip(1) ** 2)).to(x.dtype),
+    "rounded to 8 bits": lambda x, w: w * (x.float() * root(x.float() ** 2)).to(E4M3).to(x.dtype),
+    "a weight for each row": lambda x, w: w[:3, None] * (x.float() * root(x.float() ** 2)).to(x.dtype),
+    "eps behind the root": lambda x, w: w * (x.float() * (root(x.float() ** 2, 0.0) + 1e-5)).to(x.dtype),
+    "eps below 0": lambda x, w: norm(x, w, -1e-5),
+    "added to": lambda x, w: norm(x, w) + 1,
+}
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_what_is_no_rms_norm_is_left_alone(kind):
-    x, w = inputs()
-    found, graphs = compiled(lambda x, w: quantised(unusual(kind, x, w)), x, w)
-    assert graphs.quantisers == {"plain": 1} and same(found, quantised(unusual(kind, x, w)))
+    (x, w), unusual = inputs(), UNUSUAL[kind]
+    found, graphs = compiled(lambda x, w: quantised(unusual(x, w)), x, w)
+    assert graphs.quantisers == {"plain": 1} and same(found, quantised(unusual(x, w)))
 
 
 def test_rows_that_the_op_cannot_read_are_left_alone():
@@ -452,8 +427,8 @@ def test_a_size_that_only_the_values_tell_is_fused_too():
 
 SILU, TANH = {"silu_mul": True}, {"gelu_mul": "tanh"}
 MODELS = {
-    "Llama": ({}, SILU), "Qwen2": ({"activation": "int8_affine"}, SILU), "Qwen3": ({"bits": 8}, SILU),
-    "Mistral": ({"activation": "int8", "bits": 8}, SILU), "Phi3": ({}, SILU), "Gemma3Text": ({}, TANH),
+    "Llama": ({}, SILU), "Qwen3": ({"bits": 8}, SILU), "Phi3": ({"activation": "int8_affine"}, SILU),
+    "Gemma3Text": ({}, TANH),
 }  # fmt: skip
 """What `quantize_` is given of each kind, and its gate."""
 
@@ -502,7 +477,7 @@ def with_prologues(model, gate):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama"])
 def test_a_model_of_plain_layers_gives_what_calls_with_prologues_give(name):
     model, gate = tiny(name), MODELS[name][1]
     ids = torch.arange(10)[None]
@@ -513,9 +488,8 @@ def test_a_model_of_plain_layers_gives_what_calls_with_prologues_give(name):
     assert graphs.quantisers == ({"norm": 2} if name == "Gemma3Text" else {"norm": 1, "add": 1}) | rest
 
 
-@pytest.mark.parametrize("dynamic, expected", [(True, (2, 2, 2, 2)), (None, (2, 3, 3, 3))])
-def test_generation_has_a_graph_for_prompts_and_one_for_tokens(dynamic, expected):
-    """By default the first prompt has one of its own. With dynamic=True eps is a constant if floats are."""
+def test_generation_has_a_graph_for_prompts_and_one_for_tokens():
+    """The first prompt has one of its own. eps is a constant if floats are."""
     transformers = pytest.importorskip("transformers")
     model, graphs = tiny("Llama", 2).float(), Graphs()  # fp32: hardly any ties
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
@@ -525,11 +499,11 @@ def test_generation_has_a_graph_for_prompts_and_one_for_tokens(dynamic, expected
         given = {"past_key_values": cache, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         return model.generate(torch.arange(3, 3 + m)[None], **given, disable_compile=True)
 
-    lengths = 3, 8, 15, 21
+    lengths = 3, 8, 15
     eager = [generated(m) for m in lengths]
-    model.compile(backend=graphs, fullgraph=True, dynamic=dynamic)
+    model.compile(backend=graphs, fullgraph=True)
     with torch._dynamo.config.patch(specialize_float=True):
-        for m, tokens, count in zip(lengths, eager, expected):
+        for m, tokens, count in zip(lengths, eager, (2, 3, 3)):
             assert torch.equal(generated(m), tokens) and tokens.shape == (1, m + 5)
             assert len(graphs.graphs) == count
     for graph in [*graphs.graphs]:
@@ -634,13 +608,14 @@ def test_a_program_that_is_loaded_in_a_new_process_is_compiled_with_the_pass(tmp
 
     torch.export.save(torch.export.export(Layer(), inputs()), tmp_path / "program.pt2")
     code = f"""
-import torch, jitgemm
+import sys, torch
+sys.path[:0] = {sys.path}
+import jitgemm
 layer = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
 from compiled_graphs import compiled, inputs
 print(compiled(layer, *inputs())[1].quantisers)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, *sys.path)))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = fresh_python(code)
     assert done.stdout.strip() == "Counter({'norm': 1})", done.stderr
 
 
