@@ -3,6 +3,7 @@ constants."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ from prepared_calls import K, N, gemm_operands, without_driver
 
 import jitgemm
 from jitgemm.gemm import launch as gemms
-from jitgemm.gemm.exact import round_fp64
 from jitgemm.gemm.problem import Gemm, Groups, fp32_scales, pack_e8m0
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
@@ -28,28 +28,7 @@ FORMATS = [(32, True, "bf16", False), (64, False, "fp32", True), (128, False, "b
            (0, False, "fp32", False)]  # fmt: skip
 
 
-def dequantized(lhs: tuple) -> torch.Tensor:
-    x, x_scale = lhs
-    return x.float().double() * x_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
-
-
 # ---- references -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype, column_major, form", builders.third(builders.LHS_DTYPES, [False, True], FORMATS))
-def test_it_agrees_with_a_plain_matmul(dtype, column_major, form):
-    group_size, zero_point, scale_type, offset = form
-    parts = builders.weight_parts(
-        1, 72, 544, group_size, zero_point=zero_point, scale_type=scale_type, offset=offset, scales="negative"
-    )
-    lhs, bias = builders.block_lhs(2, 5, 544, dtype, column_major=column_major), builders.bias(3, 72)
-    assert lhs[1].shape == (5, 5) and (lhs[1].stride(0) == 1) == column_major
-    expected = dequantized(lhs) @ parts.dequantize_fp64().T + bias.double()
-    ref = jitgemm.gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=torch.float64)
-    assert torch.allclose(ref, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
-    out = torch.empty(5, 72, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, parts.packed, out, bias=bias)
-    assert same_bits(out, round_fp64(ref, torch.bfloat16))
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "columns of each expert"])
@@ -100,9 +79,7 @@ def test_unpacked_exponents_of_any_strides_are_packed(k):
     assert pack_e8m0(whole).data_ptr() == whole.data_ptr()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
-@pytest.mark.parametrize("k", [128, 400, 1056])
+@pytest.mark.parametrize("k, dtype, bits", builders.third([128, 400, 1056], builders.LHS_DTYPES, [4, 8]))
 def test_calls_take_exponents_packed_and_unpacked(k, dtype, bits):
     codes = dtype if bits == 8 else "any"
     weight, bias = builders.weight_parts(1, 72, k, codes=codes, bits=bits).packed, builders.bias(3, 72)
@@ -169,6 +146,7 @@ def test_calls_with_unpacked_exponents_are_checked_once(monkeypatch):
         (torch.ones(5, 4).bfloat16(), r"\(x_scale\): expected float32, int32 or float8_e8m0fnu, got bfloat16"),
         (torch.ones(5).int(), r"expected shape \[5, 1\] for the exponents .*, got \[5\]"),
         (torch.tensor(127).int(), r"expected shape \[5, 1\] for the exponents .*, got \[\]"),
+        (torch.tensor([0x7F7E7D7C]).int(), r"expected shape \[5, 1\] for the exponents .*, got \[1\]"),
     ],
 )  # fmt: skip
 def test_wrong_scales_are_named(x_scale, message):
@@ -179,12 +157,6 @@ def test_wrong_scales_are_named(x_scale, message):
         jitgemm.gemm_w4a8_reference((x, x_scale), weight)
     with pytest.raises((TypeError, ValueError), match=message):
         jitgemm.m_grouped_gemm_w4a8_reference((x, x_scale), weight_of_experts(3, 64, 400), torch.zeros(4).int())
-
-
-def test_a_word_is_no_scale_for_every_token_of_the_reference():
-    weight, x = builders.weight_parts(1, 64, 400).packed, builders.block_lhs(1, 4, 400)[0]
-    with pytest.raises(ValueError, match=r"expected shape \[4, 1\] for the exponents .*, got \[1\]"):
-        jitgemm.gemm_w4a8_reference((x, torch.tensor([0x7F7E7D7C], dtype=torch.int32)), weight)
 
 
 @pytest.mark.parametrize("step, overlaps", [(40, False), (60, True)])
@@ -217,47 +189,35 @@ def test_no_zero_points_beside_them():
     "lhs, form, invariant, experts", builders.third(builders.LHS_DTYPES, FORMATS, [False, True], [0, 60])
 )
 def test_every_problem_gets_a_legal_kernel_that_promotes_each_record(lhs, form, invariant, experts):
+    """Exponents change nothing of it but how it reads scales."""
     group_size, zero_point, scale_type, offset = form
     fmt = WeightFormat(group_size, zero_point, scale_type, "any", offset)
     problem = Problem(1, 4096, 4096, lhs, fmt, batch_invariant=invariant, experts=experts, lhs_group=128)
-    for m in (1, 24, 500, 9000):
-        spec = choose(replace(problem, m=m), H200)
-        assert spec.lhs_group == 128 and illegal(spec, H200) is None and promote_records(spec) == 1
-        assert KernelSpec.from_label(spec.label) == spec and "-b128-" in spec.label
-        assert kernel_named(spec.label, replace(problem, m=m), H200) == spec
-        without = replace(spec, lhs_group=0)
-        assert without.label != spec.label
-        with pytest.raises(ValueError, match="kernel: expected one for these operands"):
-            kernel_named(without.label, replace(problem, m=m), H200)
-    found = kernels_for(4096, 4096, lhs, fmt, H200, 512, batch_invariant=invariant, experts=experts, lhs_group=128)
-    assert found and all(spec.lhs_group == 128 for spec in found)
-
-
-@pytest.mark.parametrize("experts", [0, 60])
-def test_exponents_change_nothing_of_a_kernel_but_how_it_reads_scales(experts):
-    fmt = WeightFormat(128, False, "bf16")
-    problem = Problem(1, 4096, 4096, "e4m3", fmt, experts=experts, lhs_group=128, lhs_e8m0=True)
-    for m in (1, 24, 500, 9000):
-        of_m = replace(problem, m=m)
+    for m, e8m0 in itertools.product((1, 24, 500, 9000), (False, True)):
+        of_m = replace(problem, m=m, lhs_e8m0=e8m0)
         spec = choose(of_m, H200)
-        assert spec == replace(choose(replace(of_m, lhs_e8m0=False), H200), lhs_e8m0=True) and "-b128e-" in spec.label
+        assert spec.lhs_group == 128 and illegal(spec, H200) is None and promote_records(spec) == 1
         assert KernelSpec.from_label(spec.label) == spec == kernel_named(spec.label, of_m, H200)
-        assert spec in kernels_for(4096, 4096, "e4m3", fmt, H200, 9000, experts=experts, lhs_group=128, lhs_e8m0=True)
-        with pytest.raises(ValueError, match="kernel: expected one for these operands"):
-            kernel_named(spec.label, replace(of_m, lhs_e8m0=False), H200)
+        assert spec == replace(choose(replace(of_m, lhs_e8m0=False), H200), lhs_e8m0=e8m0)
+        for other in (replace(spec, lhs_group=0, lhs_e8m0=False), replace(spec, lhs_e8m0=not e8m0)):
+            with pytest.raises(ValueError, match="kernel: expected one for these operands"):
+                kernel_named(other.label, of_m, H200)
+    options = dict(batch_invariant=invariant, experts=experts, lhs_group=128, lhs_e8m0=True)
+    found = kernels_for(4096, 4096, lhs, fmt, H200, 512, **options)
+    assert found and all(spec.lhs_group == 128 and spec.lhs_e8m0 for spec in found)
+
+
+def test_groups_that_activations_do_not_have_are_refused():
+    with pytest.raises(ValueError, match="lhs_group: expected 128, or 0 for a scale per token, got 64"):
+        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), lhs_group=64)
     with pytest.raises(ValueError, match="lhs_e8m0: expected lhs_group 128 with it, got 0"):
-        replace(problem, lhs_group=0)
+        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), lhs_e8m0=True)
 
 
 def test_shared_memory_holds_each_stage_s_scales_and_none_for_the_epilogue():
     spec = KernelSpec("e4m3", WeightFormat(128, False, "bf16"), 64, 128, stages=4, warpgroups_k=2)
     extra = smem_bytes(replace(spec, lhs_group=128)) - smem_bytes(spec)
     assert extra == 4 * (4 * 2 * 64) - 4 * (2 * 64)
-
-
-def test_other_groups_of_activations_are_refused():
-    with pytest.raises(ValueError, match="lhs_group: expected 128, or 0 for a scale per token, got 64"):
-        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), lhs_group=64)
 
 
 def test_int8_per_channel_has_no_limit_of_k():
@@ -268,29 +228,23 @@ def test_int8_per_channel_has_no_limit_of_k():
 # ---- what a launch is given -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("column_major", [False, True])
-def test_strides_of_scales_reach_the_parameters(column_major, monkeypatch):
-    launches = without_driver(monkeypatch)
-    x, x_scale = builders.block_lhs(1, 5, K, column_major=column_major)
-    operands = gemm_operands()._replace(x=x, x_scale=x_scale, x_zero=None)
+STRIDED = {
+    "rows": (torch.ones(5, 2), (2, 1)),
+    "columns": (torch.ones(2, 8).T[:5], (1, 8)),
+    "packed exponents": (torch.zeros(5, 3, dtype=torch.int32)[:, ::3], (3, 3)),  # K is less than 512
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+def test_strides_of_scales_reach_the_parameters(layout, monkeypatch):
+    launches, (x_scale, strides) = without_driver(monkeypatch), STRIDED[layout]
+    operands = gemm_operands()._replace(x=builders.block_lhs(1, 5, K)[0], x_scale=x_scale, x_zero=None)
     plan = gemms.GemmLaunch(operands)
-    assert plan.spec.lhs_group == 128
+    assert plan.spec.lhs_group == 128 and plan.spec.lhs_e8m0 == (layout == "packed exponents")
     plan.launch(operands)
     values = parameters(gemms.ARGUMENTS, launches)
     assert (values["lhs_scale"], values["lhs_zero"]) == (x_scale.data_ptr(), 0)
-    assert (values["lhs_scale_stride"], values["lhs_zero_stride"]) == ((1, 8) if column_major else (2, 1))
-
-
-def test_strides_of_packed_exponents_reach_the_parameters(monkeypatch):
-    launches = without_driver(monkeypatch)
-    x = builders.block_lhs(1, 5, K)[0]
-    x_scale = torch.zeros(5, 3, dtype=torch.int32)[:, ::3]  # K is less than 512
-    operands = gemm_operands()._replace(x=x, x_scale=x_scale, x_zero=None)
-    plan = gemms.GemmLaunch(operands)
-    assert plan.spec.lhs_group == 128 and plan.spec.lhs_e8m0
-    plan.launch(operands)
-    values = parameters(gemms.ARGUMENTS, launches)
-    assert (values["lhs_scale"], values["lhs_scale_stride"]) == (x_scale.data_ptr(), 3)
+    assert (values["lhs_scale_stride"], values["lhs_zero_stride"]) == strides
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns of each expert"])
