@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from dataclasses import replace
 
@@ -11,16 +10,15 @@ import builders
 import pytest
 import torch
 from builders import weight_of_experts
-from compiled_graphs import compiled
-from emulator.launch import emulate, plant
-from emulator.problems import assert_within_the_bound, problem, share_of_bound
+from emulator.launch import emulate
+from emulator.problems import assert_within_the_bound, problem
 from files_compressed_tensors import config, pack_quantized
 from marks import emulated
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Gemm, Groups
+from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, lhs_columns
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.layers.shard_weight import part_of_weight
@@ -44,7 +42,7 @@ def pair(group_size: int, kind: str, n: int = 136, k: int = 1056, experts: int =
 
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return (a is None and b is None) or (a is not None and b is not None and builders.same_bits(a, b))
+    return a is b or builders.same_bits(a, b)
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -77,13 +75,10 @@ def test_a_rank_s_part_is_corrected_too(kind, dim, world):
         assert (parts[1].correction is None) == (world == 16 and kind == "zero")
 
 
-def test_fp16_offsets_take_fp16_factors():
+def test_what_no_factor_holds_is_refused():
     parts = builders.weight_parts(1, 64, 512, 128, offset=True, scale_type="fp16")
     weight = replace(parts, lhs_dtype=torch.int8, correction=True).packed
     assert weight.correction == ("fp16", 128) and same(weight.unpack().offset, parts.offset)
-
-
-def test_what_no_factor_holds_is_refused():
     parts = builders.weight_parts(1, 64, 512, 128, zero_point=True)
     options = dict(group_size=128, k=512, lhs_dtype=torch.int8, correction=True)
     pack = jitgemm.pack_w4
@@ -120,9 +115,6 @@ def test_formats_that_no_weight_has_are_refused():
         replace(weight, format=weight.format.kernel_format)
 
 
-# ---- rows of activations ---------------------------------------------------------------------------------------------
-
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 DENSE = {
@@ -132,8 +124,7 @@ DENSE = {
     "s8fast-g64-bf16-tofp16-m8n128-k2x1-s4-xfp16": (5, 528),
     "s8fast-g256-bf16-m48n64-k1x2s-s4-xfp16": (40, 1200),
     "s8fast-g128-bf16-tofp32-m176n128-s4-parts-xbf16": (180, 1056),
-    "s8fast-g128-bf16-m96n64-k2x2s-s3-parts-xfp16": (97, 1952),
-    "s8fast-g128-bf16-m128hn128-mc2lhs-s4-xfp16": (100, 1056),
+    "s8fast-g128-bf16-m96n64-k2x2s-s3-parts-xfp16": (97, 1184),
     "s8fast-g64-bf16-m160hn128-mc2lhs-s4-xbf16": (170, 544),
 }
 
@@ -147,32 +138,6 @@ def test_a_kernel_is_within_the_bound(monkeypatch, label):
     GemmLaunch(operands, spec).launch(operands)
     assert emulator.launched == [label]
     assert_within_the_bound(operands)
-
-
-@emulated
-@pytest.mark.parametrize(
-    ("header", "old", "new"),
-    [
-        ("correction", "descriptor + part * (kTokens * kSwizzledRow >> 4) + digit * 4", "descriptor + digit * 4"),
-        ("correction", "+ digit * 4 + step * 2", "+ step * 2"),
-        (
-            "multiply",
-            "left > 0; --left) {\n            const u32 stage",
-            "left > 1; --left) {\n            const u32 stage",
-        ),
-    ],
-)
-def test_a_planted_fault_is_seen(monkeypatch, header, old, new):
-    plant(monkeypatch, f"gemm/{header}", old, new)
-    emulate(monkeypatch)
-    spec = KernelSpec.from_label("s8fast-g128-bf16-tofp32-m176n128-s4-parts-xbf16")
-    operands = problem(spec, 180, 136, 1056)
-    try:
-        GemmLaunch(operands, spec).launch(operands)
-    except RuntimeError as error:  # a stage that is not taken leaves the others waiting
-        assert "warp" in str(error)
-    else:
-        assert share_of_bound(operands) > 1
 
 
 @emulated
@@ -195,35 +160,6 @@ def test_a_call_takes_rows_with_sums_and_without(monkeypatch, kind, m):
     assert emulator.launched == [launch.spec.label] and f"-x{weight.correction[0]}" in launch.spec.label
     exact = GemmLaunch(operands._replace(weight=weight.with_sums("exact")))
     assert exact.spec.sums == "f32"
-
-
-GROUPED = {
-    "s8fast-g128-bf16-m16n64-k2x2-s6-xfp16-e64": [9, 0, 0, 1, 33],
-    "s8fast-g128-bf16-m80n128-s4-parts-xbf16-e64": [9, 0, 90, 1, 33],
-    "s8fast-g128-bf16-m160n128-s4-xfp16-e64": [9, 170, 0, 1, 33],
-}
-
-
-@emulated
-@pytest.mark.parametrize(("label", "gathered"), list(zip(GROUPED, (False, True, False))))
-def test_a_grouped_kernel_is_within_the_bound(monkeypatch, label, gathered):
-    emulator = emulate(monkeypatch)
-    spec, counts, k = KernelSpec.from_label(label), GROUPED[label], 416
-    kind = "zero" if "-xfp16" in label else "offset"
-    _, weight = pair(128, kind, k=k, experts=len(counts))
-    rows = sum(counts)
-    tokens = rows // 3 if gathered else rows
-    x, scale = builders.lhs(3, tokens, k, "s8")
-    offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32) if gathered else None
-    out = torch.empty(rows, weight.n).bfloat16()
-    operands = Gemm(with_sums(x, weight.correction), scale, None, weight, out, None, Groups(offsets, index, 0, rows))
-    GemmLaunch(operands, spec).launch(operands)
-    assert emulator.launched == [label]
-    for e, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        of_e = torch.arange(begin, end) if index is None else index[begin:end].long()
-        ref, bound = gemm_w4a8_bound((x[of_e], scale[of_e]), weight[e])
-        assert bool(((out[begin:end].double() - ref).abs() <= bound).all()), e
 
 
 def test_rows_without_sums_get_them_with_one_warning(monkeypatch):
@@ -342,14 +278,3 @@ def test_layers_of_a_checkpoint_are_corrected_where_they_can_be(activation):
         assert plain.correction is None
         right = jitgemm.nn.W4A8Linear(plain, activation=activation)(x)
         assert torch.equal(layer(x), right) and torch.equal(alone(x), right)
-
-
-def test_projections_that_share_an_input_have_it_quantised_for_each_kind_of_weight():
-    plain, weight = pair(128, "zero", n=128, k=544)
-    _, other = pair(128, "offset", n=64, k=544)
-    linears = [jitgemm.nn.W4A8Linear(each, activation="int8") for each in (plain, weight, copy.deepcopy(weight), other)]
-    x = torch.randn(5, 544, generator=builders.generator(1)).bfloat16()
-    with torch.inference_mode():
-        found, graphs = compiled(lambda x: [linear(x) for linear in linears], x)
-        assert all(torch.equal(y, linear(x)) for y, linear in zip(found, linears))
-    assert graphs.quantisers == {"plain": 3}
