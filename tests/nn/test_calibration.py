@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from small_models import same_state
 
 import jitgemm.nn
 from jitgemm.nn.quantize.calibration import Calibration
@@ -47,6 +48,12 @@ def runs(model: torch.nn.Module, batches: list, **more) -> Calibration:
     )
 
 
+def moments_of(model: torch.nn.Module, batches: list) -> dict:
+    """Of all stages, with nothing quantised between them."""
+    run = runs(model, batches)
+    return {name: each for stage in run.stages() for name, each in run.collect(stage).items()}
+
+
 def seen(model: torch.nn.Module, name: str, *batches: torch.Tensor) -> torch.Tensor:
     """The inputs of a module, [tokens, k]."""
     inputs = []
@@ -64,31 +71,21 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_moments_are_the_inputs_products():
     model, batches = llama(), list(ids().split(2))
-    run = runs(model, batches)
-    for stage in run.stages():
-        found = run.collect(stage)
-        for name in stage:
-            x = seen(model, name, *batches)
-            assert close(found[name].given(False), x.T @ x), name
-            assert int(found[name].tokens) == 6 * 24
+    for name, found in moments_of(model, batches).items():
+        x = seen(model, name, *batches)
+        assert close(found.given(False), x.T @ x) and int(found.tokens) == 6 * 24, name
 
 
 def test_stages_are_blocks_in_the_order_of_running_and_share_sums():
     run = runs(llama(3), [ids()])
     stages = list(run.stages())
     assert [{name.split(".")[2] for name in stage} for stage in stages] == [{"0"}, {"1"}, {"2"}]
-    assert [name.rpartition(".")[2] for name in stages[0]] == [
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-    ]  # fmt: skip
+    names = ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"]
+    assert " ".join(name.rpartition(".")[2] for name in stages[0]) == " ".join(names)
     found = run.collect(stages[1])
     assert len({id(each) for each in found.values()}) == 4  # q, k, v have one input; gate and up as well
-
-
-def test_sums_beyond_the_memory_are_a_stage_of_their_own():
-    run = runs(llama(1), [ids()], memory=4 * HIDDEN**2)
-    assert [[name.rpartition(".")[2] for name in stage] for stage in run.stages()] == [
-        ["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]
-    ]  # fmt: skip
+    run = runs(llama(1), [ids()], memory=4 * HIDDEN**2)  # and sums beyond the memory a stage of their own
+    assert [" ".join(name.rpartition(".")[2] for name in stage) for stage in run.stages()] == names
 
 
 def test_a_later_block_sees_what_the_quantised_ones_pass_on():
@@ -112,20 +109,19 @@ def test_padding_does_not_count():
     model, batch = llama(), ids(3)
     mask = torch.ones_like(batch)
     mask[1, 10:] = 0
-    run = runs(model, [{"input_ids": batch, "attention_mask": mask}])
-    stage = next(run.stages())
-    assert int(run.collect(stage)[stage[0]].tokens) == 3 * 24 - 14
+    found = moments_of(model, [{"input_ids": batch, "attention_mask": mask}])
+    assert {int(each.tokens) for each in found.values()} == {3 * 24 - 14}
 
 
 @pytest.mark.parametrize("form", ("tensor", "tuple", "mapping"))
 def test_forms_of_batches(form):
     batch = ids(2)
     given = {"tensor": batch, "tuple": (batch,), "mapping": {"input_ids": batch}}[form]
-    first, second = llama(1), llama(1)
+    first, second = llama(1).train(), llama(1)
     jitgemm.nn.quantize_(first, calibration=[given])
     jitgemm.nn.quantize_(second, calibration=[batch])
-    with torch.no_grad():
-        assert torch.equal(first(batch).logits, second(batch).logits)
+    assert all(module.training and not module._forward_pre_hooks for module in first.modules())  # as it was
+    assert same_state(first, second)
 
 
 def test_experts_count_the_tokens_that_they_get():
@@ -137,9 +133,7 @@ def test_experts_count_the_tokens_that_they_get():
         model(batch)
     handle.remove()
     x, chosen = calls[0][0].flatten(0, -2), calls[0][1].flatten(0, -2)
-    run = runs(model, [batch])
-    stage = next(stage for stage in run.stages() if name in stage)
-    moments = run.collect(stage)[name]
+    moments = moments_of(model, [batch])[name]
     module = model.get_submodule(name)
     for e in range(6):
         mine = x[(chosen == e).any(-1)]
@@ -152,28 +146,30 @@ def test_experts_count_the_tokens_that_they_get():
 
 def test_an_expert_without_a_token_is_quantised_from_its_weight():
     model, batch = qwen3_moe(), ids(1, 2)
-    module = copy.deepcopy(model.model.layers[0].mlp.experts)
-    run = runs(model, [batch])
-    stage = next(stage for stage in run.stages() if "model.layers.0.mlp.experts" in stage)
-    idle = (run.collect(stage)["model.layers.0.mlp.experts"].tokens == 0).nonzero().flatten().tolist()
+    name = "model.layers.0.mlp.experts"
+    weights = model.get_submodule(name).gate_up_proj.detach().clone()
+    idle = (moments_of(model, [batch])[name].tokens == 0).nonzero().flatten().tolist()
     assert idle
     jitgemm.nn.quantize_(model, calibration=[batch])
-    expected = jitgemm.quantize_w4(module.gate_up_proj[idle[0]].detach(), 128)
-    got = model.model.layers[0].mlp.experts.w13.weight[idle[0]].dequantize()
-    assert torch.equal(got, expected.dequantize())
+    expected = jitgemm.quantize_w4(weights[idle[0]], 128).dequantize()
+    assert torch.equal(model.get_submodule(name).w13.weight[idle[0]].dequantize(), expected)
 
 
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("make", (llama, qwen3_moe))
-def test_results_are_nearer_than_without(make):
-    model, batches, other = make(), list(ids(24).split(8)), ids(4, seed=9)
+def test_results_are_nearer_than_without(make, device):
+    model, batches, other = make().to(device), list(ids(24).split(8)), ids(4, seed=9).to(device)
+    usual = {}
+    if device == "cuda":
+        model, usual = model.bfloat16(), {"activation": "int8"}
     lost = []
     with torch.no_grad():
-        expected = model(other).logits
+        expected = model(other).logits.float()
         for options in ({"calibration": batches}, {"group_size": 128, "symmetric": True}):
             quantised = copy.deepcopy(model)
-            report = jitgemm.nn.quantize_(quantised, **options)
+            report = jitgemm.nn.quantize_(quantised, **usual, **options)
             assert report.calibrated == ("calibration" in options) and set(report.errors) == set(report)
-            lost.append(float((quantised(other).logits - expected).square().mean()))
+            lost.append(float((quantised(other).logits.float() - expected).square().mean()))
     assert lost[0] < 0.9 * lost[1]  # activations' rounding is in both
 
 
@@ -239,10 +235,7 @@ def test_experts_that_are_linears_are_reached_by_any_batch():
     for turn in (0, 2, 2):
         batches.append(x.clone())
         batches[-1][0, 0] = turn
-    moments = {}
-    run = runs(model, batches)
-    for stage in run.stages():
-        moments |= run.collect(stage)
+    moments = moments_of(model, batches)
     assert {name: int(each.tokens) for name, each in moments.items()} == {"experts.0": 30, "last": 90, "experts.2": 60}
     assert close(moments["experts.2"].given(False), sum(each.T @ each for each in batches[1:]))
     assert jitgemm.nn.quantize_(model, calibration=batches).unreached == ["experts.1"]
@@ -272,9 +265,7 @@ def test_layers_of_one_input_are_a_stage_whatever_their_names(memory):
 
 def test_a_layer_that_a_later_batch_reaches_first_has_moments_of_its_own():
     batches = [torch.full((20, 64), -1.0), torch.ones(30, 64)]
-    run, moments = runs(Heads(late=True), batches), {}
-    for stage in run.stages():
-        moments |= run.collect(stage)
+    moments = moments_of(Heads(late=True), batches)
     assert {name: int(each.tokens) for name, each in moments.items()} == {"heads.0": 50, "heads.1": 30, "heads.2": 30}
 
 
@@ -307,13 +298,6 @@ def test_an_input_that_is_written_between_two_layers_is_another():
     run = runs(Writes(), [x.clone()])
     list(run.stages())
     assert {name: calls.leader for name, calls in run.calls.items()} == {"first": "first", "second": "second"}
-
-
-def test_the_model_is_left_as_it_was_but_for_the_layers():
-    model = llama(1, attention_dropout=0.5).train()
-    jitgemm.nn.quantize_(model, calibration=[ids()])
-    assert all(module.training for module in model.modules())
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_ready_layers_take_a_stages_place():
@@ -371,21 +355,6 @@ def test_8_bits_are_calibrated_too(make, activation):
 def test_wrong_arguments_are_named(options, error):
     with pytest.raises((TypeError, ValueError), match=error):
         jitgemm.nn.quantize_(llama(1), **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", (llama, qwen3_moe))
-def test_on_a_gpu_results_are_nearer_than_without(make):
-    model, batches, other = make().cuda().bfloat16(), list(ids(24).split(8)), ids(4, seed=9).cuda()
-    lost = []
-    with torch.no_grad():
-        expected = model(other).logits.float()
-        for options in ({"calibration": batches}, {"group_size": 128, "symmetric": True}):
-            quantised = copy.deepcopy(model)
-            report = jitgemm.nn.quantize_(quantised, activation="int8", **options)
-            assert set(report.errors) == set(report)
-            lost.append(float((quantised(other).logits.float() - expected).square().mean()))
-    assert lost[0] < 0.9 * lost[1]
 
 
 @pytest.mark.gpu
