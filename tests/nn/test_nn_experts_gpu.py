@@ -8,13 +8,12 @@ import gc
 import builders
 import pytest
 import torch
-from expert_models import MODELS, alike, build, file_of, logits, same_weights
+from expert_models import MODELS, alike, build, logits
 from nn_experts import GATES, TOP_K, E, close, experts, experts_of_8_bits, routed
 from small_models import same_state
-from stored_weights import COMPRESSED
 
 import jitgemm.nn
-from jitgemm.nn import ACTIVATIONS, W4A8Experts, load_
+from jitgemm.nn import ACTIVATIONS, W4A8Experts
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.recipe import Recipe
 from jitgemm.nn.warm.warm import warmup
@@ -22,29 +21,27 @@ from jitgemm.nn.warm.warm import warmup
 pytestmark = pytest.mark.gpu
 
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def on_gpu(tensors):
     return tuple(tensor.cuda() for tensor in tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", GATES)
+LAYERS = {
+    **{name: lambda of, gate=gate: experts(gate, of, bias=gate.kind == "swiglu_oai") for name, gate in GATES.items()},
+    **{str(widths): lambda of, widths=widths: experts_of_8_bits(of, *widths) for widths in ((8, 8), (4, 8), (8, 4))},
+}
+
+
+@pytest.mark.parametrize("name, activation, dtype", builders.third(LAYERS, ACTIVATIONS, DTYPES), ids=str)
 def test_the_gpu_gives_the_cpus_results(name, activation, dtype):
-    layer = experts(GATES[name], activation, bias=name == "gpt-oss")
+    layer = LAYERS[name](activation)
     for tokens in (1, 9, 300):
         arguments = routed(tokens, tokens, dtype=dtype)
         out = copy.deepcopy(layer).cuda()(*on_gpu(arguments))
         assert out.is_cuda and out.dtype == dtype
         assert close(out.cpu(), layer(*arguments), 0.02)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("widths", [(8, 8), (4, 8), (8, 4)])
-def test_the_gpu_gives_the_cpus_results_of_8_bits(widths, activation):
-    layer = experts_of_8_bits(activation, *widths)
-    for tokens in (1, 9, 300):
-        arguments = routed(tokens, tokens, dtype=torch.bfloat16)
-        assert close(copy.deepcopy(layer).cuda()(*on_gpu(arguments)).cpu(), layer(*arguments), 0.02)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +117,6 @@ def test_quantised_models_give_the_cpus_logits(name):
     assert alike(out.cpu(), logits(model))
 
 
-def test_a_model_without_data_is_filled_on_the_gpu():
-    accelerate = pytest.importorskip("accelerate")
-    tensors, dense = file_of(build("qwen3"))
-    with accelerate.init_empty_weights():
-        model = build("qwen3")
-    load_(model, tensors, config=COMPRESSED, device="cuda", activation="int8")
-    assert same_weights(copy.deepcopy(model).cpu(), dense)
-    with torch.inference_mode():
-        out = model(input_ids=torch.arange(16, device="cuda")[None]).logits
-    assert alike(out.cpu(), logits(dense))
-
-
 def requested(when: str = "current") -> int:
     """Bytes asked of the allocator."""
     return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
@@ -156,8 +141,6 @@ def test_quantising_experts_takes_the_packed_weight_and_one_expert():
     # A value of the expert at work is 4 bytes of fp32, 32 of temporaries, and half a byte packed, twice.
     one = 40 * values
     held, peak = requested() - before, requested("peak") - before
-    numbers = (
-        f"held {held}, peak {peak}, packed {packed}, one expert {one}, all of them in fp32 {whole}, before {before}"
-    )
+    numbers = f"held {held}, peak {peak}, packed {packed}, one expert {one}, all in fp32 {whole}, before {before}"
     assert packed <= held <= packed + (1 << 16), numbers
     assert packed < peak <= packed + one < whole / 2, numbers

@@ -43,11 +43,7 @@ def assert_right(out: torch.Tensor, layer: W4A8Linear, x: torch.Tensor) -> None:
     assert bool((error <= bound).all()), f"worst error / bound: {float((error / bound).max()):.3f}"
 
 
-@pytest.mark.parametrize(
-    "m, dtype",
-    [(1, torch.bfloat16), (17, torch.bfloat16), (17, torch.float16), (300, torch.float32)],
-    ids=str,
-)
+@pytest.mark.parametrize("m, dtype", [(1, torch.bfloat16), (17, torch.float16), (300, torch.float32)], ids=str)
 def test_the_layer_on_the_gpu_is_within_the_error_bound(pair, dtype, m):
     on_cpu, on_gpu = pair
     x = inputs(m, m, K, dtype=dtype)
@@ -56,29 +52,17 @@ def test_the_layer_on_the_gpu_is_within_the_error_bound(pair, dtype, m):
     assert_right(out, on_cpu, x)
 
 
-def test_moving_there_and_back_changes_no_bit_and_marks_ready(pair):
+def test_moves_and_state_dicts_cross_devices(pair):
     on_cpu, on_gpu = pair
     assert on_gpu.weight.ready and on_gpu.weight.blocks is on_gpu.blocks
     assert all(tensor.is_cuda for tensor in on_gpu.buffers())
     assert same_state(copy.deepcopy(on_gpu).cpu(), on_cpu)
-
-
-def test_state_dicts_cross_devices(pair):
-    on_cpu, on_gpu = pair
     expected = on_gpu(inputs(1, 5, K).cuda())
     on_gpu.blocks.zero_()
     on_gpu.load_state_dict(on_cpu.state_dict())
-    assert on_gpu.weight.ready
-    assert builders.same_bits(on_gpu(inputs(1, 5, K).cuda()), expected)
     fresh = type(on_cpu).from_state_dict({name: tensor.cuda() for name, tensor in on_cpu.state_dict().items()})
-    assert builders.same_bits(fresh(inputs(1, 5, K).cuda()), expected)
-
-
-@pytest.mark.parametrize("shape", [(K,), (0, K), (3, 0, K), (2, 3, K)])
-def test_leading_dimensions_on_the_gpu(shape):
-    layer = layer_of("e4m3").cuda()
-    out = layer(inputs(2, *shape).cuda())
-    assert out.shape == (*shape[:-1], N)
+    for layer in (on_gpu, fresh):
+        assert layer.weight.ready and builders.same_bits(layer(inputs(1, 5, K).cuda()), expected)
 
 
 def test_strided_inputs_on_the_gpu():
@@ -88,17 +72,6 @@ def test_strided_inputs_on_the_gpu():
     wide = torch.zeros(24, K + 3, dtype=x.dtype, device="cuda")
     wide[:, :K] = x.view(24, K)
     assert builders.same_bits(layer(wide[:, :K]), expected.view(24, N))
-
-
-def test_another_stream():
-    layer, x = layer_of("e4m3").cuda(), inputs(4, 33, K).cuda()
-    expected = layer(x)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        out = layer(x)
-    stream.synchronize()
-    assert builders.same_bits(out, expected)
 
 
 # ---- graphs and compilers --------------------------------------------------------------------------------------------
@@ -139,7 +112,7 @@ def test_inductor(fresh_dynamo, mode):
             assert float((compiled(x).float() - expected).norm() / expected.norm()) < 0.02
 
 
-@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize("kind", ["e4m3_block", "int8_affine", "permutation", "offset", "static", "w8 e4m3", "rotated"])
 def test_the_layer_alone_compiles_to_the_same_bits(fresh_dynamo, kind):
     layer = layer_of(kind).cuda()
     compiled = torch.compile(layer, fullgraph=True)
@@ -179,11 +152,10 @@ def test_a_model_without_data_is_filled_on_the_gpu_and_filled_again(same):
         assert same_state(copy.deepcopy(model).cpu(), expected)
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
-def test_autocast_converts_the_input_on_the_gpu(to):
+def test_autocast_converts_the_input_on_the_gpu():
     layer, x = layer_of("e4m3").cuda(), inputs(3, 9, K, dtype=torch.float32).cuda()
-    expected = layer(x.to(to))
-    with torch.autocast("cuda", to):
+    expected = layer(x.half())
+    with torch.autocast("cuda", torch.float16):
         assert builders.same_bits(layer(x), expected)
 
 
