@@ -210,13 +210,16 @@ def weight_norm(linear: torch.nn.Linear) -> torch.nn.Linear:
 
 
 @pytest.mark.parametrize("norm", [weight_norm, torch.nn.utils.parametrizations.weight_norm])
-def test_parametrised_linears_are_quantised(norm):
+def test_parametrised_linears_are_quantised_and_loaded(norm):
     linear = torch.nn.Linear(64, 32)
     model = torch.nn.Sequential(norm(linear))
     expected = W4A8Linear.from_linear(linear, clip_steps=0, group_size=32, symmetric=False)
-    assert quantize(model) == ["0"]
-    x = torch.randn(3, 64)
-    assert builders.same_bits(model(x), expected(x))
+    assert quantize(model) == ["0"] and same_state(model[0], expected)
+    tensors, dense = checkpoint_tensors(Model())
+    model = Model()
+    norm(model.blocks[0].up)
+    assert load_(model, opened(tensors)) == BLOCKS
+    assert torch.equal(model.blocks[0].up.weight.dequantize(), dense["blocks.0.up.weight"])
 
 
 def test_forward_hooks_go_to_the_layer():
@@ -427,41 +430,34 @@ def test_what_nobody_misses_is_no_reason_to_refuse():
 
 
 def test_a_plain_linear_beside_scales_of_the_kv_cache_is_copied():
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32, bias=False) for name in ("k_proj", "up")})
-    layer = torch.nn.ModuleDict({"attn": model})
-    tensors = {f"attn.up.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
-    tensors |= {"attn.k_proj.weight": torch.ones(32, 64), "attn.k_proj.output_scale": torch.ones(1)}
+    layer = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32, bias=False) for name in ("k_proj", "up")})
+    tensors = {f"up.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
+    tensors |= {"k_proj.weight": torch.ones(32, 64), "k_proj.output_scale": torch.ones(1)}
     report = load_(layer, opened(tensors))
-    assert report == ["attn.up"] and list(report.ignored) == ["attn.k_proj.output_scale"]
-    assert torch.equal(model["k_proj"].weight, torch.ones(32, 64))
+    assert report == ["up"] and list(report.ignored) == ["k_proj.output_scale"]
+    assert torch.equal(layer["k_proj"].weight, torch.ones(32, 64))
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("name", ["blocks.1.down.bias", "lm_head.bias"])
-def test_a_bias_that_the_model_lacks_is_ignored_where_it_is_zero(name, strict):
-    """Of a quantised layer, and of one in floats."""
+@pytest.mark.parametrize(
+    "name, left", [("blocks.1.down.bias", ""), ("blocks.1.down.bias", "down"), ("lm_head.bias", "")]
+)
+def test_a_bias_that_the_model_lacks_is_ignored_where_it_is_zero(name, left, strict):
+    """Of a quantised layer, of one that is dequantised, and of one in floats."""
     tensors, _ = checkpoint_tensors(Model())
-    bias = torch.zeros(64 if "down" in name else 48)
+    bias, options = torch.zeros(64 if "down" in name else 48), {"strict": strict}
+    options["filter"] = (lambda name, _: not name.endswith(left)) if left else None
     model, plain = Model(), Model()
-    report = load_(model, opened(tensors | {name: bias}), strict=strict)
-    assert report == BLOCKS and report.ignored == {name: "a bias of zeros, where the model has none"}
-    load_(plain, opened(tensors))
+    report = load_(model, opened(tensors | {name: bias}), **options)
+    assert len(report) == (2 if left else 4) and report.ignored == {name: "a bias of zeros, where the model has none"}
+    load_(plain, opened(tensors), **options)
     assert same_state(model, plain)
     for value in (0.25, torch.nan):
         bias[7] = value
         untouched, fresh = Model(), Model()
         with pytest.raises(ValueError, match=rf"{name}: expected no bias, as the model has it, or zeros, got {value}"):
-            load_(fresh, opened(tensors | {name: bias}), strict=strict)
+            load_(fresh, opened(tensors | {name: bias}), **options)
         assert same_state(fresh, untouched)
-
-
-def test_a_dequantised_layer_may_have_a_bias_of_zeros_too():
-    tensors, dense = checkpoint_tensors(Model())
-    model = Model()
-    tensors["blocks.1.down.bias"] = torch.zeros(64)
-    report = load_(model, opened(tensors), filter=lambda name, _: name != "blocks.1.down")
-    assert list(report.ignored) == ["blocks.1.down.bias"]
-    assert torch.equal(model.blocks[1].down.weight, dense["blocks.1.down.weight"])
 
 
 def test_what_tools_write_for_quantised_layers_changes_nothing_of_one_in_floats():
@@ -508,17 +504,6 @@ def test_w4a8linears_are_loaded_again():
     assert not same_state(a, b)
     assert load_(a, b.state_dict()) == BLOCKS
     assert same_state(a, b) and a.blocks[0].up.batch_invariant
-
-
-@pytest.mark.parametrize("norm", [weight_norm, torch.nn.utils.parametrizations.weight_norm])
-def test_parametrised_linears_are_loaded(norm):
-    tensors, dense = checkpoint_tensors(Model())
-    model = Model()
-    norm(model.blocks[0].up)
-    assert load_(model, opened(tensors)) == BLOCKS
-    assert torch.equal(model.blocks[0].up.weight.dequantize(), dense["blocks.0.up.weight"])
-    with torch.no_grad():
-        assert model(IDS)[0].isfinite().all()
 
 
 def without(tensors, *names):
@@ -680,29 +665,19 @@ def test_a_layer_of_ours_is_dequantised_in_the_order_of_its_input():
     assert torch.equal(model[0].weight[:, order], weight.dequantize())
 
 
-def mixed() -> tuple[dict[str, torch.Tensor], dict]:
+def test_layers_of_other_widths_are_named_and_left_to_a_filter():
     """4-bit `up`, 2-bit `down`."""
     tensors, _ = checkpoint_tensors(Model())
     four, two = (config(bits=bits)["config_groups"]["group_0"] for bits in (4, 2))
-    groups = {"a": four | {"targets": ["re:.*up"]}, "b": two | {"targets": ["re:.*down"]}}
-    return tensors, config() | {"config_groups": groups}
-
-
-def test_layers_of_other_widths_are_named_with_what_to_do():
-    tensors, said = mixed()
+    said = config() | {"config_groups": {"a": four | {"targets": ["re:.*up"]}, "b": two | {"targets": ["re:.*down"]}}}
     with pytest.raises(ValueError, match=r"num_bits 4 or 8.*got 2.*blocks\.0\.down.*2 layers cannot be"):
         load_(Model(), tensors, config=said)
+    chosen, model = {"config": said, "filter": lambda name, _: name.endswith("up")}, Model()
     with pytest.raises(ValueError, match="found none for blocks.0.down.weight.*left out by the filter, and cannot be"):
-        load_(Model(), tensors, config=said, filter=lambda name, _: name.endswith("up"))
-
-
-def test_a_mixed_checkpoint_loads_with_a_filter():
-    tensors, said = mixed()
-    model = Model()
+        load_(Model(), tensors, **chosen)
     before = model.blocks[0].down.weight.clone()
-    chosen, missing = (lambda name, _: name.endswith("up")), ["blocks.*.down.weight"]
     with pytest.warns(UserWarning, match="2 tensors are not in the checkpoint.*blocks.0.down.weight"):
-        report = load_(model, tensors, config=said, filter=chosen, allow_missing=missing)
+        report = load_(model, tensors, **chosen, allow_missing=["blocks.*.down.weight"])
     assert report == ["blocks.0.up", "blocks.1.up"] and list(report.skipped) == ["blocks.0.down", "blocks.1.down"]
     assert torch.equal(model.blocks[0].down.weight, before)
 
@@ -760,35 +735,26 @@ def test_scales_that_the_config_does_not_name_and_those_of_outputs_are_not_used_
     tensors, _ = checkpoint_tensors(Model())
     tensors |= {f"blocks.0.up.{what}_scale": torch.tensor([0.5]) for what in ("input", "output")}
     model = Model()
-    report = load_(model, opened(tensors, **inputs))
-    assert model.blocks[0].up.input_scale is None
-    assert "static input scale" in report.ignored["blocks.0.up.input_scale"]
-    assert "outputs, not quantised here" in report.ignored["blocks.0.up.output_scale"]
+    ignored = load_(model, opened(tensors, **inputs)).ignored
+    assert model.blocks[0].up.input_scale is None and "static input scale" in ignored["blocks.0.up.input_scale"]
+    assert "outputs, not quantised here" in ignored["blocks.0.up.output_scale"]
 
 
-@pytest.fixture(scope="module")
-def torchao_weights():
-    """A Linear's weight as torchao's 8da4w has it, and as its weight-only int4."""
+@pytest.mark.parametrize("said", [None, {"quant_method": "torchao"}])
+def test_torchaos_subclasses_in_a_state_dict_are_quantised_weights(said):
+    """Of 8da4w, and of weights alone."""
     quantization = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(1)
-    found = []
     group = quantization.PerGroup(128)
-    for kind in (
-        quantization.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group),
-        quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group),
-    ):
+    eight_by_four = quantization.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=group
+    )
+    alone = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)
+    for kind, activation in ((eight_by_four, "int8_affine"), (alone, "e4m3")):
         net = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
         quantization.quantize_(net, kind)
-        found.append(net)
-    return found
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("said", [None, {"quant_method": "torchao"}])
-def test_torchaos_subclasses_in_a_state_dict_are_quantised_weights(torchao_weights, device, said):
-    for net, activation in zip(torchao_weights, ("int8_affine", "e4m3")):
-        with torch.device(device):
-            model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
-        assert load_(model, net.state_dict(), config=said, device="cpu") == ["0"]
-        assert torch.equal(model[0].weight.dequantize().bfloat16(), net[0].weight.dequantize())
-        assert model[0].activation == activation
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+            assert load_(model, net.state_dict(), config=said, device="cpu") == ["0"]
+            assert torch.equal(model[0].weight.dequantize().bfloat16(), net[0].weight.dequantize())
+            assert model[0].activation == activation
