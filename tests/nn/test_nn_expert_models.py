@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import weakref
 
 import builders
 import checkpoints
@@ -35,6 +36,7 @@ import jitgemm
 import jitgemm.nn
 from jitgemm.nn import Gate, PackedLinear, W4A8Experts, W8A8Experts, load_
 from jitgemm.nn.layers.gate import gate_of
+from jitgemm.nn.load import layer_source
 
 
 def fill(dense: torch.nn.Module, model: torch.nn.Module, names: list[str]) -> None:
@@ -116,10 +118,17 @@ def test_experts_of_another_kind_stay_and_are_said_so():
         assert not any("experts" in name for name in jitgemm.nn.quantize_(model, clip_steps=0))
 
 
-@pytest.mark.parametrize("act, kind", [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+@pytest.mark.parametrize(
+    "act, kind", [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("quick_gelu", None)]
+)
 def test_gates_are_told_by_what_they_compute(act, kind):
-    assert gate_of(build("mixtral", hidden_act=act).model.layers[0].mlp.experts) == Gate(kind)
-    assert gate_of(build("mixtral", hidden_act="quick_gelu").model.layers[0].mlp.experts) is None
+    assert gate_of(build("mixtral", hidden_act=act).model.layers[0].mlp.experts) == (kind and Gate(kind))
+
+
+def loaded(name: str, source, **options) -> tuple[torch.nn.Module, list[str]]:
+    """Another model of the kind, filled; and what it was filled with."""
+    model = build(name, seed=1)
+    return model, load_(model, source, **options)
 
 
 # ---- load_ -----------------------------------------------------------------------------------------------------------
@@ -133,8 +142,7 @@ def test_a_compressed_tensors_checkpoint_on_disk_gives_the_dequantised_model(tmp
     if name == "mixtral":  # as its files call the layer
         tensors = {key.replace(".mlp.", ".block_sparse_moe."): tensor for key, tensor in tensors.items()}
     folder = checkpoints.save(tmp_path, tensors, COMPRESSED, shards=shards)
-    model = build(name, seed=1)
-    report = load_(model, folder, activation="int8")
+    model, report = loaded(name, folder, activation="int8")
     assert report == list(experts_of(dense)) and report.skipped == {} and report.ignored == {}
     assert same_weights(model, dense) and model.get_submodule(report[0]).gate == GATE_OF.get(name, Gate())
     others = {n: x for n, x in dense.state_dict().items() if "experts." not in n}
@@ -147,8 +155,7 @@ def test_every_format_names_each_expert(form):
     tensors, dense = file_of(build("qwen3"), form)
     for part, short in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):  # as DeepSeek-R1's stand
         tensors = {n.replace(f"{part}.input_scale", f"{short}.input_scale"): x for n, x in tensors.items()}
-    model = build("qwen3", seed=1)
-    report = load_(model, tensors, config=FORMATS[form][1])
+    model, report = loaded("qwen3", tensors, config=FORMATS[form][1])
     assert same_weights(model, dense) and report == list(experts_of(dense))
     static = {name for name in tensors if name.endswith("input_scale")}
     assert set(report.ignored) == static and (not static) == (form != "w4afp8")
@@ -172,8 +179,7 @@ def test_codes_decode_in_the_faster_order_where_all_experts_allow_it(least, code
         one = "model.layers.0.mlp.experts.2.up_proj.weight_packed"
         tensors[one] = tensors[one].clone()
         tensors[one][0, 0] &= ~0xF
-    model = build("qwen3", seed=1)
-    load_(model, tensors, config=COMPRESSED)
+    model, _ = loaded("qwen3", tensors, config=COMPRESSED)
     assert model.model.layers[0].mlp.experts.w13.weight.format.order == codes
     assert model.model.layers[1].mlp.experts.w13.weight.format.order == "e4m3"
 
@@ -182,8 +188,7 @@ def test_experts_with_zero_points_beside_some_without():
     tensors, dense = file_of(build("qwen3"), "awq")
     name = "model.layers.0.mlp.experts.2.gate_proj.qzeros"
     tensors[name] = checkpoints.words(torch.full((HIDDEN // 32, INTER), 3), 1)
-    model = build("qwen3", seed=1)
-    load_(model, tensors, config=FORMATS["awq"][1])
+    model, _ = loaded("qwen3", tensors, config=FORMATS["awq"][1])
     w13 = model.model.layers[0].mlp.experts.w13.weight
     expected = dense.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
     scale = tensors["model.layers.0.mlp.experts.2.gate_proj.scales"].T.float().repeat_interleave(32, 1)
@@ -203,15 +208,13 @@ def test_experts_with_zero_points_beside_some_without():
 )  # fmt: skip
 def test_experts_in_one_tensor_for_all(tmp_path, name, names, shape):
     tensors, dense = fused(build(name), names, shape)
-    model = build(name, seed=1)
-    report = load_(model, checkpoints.save(tmp_path, tensors, COMPRESSED))
+    model, report = loaded(name, checkpoints.save(tmp_path, tensors, COMPRESSED))
     assert same_weights(model, dense) and report == list(experts_of(dense)) and report.ignored == {}
 
 
 def test_experts_in_floats_are_stacked_and_a_filter_dequantises():
     tensors, dense = file_of(build("qwen3"))
-    model = build("qwen3", seed=1)
-    report = load_(model, tensors, config=COMPRESSED, filter=lambda name, _: "layers.1" in name)
+    model, report = loaded("qwen3", tensors, config=COMPRESSED, filter=lambda name, _: "layers.1" in name)
     assert report == ["model.layers.1.mlp.experts"]
     assert report.skipped == {"model.layers.0.mlp.experts": "dequantised: left out by the filter"}
     first, expected = (m.model.layers[0].mlp.experts for m in (model, dense))
@@ -229,8 +232,7 @@ def test_gpt_oss_gets_gate_and_up_apart_and_its_biases():
         torch.nn.init.normal_(module.gate_up_proj_bias)
         torch.nn.init.normal_(module.down_proj_bias)
     tensors, dense = gpt_oss_file(source)
-    model = build("gpt-oss", seed=1)
-    load_(model, tensors, config=COMPRESSED, activation="int8")
+    model, _ = loaded("gpt-oss", tensors, config=COMPRESSED, activation="int8")
     layer, expected = (m.model.layers[0].mlp.experts for m in (model, dense))
     assert layer.gate == Gate("swiglu_oai", "gate_up", 7.0, 1.702)
     both = expected.gate_up_proj.detach().transpose(1, 2)
@@ -260,8 +262,7 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
     assert list(experts_of(model)) == list(experts_of(dense))  # found before anything was changed
     report = load_(model, flipped, config=said, filter=lambda name, _: "layers.0" in name)
     assert report == ["model.layers.0.mlp.experts"]
-    model = build("qwen3", seed=1)
-    report = load_(model, tensors, config=said, filter=lambda name, _: "layers.0" in name)
+    model, report = loaded("qwen3", tensors, config=said, filter=lambda name, _: "layers.0" in name)
     assert report == ["model.layers.0.mlp.experts"]
     assert torch.equal(model.model.layers[1].mlp.experts.gate_up_proj, dense.model.layers[1].mlp.experts.gate_up_proj)
 
@@ -271,7 +272,7 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
     [
         (
             {"3.up_proj": None},
-            r"every expert of model.layers.0.mlp.experts, found none of 1 layers: .*experts.3.up_proj",
+            "every expert of model.layers.0.mlp.experts, found none of 1 layers: .*experts.3.up_proj",
         ),
         ({"4.up_proj": (96, 64)}, "found no place for model.layers.0.mlp.experts.4.up_proj"),
         ({"scale": "beside"}, "found no place for model.layers.0.mlp.experts.scale;"),
@@ -333,12 +334,11 @@ def test_experts_of_two_activations_are_named_and_the_one_that_is_advised_is_for
     other = GROUP | {"targets": ["re:.*experts.2.*"], "input_activations": INPUTS | {"type": "int"}}
     config = COMPRESSED | {"config_groups": {"a": other, "b": GROUP}}
     named = (
-        "experts.2.gate_proj: expected e4m3 activations, as .*experts.0.gate_proj has, got int8; activation=... chooses"
+        "experts.2.gate_proj: expected e4m3 activations, as .*experts.0.gate_proj has, got int8; activation=... choo"
     )
     with pytest.raises(ValueError, match=named):
         load_(build("qwen3", seed=1), tensors, config=config)
-    model = build("qwen3", seed=1)
-    load_(model, tensors, config=config, activation="int8")
+    model, _ = loaded("qwen3", tensors, config=config, activation="int8")
     assert same_weights(model, dense)
 
 
@@ -366,26 +366,20 @@ def _of_kind(w: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], dict 
 def test_biases_of_zeros_of_experts_without_are_ignored_and_reported(form):
     source = build("qwen3")
     if form == "gptq":
-        tensors, dense = file_of(source, form)
+        (tensors, dense), config = file_of(source, form), FORMATS["gptq"][1]
     else:
-        dense, stacked = source, tuple(experts_of(source))
+        dense, stacked, config = source, tuple(experts_of(source)), None
         tensors = {f"{name}.weight": w for name, w in each(source).items()}
         tensors |= {name: x for name, x in source.state_dict().items() if not name.startswith(stacked)}
     biases = {f"{name}.bias": torch.zeros(len(w)) for name, w in each(source).items()}
-    model = build("qwen3", seed=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="load_ converted no layer")
-        report = load_(model, tensors | biases, config=FORMATS["gptq"][1] if form == "gptq" else None)
+        model, report = loaded("qwen3", tensors | biases, config=config)
     assert set(report.ignored) == set(biases)
-    if form == "gptq":
-        assert same_weights(model, dense)
-    else:
-        assert same_state(model, dense)
+    assert (same_weights if form == "gptq" else same_state)(model, dense)
     name = next(iter(biases))
     with pytest.raises(ValueError, match="bias: expected floats of 16, 32 or 64 bits, got int32"):
-        load_(
-            model, tensors | biases | {name: biases[name].int()}, config=FORMATS["gptq"][1] if form == "gptq" else None
-        )
+        load_(model, tensors | biases | {name: biases[name].int()}, config=config)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss", "nemotron"])
@@ -428,26 +422,21 @@ def test_models_without_data_are_filled():
 
 
 def test_no_more_than_one_expert_is_in_memory_beside_the_packed_weight(monkeypatch):
-    from jitgemm.nn.load import layer_source
-
     tensors, _ = file_of(build("qwen3"))
-    alive, most = [], []
-    original = layer_source.read_header
+    alive, most, original = [], [], layer_source.read_header
 
     def counted(*arguments):
-        import weakref
-
         weight = original(*arguments)
         alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(weight.q)]
         most.append(len(alive))
         return weight
 
     monkeypatch.setattr(layer_source, "read_header", counted)
-    load_(build("qwen3", seed=1), tensors, config=COMPRESSED)
+    loaded("qwen3", tensors, config=COMPRESSED)
     assert max(most) <= 4  # gate and up, and those before them until they are replaced
 
 
-# ---- warm-up ---------------------------------------------------------------------------------------------------------
+# ---- stacked in the file ---------------------------------------------------------------------------------------------
 
 
 def fp8(w: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -484,9 +473,8 @@ def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, sta
     (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
     report = load_(model, tmp_path)
     assert report == list(stacked) and same_weights(model, dense)
-    assert {model.get_submodule(name).activation for name in stacked} == {
-        "e4m3_block" if by == "blocks" and not static else "e4m3"
-    }
+    activation = "e4m3_block" if by == "blocks" and not static else "e4m3"
+    assert {model.get_submodule(name).activation for name in stacked} == {activation}
     assert all("experts quantise every token" in why for why in report.ignored.values())
     assert len(report.ignored) == (2 * len(stacked) if static else 0)
     left = build("qwen3")
@@ -494,9 +482,8 @@ def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, sta
         load_(left, tmp_path, filter=lambda *_: False)
     assert all(torch.equal(left.get_submodule(n).gate_up_proj, dense.get_submodule(n).gate_up_proj) for n in stacked)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})  # as transformers wants to be told
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, config=hf.config(str(tmp_path)), dtype=torch.bfloat16
-    )
+    options = {"config": hf.config(str(tmp_path)), "dtype": torch.bfloat16}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     assert same_weights(theirs, dense)
 
 
