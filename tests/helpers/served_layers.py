@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
-import files_qserve as qserve
+import files_awq
+import files_gptq
+import files_qserve
 import files_torchao
+import layers
 import mxfp4
 import nvfp4
 import torch
-from checkpoints import dequantized, words
+from checkpoints import words
+from moe_cases import activated
 
 import jitgemm
 from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.checkpoint.files import DTYPES
-from jitgemm.nn import W4A8Linear, W8A8Linear
 from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn.layers.linear import LINEARS
 from jitgemm.weight.rotation import rotated
 
 BF16 = torch.bfloat16
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-TWO = [(0, 2), (1, 2)]
 
 
 def scheme(strategy="group", size=32, symmetric=True, inputs=None, format="pack-quantized", actorder=None, **more):
@@ -89,113 +92,117 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bitblas": {"quant_method": "bitblas", "bits": 4, "group_size": 32, "zeros_mode": "original", "fast_decoding": False},
     "executorch": {"quant_method": "executorch"},
 }  # fmt: skip
+WIDE = {
+    "packed": scheme(size=128),
+    "packed-asymmetric": scheme(size=128, symmetric=False),
+    "int-quantized": scheme(size=128, format="int-quantized"),
+    "gptq": CONFIGS["gptq"] | {"group_size": 128, "sym": False},
+    "awq": CONFIGS["awq"] | {"group_size": 128},
+    "fp8-blocks": CONFIGS["fp8-blocks"],
+}
+"""Formats with groups of 128."""
 OF_MXFP8 = ("mxfp8", "mxfp8-blocks", "modelopt-mxfp8")
 
 
 def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A layer as its format stores it, {suffix: tensor}, and the weight that it stands for."""
     torch.manual_seed(seed)
-    method = config["quant_method"]
+    method, algorithm = config["quant_method"], config.get("quant_algo") or ""
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
-    weights = group.get("weights", {})
-    if "NVFP4" in (config.get("quant_algo") or "") or weights.get("strategy") == "tensor_group":
+    said, form = group.get("weights", {}), config.get("format", "")
+    if "NVFP4" in algorithm or "nvfp4" in form:
         return stored_nvfp4(ct, n, k, seed)
-    if method in ("torchao", "bitblas", "executorch"):
-        return stored_elsewhere(config, n, k)
     if method == "qoq":
-        tensors, by_kernel = qserve.per_group(seed, n, k, 32)
+        tensors, by_kernel = files_qserve.per_group(seed, n, k, 32)
         return tensors, by_kernel.double() * tensors["s1_scales"].double()[:, None]
-    if config.get("expert_dtype") == "fp4":
+    if (
+        config.get("expert_dtype") == "fp4"
+        or "mxfp4" in form
+        or config == AUTOROUND
+        or "MXFP4" in algorithm
+        or method == "quark"
+    ):
         parts = mxfp4.parts(seed, n, k, shift=-12)
-        codes, scales = parts.canonical.view(torch.int8), parts.scales.view(torch.float8_e8m0fnu)
-        return {"weight": codes, "weight_scale": scales}, parts.dequantize_fp64()
-    floats = config.get("data_type") == "fp"
-    of_modelopt = method == "modelopt" and "MXFP4" not in config["quant_algo"]
-    if floats or method in ("fp8", "fbgemm_fp8", "mxfp8") or of_modelopt or weights.get("num_bits") == 8:
-        return stored_8(config, weights, n, k, seed)
-    packed = config.get("format") == "mxfp4-pack-quantized" or config == AUTOROUND
-    if packed or method in ("quark", "modelopt"):
-        parts = mxfp4.parts(seed, n, k, shift=-12)
-        if not packed:
-            more = static(seed if method == "modelopt" else None)
-            return {"weight": parts.canonical, "weight_scale": parts.scales} | more, parts.dequantize_fp64()
-        return {"weight_packed": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
-    strategy = weights.get("strategy", "group")
-    size = weights.get("group_size") if ct else config["group_size"]
-    groups = k // size if strategy == "group" and size and size > 0 else 1
-    bits = config.get("bits", 4)
-    middle = 2 ** (bits - 1)
-    q = torch.randint(-middle, middle, (n, k), dtype=torch.int8)
-    scale = (torch.rand(1 if strategy == "tensor" else n, groups) + 0.5).to(BF16) / 64
-    asymmetric = method == "awq" or config.get("sym") is False or weights.get("symmetric") is False
-    zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
-    dense = dequantized(q, scale.expand(n, groups), zero)
-    zeros = torch.full((n, groups), middle) if zero is None else zero.long() + 8
+        codes, scales = parts.canonical, parts.scales
+        if "expert_dtype" in config:
+            codes, scales = codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)
+        tensors = {"weight_packed" if ct or config == AUTOROUND else "weight": codes, "weight_scale": scales}
+        return tensors | static(seed if method == "modelopt" else None), parts.dequantize_fp64()
+    floats = config.get("data_type") == "fp" or config.get("form") == "fp8"
+    if floats or method in ("fp8", "fbgemm_fp8", "mxfp8", "modelopt") or said.get("num_bits") == 8:
+        return stored_8(config, said, n, k, seed)
+    strategy, size, bits = (
+        said.get("strategy", "group"),
+        said.get("group_size", config.get("group_size")),
+        config.get("bits", 4),
+    )
+    size = 32 if method in ("torchao", "executorch") else size if strategy == "group" and size > 0 else k
+    asymmetric = method in ("awq", "torchao", "bitblas", "executorch") or False in (
+        config.get("sym"),
+        said.get("symmetric"),
+    )
+    layer = layers.layer(
+        seed, n, k, size, zeros=(1, 15) if asymmetric else (2 ** (bits - 1),) * 2, dtype=BF16, bits=bits
+    )
+    if strategy == "tensor":
+        layer = replace(layer, scale=layer.scale[:1].expand(n, 1))
+    tensors = stored_integers(config, method, layer, asymmetric)
+    if strategy == "tensor":
+        tensors["weight_scale"] = layer.scale[0]
+    return tensors | static(seed if group.get("input_activations") is STATIC else None), layer.weight
+
+
+def stored_integers(config, method, layer, asymmetric):
+    q, zero, scale, form = (
+        (layer.q - 8).to(torch.int8),
+        (layer.zero - 8).to(torch.int8),
+        layer.scale,
+        config.get("form"),
+    )
     if method in ("gptq", "auto-round"):
-        order = torch.arange(k, dtype=torch.int32) * groups // k
-        qzeros = words((zeros - 1).T, 1, bits=bits)
-        return {
-            "qweight": words(q.T.long() + middle, 0, bits=bits),
-            "qzeros": qzeros,
-            "scales": scale.T,
-            "g_idx": order,
-        }, dense
-    if config.get("version") == "gemv":
-        spare = (0, -groups % 8)
-        scales, zeros = (torch.nn.functional.pad(each, spare) for each in (scale, zeros))
-        return {"qweight": words(q.long() + 8, 1), "qzeros": words(zeros, 1), "scales": scales}, dense
+        return files_gptq.packed(layer, minus_one=True, bits=config["bits"])
     if method == "awq":
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
-        return {"qweight": codes, "qzeros": qzeros, "scales": scale.T}, dense
+        gemv = config["version"] == "gemv"
+        return files_awq.gemv(layer, -(-scale.shape[1] // 8)) if gemv else files_awq.gemm(layer)
     if method == "w4afp8":
-        return {"weight": words(q, 1, torch.int8), "weight_scale_inv": scale}, dense
-    found = {"weight_scale": scale.reshape(1) if strategy == "tensor" else scale}
-    if config["format"] == "pack-quantized":
-        found |= {"weight_packed": words(q.long() + 8, 1), "weight_shape": torch.tensor([n, k])}
-        found |= {} if zero is None else {"weight_zero_point": words(zeros, 0)}
-    else:
-        found |= {"weight": q} | ({} if zero is None else {"weight_zero_point": zero})
-    return found | static(seed if group.get("input_activations") is STATIC else None), dense
-
-
-def stored_elsewhere(config, n, k):
-    """As torchao, BitBLAS and ExecuTorch store a layer, which no engine's own loader cuts."""
-    form, method = config.get("form"), config["quant_method"]
-    if form == "fp8":
-        q, scale = torch.randn(n, k).to(torch.float8_e4m3fn), (torch.rand(n, 1) + 0.5).to(BF16).float()
-        return {"_weight_qdata": q, "_weight_scale": scale}, q.double() * scale.double()
-    q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-    scale, zero = torch.exp2(torch.randint(-6, 0, (n, k // 32)).float()).to(BF16), torch.randint(-7, 8, (n, k // 32))
-    dense = dequantized(q, scale, zero)
+        return {"weight": words(q, 1, torch.int8), "weight_scale_inv": scale}
     if method == "executorch":
-        return {"weight": q, "scales": scale, "zeros": zero.to(torch.int8)}, dense
+        return {"weight": q, "scales": scale, "zeros": zero}
     if method == "bitblas":
-        return {"qweight": words(q.long() + 8, 1, torch.int8), "scales": scale, "zeros": (zero + 8).to(BF16)}, dense
-    offset = -zero * scale  # exactly
-    if form == "tiles":
-        both = torch.stack((scale.T, offset.T), 2)
-        return {"_weight_qdata": files_torchao.tiles(q.long() + 8, 2), "_weight_scale_and_zero": both}, dense
-    found = {"_weight_qdata": words(q, 1, torch.int8), "_weight_scale": scale.T, "_weight_zero_point": offset.T}
-    return found, dense
+        return {"qweight": words(layer.q, 1, torch.int8), "scales": scale, "zeros": layer.zero.to(BF16)}
+    if method == "torchao":
+        scale.copy_(torch.exp2(scale.float().log2().round()))  # so that offsets are exact
+        both = torch.stack((scale.T, (-zero * scale).T), 2)
+        if form == "tiles":
+            return {"_weight_qdata": files_torchao.tiles(layer.q, 2), "_weight_scale_and_zero": both}
+        return {"_weight_qdata": words(q, 1, torch.int8), "_weight_scale": scale.T, "_weight_zero_point": both[..., 1]}
+    if config["format"] == "pack-quantized":
+        found = {"weight_packed": words(layer.q, 1), "weight_shape": torch.tensor([layer.n, layer.k])}
+        return found | {"weight_scale": scale} | ({"weight_zero_point": words(layer.zero, 0)} if asymmetric else {})
+    return {"weight": q, "weight_scale": scale} | ({"weight_zero_point": zero} if asymmetric else {})
 
 
 def stored_nvfp4(ct, n, k, seed):
     """With static scales of inputs of 4 bits, and a scale of the tensor that the inverse's inverse is."""
-    parts = nvfp4.parts(seed, n, k)
-    whole = torch.tensor([2.0 ** -(seed % 5) / 64])
-    dense, more = nvfp4.Parts(parts.codes, parts.scales, whole).dequantize_fp64(), torch.tensor([seed + 1.0])
+    parts = replace(nvfp4.parts(seed, n, k), whole=torch.tensor([2.0 ** -(seed % 5) / 64]))
+    found, more = (
+        {"weight_packed" if ct else "weight": parts.canonical, "weight_scale": parts.scales},
+        torch.tensor([seed + 1.0]),
+    )
     if ct:
-        found = {"weight_packed": parts.canonical, "weight_global_scale": whole.reciprocal()}
-        return found | {"weight_scale": parts.scales, "input_global_scale": more}, dense
-    found = {"weight": parts.canonical, "weight_scale": parts.scales, "weight_scale_2": whole.view(())}
-    return found | {"input_scale": more.view(())}, dense
+        found |= {"weight_global_scale": parts.whole.reciprocal(), "input_global_scale": more}
+    else:
+        found |= {"weight_scale_2": parts.whole.view(()), "input_scale": more.view(())}
+    return found, parts.dequantize_fp64()
 
 
-def stored_8(config, weights, n, k, seed):
-    q = torch.randint(-127, 128, (n, k), dtype=torch.int8) if weights.get("type") == "int" else None
-    q = torch.randn(n, k).to(torch.float8_e4m3fn) if q is None else q
+def stored_8(config, said, n, k, seed):
+    q = (
+        torch.randint(-127, 128, (n, k), dtype=torch.int8)
+        if said.get("type") == "int"
+        else torch.randn(n, k).to(torch.float8_e4m3fn)
+    )
     if config in map(CONFIGS.get, OF_MXFP8):
         exponents = torch.randint(110, 126, (n, -(-k // 32)), dtype=torch.uint8)
         by_32 = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)[:, :k]
@@ -210,7 +217,8 @@ def stored_8(config, weights, n, k, seed):
     tensor = config["quant_method"] == "fp8" or algorithm == "FP8"
     scale = (torch.rand(1 if tensor else n, 1) + 0.5).to(BF16)
     stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm or "data_type" in config else scale
-    found = {"weight": q, "weight_scale": stored if weights else stored.float()}
+    start = "_weight_" if "form" in config else "weight_"
+    found = {"_weight_qdata" if "form" in config else "weight": q, f"{start}scale": stored if said else stored.float()}
     return found | static(seed if tensor else None), q.double() * scale.double()
 
 
@@ -231,30 +239,36 @@ def header(tensor):
     return {"dtype": {dtype: name for name, dtype in DTYPES.items()}[tensor.dtype], "shape": [*tensor.shape]}
 
 
-SAVED = {
-    "4 bits": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=64),
-    "zero points": lambda n, k: W4A8Linear.from_linear(
-        floats(n, k), activation="int8_affine", group_size=32, symmetric=False
-    ),
-    "groups of 128": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=128),
-    "per channel": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=k),
-    "static": lambda n, k: W4A8Linear(
-        W4A8Linear.from_linear(floats(n, k), group_size=64).weight, input_scale=torch.tensor([0.5])
-    ),
-    "mxfp4": lambda n, k: W4A8Linear.from_linear(floats(n, k), scheme="mxfp4"),
-    "nvfp4": lambda n, k: W4A8Linear(nvfp4.parts(n, n, k).packed),
-    "two levels": lambda n, k: W4A8Linear.from_linear(floats(n, k), scheme="two-level"),
-    "two levels, rotated": lambda n, k: W4A8Linear.from_linear(floats(n, k), scheme="two-level", rotation=128),
-    "corrected": lambda n, k: W4A8Linear(corrected(n, k), activation="int8"),
-    "8 bits": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="int8"),
-    "8 bits in blocks": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="e4m3_block", block=128),
-}
+def corrected(x):
+    layer = layers.layer(len(x), *x.shape, 32, dtype=BF16)
+    q, zero = layer.q.to(torch.uint8), layer.zero
+    return jitgemm.pack_w4(q, layer.scale, zero, group_size=32, k=layer.k, lhs_dtype=torch.int8, correction=True)
 
 
-def corrected(n, k):
-    q, zero = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.randint(0, 16, (n, k // 32))
-    scale = (torch.rand(n, k // 32) + 0.5).to(BF16) / 64
-    return jitgemm.pack_w4(q, scale, zero, group_size=32, k=k, lhs_dtype=torch.int8, correction=True)
+WEIGHTS = {
+    "4 bits": (lambda x: jitgemm.quantize_w4(x, 64), "e4m3"),
+    "zero points": (lambda x: jitgemm.quantize_w4(x, 32, symmetric=False), "int8_affine"),
+    "groups of 128": (lambda x: jitgemm.quantize_w4(x, 128), "e4m3"),
+    "per channel": (lambda x: jitgemm.quantize_w4(x, x.shape[-1]), "e4m3"),
+    "mxfp4": (jitgemm.quantize_mxfp4, "e4m3"),
+    "nvfp4": (lambda x: nvfp4.parts(x.shape[-2], *x.shape[-2:], experts=len(x) if x.dim() == 3 else None).packed, "e4m3"),
+    "two levels": (jitgemm.quantize_w4_two_level, "int8"),
+    "two levels, rotated": (lambda x: jitgemm.quantize_w4_two_level(x, rotation=128), "int8"),
+    "8 bits": (lambda x: jitgemm.quantize_w8(x, torch.int8), "int8"),
+}  # fmt: skip
+"""What quantises a weight, and what activations a linear of it has."""
+SAVED = WEIGHTS | {
+    "static": WEIGHTS["4 bits"], "corrected": (corrected, "int8"),
+    "8 bits in blocks": (lambda x: jitgemm.quantize_w8(x, torch.float8_e4m3fn, block=128), "e4m3_block"),
+}  # fmt: skip
+
+
+def saved(kind, n, k):
+    """A linear as jitgemm saves it."""
+    quantise, activation = SAVED[kind]
+    scale = torch.tensor([0.5]) if kind == "static" else None
+    weight = quantise(torch.randn(n, k, dtype=BF16) / 16)
+    return LINEARS[weight.bits](weight, activation=activation, input_scale=scale)
 
 
 def columns_of(kind):
@@ -262,30 +276,14 @@ def columns_of(kind):
     return 512 if "rotated" in kind else 384
 
 
-def floats(n, k):
-    return torch.nn.Linear(k, n, bias=False)
-
-
-EXPERTS = {
-    "4 bits": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 64),
-    "zero points": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 32, symmetric=False),
-    "groups of 128": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 128),
-    "per channel": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), size[-1]),
-    "mxfp4": lambda *size: jitgemm.quantize_mxfp4(torch.randn(size, dtype=BF16)),
-    "nvfp4": lambda e, n, k: nvfp4.parts(n, n, k, experts=e).packed,
-    "two levels": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16)),
-    "two levels, rotated": lambda *size: jitgemm.quantize_w4_two_level(torch.randn(size, dtype=BF16), rotation=128),
-    "8 bits": lambda *size: jitgemm.quantize_w8(torch.randn(size, dtype=BF16), torch.float8_e4m3fn),
-}
-
-
 @functools.cache
-def packed_module(kind="4 bits", activation="e4m3", bias=True, gate=SILU_MUL):
+def packed_module(kind="4 bits", bias=True, gate=SILU_MUL):
     """Experts of 4 x (hidden 128, intermediate 384, or 512), which no test changes."""
     torch.manual_seed(0)
-    inter = columns_of(kind)
+    quantise, activation = WEIGHTS[kind]
+    inter, activation = columns_of(kind), activation.removesuffix("_affine")
     biases = [torch.randn(4, n) for n in (2 * inter, 128)] if bias else []
-    weights = EXPERTS[kind](4, 2 * inter, 128), EXPERTS[kind](4, 128, inter)
+    weights = (quantise(torch.randn(4, *size, dtype=BF16)) for size in ((2 * inter, 128), (128, inter)))
     return packed_experts(*weights, *biases, activation=activation, gate=gate)
 
 
@@ -314,15 +312,22 @@ def assert_held(modules, dense, split):
         assert torch.equal(torch.cat(first), torch.cat(gates, 1)) and torch.equal(torch.cat(second), down)
 
 
-def mixture(x, ids, weights, dense, gate=torch.nn.functional.silu):
-    """The layer of experts by its definition, in fp64."""
+def mixture(x, ids, weights, dense, options=None):
+    """The layer of experts by its definition, in fp64; options: of the gate."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(x.shape[0]):
-        for i in range(ids.shape[1]):
-            w1, w3, w2 = (dense[int(ids[t, i]), proj] for proj in SHARDS)
-            y = x[t].double()
-            out[t] += weights[t, i].double() * (w2 @ (gate(w1 @ y) * (w3 @ y)))
+        for e, weight in zip(ids[t].tolist(), weights[t].double()):
+            *gates, down = (dense[e, proj] for proj in SHARDS if (e, proj) in dense)
+            out[t] += weight * (down @ activated(torch.cat(gates) @ x[t].double(), options or {}))
     return out
+
+
+def assert_mixture(engine, layers, dense, within=0.06, options=None):
+    """That the ranks' results add up to it."""
+    x, ids, weights = routed(1 + max(e for e, _ in dense))
+    total = sum(engine.run_experts(layer, x, ids, weights).double() for layer in layers)
+    expected = mixture(x, ids, weights, dense, options)
+    assert (total - expected).norm() < within * expected.norm()
 
 
 def routed(count, tokens=6, top_k=2):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from builders import third
 from engines import ENGINES, EXPERTS, each_engine, load, process, sglang
-from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, packed_module, stored
+from served_layers import BF16, CONFIGS, SHARDS, dense_of, packed_module, saved, stored
 from sglang_layers import running
 
 import jitgemm
@@ -267,7 +267,7 @@ def test_weights_that_are_loaded_again_are_corrected_as_the_first_were(engine, f
 @each_engine
 def test_a_saved_model_is_loaded_again_in_place_and_from_its_files_alone(tmp_path, engine):
     torch.manual_seed(0)
-    linear, other = SAVED["4 bits"](64, 128), SAVED["4 bits"](64, 128)
+    linear, other = saved("4 bits", 64, 128), saved("4 bits", 64, 128)
     config = engine.of_folder(tmp_path, {"m.o_proj": linear, EXPERTS: packed_module()})
     layers = [engine.row(config, 128, 64), engine.experts(config, (4, 128, 384), packed=False, **engine.biased)]
     params = [dict(layer.named_parameters()) for layer in layers]

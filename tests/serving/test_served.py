@@ -30,6 +30,7 @@ from served_layers import (
     OF_MXFP8,
     QUARK,
     SHARDS,
+    WIDE,
     assert_held,
     dense_of,
     expert_tensors,
@@ -65,16 +66,12 @@ def told_if(engine, known, checkpoint, layers, **options):
 
 
 @each_engine
-def test_a_checkpoint_is_taken_over_when_asked_and_only_then(engine):
+def test_a_checkpoint_is_taken_over_and_options_are_read_when_asked_and_only_then(tmp_path, engine):
+    """Options of the quantization_config and of the command."""
     take = engine.Config.override_quantization_method
     assert [take(CONFIGS["gptq"], user) for user in ("jitgemm", "gptq", "fp8", None)] == ["jitgemm", None, None, None]
-
-
-@each_engine
-def test_options_come_from_the_quantization_config_and_from_the_command(tmp_path, engine):
     said = {"quant_method": "jitgemm", "activation": "int8", "group_size": 64}
-    layer = {"m.o_proj": stored(CONFIGS["gptq"], 64, 64)[0]}
-    config = engine.of_folder(tmp_path, layer, said)
+    config = engine.of_folder(tmp_path, {"m.o_proj": stored(CONFIGS["gptq"], 64, 64)[0]}, said)
     assert (config.checkpoint, config.recipe) == (None, Recipe(activation="int8", group_size=64))
     config = engine.of_folder(tmp_path, None, said, activation="e4m3")
     assert config.recipe == Recipe(activation="e4m3", group_size=64)
@@ -105,33 +102,31 @@ def test_what_is_said_wrong_is_named(engine, checkpoint, options, name):
         engine.Config(checkpoint and CONFIGS["gptq"] | checkpoint, options)
 
 
-@each_engine
-def test_layers_that_the_config_leaves_out_stay(engine):
-    for name, more, left, served in (
-        ("packed", {"ignore": ["lm_head", "re:.*gate$"]}, ["m.mlp.gate", "lm_head"], ["m.mlp.gate_proj"]),
-        ("awq", {"modules_to_not_convert": ["visual", "attn."]}, ["visual.blocks.0.proj", "m.attn.o_proj"], ["visually.proj"]),
-        ("gptq", {"dynamic": {"-:.*o_proj": {}}}, ["m.attn.o_proj"], ["m.attn.q_proj"]),
-    ):  # fmt: skip
-        config = engine.config(CONFIGS[name] | more)
-        assert [engine.serves(config, each) for each in (*left, *served)] == [False] * len(left) + [True] * len(served)
+LEFT_OUT = [
+    (CONFIGS["packed"] | {"ignore": ["lm_head", "re:.*gate$"]}, {}, ["m.mlp.gate", "lm_head"], ["m.mlp.gate_proj"]),
+    (CONFIGS["awq"] | {"modules_to_not_convert": ["visual", "attn."]}, {}, ["visual.blocks.0.proj", "m.attn.o_proj"], ["visually.proj"]),
+    (CONFIGS["gptq"] | {"dynamic": {"-:.*o_proj": {}}}, {}, ["m.attn.o_proj"], ["m.attn.q_proj"]),
+    (None, {"ignore": ["vision", "re:.*head"]}, ["vision.layers.0.up_proj", "lm_head", ("m.gate", 8), ("m.up_proj", 64, 40)], ["m.up_proj"]),
+    *(({"quant_method": method, "quant_algo": "NVFP4"}, {}, [], ["m.a"]) for method in ("modelopt", "modelopt_fp4")),
+]  # fmt: skip
+"""What a checkpoint and a user say, and names of layers, with rows and columns, that stay and that are served."""
 
 
 @each_engine
-def test_of_a_model_in_floats_routers_ignored_layers_and_odd_sizes_stay(engine):
-    config = engine.config(None, ignore=["vision", "re:.*head"])
-    assert engine.serves(config, "model.layers.0.mlp.up_proj")
-    assert not engine.serves(config, "model.layers.0.mlp.gate", n=8)
-    for name in ("vision.layers.0.up_proj", "lm_head"):
-        assert not engine.serves(config, name)
-    assert not engine.serves(config, "model.layers.0.mlp.up_proj", k=40)
-    with engine.rank(0, 2):  # nine columns on a rank
-        layer = engine.row(None, 72, 64, {}, (0, 2))
+@pytest.mark.parametrize("checkpoint, options, left, served", LEFT_OUT)
+def test_layers_that_the_config_or_the_user_leaves_out_routers_and_odd_sizes_stay(
+    engine, checkpoint, options, left, served
+):
+    config = engine.config(checkpoint, **options)
+    found = [engine.serves(config, *((each,) if isinstance(each, str) else each)) for each in (*left, *served)]
+    assert found == [False] * len(left) + [True] * len(served)
+    layer = engine.row(None, 72, 64, {}, (0, 2))  # nine columns on a rank
     assert not isinstance(layer.quant_method, engine.Linear)
 
 
 @each_engine
 @pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4", "W4A8_AWQ"])
-def test_modelopts_config_of_folder_the_files_is_read(monkeypatch, engine, quantization):
+def test_modelopts_config_of_the_files_is_read(monkeypatch, engine, quantization):
     """hf_quant_config.json, as engines hand it over."""
     said = {"quant_algo": quantization, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "m.*.gate*"]}
     engine.has_own(monkeypatch)
@@ -145,20 +140,6 @@ def test_modelopts_config_of_folder_the_files_is_read(monkeypatch, engine, quant
             engine.serves(config, "m.0.up")
     else:
         assert engine.serves(config, "m.0.up")
-
-
-@each_engine
-@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])
-def test_the_names_that_engines_have_for_modelopts_methods_mean_the_same(engine, method):
-    assert engine.serves(engine.config({"quant_method": method, "quant_algo": "NVFP4"}), "m.a")
-
-
-@each_engine
-def test_a_bound_on_activation_scales_is_said_not_to_be_applied(monkeypatch, engine):
-    said = engine.log(monkeypatch)
-    assert engine.serves(engine.config(CONFIGS["fbgemm"] | {"activation_scale_ub": None}), "m.a") and not said
-    assert engine.serves(engine.config(CONFIGS["fbgemm"]), "m.a")
-    assert len(said) == 1 and "activation_scale_ub 1200.0 is not applied" in said[0]
 
 
 @each_engine
@@ -251,56 +232,52 @@ def test_an_output_layer_that_the_checkpoint_has_quantised_is_the_engines_own(mo
         config.get_quant_method(head, "lm_head")
 
 
+GROUP, FP8_GROUP = (CONFIGS[name]["config_groups"]["group_0"] for name in ("packed", "float-quantized"))
+ONE_WAY = "expected one way of quantising layers"
+JOINED = {
+    "all or none": (
+        CONFIGS["packed"] | {"ignore": ["m.gate_proj", "re:.*0.gate_proj"]}, "packed", "packed",
+        "expected all or none .*gate_proj': False",
+    ),
+    "zero points": (CONFIGS["gptq"] | {"dynamic": {"+:.*up_proj": {"sym": False}}}, "gptq", "gptq", ONE_WAY),
+    "activations": (CONFIGS["packed"] | {"config_groups": {
+        "a": GROUP | {"targets": ["re:.*up_proj"], "input_activations": INT8}, "b": GROUP | {"input_activations": E4M3},
+    }}, "packed", "packed", ONE_WAY),
+    "bits": (CONFIGS["packed"] | {"config_groups": {
+        "gate": GROUP | {"targets": ["re:.*(gate|down)_proj"], "format": "pack-quantized"},
+        "up": FP8_GROUP | {"targets": ["re:.*up_proj"], "format": "float-quantized"},
+    }}, "packed", "float-quantized", ONE_WAY),
+}  # fmt: skip
+"""A config, whose tensors gate and down have, and whose up, and what the message says."""
+
+
 @each_engine
-def test_layers_that_are_joined_but_quantised_differently_are_an_error(engine):
-    config = engine.config(CONFIGS["packed"] | {"ignore": ["model.gate_proj"]})
-    with pytest.raises(ValueError, match="model.gate_up_proj: expected all or none .*'model.gate_proj': False"):
-        engine.gate_up(config, 64, 64, prefix="model.gate_up_proj")
+@pytest.mark.parametrize("form", ["linear", "experts"])
+@pytest.mark.parametrize("case", JOINED)
+def test_layers_that_are_joined_but_quantised_differently_are_an_error(engine, case, form):
+    config, gate, up, message = JOINED[case]
+    tensors = {proj: stored(CONFIGS[up if proj == "up_proj" else gate], 64, 64)[0] for proj in SHARDS}
+    above = "m." if form == "linear" else f"{EXPERTS}.0."
+    headers = {f"{above}{proj}": each for proj, each in tensors.items()} if case != "all or none" else {}
+    config = engine.told(config, headers)
+    with pytest.raises(ValueError, match=f"gate_proj.*: {message}" if headers else message):
+        if form == "linear":
+            engine.gate_up(config, 64, 64)
+        else:
+            engine.experts(config, (2, 64, 64), packed=False)
+    if case == "bits" and form == "linear":  # which tensors alone tell without headers
+        with pytest.raises(ValueError, match="prefix: layers to be joined along n must have one width"):
+            process(engine.gate_up(JOINED[case][0], 64, 64, [tensors["gate_proj"], tensors["up_proj"]]))
+
+
+@each_engine
+def test_experts_of_which_some_are_in_floats_are_an_error(engine):
     names = {
         f"{EXPERTS}.{e}.{proj}": {"weight": "F8_E4M3", "weight_scale_inv": "F32"} for e in range(4) for proj in SHARDS
     }
     names[f"{EXPERTS}.2.down_proj"] = {"weight": "BF16"}
     with pytest.raises(ValueError, match="m.experts: expected all or none .*m.experts.2.down_proj': False"):
         engine.experts(engine.told(CONFIGS["fp8-blocks"], names), (4, 128, 128), packed=False)
-    config = CONFIGS["gptq"] | {"dynamic": {"+:.*up_proj": {"sym": False}}}
-    config = engine.told(config, dict.fromkeys(("m.gate_proj", "m.up_proj"), stored(CONFIGS["gptq"], 64, 64)[0]))
-    with pytest.raises(ValueError, match="m.gate_proj, m.up_proj: expected one way of quantising layers"):
-        engine.gate_up(config, 64, 64)
-
-
-@each_engine
-@pytest.mark.parametrize("form", ["linear", "experts"])
-def test_joined_layers_with_different_activations_are_an_error(engine, form):
-    group = CONFIGS["packed"]["config_groups"]["group_0"]
-    groups = {"a": group | {"targets": ["re:.*up_proj"], "input_activations": INT8}}
-    config = CONFIGS["packed"] | {"config_groups": groups | {"b": group | {"input_activations": E4M3}}}
-    above = "m." if form == "linear" else f"{EXPERTS}.0."
-    config = engine.told(config, {f"{above}{proj}": stored(CONFIGS["packed"], 64, 64)[0] for proj in SHARDS})
-    with pytest.raises(ValueError, match="gate_proj, .*up_proj.*: expected one way of quantising layers"):
-        if form == "linear":
-            engine.gate_up(config, 64, 64)
-        else:
-            engine.experts(config, (2, 64, 64), packed=False)
-
-
-@each_engine
-@known_or_not
-def test_joined_layers_that_have_nothing_in_common_are_an_error(engine, known):
-    """Of 4 bits and of 8, by their tensors."""
-    tensors = [stored(CONFIGS[name], 64, 64)[0] for name in ("packed", "float-quantized")]
-    config = CONFIGS["packed"] | {"config_groups": {
-        name: CONFIGS[like]["config_groups"]["group_0"] | {"targets": [f"re:.*{name}_proj"], "format": CONFIGS[like]["format"]}
-        for name, like in {"gate": "packed", "up": "float-quantized"}.items()
-    }}  # fmt: skip
-    said = (
-        "expected one way of quantising layers" if known else "prefix: layers to be joined along n must have one width"
-    )
-    with pytest.raises(ValueError, match=said):
-        process(
-            engine.gate_up(
-                told_if(engine, known, config, dict(zip(("m.gate_proj", "m.up_proj"), tensors))), 64, 64, tensors
-            )
-        )
 
 
 @each_engine
@@ -420,47 +397,30 @@ def dirty(tensor):
     return tensor
 
 
+THROUGH = ((896, 2), (768, 4), (384, 4))
+SIXTEENS = dict.fromkeys(("packed-channel", "packed-tensor", "gptq-channel", "fp8", "int8-quantized", "nvfp4"))
+PARTS = [(WIDE[name], THROUGH) for name in WIDE] + [(CONFIGS["fp8-blocks"], ((96, 1), (48, 1)))]
+PARTS += [(CONFIGS[name], ((96, 2), (48, 1), (224, 2))) for name in SIXTEENS] + [
+    (CONFIGS[name], ((256, 2),)) for name in LINEAR
+]
+
+
 @pytest.mark.parametrize(
-    "way, name", third([(e, known) for known in (True, False) for e in (*ENGINES, ENGINES[0])], LINEAR)
+    "way, part", third([(e, known) for known in (True, False) for e in (*ENGINES, ENGINES[0])], PARTS)
 )
-def test_the_ranks_columns_of_a_row_parallel_layer_add_up(way, name):
-    engine, known = way
-    tensors, dense = stored(CONFIGS[name], 64, 256)
-    x, total = torch.randn(5, 256, dtype=BF16) / 4, torch.zeros(5, 64, dtype=torch.float64)
-    config = told_if(engine, known, CONFIGS[name], {"m.down_proj": tensors})
-    for number, size in TWO:
-        layer = engine.row(config, 256, 64, tensors, (number, size), prefix="m.down_proj")
-        columns = slice(128 * number, 128 * (number + 1))
-        assert torch.equal(dense_of(process(layer)), dense[:, columns]) and not dict(layer.named_parameters())
-        total += engine.run(layer, x[:, columns].contiguous()).double()
-    expected = x.double() @ dense.T
-    assert (total - expected).norm() < 0.05 * expected.norm()
-
-
-WIDE = {
-    "packed": scheme(size=128),
-    "packed-asymmetric": scheme(size=128, symmetric=False),
-    "int-quantized": scheme(size=128, format="int-quantized"),
-    "gptq": CONFIGS["gptq"] | {"group_size": 128, "sym": False},
-    "awq": CONFIGS["awq"] | {"group_size": 128},
-    "fp8-blocks": CONFIGS["fp8-blocks"],
-}
-"""Formats with groups of 128."""
-
-
-@pytest.mark.parametrize("engine, name", [(engine, name) for name in WIDE for engine in ENGINES])
-def test_a_row_parallel_cut_through_groups_gives_each_rank_its_columns(engine, name):
-    """A rank loads every group that its columns touch; the ranks side by side are the layer."""
-    for k, size in ((896, 2), (768, 4), (384, 4)):
-        tensors, dense = stored(WIDE[name], 64, k)
-        layers = [engine.row(WIDE[name], k, 64, tensors, (number, size), "m.down_proj") for number in range(size)]
-        with pytest.warns(
-            UserWarning, match="a rank's columns end inside groups of 128: scales are repeated over groups"
-        ):
-            modules = list(map(process, layers))
+def test_ranks_hold_their_columns_within_groups_and_in_multiples_of_16(recwarn, way, part):
+    """A rank loads every group that its columns touch; the ranks side by side are the layer. Of (columns, ranks)."""
+    (engine, known), (checkpoint, sizes) = way, part
+    for k, size in sizes:
+        tensors, dense = stored(checkpoint, 64, k)
+        config = told_if(engine, known, checkpoint, {"m.down_proj": tensors})
+        layers = [engine.row(config, k, 64, tensors, (number, size), "m.down_proj") for number in range(size)]
+        modules = list(map(process, layers))
         assert torch.equal(torch.cat([dense_of(module) for module in modules], 1), dense)
         assert {module.in_features for module in modules} == {k // size}
-    x, wanted = torch.randn(3, 96, dtype=BF16), dense_of(modules[-1])
+    said = "a rank's columns end inside groups of 128: scales are repeated over groups"
+    assert any(said in str(each.message) for each in recwarn) == (sizes is THROUGH)
+    x, wanted = torch.randn(3, k // size, dtype=BF16), dense_of(modules[-1])
     wanted = x.double() @ wanted.T
     assert (engine.run(layers[-1], x).double() - wanted).norm() < 0.06 * wanted.norm()
 
@@ -468,20 +428,15 @@ def test_a_row_parallel_cut_through_groups_gives_each_rank_its_columns(engine, n
 @each_engine
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_last_group_of_fewer_columns_needs_no_order_of_columns(engine, size):
-    """192 columns in groups of 128, on a rank or two."""
+    """192 columns in groups of 128, on a rank or two; 80 in groups of 32."""
     tensors, dense = stored(WIDE["gptq"], 64, 256)
     del tensors["g_idx"]
     tensors["qweight"] = tensors["qweight"][:24]
     parts = [dense_of(process(engine.row(WIDE["gptq"], 192, 64, tensors, (i, size)))) for i in range(size)]
     assert torch.equal(torch.cat(parts, 1), dense[:, :192])
-
-
-@each_engine
-@pytest.mark.parametrize("order", ["in the file", "in no file"])
-def test_the_last_group_may_be_short(engine, order):
     q, scale, group = torch.randint(-8, 8, (64, 80)), torch.rand(64, 3).to(BF16), torch.arange(80) // 32
     tensors = {"qweight": words(q.T + 8, 0), "qzeros": words(torch.full((3, 64), 7), 1), "scales": scale.T}
-    tensors |= {"g_idx": group.int()} if order == "in the file" else {}
+    tensors |= {"g_idx": group.int()} if size == 1 else {}
     layer = engine.row(CONFIGS["gptq"], 80, 64, tensors)
     assert torch.equal(dense_of(process(layer)), dequantized(q, scale, None, group))
 
@@ -500,17 +455,6 @@ def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(engine, 
         assert torch.equal(dense_of(process(layer)), torch.cat([ranks_rows(dense, place) for _, dense in parts]))
         assert torch.equal(dense_of(process(single)), ranks_rows(parts[0][1], place))
         assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
-
-
-SIXTEENS = ("packed-channel", "packed-tensor", "gptq-channel", "fp8", "fp8-blocks", "int8-quantized", "nvfp4")
-
-
-@pytest.mark.parametrize("engine, name", in_turn(*SIXTEENS))
-def test_columns_in_multiples_of_16(engine, name):
-    for k, size in ((96, 1), (48, 1)) if name == "fp8-blocks" else ((96, 2), (48, 1), (224, 2)):
-        tensors, dense = stored(CONFIGS[name], 64, k)
-        parts = [process(engine.row(CONFIGS[name], k, 64, tensors, (number, size))) for number in range(size)]
-        assert torch.equal(torch.cat([dense_of(part) for part in parts], 1), dense)
 
 
 @each_engine
@@ -575,13 +519,6 @@ def test_joined_layers_with_different_activation_orders_or_none_are_an_error(eng
 
 
 @each_engine
-def test_columns_that_are_said_to_be_in_order_are(engine):
-    tensors, dense = stored(scheme(), 64, 64)
-    in_order = {"weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
-    assert torch.equal(dense_of(process(engine.row(scheme(actorder="group"), 64, 64, tensors | in_order))), dense)
-
-
-@each_engine
 @pytest.mark.parametrize("form", ["linear", "experts"])
 def test_scales_that_the_models_type_cannot_hold_are_kept_without_headers_too(engine, form):
     tensors, dense = stored(CONFIGS["gptq"], 64, 64)
@@ -597,15 +534,6 @@ def test_scales_that_the_models_type_cannot_hold_are_kept_without_headers_too(en
 
 
 @each_engine
-@pytest.mark.parametrize("value", [0, 3, 8])
-@pytest.mark.filterwarnings("ignore:qzeros")
-def test_zero_points_of_a_symmetric_layer_are_not_read(engine, value):
-    tensors, dense = stored(CONFIGS["gptq"], 64, 64)
-    tensors["qzeros"] = words(torch.full((2, 64), value), 1)
-    assert torch.equal(dense_of(process(engine.row(CONFIGS["gptq"], 64, 64, tensors))), dense)
-
-
-@each_engine
 @pytest.mark.parametrize("activation, corrected", [(None, "fp16"), ("int8_block", ""), ("e4m3", "")])
 def test_zero_points_are_corrections_where_int8_has_a_scale_per_token(engine, activation, corrected):
     tensors, dense = stored(CONFIGS["packed-corrected"], 64, 128)
@@ -614,17 +542,6 @@ def test_zero_points_are_corrections_where_int8_has_a_scale_per_token(engine, ac
     x = torch.randn(3, 128, dtype=BF16)
     expected = x.double() @ dense.T
     assert (engine.run(layer, x).double() - expected).norm() < 0.05 * expected.norm()
-
-
-@each_engine
-def test_scales_in_blocks_may_be_powers_of_two_of_every_type(engine):
-    tensors, _ = stored(CONFIGS["fp8-blocks"], 128, 128)
-    powers, found = torch.tensor([[120]], dtype=torch.uint8), []
-    for scale in (powers, powers.view(torch.float8_e8m0fnu), torch.tensor([[2.0**-7]])):
-        found.append(
-            dense_of(process(engine.row(CONFIGS["fp8-blocks"], 128, 128, tensors | {"weight_scale_inv": scale})))
-        )
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2]) and found[2].any()
 
 
 # ---- what formats have of their own ----------------------------------------------------------------------------------
@@ -645,53 +562,36 @@ def test_joined_layers_keep_scales_of_the_tensor_of_their_own(engine, name, know
     assert module.weight.format.code == "nvfp4" and module.activation == "e4m3" and module.input_scale is None
 
 
-@each_engine
-def test_a_global_scale_that_is_no_number_is_named(engine):
-    tensors, _ = stored(CONFIGS["nvfp4"], 64, 128)
-    layer = engine.row(CONFIGS["nvfp4"], 128, 64, tensors | {"weight_global_scale": torch.zeros(1)})
-    with pytest.raises(ValueError, match="weight_global_scale: expected a positive, finite number, got 0.0.*m.o_proj"):
-        process(layer)
-
-
-def two_of(engine, config, like, **options):
-    """The config, told of the headers of two layers that have these tensors."""
-    return engine.told(config, dict.fromkeys(("m.a", "m.b"), stored(CONFIGS[like], 64, 64)[0]), **options)
-
-
-@each_engine
-def test_inputs_of_4_bits_have_8_and_the_log_says_so(monkeypatch, engine):
-    said = engine.log(monkeypatch)
-    assert engine.serves(two_of(engine, CONFIGS["nvfp4"], "nvfp4"), "m.a")
-    assert len(said) == 1 and re.match(
-        "jitgemm: the checkpoint's inputs of 4 bits .* e4m3; activation='e4m3' says", said[0]
-    )
-    said.clear()
-    weights_alone = scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float")
-    assert engine.serves(two_of(engine, weights_alone, "nvfp4"), "m.a") and not said
-    assert engine.serves(two_of(engine, CONFIGS["nvfp4"], "nvfp4", activation="e4m3_block"), "m.a") and not said
-
-
 ACT_8 = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}
 OF_MX = {name: (CONFIGS[name], name) for name in ("mxfp4-mxfp8", *OF_MXFP8)} | {
     "auto-round": (AUTOROUND | {"act_bits": 8, "act_data_type": "mx_fp_rceil"}, "mxfp4"),
     "quark": (QUARK | {"global_quant_config": QUARK["global_quant_config"] | {"input_tensors": ACT_8}}, "quark"),
 }
-"""Configs, and what has the same tensors."""
+WEIGHTS_ALONE = scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float")
+OF_INPUTS = [
+    (CONFIGS["fbgemm"], "fbgemm", None, "e4m3", "activation_scale_ub 1200.0 is not applied"),
+    (CONFIGS["fbgemm"] | {"activation_scale_ub": None}, "fbgemm", None, "e4m3", None),
+    (CONFIGS["nvfp4"], "nvfp4", None, "e4m3", "jitgemm: the checkpoint's inputs of 4 bits .* e4m3; activation='e4m3' says"),
+    (CONFIGS["nvfp4"], "nvfp4", "e4m3_block", "e4m3_block", None), (WEIGHTS_ALONE, "nvfp4", None, "e4m3", None),
+    *((*case, "e4m3", "e4m3", None) for case in OF_MX.values()),
+    *((*case, None, "e4m3_block",
+       "jitgemm: the checkpoint's MXFP8 inputs are quantised to 8 bits for each token and 128 k, e4m3_block; "
+       "activation='e4m3_block' says so without this warning") for case in OF_MX.values()),
+]  # fmt: skip
+"""A config, what has the same tensors, the user's activation, the layer's, and what the log says once of two."""
 
 
 @each_engine
-@pytest.mark.parametrize("config, like", OF_MX.values(), ids=OF_MX)
-def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_the_log_says_so(monkeypatch, engine, config, like):
-    said = engine.log(monkeypatch)
-    own = two_of(engine, config, like)
-    assert engine.serves(own, "m.a") and engine.serves(own, "m.b")
-    text = "jitgemm: the checkpoint's MXFP8 inputs are quantised to 8 bits for each token and 128 k, e4m3_block; "
-    assert {*said} == {text + "activation='e4m3_block' says so without this warning"}
-    said.clear()
-    tensors, _ = stored(CONFIGS[like], 64, 128)
-    for wanted in ("e4m3", None):
-        layer = engine.row(engine.config(config, activation=wanted), 128, 64, tensors)
-        assert process(layer).activation == (wanted or "e4m3_block") and bool(said) == (wanted is None)
+@pytest.mark.parametrize("config, like, wanted, activation, text", OF_INPUTS)
+def test_inputs_that_the_checkpoint_has_otherwise_are_in_8_bits_and_the_log_says_so(
+    monkeypatch, engine, config, like, wanted, activation, text
+):
+    said, tensors = engine.log(monkeypatch), stored(CONFIGS[like], 64, 128)[0]
+    own = engine.told(config, dict.fromkeys(("m.a", "m.b"), tensors), activation=wanted)
+    assert engine.serves(own, "m.a", 64, 128) and engine.serves(own, "m.b", 64, 128)
+    assert not said if text is None else len({*said}) == 1 and re.search(text, said[0])
+    layer = engine.row(engine.config(config, activation=wanted), 128, 64, tensors)
+    assert process(layer).activation == activation
 
 
 OF_ROWS = CONFIGS["qserve"] | {"group_size": -1}

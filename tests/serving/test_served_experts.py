@@ -11,8 +11,18 @@ import vllm_layers
 from builders import third
 from checkpoints import words
 from engines import ENGINES, EXPERTS, SPLITS, each_engine, in_turn, process, sglang, vllm
-from moe_cases import activated
-from served_layers import BF16, CONFIGS, SHARDS, assert_held, expert_tensors, mixture, routed, scheme
+from served_layers import (
+    BF16,
+    CONFIGS,
+    SHARDS,
+    WIDE,
+    assert_held,
+    assert_mixture,
+    expert_tensors,
+    mixture,
+    routed,
+    scheme,
+)
 
 from jitgemm.activations.scheme import Gate
 
@@ -29,29 +39,22 @@ def test_experts_of_all_ranks_hold_the_files_weights_and_add_up_to_the_mixture(w
     known |= name not in OF_ONE
     inter = 256 if name in WIDER else 64
     tensors, dense = expert_tensors(CONFIGS[name], 4, 64, inter)
-    x, ids, weights = routed(4)
-    total, modules = torch.zeros(x.shape, dtype=torch.float64), []
+    layers = []
     files = {f"{EXPERTS}.{e}.{proj}": each for (e, proj), each in tensors.items()} if known else {}
     for at in SPLITS[split]:
         layer = engine.experts(engine.told(CONFIGS[name], files), (4, 64, inter), tensors, at, packed=False)
         assert ("jitgemm" in layer._modules) == known
         with engine.rank():
-            modules.append(process(layer))
-        total += engine.run_experts(layer, x, ids, weights).double()
+            process(layer)
+        layers.append(layer)
     assert not list(layer.parameters())
-    assert_held(modules, dense, split)
+    assert_held(modules := [layer.jitgemm for layer in layers], dense, split)
     of_blocks = ("fp8-blocks", "fp8-blocks-32", "mxfp4-mxfp8", "deepseek-v4", "mxfp8", "mxfp8-blocks", "modelopt-mxfp8")
     assert (modules[0].activation == "e4m3_block") == (name in of_blocks)
-    expected = mixture(x, ids, weights, dense)
-    assert (total - expected).norm() < 0.06 * expected.norm()
+    assert_mixture(engine, layers, dense)
 
 
-THROUGH = {
-    "packed": scheme(size=128), "packed-asymmetric": scheme(size=128, symmetric=False),
-    "int-quantized": scheme(size=128, format="int-quantized"), "gptq": CONFIGS["gptq"] | {"group_size": 128, "sym": False},
-    "awq": CONFIGS["awq"] | {"group_size": 128}, "w4afp8": CONFIGS["w4afp8"] | {"group_size": 128},
-    "fp8-blocks": CONFIGS["fp8-blocks"],
-}  # fmt: skip
+THROUGH = WIDE | {"w4afp8": CONFIGS["w4afp8"] | {"group_size": 128}}
 CUTS = [(name, 384, size) for name in THROUGH for size in (2, 4)] + [("fp8-blocks", 320, 2)]
 
 
@@ -147,11 +150,8 @@ def test_static_input_scales_of_experts_may_be_anything(monkeypatch, engine, nam
 @pytest.mark.parametrize("split", SPLITS)
 def test_experts_in_floats_are_quantised_while_they_are_loaded(engine, split):
     tensors = {(e, proj): {"weight": torch.randn(64, 64, dtype=BF16) / 8} for e in range(4) for proj in SHARDS}
-    x, ids, weights = routed(4)
     layers = [engine.experts(engine.config(None, group_size=32), (4, 64, 64), tensors, at) for at in SPLITS[split]]
-    total = sum(engine.run_experts(layer, x, ids, weights).double() for layer in layers)
-    expected = mixture(x, ids, weights, {name: found["weight"].double() for name, found in tensors.items()})
-    assert (total - expected).norm() < 0.25 * expected.norm()
+    assert_mixture(engine, layers, {name: found["weight"].double() for name, found in tensors.items()}, 0.25)
 
 
 @each_engine
@@ -192,17 +192,10 @@ def test_experts_with_other_gates_or_none_add_up_to_the_dequantised_mixture(engi
     tensors, dense = expert_tensors(CONFIGS[form], 4, 64, 256)
     if gate.inputs == 1:  # the files have up and down; the engines' loaders call up w1
         tensors, dense = ({at: each for at, each in found.items() if at[1] != "up_proj"} for found in (tensors, dense))
-    x, ids, weights = routed(4)
     layers = [engine.experts(CONFIGS[form], (4, 64, 256), tensors, at, **engine.gates[name]) for at in SPLITS[split]]
     assert all(layer.jitgemm.gate == gate for layer in layers)
     assert_held([layer.jitgemm for layer in layers], dense, split)
-    expected = torch.zeros(x.shape, dtype=torch.float64)
-    for t in range(len(x)):
-        for e, weight in zip(ids[t].tolist(), weights[t].double()):
-            *gates, down = (dense[e, proj] for proj in SHARDS if (e, proj) in dense)
-            expected[t] += weight * (down @ activated(torch.cat(gates) @ x[t].double(), options))
-    total = sum(engine.run_experts(layer, x, ids, weights).double() for layer in layers)
-    assert (total - expected).norm() < 0.06 * expected.norm()
+    assert_mixture(engine, layers, dense, options=options)
 
 
 @each_engine

@@ -9,7 +9,7 @@ import engines
 import pytest
 import torch
 from engines import EXPERTS, each_engine, in_turn, load, process, vllm
-from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, routed, stored
+from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, routed, saved, stored
 from vllm_layers import show
 
 K, N = 512, 64
@@ -33,7 +33,7 @@ def layer_of(engine, name, at=(0, 1), **options):
         tensors = {"weight": torch.randn(N, K, dtype=BF16, generator=builders.generator(3)) / 16}
     elif name in SAVED:
         torch.manual_seed(4)
-        checkpoint, tensors = {"quant_method": "none"}, SAVED[name](N, K).state_dict()
+        checkpoint, tensors = {"quant_method": "none"}, saved(name, N, K).state_dict()
     else:
         tensors, _ = stored(checkpoint, N, K)
     layers = {"m.o_proj": tensors} if checkpoint else {}

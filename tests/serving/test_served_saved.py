@@ -6,8 +6,7 @@ import pytest
 import torch
 from builders import third, two_thirds
 from engines import ENGINES, EXPERTS, SPLITS, TWO, each_engine, in_turn, load, process
-from served_layers import BF16, CONFIGS, SAVED, assert_held, columns_of, dense_of, packed_module
-from served_layers import EXPERTS as FORMS
+from served_layers import BF16, CONFIGS, SAVED, WEIGHTS, assert_held, columns_of, dense_of, packed_module, saved
 
 import jitgemm
 from jitgemm.activations.scheme import SILU_MUL, Gate
@@ -29,7 +28,7 @@ def seed():
 @pytest.mark.parametrize("engine, kind, place", two_thirds(ENGINES, SAVED, [(0, 2), (1, 2), (3, 4)]))
 def test_a_saved_models_joined_layers_hold_the_ranks_rows_of_each(tmp_path, engine, kind, place):
     """Heads of 40 rows, which begin inside of the strips that a packed weight is in; k and v are two ranks' each."""
-    layers = {f"m.{each}_proj": SAVED[kind](rows, 128) for each, rows in (("q", 160), ("k", 80), ("v", 80))}
+    layers = {f"m.{each}_proj": saved(kind, rows, 128) for each, rows in (("q", 160), ("k", 80), ("v", 80))}
     parts = {each: layer.state_dict() for each, layer in zip("qkv", layers.values())}
     layer = engine.qkv(engine.of_folder(tmp_path, layers), 128, parts, place, (40, 4, 2))
     number, size = place
@@ -46,7 +45,7 @@ def test_a_saved_models_joined_layers_hold_the_ranks_rows_of_each(tmp_path, engi
 def test_a_saved_models_row_parallel_layers_hold_the_ranks_columns(tmp_path, engine, kind, size):
     """Of 384 / 4 = 96 columns within groups of 128 and blocks, too; whole blocks of what is rotated."""
     k = columns_of(kind)
-    whole = SAVED[kind](64, k)
+    whole = saved(kind, 64, k)
     config, parts = engine.of_folder(tmp_path, {"m.o_proj": whole, "m.gate": {"weight": torch.zeros(64, k)}}), []
     for number in range(size):
         layer = engine.row(config, k, 64, whole.state_dict(), (number, size))
@@ -61,7 +60,7 @@ def test_a_saved_models_row_parallel_layers_hold_the_ranks_columns(tmp_path, eng
 
 @each_engine
 def test_a_saved_layers_blocks_that_are_rotated_together_are_not_cut(tmp_path, engine):
-    whole = SAVED["two levels, rotated"](64, 384)
+    whole = saved("two levels, rotated", 64, 384)
     with pytest.raises(
         ValueError, match="columns to be a multiple of 128, which are rotated together, got columns 192"
     ):
@@ -85,7 +84,7 @@ EVERY = "blocks meta channel_scale activation_type"
 
 @pytest.mark.parametrize("engine, suffix", in_turn(*EVERY.split(), EVERY))
 def test_a_saved_layer_that_lacks_a_tensor_is_an_error(tmp_path, engine, suffix):
-    layers = {f"m.{each}_proj": SAVED["per channel"](64, 128) for each in ("gate", "up")}
+    layers = {f"m.{each}_proj": saved("per channel", 64, 128) for each in ("gate", "up")}
     gate, up = (layer.state_dict() for layer in layers.values())
     up = {name: each for name, each in up.items() if name not in suffix}
     with pytest.raises(ValueError, match=rf"({suffix.replace(' ', '|')}).*: expected numbers, .*m.up_proj"):
@@ -94,7 +93,7 @@ def test_a_saved_layer_that_lacks_a_tensor_is_an_error(tmp_path, engine, suffix)
 
 @each_engine
 def test_what_is_not_read_of_a_saved_model_is_named(tmp_path, engine):
-    layers = {"m.gate_proj": SAVED["4 bits"](64, 128), "m.up_proj": SAVED["zero points"](64, 128)}
+    layers = {"m.gate_proj": saved("4 bits", 64, 128), "m.up_proj": saved("zero points", 64, 128)}
     layers |= {f"{EXPERTS}.0.gate_proj": layers["m.gate_proj"], "m.k_proj": {"weight": torch.zeros(64, 128)}}
     config = engine.of_folder(tmp_path, layers)
     config.packed_modules_mapping["both"] = ["gate_proj", "k_proj"]
@@ -121,7 +120,7 @@ def test_an_output_layer_holds_the_ranks_rows_and_zeros_as_the_option_or_the_fil
         config, weight = engine.config(CONFIGS["packed"], lm_head="int8"), torch.randn(200, 128).to(BF16)
         tensors, expected, activation = {"weight": weight}, weight.double(), "int8"
     else:
-        whole = SAVED[kind](200, 128)
+        whole = saved(kind, 200, 128)
         config, tensors = engine.of_folder(tmp_path, {"lm_head": whole}), whole.state_dict()
         expected, activation = dense_of(whole), whole.activation
     parts = []
@@ -139,7 +138,7 @@ def test_an_output_layer_holds_the_ranks_rows_and_zeros_as_the_option_or_the_fil
 
 @each_engine
 def test_a_saved_output_layer_in_another_activation_is_an_error(tmp_path, engine):
-    whole = SAVED["8 bits"](64, 128)
+    whole = saved("8 bits", 64, 128)
     config = engine.of_folder(tmp_path, {"lm_head": whole}, activation="e4m3", lm_head="e4m3")
     head = engine.head(config, 64, 128)
     with (
@@ -163,21 +162,31 @@ def dense_of_experts(whole):
     return {(e, part): dense_of(getattr(whole, part))[e] for e in range(4) for part in ("w13", "w2")}
 
 
-@pytest.mark.parametrize("way, kind, ranks", third(WAYS, FORMS, RANKS))
+@pytest.mark.parametrize("way, kind, ranks", third(WAYS, WEIGHTS, RANKS))
 def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, way, kind, ranks):
     """Of 384 / 4 = 96 rows and columns, within strips and groups of 128, too."""
     (engine, gate), split, size = way, ranks[:2], RANKS[ranks]
     more = {} if gate is SILU_MUL else {k: v for k, v in engine.gpt_oss.items() if k not in engine.biased}
-    activation, sizes = "int8" if kind.startswith("two levels") else "e4m3", (4, 128, columns_of(kind))
-    whole = packed_module(kind, activation, gate=gate)
+    whole, sizes = packed_module(kind, gate=gate), (4, 128, columns_of(kind))
     config = engine.of_folder(tmp_path, {EXPERTS: whole})
     layers = [
         engine.experts(config, sizes, None, (split, number, size), **more, **engine.biased) for number in range(size)
     ]
     found = [layer.jitgemm for layer in layers]
     for layer, module in zip(layers, found):
-        assert (module.gate, module.activation) == (gate, activation) and not list(layer.parameters())
+        assert (module.gate, module.activation) == (gate, whole.activation) and not list(layer.parameters())
         assert module.w13.weight.rotation == module.w2.weight.rotation == whole.w2.weight.rotation
+
+    x, ids, weights = (
+        torch.randn(6, 128).to(BF16),
+        torch.stack([torch.randperm(4)[:2] for _ in range(6)]).int(),
+        torch.rand(6, 2),
+    )
+    total, expected = (
+        sum(engine.run_experts(each, x, ids, weights).double() for each in layers),
+        whole(x, ids, weights).double(),
+    )
+    assert (total - expected).norm() < 0.03 * expected.norm()
 
     def rows(of_ranks):
         if split == "ep" or gate.order == "interleaved":
@@ -194,22 +203,9 @@ def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, way, kind, ranks):
         assert torch.equal(of_w2[0], whole.w2.bias) and of_w2[1:] == [None] * (size - 1)  # ranks' results are summed
 
 
-@each_engine
-@pytest.mark.parametrize("split", SPLITS)
-def test_saved_experts_of_all_ranks_add_up(tmp_path, engine, split):
-    whole = packed_module()
-    config = engine.of_folder(tmp_path, {EXPERTS: whole})
-    x, ids = torch.randn(6, 128).to(BF16), torch.stack([torch.randperm(4)[:2] for _ in range(6)]).to(torch.int32)
-    weights = torch.rand(6, 2)
-    layers = [engine.experts(config, SIZES, None, at, **engine.biased) for at in SPLITS[split]]
-    total = sum(engine.run_experts(layer, x, ids, weights).double() for layer in layers)
-    expected = whole(x, ids, weights).double()
-    assert (total - expected).norm() < 0.03 * expected.norm()
-
-
 @pytest.mark.parametrize("engine, split", [(engine, split) for engine in ENGINES for split in SPLITS])
 def test_saved_experts_without_gates_hold_the_ranks_part(tmp_path, engine, split):
-    w13, w2 = FORMS["4 bits"](4, 384, 128), FORMS["4 bits"](4, 128, 384)
+    w13, w2 = (jitgemm.quantize_w4(torch.randn(4, *size, dtype=BF16), 64) for size in ((384, 128), (128, 384)))
     config = engine.of_folder(tmp_path, {EXPERTS: packed_experts(w13, w2, gate=Gate("relu2"))})
     found = [engine.experts(config, SIZES, None, at, **engine.gates["relu2"]).jitgemm for at in SPLITS[split]]
     dense = {(e, part): each[e].dequantize().double() for part, each in (("w13", w13), ("w2", w2)) for e in range(4)}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from engines import EXPERTS, SPLITS, process, vllm
 from fresh_python import fresh_python
-from served_layers import BF16, CONFIGS, SAVED, SHARDS, dense_of, expert_tensors, mixture, packed_module, routed, stored
+from served_layers import BF16, CONFIGS, SHARDS, dense_of, expert_tensors, mixture, packed_module, routed, saved, stored
 from vllm_kernels import Kernels
 from vllm_layers import REAL, rank
 
@@ -134,7 +134,7 @@ def test_a_checkpoints_own_config_is_vllms_and_says_how_its_cache_is_quantised(m
 ])  # fmt: skip
 def test_models_whose_rows_vllm_sorts_are_served_from_tensors_with_rows(tmp_path, model_type, name, served):
     if name == "saved":
-        config = vllm.of_folder(tmp_path, {"m.query_key_value": SAVED["4 bits"](192, 128)})
+        config = vllm.of_folder(tmp_path, {"m.query_key_value": saved("4 bits", 192, 128)})
     else:
         config = vllm.told(CONFIGS[name], {"m.query_key_value": stored(CONFIGS[name], 192, 128)[0]})
     config._model = ("", SimpleNamespace(model_type=model_type), None)
