@@ -11,7 +11,6 @@ import torch
 from files_8bit import DEEPSEEK, E4M3, codes, inputs, scales, scheme
 from small_models import BLOCKS, Model, checkpoint_tensors, quantised_names, same_state
 
-import jitgemm.nn
 from jitgemm.checkpoint.load import load, read_layer
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
@@ -140,14 +139,6 @@ def test_other_names_of_the_same_scales(tmp_path, name, static):
     assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").input_scale.tolist() == [0.25]
 
 
-@pytest.mark.parametrize(
-    "setting, value",
-    [("activation_scheme", "block"), ("fmt", "e5m2"), ("scale_fmt", "log"), ("quant_algo", "FP8_OF_TOMORROW")],
-)
-def test_a_setting_of_8_bits_that_is_not_known_is_named(setting, value):
-    assert f"{setting}: expected " in refused(FP8, {"quant_method": "fp8", setting: value})
-
-
 def test_fp4_experts_under_the_names_of_w4afp8_are_told_by_their_scales():
     """As DeepSeek-V4 has them: the same names and shapes as int4 codes in groups, with e8m0 scales."""
     tensors = {"weight": torch.zeros((64, 64), dtype=torch.int8), "weight_scale_inv": torch.ones(64, 4)}
@@ -157,13 +148,9 @@ def test_fp4_experts_under_the_names_of_w4afp8_are_told_by_their_scales():
     assert load(tensors, LAYER, device="cpu").format.code == "e2m1"
 
 
-OF_MODELOPT = {
-    "quant_algo": "FP8",
-    "config_groups": {"group_0": {key: {"dynamic": False, "num_bits": 8, "type": "float"} for key in ("weights",)}},
-    "ignore": ["lm_head"],
-}
+STATIC = dict.fromkeys(("weights", "input_activations"), {"dynamic": False, "num_bits": 8, "type": "float"})
+OF_MODELOPT = {"quant_algo": "FP8", "config_groups": {"group_0": STATIC}, "ignore": ["lm_head"]}
 """As ModelOpt writes it: groups of compressed-tensors' without a strategy; its first releases name no quant_method."""
-OF_MODELOPT["config_groups"]["group_0"]["input_activations"] = OF_MODELOPT["config_groups"]["group_0"]["weights"]
 
 
 @pytest.mark.parametrize("told, codes_type", [
@@ -191,24 +178,19 @@ def test_no_two_formats_detect_8_bits():
         {"weight_scale_inv": torch.ones(2, 2)},
         {"weight_scale": torch.ones(256, 1)},
     )
+    fp8, int8, groups = {"weight": fp8}, {"weight": fp8.view(torch.int8)}, {"weight_scale_inv": torch.ones(256, 4)}
     compressed = scheme("float", "channel", "float-quantized")
     rows_of_one = {"quant_method": "blockwise_int8", "weight_block_size": [1, 64]}  # not two codes a byte
     for tensors, told, expected in (
-        ({"weight": fp8} | blocks, None, ["w8a8"]),
-        ({"weight": fp8} | blocks, {"quant_method": "w4afp8"}, ["w8a8"]),
-        ({"weight": fp8} | rows, None, ["w8a8"]),
-        ({"weight": fp8} | rows, {}, ["w8a8"]),
-        ({"weight": fp8} | rows, {"quant_method": "fp8"}, ["w8a8"]),
-        ({"weight": fp8} | rows, {"quant_method": "modelopt", "config_groups": {}}, ["w8a8"]),
-        ({"weight": fp8} | rows, compressed, ["compressed-tensors"]),
-        ({"weight": fp8} | rows, {"config_groups": compressed["config_groups"]}, ["compressed-tensors"]),
-        ({"weight": fp8.view(torch.int8)} | rows, None, ["compressed-tensors"]),
-        ({"weight": fp8.view(torch.int8)} | rows, {"quant_method": "w8a8_int8"}, ["w8a8"]),
-        ({"weight": fp8.view(torch.int8)} | blocks, None, ["w8a8"]),
-        ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, None, ["w4afp8"]),
-        ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, rows_of_one, ["w8a8"]),
-    ):
-        assert layers.detecting(tensors, told) == expected
+        *((fp8 | blocks, told, "w8a8") for told in (None, {"quant_method": "w4afp8"})),
+        *((fp8 | rows, told, "w8a8") for told in (
+            None, {}, {"quant_method": "fp8"}, {"quant_method": "modelopt", "config_groups": {}})),
+        (fp8 | rows, compressed, "compressed-tensors"),
+        (fp8 | rows, {"config_groups": compressed["config_groups"]}, "compressed-tensors"),
+        (int8 | rows, None, "compressed-tensors"), (int8 | rows, {"quant_method": "w8a8_int8"}, "w8a8"),
+        (int8 | blocks, None, "w8a8"), (int8 | groups, None, "w4afp8"), (int8 | groups, rows_of_one, "w8a8"),
+    ):  # fmt: skip
+        assert layers.detecting(tensors, told) == [expected]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -241,6 +223,8 @@ def changed(told: dict, **weights) -> dict:
         (FP8, changed(OF_FP8, strategy="block", block_structure=[128]), "block_structure: expected two positive"),
         (FP8, scheme("float", "channel", "float-quantized", inputs("int")), "activation: expected e4m3 activations"),
         (INT8, None, "num_bits 8 in a config says that there are more"),
+        *((FP8, {"quant_method": "fp8", setting: value}, f"{setting}: expected ") for setting, value in (
+            ("activation_scheme", "block"), ("fmt", "e5m2"), ("scale_fmt", "log"), ("quant_algo", "FP8_OF_TOMORROW"))),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tensors, told, message):
@@ -324,50 +308,3 @@ def test_a_mixed_checkpoint_loads_whole(tmp_path):
     with pytest.warns(UserWarning, match="converted no layer"):
         load_(plain, folder, filter=lambda *_: False)
     assert torch.equal(plain.blocks[0].down.weight, dense["blocks.0.down.weight"])
-
-
-def gptq_layer(weight: torch.Tensor, bits: int, zero: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A layer as GPTQ v2 stores it, a scale per row, and what that stands for."""
-    scale = (weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).half()
-    q = (weight / scale.float()).round().clamp(-min(zero, 2 ** (bits - 1)), 2**bits - 1 - zero)
-    zeros = torch.full((1, weight.shape[0]), zero)
-    words = {
-        "qweight": checkpoints.words(q.T.long() + zero, 0, bits=bits),
-        "qzeros": checkpoints.words(zeros, 1, bits=bits),
-    }
-    return words | {"scales": scale.T}, q * scale.float()
-
-
-@pytest.mark.parametrize("method", ["gptq", "auto-round"])
-def test_a_gptq_file_with_layers_of_4_and_8_bits_loads_whole(tmp_path, method):
-    told = {"bits": 4, "group_size": -1, "sym": True}
-    if method == "gptq":
-        told |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
-        told |= {"dynamic": {r"+:.*0\.down": {"bits": 8}, r"+:.*1\.down": {"bits": 8, "sym": False}}}
-    else:
-        told |= {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}
-        told |= {"extra_config": {"blocks.0.down": {"bits": 8}, r".*1\.down": {"bits": 8, "sym": False}}}
-    tensors = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
-    dense = dict(tensors)
-    for name, form in zip(BLOCKS, ((4, 8), (8, 128), (4, 8), (8, 99))):
-        stored, dense[f"{name}.weight"] = gptq_layer(tensors.pop(f"{name}.weight"), *form)
-        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
-    model = Model()
-    with pytest.warns(UserWarning, match="1 quantised layers are dequantised:\n.*8-bit codes with zero points"):
-        report = load_(model, checkpoints.save(tmp_path, tensors, told))
-    kinds = [type(model.get_submodule(name)) for name in BLOCKS]
-    assert kinds == [W4A8Linear, W8A8Linear, W4A8Linear, torch.nn.Linear]
-    assert [model.get_submodule(name).activation for name in report] == ["e4m3", "int8", "e4m3"]
-    for name in BLOCKS:
-        weight = model.get_submodule(name).weight
-        assert torch.equal(weight if name == "blocks.1.down" else weight.dequantize(), dense[f"{name}.weight"])
-    assert report.skipped == {"blocks.1.down": "dequantised: 8-bit codes with zero points"}
-
-
-def test_a_layer_is_not_loaded_over_one_of_another_width_by_load_state_dict():
-    four, wide = (torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)) for _ in range(2))
-    jitgemm.nn.quantize_(four, clip_steps=0)
-    jitgemm.nn.quantize_(wide, bits=8)
-    with pytest.raises(RuntimeError, match="expected a packed W4 weight, got another tensor"):
-        four.load_state_dict(wide.state_dict())
-    assert load_(four, wide.state_dict()) == ["0"] and type(four[0]) is W8A8Linear

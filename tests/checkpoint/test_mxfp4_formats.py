@@ -76,21 +76,18 @@ def test_joined_layers_are_packed_in_the_tier_of_all():
     assert torch.equal(weight.dequantize().double(), torch.cat([each.dequantize_fp64() for each in parts]))
 
 
-def error_of(tensors, settings=None, layer=LAYER) -> str:
-    with pytest.raises(ValueError) as error:
-        load(tensors, layer, device="cpu", config=settings)
-    return str(error.value)
+FILE, OTHER = compressed(mxfp4.parts(1, 72, 416)), deepseek_v4(mxfp4.parts(1, 72, 416))
 
 
-def test_what_is_not_mxfp4_is_named():
-    parts = mxfp4.parts(1, 72, 416)
-    tensors = compressed(parts)
-    assert "as MXFP4 has" in error_of(tensors, config(group_size=16, strategy="tensor_group"))
-    assert "weight_scale: expected" in error_of(tensors | {f"{LAYER}.weight_scale": torch.ones(72, 13)}, config())
-    assert "weight_global_scale" in error_of(tensors | {f"{LAYER}.weight_global_scale": torch.ones(1)}, config())
-    assert "expert_dtype: expected 'fp4', as the tensors are, got 'fp8'" in error_of(
-        deepseek_v4(parts), V4 | {"expert_dtype": "fp8"}
-    )
+@pytest.mark.parametrize("tensors, settings, message", [
+    (FILE, config(group_size=16, strategy="tensor_group"), "as MXFP4 has"),
+    (FILE | {f"{LAYER}.weight_scale": torch.ones(72, 13)}, config(), "weight_scale: expected"),
+    (FILE | {f"{LAYER}.weight_global_scale": torch.ones(1)}, config(), "weight_global_scale"),
+    (OTHER, V4 | {"expert_dtype": "fp8"}, "expert_dtype: expected 'fp4', as the tensors are, got 'fp8'"),
+])  # fmt: skip
+def test_what_is_not_mxfp4_is_named(tensors, settings, message):
+    with pytest.raises(ValueError, match=message):
+        load(tensors, LAYER, device="cpu", config=settings)
 
 
 @pytest.mark.parametrize(
@@ -104,41 +101,17 @@ def test_exponents_that_a_version_stored_two_too_low_are_read_two_higher(version
     parts = mxfp4.parts(3, 72, 416)
     stored = compressed(mxfp4.Parts(parts.codes, parts.scales - low))
     said = config() | {"version": version}
-    assert torch.equal(
-        read_layer(stored, LAYER, device="cpu", config=said).dequantize().double(), parts.dequantize_fp64()
-    )
-    preset = said | {"config_groups": {"MXFP4A16": ["Linear"]}}
-    assert torch.equal(
-        read_layer(stored, LAYER, device="cpu", config=preset).dequantize().double(), parts.dequantize_fp64()
-    )
+    for settings in (said, said | {"config_groups": {"MXFP4A16": ["Linear"]}}):
+        read = read_layer(stored, LAYER, device="cpu", config=settings)
+        assert torch.equal(read.dequantize().double(), parts.dequantize_fp64())
     if low:
         stored[f"{LAYER}.weight_scale"][5, 3] = 253
-        assert f"weight_scale: expected exponents up to 252 in a file of version {version}, got more" in error_of(
-            stored, said
-        )
+        message = f"weight_scale: expected exponents up to 252 in a file of version {version}, got more"
+        with pytest.raises(ValueError, match=message):
+            load(stored, LAYER, device="cpu", config=said)
 
 
 # ---- the libraries' own dequantisation -----------------------------------------------------------------------------
-
-
-def test_transformers_dequantises_deepseek_v4_to_the_same_bits():
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    parts = mxfp4.parts(3, 72, 416, "group", shift=-10)
-    tensors = deepseek_v4(parts)
-    theirs = Fp8Dequantize(None)._dequantize_one(*tensors.values(), output_dtype=torch.float32)
-    assert torch.equal(load(tensors, LAYER, device="cpu", config=V4).dequantize(), theirs)
-
-
-def test_transformers_dequantises_gpt_oss_to_the_same_bits():
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    parts = mxfp4.parts(3, 64, 416, experts=3)
-    tensors = gpt_oss(parts, "experts.gate_up_proj")
-    theirs = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
-    for e in range(3):
-        weight = load(tensors, "experts.gate_up_proj_", device="cpu", expert=e, config={"quant_method": "mxfp4"})
-        assert torch.equal(weight.dequantize(), theirs[e])
 
 
 # ---- models from disk ------------------------------------------------------------------------------------------------
@@ -148,49 +121,23 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], settings: dict) -> Pat
     return checkpoints.save(folder, {name: each.detach().clone() for name, each in tensors.items()}, settings, shards=2)
 
 
-def llama(seed: int) -> torch.nn.Module:
-    sizes = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, num_key_value_heads=2, pad_token_id=0)
-    ).eval()
+def test_what_a_config_says_of_inputs_is_kept_or_raises():
+    parts = mxfp4.parts(1, 160, 64)
+    tensors = compressed(parts, "up")
 
+    def loaded(inputs: dict | None, **options) -> W4A8Linear:
+        model = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 160, bias=False)})
+        assert load_(model, tensors, config=config(inputs), **options) == ["up"]
+        assert torch.equal(model["up"].weight.dequantize().double(), parts.dequantize_fp64())
+        return model["up"]
 
-@pytest.mark.parametrize("inputs", [None, BLOCKS], ids=["MXFP4A16", "MXFP4XFP8"])
-def test_a_llama_of_compressed_tensors(tmp_path, inputs):
-    dense = llama(1)
-    tensors = {name: each for name, each in dense.state_dict().items() if "_proj" not in name}
-    for seed, (name, linear) in enumerate(dense.named_modules()):
-        if name.endswith("_proj"):
-            parts = mxfp4.parts(seed, *linear.weight.shape, shift=-9)
-            linear.weight.data.copy_(parts.dequantize_fp64())
-            tensors |= compressed(parts, name)
-    folder, model = saved(tmp_path, tensors, config(inputs)), llama(2)
-    names = load_(model, folder)
-    assert names.mxfp4 == dict.fromkeys(names, "with a base for a row")
-    assert len(names) == 14 and {type(model.get_submodule(name)) for name in names} == {W4A8Linear}
-    for name in names:
-        layer = model.get_submodule(name)
-        assert layer.activation == ("e4m3_block" if inputs else "e4m3")
-        assert torch.equal(layer.weight.dequantize(), dense.get_submodule(name).weight)
-    assert alike(logits(model), logits(dense))
-    again = llama(3)
-    load_(again, folder, filter=lambda *_: False)
-    assert all(torch.equal(mine, its) for mine, its in zip(again.parameters(), dense.parameters()))
-
-
-def test_what_a_config_says_of_inputs_is_kept_or_raises(tmp_path):
-    dense = llama(1)
-    tensors = dict(dense.state_dict())
-    name = "model.layers.0.mlp.up_proj"
-    del tensors[f"{name}.weight"]
-    tensors |= compressed(mxfp4.parts(1, 160, 64), name)
-    integers = config(BLOCKS | {"type": "int", "strategy": "token", "group_size": None})
+    assert (loaded(None).activation, loaded(BLOCKS).activation) == ("e4m3", "e4m3_block")
+    integers = BLOCKS | {"type": "int", "strategy": "token", "group_size": None}
     with pytest.raises(ValueError, match="expected e4m3 .* as codes of e2m1 are multiplied as floats of 8 bits, got"):
-        load_(llama(2), tensors, config=integers)
-    assert load_(llama(2), tensors, config=integers, activation="e4m3") == [name]
+        loaded(integers)
+    assert loaded(integers, activation="e4m3").activation == "e4m3"
     with pytest.warns(UserWarning, match="inputs of 4 bits are quantised to 8 bits for each token, e4m3"):
-        assert load_(llama(2), tensors, config=config(WEIGHTS | {"dynamic": True})) == [name]
+        loaded(WEIGHTS | {"dynamic": True})
 
 
 def gpt_oss_file(source: torch.nn.Module, tiers: tuple[str, str] = ("row", "block")) -> dict[str, torch.Tensor]:
@@ -224,6 +171,16 @@ def of_oss(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
     return source, folder
 
 
+def assert_experts_of(model: torch.nn.Module, source: torch.nn.Module) -> None:
+    """That the layers hold the values that the source has in floats."""
+    for name, expected in experts_of(source).items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, W4A8Experts)
+        for part, parameter in ((layer.w13, expected.gate_up_proj), (layer.w2, expected.down_proj)):
+            assert torch.equal(part.weight.dequantize(), parameter.transpose(1, 2))
+    assert alike(logits(model).float(), logits(source))
+
+
 def test_gpt_oss_in_its_own_format(of_oss):
     source, folder = of_oss
     model = oss(1)
@@ -231,16 +188,13 @@ def test_gpt_oss_in_its_own_format(of_oss):
     assert names == list(experts_of(source))
     assert names.mxfp4 == dict.fromkeys(names, "with a base for a row and a base for a row and 128 k")
     assert "MXFP4: 2\n  2 with a base for a row and a base for a row and 128 k: model.layers.0" in repr(names)
+    assert_experts_of(model, source)
     for name in names:
         layer, expected = model.get_submodule(name), source.get_submodule(name)
-        assert isinstance(layer, W4A8Experts) and layer.activation == "e4m3"
-        assert layer.gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702)
+        assert layer.activation == "e4m3" and layer.gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702)
         assert (layer.w13.weight.format.group_size, layer.w2.weight.format.group_size) == (0, 128)
-        for part, parameter in ((layer.w13, expected.gate_up_proj), (layer.w2, expected.down_proj)):
-            assert torch.equal(part.weight.dequantize(), parameter.transpose(1, 2))
         assert torch.equal(layer.w13.bias, expected.gate_up_proj_bias)
         assert torch.equal(layer.w2.bias, expected.down_proj_bias)
-    assert alike(logits(model), logits(source))
     again = oss(2)
     load_(again, folder, filter=lambda *_: False)  # in floats
     assert all(torch.equal(mine, its) for mine, its in zip(again.parameters(), source.parameters()))
@@ -260,12 +214,7 @@ def test_gpt_oss_in_its_own_format_through_transformers_and_the_warm_up(of_oss):
 
     source, folder = of_oss
     model = through_transformers(folder, source, MXFP4)
-    for name, expected in experts_of(source).items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, W4A8Experts)
-        for part, parameter in ((layer.w13, expected.gate_up_proj), (layer.w2, expected.down_proj)):
-            assert torch.equal(part.weight.dequantize(), parameter.transpose(1, 2))
-    assert alike(logits(model).float(), logits(source))
+    assert_experts_of(model, source)
     config = json.loads((folder / "config.json").read_text())
     del config["architectures"]  # the model's class then follows from its type
     (folder / "config.json").write_text(json.dumps(config))

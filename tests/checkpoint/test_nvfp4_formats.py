@@ -27,9 +27,7 @@ TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True,
 
 def config(inputs: dict | None = None, **weights) -> dict:
     group = {"targets": ["Linear"], "weights": WEIGHTS | weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
-    }  # fmt: skip
+    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
 
 
 def modelopt(algorithm: str = "W4A16_NVFP4") -> dict:
@@ -37,20 +35,13 @@ def modelopt(algorithm: str = "W4A16_NVFP4") -> dict:
 
 
 def compressed(parts: nvfp4.Parts, layer: str = LAYER) -> dict[str, torch.Tensor]:
-    inverse = parts.whole.reciprocal()
-    return {
-        f"{layer}.weight_packed": parts.canonical,
-        f"{layer}.weight_scale": parts.scales,
-        f"{layer}.weight_global_scale": inverse,
-    }
+    tensors = {"packed": parts.canonical, "scale": parts.scales, "global_scale": parts.whole.reciprocal()}
+    return {f"{layer}.weight_{name}": tensor for name, tensor in tensors.items()}
 
 
 def of_modelopt(parts: nvfp4.Parts, layer: str = LAYER) -> dict[str, torch.Tensor]:
-    return {
-        f"{layer}.weight": parts.canonical,
-        f"{layer}.weight_scale": parts.scales,
-        f"{layer}.weight_scale_2": parts.whole.view(()),
-    }
+    tensors = {"": parts.canonical, "_scale": parts.scales, "_scale_2": parts.whole.view(())}
+    return {f"{layer}.weight{name}": tensor for name, tensor in tensors.items()}
 
 
 FILES = {
@@ -116,17 +107,14 @@ def model_of(tmp_path, tensors: dict, settings: dict | None, **options) -> W4A8L
     return model[0]
 
 
-@pytest.mark.parametrize("settings", [config(), config(TOKEN), None], ids=["A16", "A8", "none"])
-def test_a_model_s_linears_become_layers(tmp_path, settings):
+@pytest.mark.parametrize("settings", [config(), config(TOKEN), None, modelopt("W4A8_NVFP4_FP8")])
+def test_activations_of_8_bits_are_the_layer_s(tmp_path, settings):
+    static = settings == modelopt("W4A8_NVFP4_FP8")
     parts = parts_of(1, 72, 416)
-    layer = model_of(tmp_path, compressed(parts), settings)
+    tensors = of_modelopt(parts) | {f"{LAYER}.input_scale": torch.tensor(0.25)} if static else compressed(parts)
+    layer = model_of(tmp_path, tensors, settings)
     assert layer.activation == "e4m3" and torch.equal(layer.weight.blocks, parts.packed.blocks)
-
-
-def test_modelopt_s_fp8_activations_are_static(tmp_path):
-    tensors = of_modelopt(parts_of(1, 72, 416)) | {f"{LAYER}.input_scale": torch.tensor(0.25)}
-    layer = model_of(tmp_path, tensors, modelopt("W4A8_NVFP4_FP8"))
-    assert layer.activation == "e4m3" and float(layer.input_scale) == 0.25
+    assert (layer.input_scale.item() == 0.25) if static else layer.input_scale is None
 
 
 @pytest.mark.parametrize("file", ["compressed-tensors", "modelopt", "modelopt without a config"])
@@ -150,28 +138,24 @@ def test_activations_of_4_bits_are_replaced_with_a_warning(tmp_path, file):
 # ---- what raises -----------------------------------------------------------------------------------------------------
 
 
-def error_of(tensors, settings=None) -> str:
-    with pytest.raises(ValueError) as error:
+TENSORS, OTHER = compressed(parts_of(1, 72, 416)), of_modelopt(parts_of(1, 72, 416))
+REFUSED = [
+    (TENSORS, config(group_size=32), "weights: expected group_size 16, as NVFP4's tensors have, got 32"),
+    (TENSORS, config(symmetric=False), "weights: expected symmetric ones"),
+    (OTHER, modelopt("FP8"), "quant_algo: expected NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8, as"),
+    (TENSORS, config() | {"ignore": [LAYER]}, "ignore: expected no target that matches"),
+    (TENSORS | {f"{LAYER}.weight_zero_point": torch.zeros(72, 26)}, config(), "zero_point"),
+    *((OTHER | {f"{LAYER}.weight_scale_2": torch.tensor(value)}, modelopt(), "weight_scale_2: expected a positive, finite number")
+      for value in (0.0, -1.0, torch.inf, torch.nan)),
+    *((TENSORS | {f"{LAYER}.weight_global_scale": torch.tensor([value])}, None, "weight_global_scale: expected a positive")
+      for value in (0.0, -1.0, torch.inf, torch.nan)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensors, settings, message", REFUSED)
+def test_what_is_not_nvfp4_is_named(tensors, settings, message):
+    with pytest.raises(ValueError, match=message):
         load(tensors, LAYER, device="cpu", config=settings)
-    return str(error.value)
-
-
-def test_what_is_not_nvfp4_is_named():
-    tensors, other = compressed(parts_of(1, 72, 416)), of_modelopt(parts_of(1, 72, 416))
-    assert "weights: expected group_size 16, as NVFP4's tensors have, got 32" in error_of(
-        tensors, config(group_size=32)
-    )
-    assert "weights: expected symmetric ones" in error_of(tensors, config(symmetric=False))
-    assert "quant_algo: expected NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8, as" in error_of(other, modelopt("FP8"))
-    assert "ignore: expected no target that matches" in error_of(tensors, config() | {"ignore": [LAYER]})
-    assert "zero_point" in error_of(tensors | {f"{LAYER}.weight_zero_point": torch.zeros(72, 26)}, config())
-    for value in (0.0, -1.0, torch.inf, torch.nan):
-        assert "weight_scale_2: expected a positive, finite number, got" in error_of(
-            other | {f"{LAYER}.weight_scale_2": torch.tensor(value)}, modelopt()
-        )
-        assert "weight_global_scale: expected a positive" in error_of(
-            tensors | {f"{LAYER}.weight_global_scale": torch.tensor([value])}
-        )
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -179,4 +163,5 @@ def test_a_negative_scale_is_named(file):
     tensors, settings = FILES[file]
     parts = parts_of(1, 72, 416)
     parts.scales.view(torch.uint8)[5, 3] = 0xB8
-    assert "scale: expected numbers of at least 0, got -1.0 at [5, 3]" in error_of(tensors(parts), settings)
+    with pytest.raises(ValueError, match=r"scale: expected numbers of at least 0, got -1.0 at \[5, 3\]"):
+        load(tensors(parts), LAYER, device="cpu", config=settings)

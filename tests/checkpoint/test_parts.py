@@ -17,10 +17,8 @@ from jitgemm.checkpoint.load import read_layer
 from jitgemm.checkpoint.reader import layer_header, parts_of_rank, read_header
 
 N, K = 256, 1024
-PACKED = {
-    name.rpartition(".")[2]: tensor
-    for name, tensor in ct.pack_quantized(builders.weight_parts(4, N, K, 128), PREFIX).items()
-}
+PARTS = ct.pack_quantized(builders.weight_parts(4, N, K, 128), PREFIX)
+PACKED = {name.rpartition(".")[2]: tensor for name, tensor in PARTS.items()}
 
 
 def test_parts_that_are_cut_through_blocks_are_read_whole():
@@ -42,26 +40,19 @@ def test_parts_that_are_cut_through_blocks_are_read_whole():
 def test_rows_of_one_tensor_and_of_several(tmp_path, dim):
     """Layers that a model splits or joins otherwise than its file."""
     tensors, config = PACKED, ct.config()
-    save_file({f"{PREFIX}.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(PARTS, tmp_path / "model.safetensors")
     source = Checkpoint([tmp_path / "model.safetensors"], config)
-    whole = read_layer(source, PREFIX, device="cpu")
-    half = {
-        f"half.{name}": Rows((f"{PREFIX}.{name}",), N // 2, N // 2, numbers=name == "weight_shape") for name in tensors
-    }
-    split = source.with_rows(half)
-    found = [
-        read_layer(split, "half", device="cpu", tp_dim=dim, tp_rank=rank, tp_size=2).dequantize() for rank in range(2)
-    ]
-    assert torch.equal(torch.cat(found, 0 if dim == "n" else 1), whole.dequantize()[N // 2 :])
+    whole = read_layer(source, PREFIX, device="cpu").dequantize()
 
+    def found(of: Checkpoint, made_of: tuple[str, ...], start: int, count: int) -> torch.Tensor:
+        """Rows of these layers, cut in two."""
+        rows = {f"made.{name}": Rows(tuple(f"{each}.{name}" for each in made_of), start, count, numbers=name == "weight_shape")
+                for name in tensors}  # fmt: skip
+        made = of.with_rows(rows)
+        halves = [read_layer(made, "made", device="cpu", tp_dim=dim, tp_rank=rank, tp_size=2) for rank in range(2)]
+        return torch.cat([half.dequantize() for half in halves], "nk".index(dim))
+
+    assert torch.equal(found(source, (PREFIX,), N // 2, N // 2), whole[N // 2 :])
     both = {f"a.{name}": tensor for name, tensor in tensors.items()}
     both |= {f"b.{name}": tensor.flip(0) if name != "weight_shape" else tensor for name, tensor in tensors.items()}
-    made = {
-        f"ab.{name}": Rows((f"a.{name}", f"b.{name}"), 0, 2 * N, numbers=name == "weight_shape") for name in tensors
-    }
-    joined = Checkpoint(both, config).with_rows(made)
-    found = [
-        read_layer(joined, "ab", device="cpu", tp_dim=dim, tp_rank=rank, tp_size=2).dequantize() for rank in range(2)
-    ]
-    expected = torch.cat([whole.dequantize(), whole.dequantize().flip(0)])
-    assert torch.equal(torch.cat(found, 0 if dim == "n" else 1), expected)
+    assert torch.equal(found(Checkpoint(both, config), ("a", "b"), 0, 2 * N), torch.cat([whole, whole.flip(0)]))

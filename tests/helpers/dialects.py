@@ -116,10 +116,10 @@ def cases() -> dict[tuple[str, str, str], Case]:
     }
     of_mxfp4 = {"weight_packed": PAIRS, "weight_scale": E8M0}
     of_nvfp4 = {"weight_packed": PAIRS, "weight_scale": E4M3_SCALES, "weight_global_scale": 1 / ONE}
-    of_gptq = {suffix: each for suffix, each in files_gptq.packed(ZEROS, minus_one=True).items() if suffix != "g_idx"}
-    of_gptq_v2 = {
-        suffix: each for suffix, each in files_gptq.packed(ZEROS, minus_one=False).items() if suffix != "g_idx"
-    }
+    of_gptq, of_gptq_v2 = (
+        {suffix: each for suffix, each in files_gptq.packed(ZEROS, minus_one=v1).items() if suffix != "g_idx"}
+        for v1 in (True, False)
+    )
     of_gptq_8 = files_gptq.packed(ZEROS_8, minus_one=True, bits=8)
     two_levels, by_kernel = files_qserve.per_group(5, N, K)
     by_rows, of_rows = files_qserve.per_channel(6, torch.zeros(N, dtype=torch.int64), N, K)
