@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tiny_kernel import HEADERS, OPTIONS, SERIALISED, SPILLING, TIGHT, tiny_source
+from tiny_kernel import HEADERS, OPTIONS, tiny_source
 
 from jitgemm.errors import CompileError
 from jitgemm.jit.nvrtc import INSTALL, NvrtcInfo, compile_cubin, nvrtc_info
@@ -33,18 +32,6 @@ def python(script: str, **variables: str) -> str:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_the_version_is_found_without_loading_the_library():
-    script = """
-from jitgemm.jit.nvrtc import nvrtc_info
-info = nvrtc_info()
-print("libnvrtc" in open("/proc/self/maps").read(), info.library)
-"""
-    loaded, library = python(script).split()
-    if "site-packages" not in library:
-        pytest.skip(f"NVRTC comes from {library}, no wheel: only the library itself knows its version")
-    assert loaded == "False"
 
 
 @pytest.mark.parametrize("before", ["", "from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()", "import torch"])
@@ -139,36 +126,14 @@ assert compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny").cubin == befo
     python(script)
 
 
-def test_a_mapped_file_of_any_name_does_no_harm(tmp_path):
-    script = f"""
-import mmap, os
-path = os.fsencode({str(tmp_path)!r}) + b"/odd \\xff\\xfe"
-with open(path, "wb+") as file:
-    file.write(bytes(4096))
-    file.flush()
-    mapped = mmap.mmap(file.fileno(), 0)
-from tiny_kernel import HEADERS, OPTIONS, tiny_source
-from jitgemm.jit.nvrtc import compile_cubin
-compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny")
-"""
-    python(script)
-
-
 def test_compiling_yields_a_cubin_and_what_ptxas_said():
     first, again = (compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny") for _ in range(2))
     assert first.cubin.startswith(b"\x7fELF")
     assert 0 < first.registers < 32
     assert (first.spill_bytes, first.stack_bytes, first.smem_static) == (0, 0, 0)
     assert "Compiling entry function 'tiny' for 'sm_90a'" in first.log
-    # NVRTC's own cache would leave the second log empty.
-    assert "Used" in again.log
-
-
-def test_static_shared_memory_is_reported():
-    source = (
-        'extern "C" __global__ void k(int* o) { __shared__ int s[96]; s[threadIdx.x] = o[0]; __syncthreads();'
-        " o[threadIdx.x] = s[95 - threadIdx.x]; }"
-    )
+    assert "Used" in again.log  # which NVRTC's own cache would leave empty
+    source = 'extern "C" __global__ void k(int* o) { __shared__ int s[96]; s[threadIdx.x] = 1; o[0] = s[95]; }'
     assert compile_cubin(source, {}, OPTIONS, name="shared").smem_static == 96 * 4
 
 
@@ -207,17 +172,6 @@ def test_an_error_survives_a_source_that_cannot_be_kept(monkeypatch, tmp_path):
     with pytest.raises(CompileError, match="source could not be kept") as caught:
         compile_cubin("#error no", {}, OPTIONS, name="broken")
     assert caught.value.source_path is None
-
-
-def test_spills_are_reported():
-    assert compile_cubin(SPILLING, {}, OPTIONS, name="roomy").spill_bytes == 0
-    tight = compile_cubin(SPILLING, {}, TIGHT, name="tight")
-    assert tight.spill_bytes > 0 and tight.serialised == "" and tight.cubin.startswith(b"\x7fELF")
-
-
-def test_serialised_wgmma_is_reported():
-    early = compile_cubin(SERIALISED, {}, OPTIONS, name="early")
-    assert re.match(r"\(C75..\) .*(GMMA|wgmma)", early.serialised) and early.cubin.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(
