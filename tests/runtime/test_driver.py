@@ -27,28 +27,22 @@ from jitgemm.select.devices import DEVICES
 from jitgemm.weight import ready
 
 pytest.importorskip("cuda.bindings")
-driver = pytest.importorskip("jitgemm.runtime.driver")
-gemm_run = pytest.importorskip("jitgemm.gemm.run")
-gemms = pytest.importorskip("jitgemm.gemm.launch")
-partial = pytest.importorskip("jitgemm.gemm.partial")
-ranks = pytest.importorskip("jitgemm.gemm.ranks")
-loaded = pytest.importorskip("jitgemm.runtime.loaded")
-quantizers = pytest.importorskip("jitgemm.activations.plan")
-launching = pytest.importorskip("jitgemm.runtime.launch")
-experts = pytest.importorskip("jitgemm.moe.plan")
 from prepared_calls import gemm_operands, quantizer_inputs, without_driver
 
+from jitgemm.activations import plan as quantizers
+from jitgemm.gemm import launch as gemms
+from jitgemm.gemm import partial, ranks
+from jitgemm.gemm import run as gemm_run
 from jitgemm.moe import exchange
-
-
-@pytest.mark.parametrize("nvrtc", [(12, 8), (12, 9), (13, 0)])
-def test_nvrtc_of_the_drivers_major_version_or_older_is_fine(monkeypatch, nvrtc):
-    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
-    driver.check_nvrtc_against_driver(nvrtc)
+from jitgemm.moe import plan as experts
+from jitgemm.runtime import driver, loaded
+from jitgemm.runtime import launch as launching
 
 
 def test_an_nvrtc_newer_than_the_driver_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(driver, "driver_version", lambda: (12, 8))
+    for older in ((11, 8), (12, 8), (12, 9)):  # of its major version
+        driver.check_nvrtc_against_driver(older)
     with pytest.raises(UnsupportedDeviceError, match=r"NVRTC 13\.0 .* driver \(CUDA 12\.8\) .*'cuda-python==12"):
         driver.check_nvrtc_against_driver((13, 0))
 
@@ -151,9 +145,7 @@ ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/gemm/finish.cuh", "FinishArgs", partial.FINISH_ARGUMENTS, id="finish"),
     pytest.param("jitgemm/quantize/types.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
     pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),
-    pytest.param(
-        "jitgemm/moe/route_quantize.cuh", "RouteQuantizeArgs", experts.ROUTE_QUANTIZE_ARGUMENTS, id="route and quantise"
-    ),
+    pytest.param("jitgemm/moe/route_quantize.cuh", "RouteQuantizeArgs", experts.ROUTE_QUANTIZE_ARGUMENTS, id="both"),
     pytest.param("jitgemm/moe/combine.cuh", "CombineArgs", experts.COMBINE_ARGUMENTS, id="combine"),
     pytest.param("jitgemm/moe/gather.cuh", "GatherArgs", experts.GATHER_ARGUMENTS, id="gather"),
     pytest.param("jitgemm/moe/dispatch.cuh", "DispatchArgs", exchange.DISPATCH_ARGUMENTS, id="dispatch"),
@@ -184,26 +176,15 @@ def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch)
     assert dependent  # the weight is ready
     x, x_scale, x_zero, weight, out, bias = operands[:6]
     fields = fields_in(block, struct_of("jitgemm/gemm/types.cuh", "Args"))
-    assert fields == {
-        "lhs": x.data_ptr(),
-        "records": weight.blocks.data_ptr(),
-        "channel_scale": weight.channel_scale.data_ptr(),
-        "lhs_scale": x_scale.data_ptr(),
-        "bias": bias.data_ptr(),
-        "lhs_zero": x_zero.data_ptr(),
-        "row_sum": weight.row_sum.data_ptr(),
-        "lhs_stride": x.stride(0),
-        "lhs_scale_stride": 1,
-        "lhs_zero_stride": 1,
-        "m": x.shape[0],
-        "n": weight.n,
-        "k": weight.k,
-        "channel_scale_type": DTYPES["fp16"].number,
-        "bias_type": DTYPES["bf16"].number,
-        "last_rows": x.shape[0],
-        "chunk_blocks": 0,
-        "chunk_rows": 0,
-    }
+    tensors = {
+        "lhs": x, "records": weight.blocks, "channel_scale": weight.channel_scale, "lhs_scale": x_scale, "bias": bias,
+        "lhs_zero": x_zero, "row_sum": weight.row_sum,
+    }  # fmt: skip
+    assert fields == {name: tensor.data_ptr() for name, tensor in tensors.items()} | {
+        "lhs_stride": x.stride(0), "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": x.shape[0], "n": weight.n, "k": weight.k,
+        "channel_scale_type": DTYPES["fp16"].number, "bias_type": DTYPES["bf16"].number, "last_rows": x.shape[0],
+        "chunk_blocks": 0, "chunk_rows": 0,
+    }  # fmt: skip
     mapped = [int.from_bytes(each, "little") for each in (x_map, last_x_map, out_map)]
     assert mapped == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
     # `operands`, which the checks of addresses read, is in the same order.
@@ -218,17 +199,6 @@ def test_what_a_gemm_does_without_is_null(monkeypatch):
     assert [name for name, value in fields.items() if not value] == [
         "channel_scale", "bias", "lhs_zero", "row_sum", "lhs_zero_stride", "bias_type", "chunk_blocks", "chunk_rows",
     ]  # fmt: skip
-
-
-def test_a_weight_that_is_not_ready_is_read_after_the_kernel_before(monkeypatch):
-    launches = without_driver(monkeypatch)
-    operands = gemm_operands()
-    plan = gemms.GemmLaunch(operands)
-    operands.weight.blocks.add_(0)
-    plan.launch(operands)
-    operands.weight.mark_ready()
-    plan.launch(operands)
-    assert [dependent for dependent, _ in launches] == [False, True]
 
 
 def test_records_in_an_inference_tensor_are_read_after_the_kernel_before(monkeypatch):
@@ -251,18 +221,26 @@ def launched_by_op(launches, operands) -> bool:
     return launches[-1][0]
 
 
-def test_an_op_launches_dependently_behind_the_records_that_a_weight_ready(monkeypatch):
+@pytest.mark.parametrize("by_op", [True, False])
+def test_a_call_launches_dependently_behind_the_records_that_a_weight_ready(monkeypatch, by_op):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    weight = operands.weight
-    assert launched_by_op(launches, operands)
+    weight, plan = operands.weight, gemms.GemmLaunch(operands)
+
+    def dependent() -> bool:
+        if by_op:
+            return launched_by_op(launches, operands)
+        plan.launch(operands)
+        return launches[-1][0]
+
+    assert dependent()
     weight.blocks.add_(0)
-    assert not launched_by_op(launches, operands)
+    assert not dependent()
     weight.mark_ready()
-    assert launched_by_op(launches, operands)
+    assert dependent()
     # Of the weight the tensor is what counts: it outlives the object, and another object may mark it ready.
     again = operands._replace(weight=weight.packed)
-    del operands, weight
+    operands = weight = plan = None
     assert launched_by_op(launches, again)
 
 
@@ -315,34 +293,17 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
     assert dependent
     q, scale, zero = outputs
     fields = fields_in(block, struct_of("jitgemm/quantize/types.cuh", "QuantizeArgs"))
-    assert fields == {
-        "x": inputs.x.data_ptr(),
-        "q": q.data_ptr(),
-        "scale": scale.data_ptr(),
-        "zero": zero.data_ptr(),
-        "given_scale": inputs.scale.data_ptr(),
-        "given_zero": inputs.zero.data_ptr(),
-        "norm_weight": inputs.prologue.norm.data_ptr(),
-        "permutation": inputs.prologue.permutation.data_ptr(),
-        "row_count": 0,
-        "row_index": 0,
-        "residual": inputs.prologue.residual.data_ptr(),
-        "sum": inputs.prologue.residual_out.data_ptr(),
-        "x_row_bytes": 2 * k,
-        "q_row_bytes": k,
-        "m": inputs.x.shape[0],
-        "k": k,
-        "eps": inputs.prologue.eps,
-        "norm_weight_type": DTYPES["bf16"].number,
-        "gate_limit": float("inf"),
-        "gate_alpha": 1.0,
-        "scale_row_stride": 0,
-        "scale_block_stride": 0,
-        "residual_row_bytes": 4 * k,
-        "sum_row_bytes": 6 * k,
-        "rows_of_count": 0,
-        "given_stride": 0,
-    }
+    before = inputs.prologue
+    tensors = {
+        "x": inputs.x, "q": q, "scale": scale, "zero": zero, "given_scale": inputs.scale, "given_zero": inputs.zero,
+        "norm_weight": before.norm, "permutation": before.permutation, "row_count": None, "row_index": None,
+        "residual": before.residual, "sum": before.residual_out,
+    }  # fmt: skip
+    assert fields == {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()} | {
+        "x_row_bytes": 2 * k, "q_row_bytes": k, "m": inputs.x.shape[0], "k": k, "eps": before.eps,
+        "norm_weight_type": DTYPES["bf16"].number, "gate_limit": float("inf"), "gate_alpha": 1.0, "scale_row_stride": 0,
+        "scale_block_stride": 0, "residual_row_bytes": 4 * k, "sum_row_bytes": 6 * k, "rows_of_count": 0, "given_stride": 0,
+    }  # fmt: skip
     given = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
     assert given == list(fields.values())[: len(given)]
 

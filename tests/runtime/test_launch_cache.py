@@ -73,14 +73,6 @@ def test_what_differs_in_one_way_is_not_alike(other):
     assert not fits(torch.ones(4), matrix())
 
 
-def test_inference_tensors_are_not_like_others():
-    fits = same_layout_check(matrix())
-    with torch.inference_mode():
-        made = matrix()
-        assert not fits(made)
-        assert same_layout_check(made)(matrix())
-
-
 _SIZES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
 
 
@@ -93,10 +85,12 @@ def test_only_shapes_and_strides_decide_among_plain_tensors(sizes, others, order
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_tensor_that_requires_grad_is_like_no_other(enabled):
+def test_a_tensor_that_requires_grad_is_like_no_other_and_one_of_inference_like_its_own(enabled):
     with torch.set_grad_enabled(enabled):
         fits = same_layout_check(torch.ones(4))
         assert fits(torch.ones(4)) and not fits(torch.ones(4, requires_grad=True))
+    with torch.inference_mode():
+        assert not fits(torch.ones(4)) and same_layout_check(torch.ones(4))(torch.ones(4))
 
 
 def test_a_plan_is_found_by_its_key_and_its_tensors():
