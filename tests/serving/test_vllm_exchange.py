@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import process, vllm
+from engines import EXPERTS, load_experts, process, vllm
 from ranks import needs_gpu, two_ranks
 from served_layers import CONFIGS, expert_tensors, routed
 from vllm_layers import show
@@ -73,14 +73,16 @@ def of_own_tokens(mesh, name):
     show()
     tensors, number, far = expert_tensors(CONFIGS[name], *SIZES)[0], mesh.get_local_rank(), 0.0
     config = vllm.config(CONFIGS[name], exchange="nvlink")
-    with torch.device(mesh.device_type):  # vLLM makes layers so; weights are packed where their parameters are
-        whole = vllm.experts(CONFIGS[name], SIZES, tensors)
-        layer = vllm.experts(config, SIZES, tensors, ("ep", number, 2), packed=False)
+    with torch.device(mesh.device_type):  # vLLM makes layers so, but does not load so; they are packed where they are
+        whole = vllm.experts(CONFIGS[name], SIZES, packed=False)
+        layer = vllm.experts(config, SIZES, None, ("ep", number, 2), packed=False)
     method = layer.quant_method
     assert not method.supports_internal_mk
     method.split = ExpertSharding(mesh.get_group(), number, 2, 2, exchanges=True, max_tokens=8, nvlink=True)
     with vllm.rank():
-        process(layer)
+        for each in (whole, layer):
+            load_experts(each, EXPERTS, tensors)
+            process(each)
     assert method.supports_internal_mk and method.moe_kernel is None
     for counts in ((5, 3), (0, 8), (1, 0)):
         given = (each[8 * number :][: counts[number]] for each in routed(4, tokens=16))
