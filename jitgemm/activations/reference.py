@@ -55,7 +55,7 @@ def quantize_reference(
         norm = _norm(y, eps)
         y = y * rms_norm.float()
     if activation.rotation:
-        y = butterfly(y)
+        y = butterfly(y) + 0.0  # zeros are +0
     if activation.block:
         return _quantize_blocks(y if permutation is None else y[:, permutation.long()], norm, activation)
     q, *others = _quantize_rows(y, norm, activation, scale, zero)

@@ -163,7 +163,11 @@ __device__ __forceinline__ void send(const DispatchArgs& args, u32 block, u32 bl
         };
         auto store_codes_of = [&](const Quantizer<Config>& quantizer, u32 i) {
             const uint2 codes = quantizer.codes(values(i));
-            to_each_rank([&](u8* to) { store_codes(to + args.codes_at + slot * args.k, mine(i), codes); });
+            to_each_rank([&](u8* to) {
+                u8* const out = to + args.codes_at + slot * args.k;
+                if constexpr (Config::kRotated) store_rotated<kVectors>(out, mine(0), i, codes);
+                else store_codes(out, mine(i), codes);
+            });
         };
 
         if constexpr (Config::kBlocks) {

@@ -89,6 +89,16 @@ __device__ __forceinline__ void store_codes(u8* row, u32 vector, uint2 codes) {
     reinterpret_cast<uint2*>(row)[vector] = codes;
 }
 
+// The codes of a thread's i-th vector behind rotate(): by fours, as it has left them. vector: the thread's first of the
+// block.
+template <u32 kCount>
+__device__ __forceinline__ void store_rotated(u8* row, u32 vector, u32 i, uint2 codes) {
+    constexpr u32 kLanes = kBlockVectors / kCount;
+    u32* const fours = reinterpret_cast<u32*>(row) + 2 * vector - vector % kBlockVectors + 2 * i * kLanes;
+    fours[0] = codes.x;
+    fours[kLanes] = codes.y;
+}
+
 // Rows are their codes alone.
 struct NoSums {
     // Whole warps call store(), with vectors side by side, and zeros for vectors that the row has not.

@@ -17,7 +17,8 @@
 //   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
 //
 // With kRotated a thread's vectors are those of a block of 16, which it shares with 16 / kVectors lanes, dealt out to
-// them in the same way, so that they exchange less: vectors 0, 4, 8 and 12 are thread 0's of 4.
+// them in the same way: vectors 0, 4, 8 and 12 are thread 0's of 4. It stores other codes of the block than those of the
+// values that it read (rotation.cuh).
 //
 // blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). A long row may have the CTAs of a cluster
 // (Team), if rows are so few that SMs would idle. CTAs or clusters walk the rows, each one in so many.
@@ -67,7 +68,13 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
     auto mine = [&](u32 i) { return team.template vector<kVectors>(i); };
     auto live = [&](u32 i) { return mine(Config::kRotated ? 0 : i) < vectors; };  // to rotate: all or none of a thread's
 
+    // Threads without vectors rotate zeros, where transform() reads and writes nothing else: no branch is around it.
+    constexpr bool kZeros = Config::kRotated && !Config::kRmsNorm;
     Input<Config> input[kVectors];
+    if constexpr (kZeros) {
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) input[i] = {};
+    }
     auto load_row = [&](u32 of) {
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
@@ -89,17 +96,14 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
         Held<Config> y[kVectors];
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            if (live(i)) {
+            if (kZeros || live(i)) {
                 y[i] = transform(args, input[i], row, mine(i), range);
                 if constexpr (!Config::kRotated) range.include(y[i]);
             }
         }
         if constexpr (Config::kRotated) {
-            rotate(y);
-#pragma unroll
-            for (u32 i = 0; i < kVectors; ++i) {
-                if (live(i)) range.include(y[i]);
-            }
+            const u32 largest = rotate(y);
+            if (kZeros || live(0)) range.include_rotated(y, largest);
         }
         next = live_row<Config>(args, row + step, step);
         if (next < m) load_row(next);
@@ -112,8 +116,12 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
             uint2 codes{0, 0};
-            if (live(i)) codes = quantizer.codes(y[i]);
-            if (Now::kWholeWarps || live(i)) Now::store(target, args.k, mine(i), codes);
+            if (kZeros || live(i)) codes = quantizer.codes(y[i]);
+            if constexpr (Config::kRotated) {
+                if (live(i)) store_rotated<kVectors>(out, mine(0), i, codes);
+            } else if (Now::kWholeWarps || live(i)) {
+                Now::store(target, args.k, mine(i), codes);
+            }
         }
         if constexpr (Config::kPermuted) {
             // Codes are permuted, not values: a byte each. The next row's codes come after the barrier of its range.
@@ -172,7 +180,11 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, con
             const u32 own = Now::kWholeWarps ? min(vector, vectors - 1) : vector;  // loads behind no branch overlap
             uint2 codes = quantizer.codes(read(own, true));
             if (Now::kWholeWarps && vector >= vectors) codes = {0, 0};
-            if (live(vector)) Now::store(target, args.k, vector, codes);
+            if constexpr (Config::kRotated) {
+                if (live(vector)) store_rotated<1>(out, vector, 0, codes);
+            } else {
+                Now::store(target, args.k, vector, codes);
+            }
         }
         if constexpr (Config::kPermuted) {
             sync_row<Config>();
@@ -228,8 +240,10 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const 
             const Quantizer<Config> quantizer(args, part);
 #pragma unroll
             for (u32 i = 0; i < kOwn; ++i) {
-                const u32 at = vector + i * (kBlockVectors / kOwn);
-                store_codes(args.q + row * args.q_row_bytes, at, quantizer.codes(of[i]));
+                u8* const out = args.q + row * args.q_row_bytes;
+                const uint2 codes = quantizer.codes(of[i]);
+                if constexpr (Config::kRotated) store_rotated<kOwn>(out, vector, i, codes);
+                else store_codes(out, vector, codes);
             }
             const u64 at = row * args.scale_row_stride + vector / kBlockVectors * args.scale_block_stride;
             if (vector % kBlockVectors == 0) args.scale[at] = quantizer.scale;

@@ -37,6 +37,17 @@ struct Range {
         }
     }
 
+    // Includes vectors behind rotate(), which gave `largest`.
+    template <u32 kCount>
+    __device__ __forceinline__ void include_rotated(const Vector<kFp32> (&y)[kCount], u32 largest) {
+        if constexpr (Config::kAffine || Config::kStatic) {  // static: NaN counts, infinities do not
+#pragma unroll
+            for (u32 i = 0; i < kCount; ++i) include(y[i]);
+        } else {
+            high = max(high, largest);
+        }
+    }
+
     // Includes a block of which each of its lanes has kOwn vectors, if it is live; all of them get the result. The whole
     // warp calls this.
     template <u32 kOwn, class Values>
