@@ -17,8 +17,8 @@
 //   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
 //
 // With kRotated a thread's vectors are those of a block of 16, which it shares with 16 / kVectors lanes, dealt out to
-// them in the same way: vectors 0, 4, 8 and 12 are thread 0's of 4. It stores other codes of the block than those of the
-// values that it read (rotation.cuh).
+// them in the same way: vectors 0, 4, 8 and 12 are thread 0's of 4. It stores other codes of the block than those of
+// what it read (rotation.cuh).
 //
 // blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). A long row may have the CTAs of a cluster
 // (Team), if rows are so few that SMs would idle. CTAs or clusters walk the rows, each one in so many.

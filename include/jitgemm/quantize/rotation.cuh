@@ -12,16 +12,16 @@ namespace jitgemm {
 // butterfly() in jitgemm/weight/rotation.py has it. Zeros are +0. y: a thread's of one block, as Team::vector() deals
 // them out; the whole warp calls this.
 //
-// No addition has one addend in another lane. Of the sum and the difference at a distance of 4 a lane keeps one, and gives
-// the other to a neighbour for the one that it has not, which is what the kept one meets at the next distance: half of the
-// values go through a shuffle, and which half is in the sign of an addend. Places in the block change with it, bit by bit
-// (store_rotated()):
+// No addition has one addend in another lane. Of the sum and the difference at a distance of 4 a lane keeps one, and
+// gives the other to a neighbour for the one that it has not, which the kept one meets at the next distance: half of the
+// values go through a shuffle, and which half is in the sign of an addend. So a value's place in the block changes:
 //
-//   before   vector, lane, register          lane = bits 3, 4, ..; register = bits 2, 1, 0; vector = the highest bits
-//   behind   vector, register, lane, register       lane = bits 2, 3, ..; registers = the one behind them, and 1, 0
+//             from the highest bit to the lowest
+//   before    vector     lane             register 4    registers 2, 1
+//   behind    vector     register 4       lane          registers 2, 1          see store_rotated()
 //
-// A lane that kept a difference has the higher addend where others have the lower one, and so the next difference with the
-// wrong sign; sign() makes up for all of them.
+// A lane that kept a difference has the higher addend where others have the lower one, and so the next difference with
+// the wrong sign; sign() makes up for all of them.
 //
 // Returns the bits of the largest |y|: of a + b and a - b that is |a| + |b|, infinity also where one of them is NaN.
 template <u32 kCount>
