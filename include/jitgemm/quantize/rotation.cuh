@@ -13,8 +13,8 @@ namespace jitgemm {
 // them out; the whole warp calls this.
 //
 // No addition has one addend in another lane. Of the sum and the difference at a distance of 4 a lane keeps one, and
-// gives the other to a neighbour for the one that it has not, which the kept one meets at the next distance: half of the
-// values go through a shuffle, and which half is in the sign of an addend. So a value's place in the block changes:
+// gives the other to a neighbour for the one that it has not, which the kept one meets at the next distance: half of
+// the values go through a shuffle, and which half is in the sign of an addend. So a value's place in the block changes:
 //
 //             from the highest bit to the lowest
 //   before    vector     lane             register 4    registers 2, 1
