@@ -190,5 +190,5 @@ form_and_scheme = pytest.mark.parametrize(
     ("kind", "scheme"), [pytest.param(kind, at % 3, id=name) for at, (name, kind) in enumerate(FORMS.items())]
 )
 """Each form with one of its three schemes of activations, in turn."""
-modes = pytest.mark.parametrize(("tier", "mode"), [*((tier, TIERS[tier].lhs) for tier in TIERS), ("two_level", "s8z")])
+MODES = [*((tier, TIERS[tier].lhs) for tier in TIERS), ("two_level", "s8z")]
 """Of `moe_cases.Case`: each kind's activations, per token."""

@@ -33,6 +33,10 @@ class Parts:
         return self.integers().double() * self.scale.double()[..., None]
 
 
+def bytes_of(value: int, *shape: int) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.uint8)
+
+
 def fitting(q: torch.Tensor, factor: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """Codes, each moved to where it minus the zero point times the factor is an integer of 8 bits."""
     low = (zero - 128 // factor).clamp(min=0)

@@ -16,23 +16,13 @@ import nvfp4
 import pytest
 import torch
 import two_level
-from codes import (
-    FORMS,
-    KINDS,
-    PRODUCTS,
-    TIERS,
-    form_and_scheme,
-    forms,
-    kinds,
-    lhs_of_products,
-    modes,
-    rows_of,
-)  # fmt: skip
+from codes import FORMS, KINDS, MODES, PRODUCTS, TIERS, form_and_scheme, forms, kinds, lhs_of_products, rows_of
 from emulator.launch import COMPILER, emulate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import emulated
 from same_weights import TENSORS, same_weight
+from two_level import bytes_of
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -231,6 +221,63 @@ def test_every_packer_names_a_scale_that_is_no_finite_number(name, value):
         _ = dataclasses.replace(parts, **{field: wrong}).packed
 
 
+MX, NV = mxfp4.parts(1, 72, 416), nvfp4.parts(1, 8, 64)
+GIVEN = {
+    "pack_mxfp4": {"codes": MX.canonical, "scales": MX.scales},
+    "pack_nvfp4": {"codes": NV.canonical, "scales": NV.scales, "global_scale": NV.whole},
+    "pack_w4_two_level": {
+        "q": bytes_of(0, 8, 144), "group_scale": bytes_of(1, 8, 2), "group_zero": bytes_of(0, 8, 2), "scale": torch.ones(8).half(),
+    },
+}  # fmt: skip
+WRONG_TYPES = [
+    ("pack_mxfp4", dict(codes=torch.zeros(72, 208)), r"codes: expected uint8 or int8 or .*, got float32"),
+    ("pack_mxfp4", dict(scales=torch.zeros(72, 13)), r"scales: expected float8_e8m0fnu or uint8, got float32"),
+    ("pack_nvfp4", dict(scales=-torch.ones(8, 4)), "scales: expected float8_e4m3fn, got float32"),
+    ("pack_nvfp4", dict(global_scale=torch.ones(1).double()), "global_scale: expected float32, got float64"),
+    ("pack_w4_two_level", dict(q=bytes_of(0, 8, 144).char()), "q: expected uint8, got int8"),
+    ("pack_w4_two_level", dict(group_scale=torch.ones(8, 2)), "group_scale: expected an integer dtype, got float32"),
+    ("pack_w4_two_level", dict(scale=torch.ones(8)), "scale: expected bfloat16 or float16, got float32"),
+]  # fmt: skip
+WRONG_VALUES = [
+    ("pack_mxfp4", dict(scales=bytes_of(255, 72, 13)), r"scales: expected numbers, got 255"),
+    ("pack_mxfp4", dict(codes=bytes_of(16, 72, 416)), r"codes: expected values 0\.\.15, got 16"),
+    ("pack_mxfp4", dict(scales=bytes_of(0, 72, 4)), r"scales: expected columns for 32 k each, 13 "),
+    ("pack_mxfp4", dict(scales=bytes_of(0, 64, 13)), r"scales: expected shape \[72, ceil"),
+    ("pack_mxfp4", dict(codes=bytes_of(0, 72)), r"codes: expected shape"),
+    ("pack_mxfp4", dict(k=208), r"k: expected one of \[416\] by codes and scales, got 208"),
+    ("pack_mxfp4", dict(codes=bytes_of(0, 70, 208), scales=bytes_of(0, 70, 13)), r"codes: expected n"),
+    ("pack_mxfp4", dict(codes=bytes_of(0, 8, 16), scales=bytes_of(0, 8, 1)), r"k: expected the argument k to say"),
+    ("pack_nvfp4", dict(scales=(-torch.ones(8, 4)).to(torch.float8_e4m3fn)), "scales: .* at least 0, got -1.0 at .0, 0."),
+    ("pack_nvfp4", dict(scales=nvfp4.scales_of(bytes_of(0x7F, 8, 4))), "scales: .* got nan at"),
+    ("pack_nvfp4", dict(scales=nvfp4.scales_of(bytes_of(1, 8, 2))), r"scales: expected shape \[8, 4\], got \[8, 2\]"),
+    ("pack_nvfp4", dict(codes=bytes_of(0, 32)), r"codes: expected shape \[n, k / 2\] or .* got \[32\]"),
+    ("pack_nvfp4", dict(global_scale=torch.ones(3)), r"global_scale: expected one element or \[8\], got float32 \[3\]"),
+    ("pack_w4_two_level", dict(q=bytes_of(16, 8, 144)), "q: expected values 0..15, got 16..16"),
+    ("pack_w4_two_level", dict(q=bytes_of(0, 144)), r"q: expected shape \[n, k\] or \[experts, n, k\], got \[144\]"),
+    ("pack_w4_two_level", dict(q=bytes_of(0, 8, 136)), "q: expected k to be a positive multiple of 16, got 136"),
+    ("pack_w4_two_level", dict(group_scale=bytes_of(0, 8, 2)), "group_scale: expected values 1..127, got 0..0"),
+    ("pack_w4_two_level", dict(group_scale=bytes_of(128, 8, 2)), "group_scale: expected values 1..127, got 128..128"),
+    ("pack_w4_two_level", dict(group_scale=bytes_of(1, 8, 1)), r"group_scale: expected shape \[8, 2\], got \[8, 1\]"),
+    ("pack_w4_two_level", dict(group_zero=bytes_of(17, 8, 2)), "group_zero: expected values 0..16, got 17..17"),
+    ("pack_w4_two_level", dict(group_zero=bytes_of(16, 8, 2), group_scale=bytes_of(16, 8, 2)),
+     r"group_zero: expected group_zero \* group_scale of 0..255, got 256..256"),
+    ("pack_w4_two_level", dict(q=bytes_of(15, 8, 144), group_scale=bytes_of(9, 8, 2)),
+     r"group_scale: expected \(q - group_zero\) \* group_scale of -128..127, got 135..135"),
+    ("pack_w4_two_level", dict(group_zero=bytes_of(10, 8, 2), group_scale=bytes_of(13, 8, 2)),
+     r"group_scale: expected .* of -128..127, got -130..-130"),
+    ("pack_w4_two_level", dict(scale=torch.ones(8, 2).half()), r"scale: expected shape \[8\] or \[8, 1\], got"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "pack", "change", "message"),
+    [*((TypeError, *row) for row in WRONG_TYPES), *((ValueError, *row) for row in WRONG_VALUES)],
+)
+def test_wrong_arguments_are_named(error, pack, change, message):
+    with pytest.raises(error, match=message):
+        getattr(jitgemm, pack)(**(GIVEN[pack] | change))
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
@@ -372,13 +419,13 @@ SHAPES = {
 
 
 @emulated
-@pytest.mark.parametrize("name, shape", builders.two_thirds(KINDS, SHAPES))
+@pytest.mark.parametrize("name, shape", zip(KINDS, 2 * list(SHAPES), strict=True))
 def test_kernels_of_every_shape(monkeypatch, name, shape):
     kind = KINDS[name]
-    weight, lhs = kind.parts(4, 264, 640).packed, kind.lhs_of("token", 1, 120, 640)
+    weight, lhs = kind.parts(4, 136, 544).packed, kind.lhs_of("token", 1, 100, 544)
     spec = KernelSpec(kind.lhs, weight.format.kernel_format, **SHAPES[shape])
     emulate(monkeypatch)
-    out = torch.empty(120, 264, dtype=torch.bfloat16)
+    out = torch.empty(100, 136, dtype=torch.bfloat16)
     jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel=spec.label)
     assert_within_the_bound(out, lhs, weight)
 
@@ -439,9 +486,9 @@ LAYERS = {
 }
 
 
-@modes
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_of_experts(monkeypatch, tier, mode, layer):
+@pytest.mark.parametrize(("mode", "layer"), builders.two_thirds(MODES, LAYERS), ids=str)
+def test_a_layer_of_experts(monkeypatch, mode, layer):
+    tier, mode = mode
     options, bias_type = LAYERS[layer]
     if mode == "s8z":  # zero points are per token
         options = {name: value for name, value in options.items() if name != "scheme"}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ahead import compile_ahead
 from builders import same_bits
-from codes import FORMS, KINDS, PRODUCTS, TIERS, form_and_scheme, forms, kinds, lhs_of_products, modes, rows_of
+from codes import FORMS, KINDS, MODES, PRODUCTS, TIERS, form_and_scheme, forms, kinds, lhs_of_products, rows_of
 from expert_layers_gpu import assert_layer
 from guarded_calls import OUTPUTS, Guarded, assert_right, device_figures
 from guarded_groups import ROUTINGS, assert_masked_right, assert_routing_right
@@ -304,7 +304,7 @@ def test_a_layer_of_experts_is_the_reference(layer, sizes):
     assert_layer(Case(tokens=tokens, top_k=top_k, experts=experts, tier=tier, options={"scheme": scheme}, **sizes))
 
 
-@modes
+@pytest.mark.parametrize(("tier", "mode"), MODES)
 def test_gpt_oss_gate_and_biases(tier, mode):
     g = builders.generator(3)
     options = dict(activation="swiglu_oai", order="interleaved", limit=7.0)

@@ -172,29 +172,3 @@ def test_experts_may_have_one_scale_each_or_one_a_row(shape):
         alone = jitgemm.pack_nvfp4(parts.canonical[e], parts.scales[e], own)
         assert torch.equal(alone.dequantize(), parts.products()[e].float() * own[:, None])
         assert same_weight(weight[e], alone)
-
-
-# ---- what raises -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"scales": torch.full((8, 4), -1.0).to(torch.float8_e4m3fn)}, ValueError, "scales: .* at least 0, got -1.0 at .0, 0."),
-        ({"scales": nvfp4.scales_of(torch.full((8, 4), 0x7F))}, ValueError, "scales: .* got nan at"),
-        ({"scales": torch.ones(8, 2).to(torch.float8_e4m3fn)}, ValueError, r"scales: expected shape \[8, 4\], got \[8, 2\]"),
-        ({"scales": torch.ones(8, 4)}, TypeError, "scales: expected float8_e4m3fn, got float32"),
-        ({"codes": torch.zeros(8, 32)}, TypeError, "codes: expected uint8 or int8 or float4_e2m1fn_x2, got float32"),
-        ({"codes": torch.zeros(32, dtype=torch.uint8)}, ValueError, r"codes: expected shape \[n, k / 2\] or .* got \[32\]"),
-        ({"global_scale": torch.ones(3)}, ValueError, r"global_scale: expected one element or \[8\], got float32 \[3\]"),
-        ({"global_scale": torch.ones(1).double()}, TypeError, "global_scale: expected float32, got float64"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(change, error, message):
-    parts = nvfp4.parts(1, 8, 64)
-    given = {"codes": parts.canonical, "scales": parts.scales, "global_scale": parts.whole}
-    with pytest.raises(error, match=message):
-        jitgemm.pack_nvfp4(**{**given, **change})
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import builders
 import pytest
 import torch
 
-import jitgemm
 from jitgemm.dtypes import LHS_TYPES
 from jitgemm.kernel.formats import WeightFormat, ceil_div
 from jitgemm.weight import layout
@@ -134,24 +133,3 @@ def test_a_gpu_packs_past_2_to_the_31_codes():
     back, _, _ = weight.unpack()
     low = (back[-64:].to(torch.int16) & 0xF)[:, 0::2] | (back[-64:].to(torch.int16) & 0xF)[:, 1::2] << 4
     assert torch.equal(low.to(torch.uint8), q[-64:])
-
-
-@pytest.mark.parametrize("channel", [-1, "channel"])
-def test_minus_one_and_channel_are_one_scale_per_row(channel):
-    q, scale = torch.randint(-8, 8, (8, 64), dtype=torch.int8), torch.rand(8, 1)
-    expected = jitgemm.pack_w4(q, scale, group_size=64)
-    packed = jitgemm.pack_w4(q, scale, group_size=channel)
-    assert packed.group_size == 64 and packed.format == expected.format
-    assert torch.equal(packed.blocks, expected.blocks)
-    w8 = jitgemm.pack_w8(q, scale, group_size=channel)
-    assert w8.format.group_size == 0 and w8.group_size == 64
-    w = torch.randn(8, 64)
-    assert torch.equal(jitgemm.quantize_w4(w, channel).blocks, jitgemm.quantize_w4(w, 64).blocks)
-
-
-def test_per_channel_and_packed_codes_of_either_form_need_k():
-    q, scale = torch.randint(0, 16, (8, 64), dtype=torch.uint8), torch.rand(8, 1)
-    zero = torch.zeros(8, 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="^k: expected .* with group_size -1 fits both; got None"):
-        jitgemm.pack_w4(q, scale, zero, group_size="channel")
-    assert jitgemm.pack_w4(q, scale, zero, group_size="channel", k=64).k == 64

@@ -20,8 +20,9 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.weight import layout
-from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.ready import note, now
 
 
@@ -66,6 +67,8 @@ def test_uint8_that_fits_both_readings_asks_for_k():
         pack_w4(q, scale, zero, group_size=128)
     assert pack_w4(q, scale, zero, group_size=128, k=64).k == 64
     assert pack_w4(q, scale, zero, group_size=128, k=128).k == 128
+    with pytest.raises(ValueError, match="^k: expected .* with group_size -1 fits both; got None"):
+        pack_w4(q, scale, zero, group_size="channel")
 
 
 @pytest.mark.parametrize(
@@ -90,13 +93,15 @@ def test_canonical_strided_and_misaligned_arguments_pack_to_the_same_bytes(monke
         assert same_weight(packed, whole)
 
 
-@pytest.mark.parametrize("group_size", [96, 128, 256, 1000])
-def test_a_group_size_of_k_or_more_is_per_channel(group_size):
+@pytest.mark.parametrize("group_size", [96, 128, 256, 1000, -1, "channel"])
+def test_a_group_size_of_k_or_more_is_per_channel_as_are_minus_one_and_channel(group_size):
     q, scale, _ = tensors(columns=96)
-    weight = pack_w4(q, scale, group_size=group_size)
-    assert weight.format == WeightFormat(0, False, "bf16")
-    assert weight.group_size == group_size and weight.groups == 1
+    weight, size = pack_w4(q, scale, group_size=group_size), group_size if group_size in (128, 256, 1000) else 96
+    assert weight.format == WeightFormat(0, False, "bf16") and weight.groups == 1
     assert list(weight.channel_scale.shape) == [64]
+    assert pack_w8(q, scale, group_size=group_size).format.group_size == 0
+    for each in (weight, quantize_w4(torch.randn(8, 96), group_size)):
+        assert (each.format.group_size, each.group_size) == (0, size)
 
 
 def test_packing_under_inference_mode():

@@ -21,7 +21,6 @@ from jitgemm.nn import W4A8Linear
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
-from jitgemm.weight.parts import check_packed
 from jitgemm.weight.quantize import quantize_w4
 
 GROUPED = "m_grouped_gemm_w4a8_nt_contiguous"
@@ -65,13 +64,6 @@ def test_one_order_for_all_e4m3s_only_where_no_expert_holds_minus_8(holder, cano
     parts[holder].q[15, 95] = -8
     any_order = [replace(each, lhs_dtype=None).packed for each in parts]
     assert same_experts(pack_experts(parts, canonical), any_order)
-
-
-def test_one_expert_is_still_a_weight_of_experts():
-    parts = expert_parts(1, 8, 32, 32)
-    weight = pack_experts(parts)
-    assert weight.experts == len(weight) == 1 and weight.shape == (1, 8, 32)
-    assert parts[0].packed.experts is None and same_experts(weight, [parts[0].packed])
 
 
 def test_experts_in_canonical_form_and_of_any_strides():
@@ -314,24 +306,6 @@ def test_a_state_dict_whose_experts_do_not_match_is_refused(change, message):
         W4Weight.from_state_dict(state)
 
 
-def test_rows_are_a_dense_weights():
-    weight = pack_experts(expert_parts(3, 24, 160, 32))
-    with pytest.raises(ValueError, match=r"rows: expected a dense weight, got one of 3 experts; take weight\[e\]"):
-        weight.rows(0, 1)
-
-
-def test_a_call_says_which_weight_it_takes():
-    dense, experts = builders.weight_parts(1, 8, 64, 32).packed, pack_experts(expert_parts(3, 8, 64, 32))
-    for each in (dense, dense.packed, experts, experts.packed):
-        check_packed(each)
-    check_packed(dense, experts=False)
-    check_packed(experts.packed, experts=True)
-    with pytest.raises(ValueError, match="rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt"):
-        check_packed(dense, "rhs.", experts=True)
-    with pytest.raises(ValueError, match=rf"weight: expected a dense .*, got one of 3 experts, which {GROUPED} takes"):
-        check_packed(experts.packed, experts=False)
-
-
 def test_a_dense_gemm_refuses_experts_and_names_the_call_that_takes_them():
     weight, (x, x_scale) = pack_experts(expert_parts(3, 32, 64, 32)), builders.lhs(1, 4, 64, "s8")
     out = torch.empty(4, 32, dtype=torch.bfloat16)
@@ -344,6 +318,8 @@ def test_a_dense_gemm_refuses_experts_and_names_the_call_that_takes_them():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(ValueError, match=r"rows: expected a dense weight, got one of 3 experts; take weight\[e\]"):
+        weight.rows(0, 1)
     with pytest.raises(ValueError, match="weight: expected a dense weight .*, got one of 3 experts"):
         W4A8Linear(weight)
 
