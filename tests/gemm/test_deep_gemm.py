@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 from pathlib import Path
@@ -49,55 +50,29 @@ def test_a_dense_gemm(device):
 
 
 @pytest.mark.parametrize("column_major", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-def test_packed_exponents_as_scales_of_both(device, column_major):
-    x, words = builders.e8m0_lhs(1, M, K, column_major=column_major, device=device)
-    w, of_w = builders.e8m0_lhs(2, N, K, column_major=column_major, device=device)
-    d = torch.empty(M, N, dtype=torch.bfloat16, device=device)
+def test_packed_exponents_as_scales_of_both(column_major):
+    x, words = builders.e8m0_lhs(1, M, K, column_major=column_major)
+    w, of_w = builders.e8m0_lhs(2, N, K, column_major=column_major)
+    d = torch.empty(M, N, dtype=torch.bfloat16)
     deep_gemm.fp8_gemm_nt((x, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(words)), (w, of_w), d)
     by_128 = [fp32_scales(scale, K).double().repeat_interleave(128, 1)[:, :K] for scale in (words, of_w)]
     assert_near(d, (x.double() * by_128[0]) @ (w.double() * by_128[1]).T)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_packed_exponents_of_groups(device):
-    b, indices = pair(2, E, device=device), torch.arange(E, dtype=torch.int32, device=device).repeat_interleave(4)
-    (x, words), masked_m = builders.e8m0_lhs(1, E * 4, K, device=device), torch.full((E,), 4, device=device)
-    d, of_masked = (torch.empty(E * 4, N, dtype=torch.bfloat16, device=device) for _ in range(2))
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x, words), b, d, indices)
-    a = x.view(E, 4, K), words.view(E, 4, 1)
-    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, of_masked.view(E, 4, N), masked_m, 4)
-    assert_near(d, exact((a[0], fp32_scales(a[1], K)), b).flatten(0, 1))
-    assert_near(of_masked, d.double())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_contiguous_groups(device):
-    a, b = builders.block_lhs(1, 9, K, device=device), pair(2, E, device=device)
-    indices = torch.tensor([0, 0, -1, 2, 2, 2, -1, -1, -1], dtype=torch.int32, device=device)
-    d = torch.full((9, N), 3.0, dtype=torch.bfloat16, device=device)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, indices)
-    older = torch.full_like(d, 3.0)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, older, m_indices=indices, recipe=(1, 128, 128))
-    assert same_bits(d, older)
-    for e in (0, 2):
-        rows = indices == e
-        part = a[0].view(torch.uint8)[rows].view(a[0].dtype), a[1][rows]
-        assert_near(d[rows], exact(part, (b[0][e], b[1][e])))
+@pytest.mark.parametrize("exponents", [False, True])
+def test_groups(exponents):
+    (x, scale), b = (builders.e8m0_lhs if exponents else builders.block_lhs)(1, 12, K), pair(2, E)
+    expected = exact((x.view(E, 4, K), (fp32_scales(scale, K) if exponents else scale).view(E, 4, 4)), b)
+    indices = torch.tensor([0, 0, -1, -1, -1, -1, -1, -1, 2, 2, 2, 2], dtype=torch.int32)
+    d, older, of_masked = torch.full((3, 12, N), 3.0, dtype=torch.bfloat16)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x, scale), b, d, indices)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x, scale), b, older, m_indices=indices, recipe=(1, 128, 128))
+    a, masked_m = (x.view(E, 4, K), scale.view(E, 4, -1)), torch.tensor([2, 0, 4], dtype=torch.int32)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, of_masked.view(E, 4, N), masked_m, 2)
+    assert same_bits(d, older) and same_bits(d, of_masked)
+    assert_near(d[:2], expected[0, :2])
+    assert_near(d[8:], expected[2])
     assert bool((d[indices < 0] == 3).all())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_masked_groups(device):
-    x, scale = builders.block_lhs(1, E * 4, K, device=device)
-    a, b = (x.view(E, 4, K), scale.view(E, 4, 4)), pair(2, E, device=device)
-    d = torch.full((E, 4, N), 3.0, dtype=torch.bfloat16, device=device)
-    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, torch.tensor([2, 0, 4], dtype=torch.int32, device=device), 2)
-    expected = exact(a, b)
-    for e, count in enumerate((2, 0, 4)):
-        assert bool((d[e, count:] == 3).all())
-        if count:
-            assert_near(d[e, :count], expected[e, :count])
 
 
 def test_four_bit_weights_go_too():
@@ -111,17 +86,16 @@ SLOW = pytest.mark.filterwarnings("ignore:jitgemm.deep_gemm packs a pair")
 
 
 @SLOW
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("of", ["w", "scale"])
 @pytest.mark.parametrize(
     "write", [lambda t: t.zero_(), lambda t: t.data.zero_(), lambda t: t.view(torch.uint8).zero_()],
     ids=["itself", "data", "bytes"],
 )  # fmt: skip
-def test_a_call_sees_every_write_to_a_pair(of, write, inference, device):
+def test_a_call_sees_every_write_to_a_pair(of, write, inference):
     with torch.inference_mode(inference):
-        (w, scale), d = pair(2, device=device), torch.empty(M, N, device=device)
-        a = builders.block_lhs(1, M, K, device=device)
+        (w, scale), d = pair(2), torch.empty(M, N)
+        a = builders.block_lhs(1, M, K)
         deep_gemm.fp8_gemm_nt(a, (w, scale), d)
         assert bool(d.any())
         write({"w": w, "scale": scale}[of])
@@ -156,12 +130,11 @@ def test_a_graph_of_a_pair_packs_it_in_every_replay():
 
 
 @SLOW
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_compiled_function_breaks_its_graph_at_a_pair_and_not_at_a_packed_weight(device):
-    a, b = builders.block_lhs(1, M, K, device=device), pair(2, device=device)
+def test_a_compiled_function_breaks_its_graph_at_a_pair_and_not_at_a_packed_weight():
+    a, b = builders.block_lhs(1, M, K), pair(2)
 
     def call(a, b):
-        d = torch.zeros(M, N, dtype=torch.bfloat16, device=device)
+        d = torch.zeros(M, N, dtype=torch.bfloat16)
         deep_gemm.fp8_gemm_nt(a, b, d)
         return d + 1
 
@@ -203,14 +176,6 @@ def test_what_is_not_there_is_named(message, change):
 
 
 @pytest.mark.parametrize("name", ["grouped_layout", "m_indices"])
-@pytest.mark.parametrize("count", [M - 1, M + 1])
-def test_every_row_has_an_index(count, name):
-    a, d = builders.block_lhs(1, M, K), torch.empty(M, N)
-    with pytest.raises(ValueError, match=rf"{name}: expected shape \[{M}\], got \[{count}\]"):
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, pair(2, E), d, **{name: torch.zeros(count, dtype=torch.int32)})
-
-
-@pytest.mark.parametrize("name", ["grouped_layout", "m_indices"])
 @pytest.mark.parametrize(
     "indices, expert, places",
     [([0, 0, -1, 0, 1, -1, -1], 0, 2), ([0, 1, 0, 1, 2, 0, 2], 0, 3), ([0, 1, 1, 2, 2, 1, 1], 1, 2)],
@@ -233,18 +198,16 @@ def test_an_expert_s_rows_are_looked_at_on_a_gpu_when_debugging(monkeypatch):
         rows_of_m_indices(indices, E)
 
 
-@pytest.mark.parametrize("indices, message", [
-    (torch.zeros(M), "grouped_layout: expected int32, got float32"),
-    (torch.zeros(M, 1, dtype=torch.int32), r"grouped_layout: expected shape \[M\], got \[7, 1\]"),
-])  # fmt: skip
-def test_a_wrong_layout_is_named_as_it_was_given(indices, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(builders.block_lhs(1, M, K), pair(2, E), torch.empty(M, N), indices)
-
-
 def test_one_layout_of_groups_and_an_index_for_each_row():
     a, b, d, indices = builders.block_lhs(1, M, K), pair(2, E), torch.empty(M, N), torch.zeros(M, dtype=torch.int32)
     call = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    for name, (wrong, got) in itertools.product(
+        ("grouped_layout", "m_indices"),
+        [(indices[1:], f"shape \\[{M}\\], got \\[6\\]"), (indices[:, None], r"shape .*, got \[7, 1\]"),
+         (indices.float(), "int32, got float32")],
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"{name}: expected {got}"):
+            call(a, b, d, **{name: wrong})
     for options in ({}, {"grouped_layout": indices, "m_indices": indices}):
         with pytest.raises(TypeError, match="grouped_layout: expected it, or m_indices in its place"):
             call(a, b, d, **options)
@@ -321,21 +284,18 @@ def test_fp4_s_names_are_the_same_functions():
 @SLOW
 @pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
 def test_a_transposed_operand_is_the_same_product(layout):
+    (x, x_scale), (w, scale), indices = builders.block_lhs(1, E, K), pair(2, E), torch.arange(E).int()
+    right, d = torch.empty(E, N), torch.empty(E, N)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x, x_scale), (w, scale), right, indices)
+    transposed = w.mT.contiguous(), scale.mT
+    deep_gemm.m_grouped_fp8_gemm_nn_contiguous((x, x_scale), transposed, d, indices, compiled_dims="nk")
+    assert same_bits(d, right)
     (x, x_scale), (w, scale) = builders.block_lhs(1, M, K), pair(2)
     right, d = torch.empty(M, N), torch.empty(M, N)
     deep_gemm.fp8_gemm_nt((x, x_scale), (w, scale), right)
     a = (x.T.contiguous(), x_scale.T) if layout[0] == "t" else (x, x_scale)
     b = (w.T.contiguous(), scale.T.contiguous()) if layout[1] == "n" else (w, scale)
     getattr(deep_gemm, f"fp8_gemm_{layout}")(a, b, d, None, (1, 128, 128))
-    assert same_bits(d, right)
-
-
-@SLOW
-def test_transposed_weights_of_groups_are_the_same_product():
-    a, (w, scale), indices = builders.block_lhs(1, E, K), pair(2, E), torch.arange(E, dtype=torch.int32)
-    right, d = torch.empty(E, N), torch.empty(E, N)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, (w, scale), right, indices)
-    deep_gemm.m_grouped_fp8_gemm_nn_contiguous(a, (w.mT.contiguous(), scale.mT), d, indices, compiled_dims="nk")
     assert same_bits(d, right)
 
 
@@ -363,26 +323,19 @@ def test_grouped_calls_by_their_older_names():
     assert same_bits(older, right)
 
 
-def test_callers_need_neither_pad_nor_transpose():
+def test_callers_need_neither_pad_nor_transpose(monkeypatch):
     scale = torch.ones(3, 4)
     assert deep_gemm.get_m_alignment_for_contiguous_layout() == deep_gemm.get_mk_alignment_for_contiguous_layout() == 1
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout() == 1
     for same in (deep_gemm.get_col_major_tma_aligned_tensor, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor):
         assert same(scale) is scale
     assert deep_gemm.transform_sf_into_required_layout(scale, 3, 512, (1, 128, 128), is_sfa=True) is scale
-
-
-def test_a_caller_s_alignment_is_what_it_set(monkeypatch):
+    sizes = [deep_gemm.get_tma_aligned_size(*each) for each in ((1, 4), (4, 4), (5, 4), (17, 1))]
+    assert sizes == [4, 4, 8, 32]
     monkeypatch.setattr(deep_gemm, "_alignment", 1)
     deep_gemm.set_mk_alignment_for_contiguous_layout(128)
-    assert (
-        deep_gemm.get_mk_alignment_for_contiguous_layout() == deep_gemm.get_k_alignment_for_contiguous_layout() == 128
-    )
-
-
-@pytest.mark.parametrize("x, element_size, expected", [(1, 4, 4), (4, 4, 4), (5, 4, 8), (17, 1, 32)])
-def test_a_size_in_whole_16_bytes(x, element_size, expected):
-    assert deep_gemm.get_tma_aligned_size(x, element_size) == expected
+    found = deep_gemm.get_mk_alignment_for_contiguous_layout(), deep_gemm.get_k_alignment_for_contiguous_layout()
+    assert found == (128, 128)
 
 
 @pytest.mark.gpu

@@ -9,16 +9,15 @@ import mxfp4
 import pytest
 import torch
 from builders import weight_of_experts
+from codes import rows_of
 from f16_values import F16_TIERS, extreme, largest_mx
+from guarded_calls import assert_right
 
 import jitgemm
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn import W4A8Experts, W4A8Linear, warmup
 from jitgemm.runtime import device as devices
-from jitgemm.select.choose import choose
 from jitgemm.select.legal import legal_kernels
 
 pytestmark = pytest.mark.gpu
@@ -40,18 +39,6 @@ def kernels_of(weight: jitgemm.W4Weight, experts: int = 0, out: str = "bf16") ->
     return [spec for spec in every if spec.sums == "f16"]
 
 
-def assert_within(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, bias: torch.Tensor | None = None) -> None:
-    rows = torch.arange(0, out.shape[0], max(1, out.shape[0] // 100), device="cuda")
-    x = lhs[0].view(torch.uint8)[rows].view(lhs[0].dtype)
-    scale = lhs[1][rows] if lhs[1].numel() > 1 else lhs[1]
-    ref, bound = gemm_w4a8_bound((x, scale), weight, bias=bias, out_dtype=out.dtype)
-    assert bool(((out[rows].double() - ref).abs() <= bound).all())
-
-
-def on_gpu(parts: builders.WeightParts | mxfp4.Parts) -> jitgemm.W4Weight:
-    return parts.packed.to("cuda").with_f16_sums()
-
-
 def plain(n: int, k: int, group_size: int, **form) -> builders.WeightParts:
     return builders.weight_parts(1, n, k, group_size, scales="negative", device="cuda", **form)
 
@@ -63,10 +50,15 @@ FORMS = {
 } | {f"mxfp4 {tier}": partial(mxfp4.narrow, 1, tier=tier, device="cuda") for tier in F16_TIERS}
 
 
-@pytest.mark.parametrize("name, shape", builders.two_thirds(FORMS, SHAPES), ids=str)
+def assert_within(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, bias: torch.Tensor | None = None) -> None:
+    rows = torch.arange(0, out.shape[0], max(1, out.shape[0] // 100), device="cuda")
+    assert_right(out[rows], rows_of(lhs, rows), weight, bias, has_rms=False)
+
+
+@pytest.mark.parametrize("name, shape", builders.third(FORMS, SHAPES), ids=str)
 def test_a_chosen_kernel_is_within_the_bound(name, shape):
     m, n, k = shape
-    weight = on_gpu(FORMS[name](n, k))
+    weight = FORMS[name](n, k).packed.to("cuda").with_f16_sums()
     bias, out = builders.bias(1, n).cuda(), torch.full((m, n), torch.nan, device="cuda").bfloat16()
     lhs = builders.lhs(2, m, k, outliers=m % 2 > 0, device="cuda")
     jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, bias=bias)
@@ -100,7 +92,7 @@ def test_the_largest_sums_do_not_overflow(of):
     parts = largest_mx(1, 16, 4096, of) if of in F16_TIERS else builders.weight_parts(1, 256, 4096, of, codes="any")
     if of in GROUPS:
         parts.q.fill_(-8), parts.scale.fill_(1.9921875)
-    weight = on_gpu(parts)
+    weight = parts.packed.to("cuda").with_f16_sums()
     lhs = (torch.full((128, 4096), 448.0).to(torch.float8_e4m3fn).cuda(), torch.ones(128, 1, device="cuda"))
     for spec in kernels_of(weight)[::12]:
         out = torch.empty(128, weight.n, device="cuda", dtype=torch.bfloat16)
@@ -130,51 +122,13 @@ def test_layers_add_up_in_f16(kind, mode):
     with torch.no_grad():
         if mode == "graph":
             made.load_state_dict(made.state_dict())
-            graph = torch.cuda.CUDAGraph()
+            graph, plain = torch.cuda.CUDAGraph(), builders.weight_parts(1, 64, 128).packed.to("cuda")
             with torch.cuda.graph(graph):
                 out = made(*given)
+                with pytest.raises(ValueError, match="sums: expected to look at scales, got a CUDA graph's capture"):
+                    plain.with_f16_sums()
             graph.replay()
         else:
             out = run(*given)
     assert builders.same_bits(out, expected)
     assert not torch.equal(out, usual) and (out - usual).float().norm() < 0.02 * usual.float().norm()
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_grouped_kernels_are_within_the_bound(group_size, gathered):
-    experts, n, k = 6, 520, 1184
-    counts = [9, 0, 300, 1, 70, 129]
-    weight = weight_of_experts(experts, n, k, group_size, codes="e4m3").to("cuda").with_f16_sums()
-    offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(experts))], dtype=torch.int32, device="cuda")
-    rows, tokens = sum(counts), 100 if gathered else sum(counts)
-    index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32).cuda()
-    x, scale = builders.lhs(3, tokens, k, device="cuda")
-    chosen = choose(Problem(rows, n, k, "e4m3", weight.format, experts=experts, sums="f16"), devices.device_of(0)).label
-    for label in dict.fromkeys((chosen, *(spec.label for spec in kernels_of(weight, 64)[::9]))):
-        out = torch.full((rows, n), torch.nan, device="cuda").bfloat16()
-        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
-            (x, scale), weight, out, offsets, row_index=index if gathered else None, kernel=label
-        )
-        for e in range(experts):
-            begin, end = sum(counts[:e]), sum(counts[: e + 1])
-            those = index[begin:end].long() if gathered else torch.arange(begin, end, device="cuda")
-            if begin < end:
-                x_rows = x.view(torch.uint8)[those].view(x.dtype)
-                assert_within(out[begin:end], (x_rows, scale[those]), weight[e])
-
-
-def test_a_graph_holds_calls_of_such_a_weight_and_none_is_made_in_its_capture():
-    plain = builders.weight_parts(1, 512, 1024, 128, codes="e4m3").packed.to("cuda")
-    weight = plain.with_f16_sums()
-    lhs = builders.lhs(2, 256, 1024, device="cuda")
-    expected, out = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    jitgemm.gemm_w4a8_bf16_nt(lhs, weight, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
-        with pytest.raises(ValueError, match="sums: expected to look at scales, got a CUDA graph's capture"):
-            plain.with_f16_sums()
-    out.zero_()
-    graph.replay()
-    assert builders.same_bits(out, expected)

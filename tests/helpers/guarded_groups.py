@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from builders import same_bits
 from guarded_calls import assert_right as assert_dense_right
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Gemm, Groups
 
 ROUTINGS = {
     "uniform": lambda e, g: [g.randint(0, 9) for _ in range(e)],
@@ -76,21 +72,3 @@ def assert_masked_right(lhs, weight, counts, expected_m, masked_m=None, has_rms=
         assert bool((out[e, count:] == 3).all())
         if count:
             assert_dense_right(out[e, :count], tuple(each[e, :count] for each in lhs), weight[e], has_rms=has_rms)
-
-
-def assert_bits_of_the_dense_kernel(lhs, weight, spec, counts, *, bias=None, order=None):
-    """order: where each row lies in x that is gathered."""
-    rows = sum(counts)
-    out = torch.empty(rows, weight.n, dtype=torch.bfloat16, device="cuda")
-    given = lhs if order is None else tuple(each[order] for each in lhs)
-    row_index = None if order is None else torch.argsort(order).int()
-    operands = Gemm(*given, None, weight, out, bias)._replace(groups=Groups(offsets_of(counts), row_index, 0, rows))
-    GemmLaunch(operands, replace(spec, experts=64)).launch(operands)
-    end = 0
-    for e, count in enumerate(counts):
-        begin, end = end, end + count
-        if count:
-            right = torch.empty(count, weight.n, dtype=torch.bfloat16, device="cuda")
-            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None if bias is None else bias[e])
-            GemmLaunch(part, spec).launch(part)
-            assert same_bits(out[begin:end], right), (e, count)
