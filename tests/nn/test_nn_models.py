@@ -151,39 +151,10 @@ def test_a_failure_names_the_linear():
     assert quantised_names(model) == BLOCKS[:2]
 
 
-def test_tied_weights_and_the_output_embedding_stay():
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "abc"})
-    model["b"].weight = model["a"].weight
-    assert quantize(model) == ["c"]
+def test_a_models_own_output_embedding_stays():
     model = Model()
     model.get_output_embeddings = lambda: model.blocks[1].down
     assert quantize(model) == BLOCKS[:3]
-
-
-def test_a_linear_at_two_places_is_quantised_once():
-    model = torch.nn.ModuleDict({"a": Block(), "b": Block()})
-    model["b"].up = model["a"].up
-    assert quantize(model) == ["a.up", "a.down", "b.down"]
-    assert model["b"].up is model["a"].up and isinstance(model["a"].up, W4A8Linear)
-
-
-def test_linears_whose_parent_reads_their_weight_stay_and_the_model_runs():
-    encoder = torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
-    model = torch.nn.Sequential(encoder, torch.nn.TransformerDecoderLayer(64, 4, 96).self_attn, torch.nn.Linear(64, 8))
-    model.eval()
-    asked = []
-    report = quantize(model, lambda name, _: asked.append(name) or True)
-    assert report == asked == ["2"]
-    assert report.skipped == {
-        "0.self_attn.out_proj": "MultiheadAttention reads this weight itself",
-        "0.linear1": "TransformerEncoderLayer reads this weight itself",
-        "0.linear2": "TransformerEncoderLayer reads this weight itself",
-        "1.out_proj": "MultiheadAttention reads this weight itself",
-    }
-    x = torch.randn(2, 5, 64)
-    with torch.inference_mode():  # the encoder's fused path
-        assert model[2](encoder(x)).isfinite().all()
-        assert model[1](x, x, x)[0].isfinite().all()
 
 
 class Scaled(torch.nn.Linear):
@@ -191,16 +162,49 @@ class Scaled(torch.nn.Linear):
         return 0.1 * super().forward(x)
 
 
-def test_a_linear_with_a_forward_of_its_own_stays():
-    model = torch.nn.Sequential(Scaled(64, 32), torch.nn.Linear(32, 8))
-    model[1].forward = lambda x: x  # as accelerate's hooks replace it
-    x = torch.randn(4, 64)
-    with torch.inference_mode():
-        expected = model(x)
-        with pytest.warns(UserWarning, match="converted no layer.*(?s:.*)1 Scaled has a forward of its own: 0"):
-            report = quantize(model)
-        assert torch.equal(model(x), expected)
-    assert report == [] and report.skipped["1"] == "its forward was replaced, as accelerate's hooks do"
+def zoo() -> torch.nn.ModuleDict:
+    """A Linear at two places and one of an MLP that chooses no experts, and others that stay."""
+    parts = {name: torch.nn.Linear(64, 32) for name in ("fits", "replaced", "wide", "fp8", "a", "b")}
+    parts |= {name: torch.nn.Linear(64, 8) for name in ("gate", "router", "shared_expert_gate")}
+    parts |= {"own": Scaled(64, 32), "odd": torch.nn.Linear(64, 10), "again": parts["fits"]}
+    parts |= {"attention": torch.nn.MultiheadAttention(64, 4), "mlp": torch.nn.ModuleDict()}
+    parts |= {"encoder": torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)}
+    parts["mlp"]["gate"] = torch.nn.Linear(64, 128)
+    parts["replaced"].forward = lambda x: x  # as accelerate's hooks replace it
+    parts["b"].weight = parts["a"].weight
+    parts["fp8"].weight = torch.nn.Parameter(parts["wide"].weight.to(torch.float8_e4m3fn))
+    parts["wide"].double()
+    return torch.nn.ModuleDict(parts).eval()
+
+
+def test_tied_ones_routers_and_what_cannot_be_replaced_stay_and_the_model_runs():
+    model, chosen, asked = zoo(), zoo(), []
+    report = quantize(model)
+    assert report == ["fits", "mlp.gate"]
+    assert model["again"] is model["fits"] and isinstance(model["fits"], W4A8Linear)
+    assert report.skipped == {
+        **dict.fromkeys(("gate", "router", "shared_expert_gate"), "router"),
+        **dict.fromkeys(("a", "b"), "shares its weight with another module"),
+        "own": "Scaled has a forward of its own",
+        "replaced": "its forward was replaced, as accelerate's hooks do",
+        "odd": "expected out_features a multiple of 8 and in_features a multiple of 16, got 10 and 64",
+        "wide": "expected a weight of bfloat16, float16 or float32, got float64",
+        "fp8": "expected a weight of bfloat16, float16 or float32, got float8_e4m3fn",
+        "attention.out_proj": "MultiheadAttention reads this weight itself",
+        "encoder.self_attn.out_proj": "MultiheadAttention reads this weight itself",
+        "encoder.linear1": "TransformerEncoderLayer reads this weight itself",
+        "encoder.linear2": "TransformerEncoderLayer reads this weight itself",
+    }
+    x = torch.randn(2, 5, 64)
+    with torch.inference_mode():  # the encoder's fused path
+        assert model["fits"](model["encoder"](x)).isfinite().all()
+        assert model["attention"](x, x, x)[0].isfinite().all()
+    assert quantize(zoo(), lambda name, _: asked.append(name) or name == "router") == ["router"]
+    irreplaceable = {name for name, why in report.skipped.items() if "itself" in why or "forward" in why}
+    assert {"fits", "mlp.gate", "router"} <= {*asked} and irreplaceable.isdisjoint(asked)
+    with pytest.raises(ValueError, match="wide: expected a weight of bfloat16, float16 or float32, got float64"):
+        quantize(chosen, lambda name, _: name in ("fits", "wide"))
+    assert quantised_names(chosen) == []
 
 
 def weight_norm(linear: torch.nn.Linear) -> torch.nn.Linear:
@@ -224,45 +228,13 @@ def test_parametrised_linears_are_quantised_and_loaded(norm):
 
 def test_forward_hooks_go_to_the_layer():
     model, seen = torch.nn.Sequential(torch.nn.Linear(64, 32)), []
-    handles = [
-        model[0].register_forward_pre_hook(lambda module, args: seen.append(("before", type(module)))),
-        model[0].register_forward_hook(lambda module, args, kwargs, out: seen.append(("after", out)), with_kwargs=True),
-    ]
+    before = model[0].register_forward_pre_hook(lambda module, args: seen.append(type(module)))
+    after = model[0].register_forward_hook(lambda module, args, options, out: seen.append(out), with_kwargs=True)
     quantize(model)
     out = model(torch.randn(2, 64))
-    assert seen[0] == ("before", W4A8Linear) and seen[1][1] is out
-    for handle in handles:
-        handle.remove()
+    before.remove(), after.remove()
     model(torch.randn(2, 64))
-    assert len(seen) == 2
-
-
-def test_routers_stay_unless_a_filter_asks_for_them():
-    def moe():
-        names = ("gate", "router", "shared_expert_gate", "gate_proj")
-        parts = {name: torch.nn.Linear(64, 8) for name in names} | {"wide": torch.nn.ModuleDict()}
-        parts["wide"]["gate"] = torch.nn.Linear(64, 128)  # an MLP's, which chooses no experts
-        return torch.nn.ModuleDict(parts)
-
-    report = quantize(moe())
-    assert report == ["gate_proj", "wide.gate"]
-    assert report.skipped == dict.fromkeys(["gate", "router", "shared_expert_gate"], "router")
-    assert quantize(moe(), lambda name, _: name == "router") == ["router"]
-
-
-def test_dtypes_that_cannot_be_quantised_are_skipped_and_refused_where_a_filter_chooses():
-    def model():
-        parts = {name: torch.nn.Linear(64, 32) for name in ("a", "wide", "fp8")}
-        parts["wide"].double()
-        parts["fp8"].weight = torch.nn.Parameter(parts["fp8"].weight.to(torch.float8_e4m3fn))
-        return torch.nn.ModuleDict(parts)
-
-    report = quantize(model())
-    assert report == ["a"] and "got float64" in report.skipped["wide"] and "got float8_e4m3fn" in report.skipped["fp8"]
-    chosen = model()
-    with pytest.raises(ValueError, match="wide: expected a weight of bfloat16, float16 or float32, got float64"):
-        quantize(chosen, lambda *_: True)
-    assert quantised_names(chosen) == []
+    assert seen[0] is W4A8Linear and seen[1] is out and len(seen) == 2
 
 
 class Conv1D(torch.nn.Module):
