@@ -388,26 +388,29 @@ def test_tied_weights_need_to_be_stored_once():
 # ---- load_: what is missing, and what has no place -------------------------------------------------------------------
 
 
-def test_what_nobody_misses_is_no_reason_to_refuse():
+OF_FLOATS = "of a quantised layer, where the file has the weight in floats"
+OF_NOBODY = [
+    ({}, {"blocks.0.attn.k_scale": "KV cache", "blocks.0.attn.v_scale": "KV cache", "blocks.0.rotary_emb.inv_freq": ""}),
+    ({}, {"blocks.61.up.weight": "the model lists it as ignorable"}),
+    ({}, dict.fromkeys(("odd.g_idx", "odd.input_scale", "odd.input_zero_point"), OF_FLOATS)),
+    ({}, {"odd.output_scale": ""}),
+    *((inputs, {"blocks.0.up.input_scale": "static input scale", "blocks.0.up.output_scale": "outputs, not quantised here"})
+      for inputs in ({"dynamic": True}, {"num_bits": 16})),
+]  # fmt: skip
+"""Of inputs as the config has them: what files hold besides, and why nobody needs it."""
+
+
+@pytest.mark.parametrize("inputs, extra", OF_NOBODY, ids=str)
+def test_what_nobody_misses_is_ignored_and_reported(inputs, extra):
     tensors, _ = checkpoint_tensors(Model())
-    model = Model()
+    model, plain = Model(), Model()
     model.blocks[0]._keys_to_ignore_on_load_unexpected = [r"blocks\.61\."]
-    extra = ["blocks.0.attn.k_scale", "blocks.0.attn.v_scale", "blocks.0.rotary_emb.inv_freq", "blocks.61.up.weight"]
-    tensors |= {name: torch.zeros(1) for name in extra}
-    report = load_(model, opened(tensors))
-    assert report == BLOCKS and list(report.ignored) == extra
-    assert "KV cache" in report.ignored[extra[0]] and report.ignored[extra[3]] == "the model lists it as ignorable"
-    report = load_(Model(), opened(tensors), strict=False)
-    assert report == BLOCKS and report.ignored["blocks.61.up.weight"] == "the model has no place for it"
-
-
-def test_a_plain_linear_beside_scales_of_the_kv_cache_is_copied():
-    layer = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32, bias=False) for name in ("k_proj", "up")})
-    tensors = {f"up.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
-    tensors |= {"k_proj.weight": torch.ones(32, 64), "k_proj.output_scale": torch.ones(1)}
-    report = load_(layer, opened(tensors))
-    assert report == ["up"] and list(report.ignored) == ["k_proj.output_scale"]
-    assert torch.equal(layer["k_proj"].weight, torch.ones(32, 64))
+    report = load_(model, opened(tensors | {name: torch.ones(1) for name in extra}, **inputs))
+    load_(plain, opened(tensors, **inputs))
+    assert report == BLOCKS and report.ignored.keys() == extra.keys() and same_state(model, plain)
+    assert all(why in report.ignored[name] for name, why in extra.items())
+    report = load_(Model(), opened(tensors | {"other": torch.zeros(1)}), strict=False)
+    assert report == BLOCKS and report.ignored == {"other": "the model has no place for it"}
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -430,13 +433,6 @@ def test_a_bias_that_the_model_lacks_is_ignored_where_it_is_zero(name, left, str
         with pytest.raises(ValueError, match=rf"{name}: expected no bias, as the model has it, or zeros, got {value}"):
             load_(fresh, opened(tensors | {name: bias}), **options)
         assert same_state(fresh, untouched)
-
-
-def test_what_tools_write_for_quantised_layers_changes_nothing_of_one_in_floats():
-    tensors, _ = checkpoint_tensors(Model())
-    strays = {"odd.g_idx": torch.zeros(64), "odd.input_scale": torch.ones(1), "odd.input_zero_point": torch.ones(1)}
-    report = load_(Model(), opened(tensors | strays))
-    assert report.ignored == dict.fromkeys(strays, "of a quantised layer, where the file has the weight in floats")
 
 
 def test_a_method_of_the_config_that_is_not_read_is_told_first():
@@ -700,16 +696,6 @@ def test_a_quantised_head_leaves_the_tied_embedding_as_the_file_has_it():
 
 
 # ---- load_: activations ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("inputs", [{"dynamic": True}, {"num_bits": 16}])
-def test_scales_that_the_config_does_not_name_and_those_of_outputs_are_not_used_and_reported(inputs):
-    tensors, _ = checkpoint_tensors(Model())
-    tensors |= {f"blocks.0.up.{what}_scale": torch.tensor([0.5]) for what in ("input", "output")}
-    model = Model()
-    ignored = load_(model, opened(tensors, **inputs)).ignored
-    assert model.blocks[0].up.input_scale is None and "static input scale" in ignored["blocks.0.up.input_scale"]
-    assert "outputs, not quantised here" in ignored["blocks.0.up.output_scale"]
 
 
 @pytest.mark.parametrize("said", [None, {"quant_method": "torchao"}])
