@@ -538,29 +538,42 @@ def test_a_load_that_failed_can_be_repeated():
 # ---- load_: what stays a Linear --------------------------------------------------------------------------------------
 
 
-class Zoo(torch.nn.Module):
-    """Quantised modules that no W4A8Linear can stand for."""
+class Router(torch.nn.Module):
+    """A mixture's router, as transformers 5 has it: a matrix and, as in DeepSeek, a correction of its own."""
 
     def __init__(self):
         super().__init__()
-        self.embedding = torch.nn.Embedding(48, 64)
+        self.weight = torch.nn.Parameter(torch.randn(8, 64))
+        self.register_buffer("e_score_correction_bias", torch.zeros(8))
+
+
+class Zoo(torch.nn.Module):
+    """Quantised modules that no W4A8Linear can stand for, one with a weight of the file's own type, and one that fits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.gate = torch.nn.Embedding(48, 64), Router()
         self.own = Scaled(64, 32, bias=False)
         self.dt_proj = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
         self.odd = torch.nn.Linear(64, 12)
         self.unwanted, self.fits = (torch.nn.Linear(64, 32, bias=False) for _ in range(2))
+        self.table = torch.nn.Module()
+        self.table.weight = torch.nn.Parameter(torch.zeros(8, 64, dtype=torch.int8), requires_grad=False)
 
 
-def test_quantised_layers_that_cannot_be_converted_are_dequantised():
+def test_quantised_modules_that_cannot_be_converted_are_dequantised():
     model = Zoo()
-    names = ("embedding", "own", "dt_proj", "odd", "unwanted", "fits")
+    names = ("embedding", "gate", "own", "dt_proj", "odd", "unwanted", "fits")
     tensors, dense = checkpoint_tensors(model, *names)
+    tensors |= {"table.weight": torch.ones(8, 64, dtype=torch.int8), "gate.e_score_correction_bias": torch.arange(8.0)}
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="(?s)load_: 4 quantised layers are dequantised.*an Embedding: embedding"):
+    with pytest.warns(UserWarning, match="(?s)load_: 5 quantised layers are dequantised.*an Embedding: embedding"):
         report = load_(model, opened(tensors), filter=lambda name, _: name != "unwanted")
     assert report == ["fits"]
     assert report.skipped == {
         "embedding": "dequantised: an Embedding",
+        "gate": "dequantised: Router, which is no torch.nn.Linear",
         "own": "dequantised: Scaled has a forward of its own",
         "dt_proj": "dequantised: Zoo reads this weight itself",
         "odd": "dequantised: n is no multiple of 8, k none of 16 or the group size none of 32",
@@ -569,46 +582,15 @@ def test_quantised_layers_that_cannot_be_converted_are_dequantised():
     for name in names[:-1]:
         weight = model.get_submodule(name).weight
         assert torch.equal(weight, dense[name + ".weight"].to(weight.dtype))
-    assert torch.equal(model.odd.bias, dense["odd.bias"])
-
-
-class Router(torch.nn.Module):
-    """A mixture's router, as transformers 5 has it: a matrix and, as in DeepSeek, a correction of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8, 64))
-        self.register_buffer("e_score_correction_bias", torch.zeros(8))
-
-
-def test_a_router_that_is_no_linear_is_dequantised():
-    model = torch.nn.ModuleDict({"gate": Router(), "up": torch.nn.Linear(64, 32, bias=False)})
-    tensors, dense = checkpoint_tensors(model, "up")
-    parts, weight = stored(torch.randn(8, 64))
-    tensors |= {f"gate.{suffix}": tensor for suffix, tensor in parts.items()}
-    tensors["gate.e_score_correction_bias"] = torch.arange(8.0)
-    with pytest.warns(UserWarning, match="1 quantised layers are dequantised"):
-        report = load_(model, opened(tensors))
-    assert report == ["up"] and report.skipped == {"gate": "dequantised: Router, which is no torch.nn.Linear"}
-    assert torch.equal(model["gate"].weight, weight)
-    assert torch.equal(model["gate"].e_score_correction_bias, torch.arange(8.0))
-    with pytest.raises(ValueError, match=r"gate: expected k, n = \(64, 8\), got \(64, 16\)"):
-        load_(model, opened(tensors | {f"gate.{s}": x for s, x in stored(torch.randn(16, 64))[0].items()}))
-    with pytest.raises(ValueError, match="found none for gate.weight"):
-        load_(model, opened(without(tensors, "gate.weight", "gate.weight_scale")))
-
-
-def test_a_module_whose_weight_has_the_files_type_is_copied():
-    class Table(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(8, 64, dtype=torch.int8), requires_grad=False)
-
-    model = torch.nn.ModuleDict({"table": Table(), "up": torch.nn.Linear(64, 32, bias=False)})
-    tensors, _ = checkpoint_tensors(model, "up")
-    tensors["table.weight"] = torch.ones(8, 64, dtype=torch.int8)
-    load_(model, opened(tensors))
-    assert torch.equal(model["table"].weight, tensors["table.weight"])
+    for name in ("odd.bias", "table.weight", "gate.e_score_correction_bias"):
+        assert torch.equal(model.state_dict()[name], tensors[name])
+    wide = {f"gate.{suffix}": x for suffix, x in stored(torch.randn(16, 64))[0].items()}
+    for change, message in (
+        (tensors | wide, r"gate: expected k, n = \(64, 8\), got \(64, 16\)"),
+        (without(tensors, "gate.weight", "gate.weight_scale"), "found none for gate.weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_(Zoo(), opened(change))
 
 
 def test_groups_that_cannot_be_packed_are_dequantised():
