@@ -99,13 +99,15 @@ def each(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def file_of(model: torch.nn.Module, form: str = "compressed-tensors", least: int = -8, **names: str):
+def file_of(
+    model: torch.nn.Module, form: str = "compressed-tensors", least: int = -8
+) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
     """Tensors of a checkpoint that names each expert by itself, and the model with the weights that they stand for."""
     store, _ = FORMATS[form]
     dense, tensors = copy.deepcopy(model), {}
     for name, w in each(dense).items():
-        stored, (path, _, part) = rounded(w, least), name.rpartition(".")
-        tensors |= {f"{path}.{names.get(part, part)}.{suffix}": tensor for suffix, tensor in store(stored).items()}
+        stored = rounded(w, least)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in store(stored).items()}
         w.copy_(stored.weight)
     stacked = tuple(experts_of(model))
     return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense

@@ -134,32 +134,33 @@ def loaded(name: str, source, **options) -> tuple[torch.nn.Module, list[str]]:
 # ---- load_ -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, shards", [("qwen3", None), ("mixtral", 3), ("deepseek", None), ("nemotron", None)])
-def test_a_compressed_tensors_checkpoint_on_disk_gives_the_dequantised_model(tmp_path, name, shards):
-    source = build(name)
-    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if name == "mixtral" else {}
-    tensors, dense = file_of(source, **names)
-    if name == "mixtral":  # as its files call the layer
+SHORT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+FUSED = [(("gate_up_proj.", "down_proj."), ""), (("gate_up_proj_", "down_proj_"), "one")]
+FUSED += [(("w13_weight.", "w2_weight."), "one"), (("w13_", "w2_"), "")]
+FILES = [(name, "compressed-tensors", None) for name in MODELS if name != "gpt-oss"]
+FILES += [("qwen3", form, None) for form in FORMATS]
+FILES += [("qwen3", "compressed-tensors", fuse) for fuse in FUSED]
+FILES += [("nemotron", "compressed-tensors", (("up_proj.", "down_proj."), ""))]
+
+
+@pytest.mark.parametrize("name, form, fuse", FILES, ids=str)
+def test_experts_of_a_file_are_those_that_it_names_or_has_in_one_tensor(tmp_path, name, form, fuse):
+    tensors, dense = fused(build(name), *fuse) if fuse else file_of(build(name), form)
+    ending = "" if name == "mixtral" else "input_scale"  # as DeepSeek-R1's stand, and all of Mixtral's files
+    for part, short in SHORT.items():
+        tensors = {key.replace(f"{part}.{ending}", f"{short}.{ending}"): tensor for key, tensor in tensors.items()}
+    if name == "mixtral":
         tensors = {key.replace(".mlp.", ".block_sparse_moe."): tensor for key, tensor in tensors.items()}
-    folder = checkpoints.save(tmp_path, tensors, COMPRESSED, shards=shards)
-    model, report = loaded(name, folder, activation="int8")
-    assert report == list(experts_of(dense)) and report.skipped == {} and report.ignored == {}
+    folder = checkpoints.save(tmp_path, tensors, FORMATS[form][1], shards=3 if name == "mixtral" else None)
+    model, report = loaded(name, folder, activation=None if form == "w4afp8" else "int8")
+    assert report == list(experts_of(dense)) and report.skipped == {}
     assert same_weights(model, dense) and model.get_submodule(report[0]).gate == GATE_OF.get(name, Gate())
     others = {n: x for n, x in dense.state_dict().items() if "experts." not in n}
     assert all(torch.equal(model.state_dict()[n], x) for n, x in others.items())
-    assert alike(logits(model), logits(dense))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_format_names_each_expert(form):
-    tensors, dense = file_of(build("qwen3"), form)
-    for part, short in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):  # as DeepSeek-R1's stand
-        tensors = {n.replace(f"{part}.input_scale", f"{short}.input_scale"): x for n, x in tensors.items()}
-    model, report = loaded("qwen3", tensors, config=FORMATS[form][1])
-    assert same_weights(model, dense) and report == list(experts_of(dense))
     static = {name for name in tensors if name.endswith("input_scale")}
     assert set(report.ignored) == static and (not static) == (form != "w4afp8")
     assert all("experts quantise every token" in why for why in report.ignored.values())
+    assert alike(logits(model), logits(dense))
 
 
 def test_experts_of_8_bits_with_zero_points_are_dequantised(monkeypatch):
@@ -195,21 +196,6 @@ def test_experts_with_zero_points_beside_some_without():
     expected[2, :INTER] += 5 * scale
     assert w13.format.zero_point and torch.allclose(w13.dequantize(), expected, atol=1e-6)
     assert not model.model.layers[1].mlp.experts.w13.weight.format.zero_point
-
-
-@pytest.mark.parametrize(
-    "name, names, shape",
-    [
-        ("qwen3", ("gate_up_proj.", "down_proj."), ""), ("qwen3", ("gate_up_proj_", "down_proj_"), "one"),
-        ("qwen3", ("w13_weight.", "w2_weight."), "one"), ("qwen3", ("w13_", "w2_"), ""),
-        ("nemotron", ("up_proj.", "down_proj."), ""),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_experts_in_one_tensor_for_all(tmp_path, name, names, shape):
-    tensors, dense = fused(build(name), names, shape)
-    model, report = loaded(name, checkpoints.save(tmp_path, tensors, COMPRESSED))
-    assert same_weights(model, dense) and report == list(experts_of(dense)) and report.ignored == {}
 
 
 def test_experts_in_floats_are_stacked_and_a_filter_dequantises():
