@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import warnings
 from dataclasses import replace
@@ -43,99 +45,104 @@ RECIPES = {
 }
 
 
-UNEVEN = {"moe_intermediate_size": 96}
-"""Experts whose columns are no multiple of 128."""
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return made_folder(tmp_path_factory)
+def folder_with(tmp_path_factory):
+    """A model's folder by the columns of its experts, without a tokenizer, so that there is nothing to evaluate with."""
+
+    @functools.cache
+    def made(inter: int) -> Path:
+        sizes = SIZES | {"moe_intermediate_size": inter}
+        folder = folder_of(tmp_path_factory.mktemp("moe") / "model", model_of("Qwen3Moe", **sizes))
+        for file in folder.glob("token*"):
+            file.unlink()
+        return folder
+
+    return made
 
 
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory) -> Path:
-    return made_folder(tmp_path_factory, **UNEVEN)
-
-
-def made_folder(tmp_path_factory, **sizes: int) -> Path:
-    folder = folder_of(tmp_path_factory.mktemp("moe") / "model", model_of("Qwen3Moe", **SIZES | sizes))
-    for file in folder.glob("token*"):  # nothing to evaluate with
-        file.unlink()
-    return folder
-
-
+@functools.cache
 def floats(folder: Path) -> torch.nn.Module:
+    """The model, which no test changes."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
-def by_quantize(folder, said, tmp_path):
-    model = floats(folder)
-    jitgemm.nn.quantize_(model, **said)
+def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
+
+
+def by_quantize(folder, said, tmp_path):
+    model = copy.deepcopy(floats(folder))
+    jitgemm.nn.quantize_(model, **said)
+    return layers_of(model)
 
 
 def by_hf(folder, said, tmp_path):
     hf = pytest.importorskip("jitgemm.hf")
+    said |= {"scale_dtype": "float16"} if "scale_dtype" in said else {}  # as JSON has it
     config = hf.JitGemmConfig(**said)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
     if "rotation" in said:  # and what it saves
         model.save_pretrained(tmp_path / "saved")
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
-    return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
+    return layers_of(model)
 
 
-def written(folder, said, tmp_path):
-    """The config and the tensors of the folder that the command writes."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in said.items() if name != "symmetric"]
-    options += ["--zero-point"] if said.get("symmetric") is False else []
+@functools.cache
+def written(folder, options):
+    """The folder that the command writes, its config and its tensors."""
+    out = folder.parent / f"written{''.join(options)}"
     with pytest.raises(SystemExit) as exit:
-        main(["quantize", str(folder), str(tmp_path / "out"), "--device", "cpu", "--data", "none", *options])
+        main(["quantize", str(folder), str(out), "--device", "cpu", "--data", "none", *options])
     assert not exit.value.code
     tensors: dict = {}
-    for file in (tmp_path / "out").glob("*.safetensors"):
+    for file in out.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             layer, _, suffix = name.rpartition(".")
             tensors.setdefault(layer, {})[suffix] = tensor
-    return json.loads((tmp_path / "out/config.json").read_text())["quantization_config"], tensors
+    return out, json.loads((out / "config.json").read_text())["quantization_config"], tensors
+
+
+def written_by(folder, said):
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in said.items() if name != "symmetric"]
+    return written(folder, (*options, *(["--zero-point"] if said.get("symmetric") is False else [])))
 
 
 def by_command(folder, said, tmp_path):
-    written(folder, said, tmp_path)
-    model = emptied(tmp_path / "out")
-    jitgemm.nn.load_(model, tmp_path / "out", activation=said.get("activation"))
-    return {name: model.get_submodule(name) for name in (*LINEARS, EXPERTS)}
+    out, _, _ = written_by(folder, said)
+    jitgemm.nn.load_(model := emptied(out), out, activation=said.get("activation"))
+    return layers_of(model)
 
 
 def tensors_of_experts(model):
-    layout = model.get_submodule(EXPERTS)
-    found = {}
-    for e in range(SIZES["num_experts"]):
-        gate, up = layout.gate_up_proj[e].detach().chunk(2)
-        parts = {"gate_proj": gate, "up_proj": up, "down_proj": layout.down_proj[e].detach()}
-        found |= {(e, proj): {"weight": weight} for proj, weight in parts.items()}
+    layout, found = model.get_submodule(EXPERTS), {}
+    for e, (both, down) in enumerate(zip(layout.gate_up_proj.detach(), layout.down_proj.detach())):
+        parts = zip(("gate_proj", "up_proj", "down_proj"), (*both.chunk(2), down))
+        found |= {(e, proj): {"weight": weight} for proj, weight in parts}
     return found
 
 
-FUSED = SIZES["num_experts"], SIZES["hidden_size"], SIZES["moe_intermediate_size"]
+def sizes_of(model):
+    return tuple(model.get_submodule(EXPERTS).down_proj.shape)
 
 
 def by_engine(engine, of_files=False):
     """What an engine makes of the model in floats, or of the files that the command writes."""
 
     def by(folder, said, tmp_path):
-        model, config, tensors, made = floats(folder), engine.config(None, **said), None, {}
+        model, config = floats(folder), engine.config(None, **said)
+        tensors = {name: {"weight": model.get_submodule(name).weight.detach()} for name in LINEARS}
+        experts = tensors_of_experts(model)
         if of_files:
-            quantization, tensors = written(folder, said, tmp_path)
+            out, quantization, tensors = written_by(folder, said)
             config = engine.config(quantization, activation=said.get("activation"))
-            config.read_folder(tmp_path / "out")
+            config.read_folder(out)
+            experts = {(e, proj): tensors[f"{EXPERTS}.{e}.{proj}"] for e, proj in experts}
+        made = {}
         for name in LINEARS:
-            weight = model.get_submodule(name).weight.detach()
-            found = {"weight": weight} if tensors is None else tensors[name]
-            made[name] = process(engine.row(config, *weight.shape[::-1], found, prefix=name))
-        found = tensors_of_experts(model)
-        if tensors is not None:
-            found = {key: tensors["{}.{}.{}".format(EXPERTS, *key)] for key in found}
-        made[EXPERTS] = engine.experts(config, FUSED, found, prefix=EXPERTS).jitgemm
+            made[name] = process(
+                engine.row(config, *model.get_submodule(name).weight.shape[::-1], tensors[name], prefix=name)
+            )
+        made[EXPERTS] = engine.experts(config, sizes_of(model), experts, prefix=EXPERTS).jitgemm
         return made
 
     return by
@@ -163,63 +170,56 @@ def same(layer, weight: torch.Tensor, recipe: Recipe, door: str) -> bool:
     return same and layer.activation == recipe.inputs and expected.keys() == found.keys()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize(
+    "recipe, inter",
+    [*((recipe, 128) for recipe in RECIPES), ("nothing said", 96)],
+    ids=[*RECIPES, "columns of no whole blocks"],
+)
+
+
+@every_recipe
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_makes_the_same_packed_bytes_by_every_recipe(folder, tmp_path, quiet_transformers, door, recipe):
-    said = RECIPES[recipe]
+def test_every_door_makes_the_same_packed_bytes_by_every_recipe(
+    folder_with, tmp_path, quiet_transformers, door, recipe, inter
+):
+    said, folder = RECIPES[recipe], folder_with(inter)
     if door in OF_FILES and (said.get("group_size") == -1 or {"block", "full_range"} & said.keys()):
         pytest.skip("no option of the command: its files have groups, or 8 bits with a scale per row")
-    if door == "hf" and "scale_dtype" in said:
-        said = said | {"scale_dtype": "float16"}  # as JSON has it
-    recipe = Recipe.of(said)
-    if door in OF_FILES and "positive_scales" in recipe.quantiser.options:
-        recipe = replace(recipe, positive_scales=True)  # as other readers expect them
-    model, found = floats(folder), DOORS[door](folder, said, tmp_path)
-    for name in LINEARS:
-        assert same(found[name], model.get_submodule(name).weight.detach(), recipe, door), name
-    fused = model.get_submodule(EXPERTS)
-    assert same(found[EXPERTS].w13, fused.gate_up_proj.detach(), recipe, door)
-    assert same(found[EXPERTS].w2, fused.down_proj.detach(), recipe, door)
+    model, found, recipe = floats(folder), DOORS[door](folder, dict(said), tmp_path), Recipe.of(said)
+    of_experts = recipe.for_columns(inter)
 
+    def written_so(recipe):  # as other readers expect scales
+        positive = door in OF_FILES and "positive_scales" in recipe.quantiser.options
+        return replace(recipe, positive_scales=True) if positive else recipe
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_has_groups_where_columns_are_no_whole_blocks(
-    uneven, tmp_path, quiet_transformers, monkeypatch, door
-):
-    monkeypatch.setattr(f"{__name__}.FUSED", (SIZES["num_experts"], SIZES["hidden_size"], 96))
-    recipe, model, found = Recipe.of({}), floats(uneven), DOORS[door](uneven, {}, tmp_path)
-    groups = replace(recipe.otherwise, positive_scales=True if door in OF_FILES else None)
     for name in LINEARS:
-        assert same(found[name], model.get_submodule(name).weight.detach(), recipe, door), name
+        assert same(found[name], model.get_submodule(name).weight.detach(), written_so(recipe), door), name
     fused = model.get_submodule(EXPERTS)
-    assert same(found[EXPERTS].w13, fused.gate_up_proj.detach(), groups, door)
-    assert same(found[EXPERTS].w2, fused.down_proj.detach(), groups, door)
-    assert found[EXPERTS].w2.weight.group_size == 32 and found[EXPERTS].activation == "e4m3"
+    assert same(found[EXPERTS].w13, fused.gate_up_proj.detach(), written_so(of_experts), door)
+    assert same(found[EXPERTS].w2, fused.down_proj.detach(), written_so(of_experts), door)
+    assert inter == 128 or (found[EXPERTS].w2.weight.group_size, found[EXPERTS].activation) == (32, "e4m3")
 
 
 @pytest.mark.parametrize("use", ["linear", "vllm"])
-@pytest.mark.parametrize("recipe", [*RECIPES, "uneven"])
-def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folder, uneven, use, recipe):
-    folder, recipe = uneven if recipe == "uneven" else folder, Recipe.of(RECIPES.get(recipe, {}))
+@every_recipe
+def test_warm_up_of_a_model_in_floats_has_every_format_that_a_recipe_makes(folder_with, use, recipe, inter):
+    folder, recipe = folder_with(inter), Recipe.of(RECIPES[recipe])
     ahead = [part for model in models_ahead(folder, use, recipe=recipe) for part in model.modules()]
     weights = [part.weight for part in ahead if hasattr(part, "blocks")]
     there = {(weight.n, weight.k, weight.format, weight.rotation) for weight in weights}
     model = floats(folder)
     joined = {"linear": [[name] for name in LINEARS], "vllm": [LINEARS[:3], LINEARS[3:]]}[use]
     weights = [torch.cat([model.get_submodule(name).weight.detach() for name in names]) for names in joined]
-    fused = model.get_submodule(EXPERTS)
-    of_experts = recipe.for_columns(fused.gate_up_proj.shape[-1], fused.down_proj.shape[-1])
-    packed = [
-        *map(recipe.apply, weights),
-        *map(of_experts.apply, (fused.gate_up_proj.detach(), fused.down_proj.detach())),
-    ]
-    for weight in packed:
-        assert (weight.n, weight.k, weight.format, weight.rotation) in there
+    fused, of_experts = model.get_submodule(EXPERTS), recipe.for_columns(inter)
+    packed = list(map(recipe.apply, weights))
+    packed += map(of_experts.apply, (fused.gate_up_proj.detach(), fused.down_proj.detach()))
+    assert {(weight.n, weight.k, weight.format, weight.rotation) for weight in packed} <= there
 
 
-def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_up(folder):
+def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_up(folder_with):
     recipe = Recipe.of({"ignore": ["o_proj", "re:.*experts"], "lm_head": "int8", "group_size": 32, "symmetric": False})
-    model = floats(folder)
+    folder = folder_with(128)
+    model = copy.deepcopy(floats(folder))
     for _ in Quantising(model, recipe).stages():
         pass
     (ahead, *_) = models_ahead(folder, recipe=recipe)
@@ -286,16 +286,15 @@ def test_layers_whose_columns_on_a_rank_are_no_whole_blocks_are_left_and_not_war
 
 
 @pytest.mark.parametrize("rotation", [None, 128])
-def test_tokens_that_are_to_be_rotated_are_not_sent_in_codes(folder, rotation):
+def test_tokens_that_are_to_be_rotated_are_not_sent_in_codes(folder_with, rotation):
     said = {"bits": 8, "activation": "e4m3_block", "rotation": rotation}
-    layer = sglang.experts(
-        sglang.config(None, **said), FUSED, tensors_of_experts(floats(folder)), prefix=EXPERTS, deepep=True
-    )
+    model = floats(folder_with(128))
+    sizes, tensors = sizes_of(model), tensors_of_experts(model)
+    layer = sglang.experts(sglang.config(None, **said), sizes, tensors, prefix=EXPERTS, deepep=True)
     codes = layer.dispatcher.quant_config["low_latency_dispatcher_output_dtype"]
     assert codes == ("fp8" if rotation is None else "bf16")
-    layer = vllm.experts(vllm.config(None, **said), FUSED, tensors_of_experts(floats(folder)), prefix=EXPERTS)
-    module = layer.jitgemm
-    module.batched = True
+    layer = vllm.experts(vllm.config(None, **said), sizes, tensors, prefix=EXPERTS)
+    layer.jitgemm.batched = True
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
     sent = layer.quant_method.get_fused_moe_quant_config(layer)

@@ -346,21 +346,23 @@ def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(alone, tmp_path):
     assert [m.jitgemm.weight.bits for m in (layer.self_attn.qkv_proj, layer.mlp.down_proj)] == [8, 4]
 
 
-def rank_of_two(rank, folder, options, dense):
+def rank_of_two(rank, folder, cases):
     """In a process of its own."""
     with process_group(folder / "store", rank, 2):
-        split = "ep" if options else "tp"
-        check(loaded(folder, tensor_parallel_size=2, **options), dense, at=(split, rank, 2))
+        for name, (split, dense) in cases.items():
+            model = loaded(folder / name, tensor_parallel_size=2, enable_expert_parallel=split == "ep")
+            check(model, dense, at=(split, rank, 2))
+            print(f"rank {rank} holds its part of {name}")  # the last one before an error
     os._exit(0)  # as scripts/benchmark_lib/divided.py
 
 
-@pytest.mark.parametrize("split", ["llama", "qwen3-moe", "qwen3-moe-ep"])
-@pytest.mark.parametrize("name", ["packed", "wide", "fp8-blocks", "saved"])
-def test_each_of_two_ranks_holds_its_part(tmp_path, name, split):
-    moe = split != "llama"
-    dense = save(tmp_path, scheme(size=128) if name == "wide" else name, moe, head=not moe)
-    options = {"enable_expert_parallel": True} if split.endswith("ep") else {}
-    torch.multiprocessing.spawn(rank_of_two, (tmp_path, options, dense), 2)
+def test_each_of_two_ranks_holds_its_part(tmp_path):
+    cases = {}
+    for kind in ("packed", "wide", "fp8-blocks", "saved"):
+        for moe, split in ((False, "tp"), (True, "tp"), (True, "ep")):
+            name, said = f"{kind} {moe} {split}", scheme(size=128) if kind == "wide" else kind
+            cases[name] = split, save(tmp_path / name, said, moe, head=not moe)
+    torch.multiprocessing.spawn(rank_of_two, (tmp_path, cases), 2)
 
 
 # ---- experts whose ranks have other tokens ----------------------------------------------------------------------------
@@ -409,35 +411,41 @@ def balanced(config):
     config.parallel_config.eplb_config.num_redundant_experts = 2
 
 
-def rank_that_rebalances(rank, folder, down):
-    """In a process of its own: experts before vLLM moves them, and after."""
+def rank_that_rebalances(rank, folder, cases):
+    """In a process of its own."""
     with process_group(folder / "store", rank, 2):
-        model = loaded(folder, change=balanced, tensor_parallel_size=2, enable_expert_parallel=True)
-        from vllm.distributed import get_ep_group
-        from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
-        from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
-
-        [layer] = (m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
-        rows, group = list(layer.get_expert_weights()), get_ep_group().cpu_group
-        physical = torch.tensor([[0, 1, 2, 3, 0, 1]]), torch.tensor([[2, 3, 1, 0, 3, 2]])
-        addresses, communicator = [row.data_ptr() for row in rows], TorchDistNcclEplbCommunicator(group)
-        for moment in (0, 1):
-            held = layer.jitgemm.w2.weight.dequantize().double()
-            assert torch.equal(held, down[physical[moment][0].chunk(2)[rank]])
-            if moment == 0:
-                rearrange_expert_weights_inplace(
-                    *physical, [rows], list(map(torch.empty_like, rows)), group, communicator
-                )
-        assert [row.data_ptr() for row in layer.get_expert_weights()] == addresses
+        for name, down in cases.items():
+            model = loaded(folder / name, change=balanced, tensor_parallel_size=2, enable_expert_parallel=True)
+            rebalance(rank, model, down)
+            print(f"rank {rank} has moved experts of {name}")  # the last one before an error
     os._exit(0)
 
 
-@pytest.mark.parametrize("name", ["packed", "fp8", "saved"])
-def test_experts_that_vllm_moves_between_ranks_stay_whole(tmp_path, name):
+def rebalance(rank, model, down):
+    """Experts before vLLM moves them, and after."""
+    from vllm.distributed import get_ep_group
+    from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
+    from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
+
+    [layer] = (m for m in model.modules() if hasattr(m, "jitgemm") and hasattr(m.jitgemm, "w13"))
+    rows, group = list(layer.get_expert_weights()), get_ep_group().cpu_group
+    physical = torch.tensor([[0, 1, 2, 3, 0, 1]]), torch.tensor([[2, 3, 1, 0, 3, 2]])
+    addresses, communicator = [row.data_ptr() for row in rows], TorchDistNcclEplbCommunicator(group)
+    for moment in (0, 1):
+        held = layer.jitgemm.w2.weight.dequantize().double()
+        assert torch.equal(held, down[physical[moment][0].chunk(2)[rank]])
+        if moment == 0:
+            rearrange_expert_weights_inplace(*physical, [rows], list(map(torch.empty_like, rows)), group, communicator)
+    assert [row.data_ptr() for row in layer.get_expert_weights()] == addresses
+
+
+def test_experts_that_vllm_moves_between_ranks_stay_whole(tmp_path):
     """Four experts and two redundant ones on two ranks, rearranged by vLLM's own function."""
-    dense = save(tmp_path, name, True)
-    down = torch.stack([dense[f"{MOE}{e}.down_proj"] for e in range(EXPERTS)])
-    torch.multiprocessing.spawn(rank_that_rebalances, (tmp_path, down), 2)
+    cases = {}
+    for name in ("packed", "fp8", "saved"):
+        dense = save(tmp_path / name, name, True)
+        cases[name] = torch.stack([dense[f"{MOE}{e}.down_proj"] for e in range(EXPERTS)])
+    torch.multiprocessing.spawn(rank_that_rebalances, (tmp_path, cases), 2)
 
 
 def test_vllm_s_lora_layer_takes_packed_experts(alone, tmp_path):
