@@ -7,8 +7,8 @@ stand-ins. SGLang's linears are there vLLM's, as are its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ def process(layer: torch.nn.Module) -> Any:
 
 
 class Engine:
-    """What tests ask of both.
+    """What tests ask of both; what each does in its own way VLLM says of it.
 
     Attributes:
         label, layers: how messages call it, and where its modules of layers are.
@@ -81,14 +81,6 @@ class Engine:
         gates: options of experts with gates other than SiLU, by jitgemm's name.
         low_latency: options of experts to which DeepEP sends tokens sorted by expert.
     """
-
-    label: str
-    layers: str
-    bias: str
-    biased: dict[str, Any]
-    gpt_oss: dict[str, Any]
-    gates: dict[str, dict[str, Any]]
-    low_latency: dict[str, Any]
 
     def __init__(self) -> None:
         self.linears = import_module(f"{self}.{self.layers}.linear")
@@ -102,10 +94,6 @@ class Engine:
         return self.label.lower()
 
     # ---- configs -----------------------------------------------------------------------------------------------------
-
-    def rank(self, number: int = 0, size: int = 1, group: Any = None) -> AbstractContextManager[None]:
-        """Linears that are made and loaded inside are those of a rank of tensor parallelism; group: of these ranks."""
-        raise NotImplementedError
 
     def config(self, checkpoint: Any, **options: Any) -> Any:
         """The engine's config for a checkpoint's, as it is if it is one; None: for floats."""
@@ -139,18 +127,6 @@ class Engine:
         found = self.read(folder, dict(quantization or {"quant_method": "jitgemm"}), options)
         found.packed_modules_mapping = dict(FUSED)
         return found
-
-    def read(self, folder: Path, quantization: dict[str, Any], options: dict[str, Any], kind: str = "") -> Any:
-        """What the engine makes of a folder; kind: the model's type."""
-        raise NotImplementedError
-
-    def rename(self, config: Any, change: Callable[[str], str]) -> None:
-        """Tells the config what the engine's model calls the files' layers."""
-        raise NotImplementedError
-
-    def loads_as(self, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-        """--load-format."""
-        raise NotImplementedError
 
     def log(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """What the engine's log says from now on."""
@@ -206,18 +182,6 @@ class Engine:
     def run(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return layer.quant_method.apply(layer, x, bias)
 
-    def head(self, config: Any, n: int, k: int, at=(0, 1)) -> Any:
-        """The output layer, of which ranks have rows."""
-        raise NotImplementedError
-
-    def rows_of_head(self, n: int, at: tuple[int, int]) -> int:
-        """How many of a rank's rows are the file's; zeros fill up the others."""
-        raise NotImplementedError
-
-    def renewed(self, layer: Any, params: Mapping[str, Any]) -> None:
-        """The layer as the engine has it before it loads weights again; params: those that it was made with."""
-        raise NotImplementedError
-
     # ---- experts -----------------------------------------------------------------------------------------------------
 
     def experts(
@@ -237,27 +201,6 @@ class Engine:
                 process(layer)
         return layer
 
-    def made_experts(self, stack: ExitStack, config: Any, sizes: Any, at: Any, prefix: str, more: Any) -> Any:
-        """Experts of a rank in whose context `stack` then is."""
-        raise NotImplementedError
-
-    def run_experts(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def moving(
-        self, config: Any, sizes: tuple[int, int, int], tensors: Any, at: Any, physical: list[int], **more: Any
-    ) -> Any:
-        """Experts that the engine copies and moves; physical: which of the model's each of all ranks' is."""
-        raise NotImplementedError
-
-    def numbered(self, tensors: Mapping[tuple[int, str], Tensors], physical: list[int]) -> Any:
-        """Experts' tensors by the numbers by which the engine's models bring them."""
-        raise NotImplementedError
-
-    def rows(self, layer: Any, count: int = 3) -> list[torch.Tensor]:
-        """What the engine moves: tensors with a row of each of `count` experts."""
-        raise NotImplementedError
-
     def gpt_oss_experts(self, folder: Path, whole: gpt_oss_experts.Layer | None, inter: int, at=("tp", 0, 1)) -> Any:
         """A rank's experts as the engine's gpt-oss makes and loads them."""
         split, number, size = at
@@ -269,43 +212,50 @@ class Engine:
 
 class VLLM(Engine):
     label, bias, layers = "vLLM", "bias", "model_executor.layers"
-    biased: dict[str, Any] = {"has_bias": True}
-    gpt_oss: dict[str, Any] = {"has_bias": True, "activation": "swigluoai"}
-    gates: dict[str, dict[str, Any]] = {
+    biased = {"has_bias": True}
+    gpt_oss = {"has_bias": True, "activation": "swigluoai"}
+    gates = {
         "swiglu_step": {"activation": "swiglustep"},
         "situ": {
             "activation": "situ", "more": {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
         },
         "relu2": {"activation": "relu2_no_mul"},
     }  # fmt: skip
-    low_latency: dict[str, Any] = {"all2all": "deepep_low_latency"}
+    low_latency = {"all2all": "deepep_low_latency"}
 
     def rank(self, number=0, size=1, group=None):
+        """Linears that are made and loaded inside are those of a rank of tensor parallelism; group: of these ranks."""
         return vllm_layers.rank(number, size, group)
 
     def read(self, folder, quantization, options, kind=""):
+        """What the engine makes of a folder; kind: the model's type."""
         found = self.Config.from_config(quantization)
         found.maybe_update_config(str(folder), hf_config=SimpleNamespace(jitgemm=options, model_type=kind))
         return found
 
     def rename(self, config, change):
+        """Tells the config what the engine's model calls the files' layers."""
         mapper = SimpleNamespace(apply_dict=lambda names: {change(name): each for name, each in names.items()})
         config.apply_vllm_mapper(mapper)
 
     def loads_as(self, monkeypatch, way):
+        """--load-format."""
         said = SimpleNamespace(
             load_config=SimpleNamespace(load_format=way), scheduler_config=None, compilation_config=None
         )
         monkeypatch.setattr("jitgemm.vllm.config.get_current_vllm_config_or_none", lambda: said)
 
     def head(self, config, n, k, at=(0, 1)):
+        """The output layer, of which ranks have rows."""
         with self.rank():
             return ParallelLMHead(config, n, k, n // at[1] * at[0], n // at[1] * (at[0] + 1))
 
     def rows_of_head(self, n, at):
+        """How many of a rank's rows are the file's; zeros fill up the others."""
         return n // at[1]
 
     def renewed(self, layer, params):
+        """The layer as the engine has it before it loads weights again; params: those that it was made with."""
         for each in (*layer._parameters, *(name for name in layer._buffers if "expert_map" not in name)):
             delattr(layer, each)
         for name, param in params.items():
@@ -313,6 +263,7 @@ class VLLM(Engine):
             param.data.fill_(1)  # vLLM's are of anything then
 
     def made_experts(self, stack, config, sizes, at, prefix, more):
+        """Experts of a rank in whose context `stack` then is."""
         split, *place = at
         stack.enter_context(self.rank())
         known = {each.value for each in import_module("vllm.model_executor.layers.fused_moe").MoEActivation}
@@ -324,30 +275,33 @@ class VLLM(Engine):
         return layer.quant_method.apply(layer, x, weights, ids, None, None)
 
     def moving(self, config, sizes, tensors, at, physical, **more):
+        """Experts that the engine copies and moves; physical: which of the model's each of all ranks' is."""
         tensors = self.numbered(tensors, physical) if isinstance(tensors, Mapping) else tensors
         return self.experts(config, sizes, tensors, at, eplb=len(physical) - sizes[0], **more)
 
     def numbered(self, tensors, physical):
+        """Experts' tensors by the numbers by which the engine's models bring them."""
         return {
             (i, proj): found for i, e in enumerate(physical) for (mine, proj), found in tensors.items() if mine == e
         }
 
     def rows(self, layer, count=3):
+        """What the engine moves: tensors with a row of each of `count` experts."""
         return list(layer.get_expert_weights())
 
 
 class SGLang(Engine):
     label, bias, layers = "SGLang", "weight_bias", "srt.layers"
-    biased: dict[str, Any] = {"with_bias": True}
-    gpt_oss: dict[str, Any] = {
+    biased = {"with_bias": True}
+    gpt_oss = {
         "with_bias": True, "use_weight_loader_fused": False, "gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0,
     }  # fmt: skip
-    gates: dict[str, dict[str, Any]] = {
+    gates = {
         "swiglu_step": {"gemm1_clamp_limit": 7.0},
         "situ": {"activation": "situ", "gemm1_clamp_limit": 25.0, "gemm1_alpha": 4.0},
         "relu2": {"activation": "relu2", "is_gated": False},
     }
-    low_latency: dict[str, Any] = {"deepep": True}
+    low_latency = {"deepep": True}
 
     @contextmanager
     def rank(self, number=0, size=1, group=None):
@@ -432,7 +386,7 @@ class ParallelLMHead(torch.nn.Module):
 
 
 vllm, sglang = VLLM(), SGLang()
-ENGINES: list[Engine] = [vllm] if vllm_layers.REAL else [sglang] if sglang_layers.REAL else [vllm, sglang]
+ENGINES: list[Any] = [vllm] if vllm_layers.REAL else [sglang] if sglang_layers.REAL else [vllm, sglang]
 vllm_layers.hide()  # all that needs vLLM has been imported
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=str)
 first_engine = pytest.mark.parametrize("engine", ENGINES[:1], ids=str)

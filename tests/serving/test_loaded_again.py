@@ -32,11 +32,12 @@ class Server:
     name: of its format; None: it is in floats. known: headers tell its tensors, and it lacks those that it may lack.
     """
 
-    def __init__(self, engine, kind, name, known=False):
+    def __init__(self, engine, kind, name, known=False, **options):
         self.engine, self.kind, self.name, self.known = engine, kind, name, known and name is not None
         projs = [f"m.{part}_proj" for part in ("gate", "up")]
         layers = projs if kind == "linears" else [f"{EXPERTS}.{e}.{proj}" for e in range(COUNT) for proj in SHARDS]
-        config = engine.told(CONFIGS.get(name), dict.fromkeys(layers, self.tensors(N, K, 0)[0]) if self.known else {})
+        headers = dict.fromkeys(layers, self.tensors(N, K, 0)[0]) if self.known else {}
+        config = engine.told(CONFIGS.get(name), headers, **options)
         sizes = COUNT, K, N
         self.layer = engine.gate_up(config, K, N) if kind == "linears" else engine.experts(config, sizes, packed=False)
         self.parameters = dict(self.layer.named_parameters())
@@ -224,44 +225,41 @@ def test_layers_that_do_not_come_again_stay_as_they_are(engine):
 @each_engine
 @pytest.mark.parametrize("name, sums", [("packed", "f16"), ("packed-int8", "exact")])
 def test_what_kernels_may_add_up_in_is_an_option_that_a_layer_keeps(engine, name, sums):
-    layer = engine.row(engine.config(CONFIGS[name], sums=sums), 64, 64)
-    params, tensors = dict(layer.named_parameters()), [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (1, 2)]
-    with engine.rank():
-        load(layer, tensors[0])
-    first = process(layer)
-    assert first.sums == first.call_sums == sums
-    powers = first.channel_scale
+    server = Server(engine, "linears", name, sums=sums)
+    module, _ = server.first()
+    assert module.sums == module.call_sums == sums
+    powers = module.channel_scale
     before = None if powers is None else (powers.data_ptr(), powers.clone())
-    engine.renewed(layer, params)
-    with engine.rank():
-        load(layer, tensors[1] | {"weight_scale": tensors[1]["weight_scale"] * 4})
-        assert process(layer) is first and first.sums == first.call_sums == sums
+    server.begin()
+    server.load(
+        [(suffix, at, each * 4 if suffix == "weight_scale" else each) for suffix, at, each in server.weights(1)[0]]
+    )
+    assert server.end() is module and module.sums == module.call_sums == sums
     if before is not None:
-        assert first.channel_scale.data_ptr() == before[0] and not torch.equal(first.channel_scale, before[1])
+        assert module.channel_scale.data_ptr() == before[0] and not torch.equal(module.channel_scale, before[1])
 
 
 @each_engine
 @pytest.mark.parametrize("first", [True, False], ids=["with", "without"])
 def test_weights_that_are_loaded_again_are_corrected_as_the_first_were(engine, first):
     """Of a scale of zero no factor tells a zero point."""
-    tensors, dense = stored(CONFIGS["packed-corrected"], 64, 128)
-    none = tensors | {"weight_scale": tensors["weight_scale"].clone()}
-    none["weight_scale"][3, 1] = 0
-    layer = engine.row(CONFIGS["packed-corrected"], 128, 64)
-    params = dict(layer.named_parameters())
-    with engine.rank():
-        load(layer, tensors if first else none)
-    module = process(layer)
+    server = Server(engine, "linears", "packed-corrected")
+    come, dense = server.weights(0)
+    none = [(suffix, at, each.clone()) for suffix, at, each in come]
+    next(each for suffix, _, each in none if suffix == "weight_scale")[3, 1] = 0
+    server.load(come if first else none)
+    module = server.end()
     address = module.blocks.data_ptr()
     assert bool(module.weight.format.correction) == first
-    engine.renewed(layer, params)
-    with engine.rank():
-        load(layer, none if first else tensors)
-        if first:
-            with pytest.raises(ValueError, match="correction: expected scales times zero points.*m.o_proj"):
-                process(layer)
-        else:
-            assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(module), dense)
+    server.begin()
+    server.load(none if first else come)
+    with (
+        pytest.raises(ValueError, match="correction: expected scales times zero .*m.gate_proj")
+        if first
+        else nullcontext()
+    ):
+        assert server.end() is module
+    assert module.blocks.data_ptr() == address and server.holds(dense)
 
 
 @each_engine

@@ -80,7 +80,7 @@ def test_the_signatures_are_those_of_the_vllm_that_is_installed(monkeypatch):
 def test_layers_and_experts_work_with_the_signatures_of_older_versions(version):
     """A case of each thing that the plug-in does; the stand-in of this process has the newest version's."""
     files = [f"tests/serving/test_{name}.py" for name in ("served", "served_experts", "vllm")]
-    cases = "add_up and packed-int8 or heads and gptq or taken_over or sorted_by_expert and fp8 or adapter_of_zeros"
+    cases = "add_up and packed-int8 or heads and gptq or taken_over or sorted_by_expert and fp8 or an_adapter and 20-None-packed"
     call = ["-q", "-p", "no:cacheprovider", *files, "-k", f"({cases} or joined_layers_that) and not sglang"]
     code = f"import os, pytest; os.chdir({str(ROOT)!r}); assert pytest.main({call}) == 0"
     done = fresh_python(code, {"JITGEMM_TEST_VLLM": version})
@@ -283,16 +283,14 @@ def test_tokens_that_come_in_8_bits_are_not_quantised_again(monkeypatch):
     assert bool((out[0, 3:] == 7).all()) and bool((out[1] == 7).all())
 
 
-def test_a_backend_that_would_pad_tokens_is_an_error():
-    with pytest.raises(ValueError, match="expected one for tokens of 64 values, got .*pads them to 128"):
-        vllm.experts(CONFIGS["packed"], SIZES, None, ("ep", 0, 2), all2all="deepep_low_latency", pads=128)
-
-
-@pytest.mark.parametrize("backend", ["passthrough", "moonep"])
-def test_a_backend_that_leaves_the_exchange_to_the_experts_is_an_error(backend):
+@pytest.mark.parametrize("options, message", [
+    ({"all2all": "deepep_low_latency", "pads": 128}, "expected one for tokens of 64 values, got .*pads them to 128"),
+    *(({"all2all": each}, f"all2all_backend: expected one that exchanges .* got {each}") for each in ("passthrough", "moonep")),
+])  # fmt: skip
+def test_a_backend_that_pads_tokens_or_leaves_their_exchange_to_the_experts_is_an_error(options, message):
     tensors, _ = expert_tensors(CONFIGS["packed"], *SIZES)
-    with pytest.raises(ValueError, match=f"all2all_backend: expected one that exchanges .* got {backend}"):
-        vllm.experts(CONFIGS["packed"], SIZES, tensors, ("ep", 0, 2), all2all=backend)
+    with pytest.raises(ValueError, match=message):
+        vllm.experts(CONFIGS["packed"], SIZES, tensors, ("ep", 0, 2), **options)
 
 
 def test_situ_without_its_beta_is_an_error():
@@ -343,9 +341,11 @@ def context(experts_here, hidden, inter, gates=2, rank=8):
     torch.manual_seed(3)
 
     def pair(n, k):
-        return torch.randn(1, experts_here, rank, k, dtype=BF16) / k**0.5, torch.randn(
-            1, experts_here, n, rank, dtype=BF16
-        ) / 2
+        first, second = (
+            torch.randn(1, experts_here, rank, k, dtype=BF16),
+            torch.randn(1, experts_here, n, rank, dtype=BF16),
+        )
+        return first / k**0.5, second / 2
 
     first, second = zip(*(pair(inter, hidden) for _ in range(gates)))
     a2, b2 = pair(hidden, inter)
@@ -374,37 +374,31 @@ def with_adapter(dense, ctx, first=0, count=4):
 @pytest.mark.parametrize("place", [None, (0, 2), (1, 2)])
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_experts_with_an_adapter_compute_the_sum_of_both(workspaces, name, place, tokens):
+    """One of zeros changes no bit."""
     tensors, dense = expert_tensors(CONFIGS[name], *SIZES)
     at = ("tp", 0, 1) if place is None else ("ep", *place)
     layer = vllm.experts(CONFIGS[name], SIZES, tensors, at, **ADAPTED)
     here = 4 if place is None else 2
     ctx = context(here, 64, 64)
+    zeros = {
+        each: tuple(map(torch.zeros_like, vars(ctx)[each])) for each in ("w13_lora_b_stacked", "w2_lora_b_stacked")
+    }
     kernel = layer.quant_method.moe_kernel.fused_experts
     assert kernel.supports_lora() and layer.w2_weight.shape[0] == layer.w13_weight.shape[0] == here
     x, ids, weights = routed(4, tokens)
+    found = []
     with rank():
-        without = vllm.run_experts(layer, x, ids, weights)
-        kernel.set_lora_context(ctx)
-        found = vllm.run_experts(layer, x, ids, weights).double()
-    assert torch.equal(without, layer.jitgemm.run(x, ids, weights, expert_map=layer.expert_map))
+        for adapter in (None, SimpleNamespace(**vars(ctx) | zeros), ctx):
+            if adapter is not None:
+                kernel.set_lora_context(adapter)
+            found.append(vllm.run_experts(layer, x, ids, weights))
+    assert torch.equal(found[0], layer.jitgemm.run(x, ids, weights, expert_map=layer.expert_map))
+    assert torch.equal(found[1], found[0])
     first = 0 if place is None else 2 * place[0]
     mine = (ids >= first) & (ids < first + here)
     expected = mixture(x, ids, weights * mine, with_adapter(dense, ctx, first, here))
-    assert (found - expected).norm() < 0.06 * expected.norm()
-    assert (found - without.double()).norm() > 0.15 * expected.norm()
-
-
-def test_an_adapter_of_zeros_changes_no_bit(workspaces):
-    tensors, _ = expert_tensors(CONFIGS["packed"], *SIZES)
-    layer = vllm.experts(CONFIGS["packed"], SIZES, tensors, **ADAPTED)
-    ctx = context(4, 64, 64)
-    for each in (*ctx.w13_lora_b_stacked, *ctx.w2_lora_b_stacked):
-        each.zero_()
-    x, ids, weights = routed(4, 9)
-    with rank():
-        without = vllm.run_experts(layer, x, ids, weights)
-        layer.quant_method.moe_kernel.fused_experts.set_lora_context(ctx)
-        assert torch.equal(vllm.run_experts(layer, x, ids, weights), without)
+    assert (found[2].double() - expected).norm() < 0.06 * expected.norm()
+    assert (found[2].double() - found[0].double()).norm() > 0.15 * expected.norm()
 
 
 def test_saved_experts_with_gates_in_another_order_take_no_adapters(tmp_path):
